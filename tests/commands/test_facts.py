@@ -15,6 +15,7 @@ import xxhash
 import zstandard
 from safetensors.numpy import save_file
 from support.loader_fixtures import mlp_model
+from support.rebuilding import edit_manifest, edit_table
 
 import relayout
 from relayout.errors import FormatError
@@ -45,26 +46,6 @@ def files_of(folder: Path) -> list[Tree]:
 
 def digest(blob: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(blob)
-
-
-def edit_manifest(folder: Path, change: Callable[[Tree], object]) -> None:
-    """Change relayout.json, and sign it anew."""
-    path = folder / "relayout.json"
-    top = json.loads(path.read_text())
-    change(top)
-    del top["self_digest"]
-    before = json.dumps(top, indent=1).removesuffix("\n}").encode() + b", "
-    path.write_bytes(before + f'"self_digest": "{digest(before)}"}}'.encode())
-
-
-def edit_table(folder: Path, change: Callable[[Tree], object]) -> None:
-    """Change a table, and sign it anew."""
-    path = folder / TABLE
-    top = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()))
-    change(top)
-    stored = zstandard.ZstdCompressor().compress(json.dumps(top).encode())
-    path.write_bytes(stored)
-    edit_manifest(folder, lambda manifest: manifest["ranks"][1].update(table_digest=digest(stored)))
 
 
 def edit_record(folder: Path, change: Callable[[Tree], object]) -> None:

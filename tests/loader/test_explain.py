@@ -184,38 +184,6 @@ def test_what_was_asked_for_is_repeated(converted: Path) -> None:
     assert relayout.explain(converted, 1, backend="direct").reason.startswith("requested: read past the page cache")
 
 
-def check_what_is_seen(cold: Path, first: Path, second: Path) -> None:
-    warm(first, 4096, MIB)
-    warm(second, 0, second.stat().st_size)
-    told = relayout.explain(cold, 1)
-    assert [file.resident_nbytes for file in told.files] == [MIB, second.stat().st_size]
-    # Of the second file all but the header is wanted; its last block ends behind the file.
-    assert told.resident_nbytes == MIB + second.stat().st_size - 4096
-    percent = round(100 * told.resident_nbytes / (4096 * len(blocks_of(manifest_reads(cold, 1)))))
-    assert 60 < percent < 64
-    assert f"{df(first, 'fstype')} supports direct I/O, {percent} % of the bytes" in told.reason
-    direct = relayout.explain(cold, 1, backend="direct")
-    assert direct.resident_nbytes == 0
-    assert [file.resident_nbytes for file in direct.files] == [MIB, second.stat().st_size]
-    assert relayout.explain(cold, 1, backend="buffered").resident_nbytes == MIB + second.stat().st_size - 4096
-
-
-@pytest.mark.usefixtures("unmarked")
-def test_what_is_in_the_page_cache_is_seen(cold: Path) -> None:
-    first, second = sorted(cold.glob("model-rank-1-*"))
-    for attempts_left in reversed(range(5)):  # The kernel may take pages away at any moment.
-        try:
-            check_what_is_seen(cold, first, second)
-            break
-        except AssertionError:
-            if not attempts_left:
-                raise
-    for file in (first, second):
-        drop(file)
-    told = relayout.explain(cold, 1)
-    assert (told.resident_nbytes, [file.resident_nbytes for file in told.files]) == (0, [0, 0])
-
-
 @pytest.mark.usefixtures("unmarked")
 @pytest.mark.parametrize("backend", ["auto", "direct"])
 def test_a_load_then_reads_what_was_told(cold: Path, backend: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -233,27 +232,6 @@ def test_residency_is_told_of_each_file(tmp_path: Path, written: Bytes) -> None:
             assert os.fstat(sources.fd(1)).st_ino == (tmp_path / "other").stat().st_ino
 
 
-def test_many_threads_read_at_once(tmp_path: Path, written: Bytes) -> None:
-    for number in (1, 4):
-        warm(tmp_path / "file", number * MIB, MIB)
-    wrong: list[int] = []
-    with sources_of(tmp_path / "file", Access.AUTO) as sources:
-
-        def work(seed: int) -> None:
-            random = np.random.default_rng(seed)
-            for _ in range(20):
-                offset, nbytes = (int(n) * 4096 for n in random.integers(1, 500, 2))
-                if read(sources, 0, offset, nbytes) != written[offset : offset + nbytes].tobytes():
-                    wrong.append(offset)
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert wrong == []
-
-
 def test_an_empty_file_is_no_trouble(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     for access in (Access.AUTO, Access.BUFFERED):
@@ -263,53 +241,11 @@ def test_an_empty_file_is_no_trouble(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("access", Access)
-def test_files_that_cannot_be_had_are_refused_and_all_others_closed(
-    tmp_path: Path, written: Bytes, access: Access
-) -> None:
-    good = stored_file(tmp_path / "file", NBYTES)
-    (tmp_path / "file").read_bytes()  # So that AUTO has it open twice.
-    before = num_descriptors()
-    for bad, message in (
-        (stored_file(tmp_path / "missing", 5), r"missing: is missing$"),
-        (stored_file(tmp_path / "file", NBYTES - 1), rf"file: {NBYTES} bytes long, expected {NBYTES - 1}$"),
-        (stored_file(tmp_path / "file", NBYTES + 1), rf"file: {NBYTES} bytes long, expected {NBYTES + 1}$"),
-    ):
-        with pytest.raises(FormatError, match=message):
-            Sources([good, good, bad, good], access)
-        assert num_descriptors() == before
-    sources = Sources([good, good], access)
-    assert num_descriptors() == before + (4 if access is Access.AUTO else 2)
-    sources.close()
-    sources.close()  # Once more does no harm.
-    assert num_descriptors() == before
-
-
-@pytest.mark.parametrize("access", Access)
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, access: Access) -> None:
     os.mkfifo(tmp_path / "file")
     before = num_descriptors()
     with pytest.raises(FormatError, match=r"file: not a regular file$"):
         Sources([stored_file(tmp_path / "file", 0)], access)
-    assert num_descriptors() == before
-
-
-def test_a_file_that_is_replaced_between_two_opens_is_refused(
-    tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    path.read_bytes()
-    (tmp_path / "other").write_bytes(written[::-1].tobytes())
-
-    class Replacing(InputFile):
-        def __init__(self, path: Path, nbytes: int, **options: Any) -> None:
-            if options["access"] is Access.BUFFERED:
-                (tmp_path / "other").rename(path)
-            super().__init__(path, nbytes, **options)
-
-    monkeypatch.setattr(store, "InputFile", Replacing)
-    before = num_descriptors()
-    with pytest.raises(FormatError, match=r"file: was replaced while it was opened$"):
-        Sources([stored_file(path, NBYTES)], Access.AUTO)
     assert num_descriptors() == before
 
 
@@ -330,15 +266,6 @@ def test_a_file_that_vanishes_between_two_opens_is_refused(
     with pytest.raises(FormatError, match=r"file: is missing$"):
         Sources([stored_file(path, NBYTES)], Access.AUTO)
     assert num_descriptors() == before
-
-
-def test_what_replaces_a_file_later_is_not_read(tmp_path: Path, written: Bytes) -> None:
-    path = tmp_path / "file"
-    warm(path, 0, MIB)
-    with sources_of(path, Access.AUTO) as sources:
-        (tmp_path / "other").write_bytes(written[::-1].tobytes())
-        (tmp_path / "other").rename(path)
-        assert read(sources, 0, 0, 2 * MIB) == written[: 2 * MIB].tobytes()
 
 
 @pytest.mark.parametrize("nbytes", [2 * MIB, 2 * MIB + 4096, 2 * MIB + 5000, 2 * MIB + 100])
@@ -419,16 +346,3 @@ def test_any_other_refusal_to_open_is_an_error_of_each_access(
     for access in (Access.AUTO, Access.DIRECT):
         with pytest.raises(OSError, match=r"^\[Errno 5\] .*file'$"), sources_of(tmp_path / "file", access):
             pass
-
-
-@pytest.mark.parametrize("access", Access)
-def test_a_failed_read_names_file_and_byte(
-    tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch, access: Access
-) -> None:
-    def fail(fd: int, buffers: Iterable[Any], offset: int) -> int:
-        raise OSError(5, "Input/output error")
-
-    with sources_of(tmp_path / "file", access) as sources:
-        monkeypatch.setattr(os, "preadv", fail)
-        with pytest.raises(OSError, match=r"\[Errno 5\] Input/output error at byte 8192: '.*file'$"):
-            read(sources, 0, 8192, 4096)

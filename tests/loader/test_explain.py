@@ -236,11 +236,12 @@ def test_a_plain_folder_is_explained_at_any_degree(plain: Path, rank: int) -> No
     assert whole.nbytes == sum(array.nbytes for array in TENSORS.values())
 
 
-@pytest.mark.parametrize(("tp", "nbytes"), [(1, 16 * MIB + 1007), (4, 4 * MIB + 1007)])
-def test_a_converted_folder_is_explained_at_any_degree(converted: Path, tp: int, nbytes: int) -> None:
+@pytest.mark.parametrize(("tp", "nbytes", "most"), [(1, 16 * MIB + 1007, 1.01), (4, 4 * MIB + 1007, 1.6)])
+def test_a_converted_folder_is_explained_at_any_degree(converted: Path, tp: int, nbytes: int, most: float) -> None:
+    """Where columns are cut out of rows, the gaps between them are read as well."""
     told = relayout.explain(converted, tp - 1, tp=tp, backend="buffered")
     assert told.nbytes == nbytes
-    assert nbytes <= told.read_nbytes <= 2 * nbytes
+    assert nbytes <= told.read_nbytes <= most * nbytes
     assert {file.name for file in told.files} <= {path.name for path in converted.glob("model-rank-*")}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.checkpoints import add_tensor, write_family
 from support.conversions import (
     DEGREES,
@@ -25,7 +24,6 @@ from support.conversions import (
     stored_in,
 )
 from support.families import FAMILIES
-from support.loader_fixtures import MEASURE, child, skip_unless_drives_are_counted
 from support.rebuilding import edit_table, rebuild
 
 import relayout
@@ -183,12 +181,6 @@ def test_its_own_degree_may_be_named(conversions: Conversions) -> None:
 
 
 # Refusals.
-
-
-@pytest.mark.parametrize("call", [relayout.load, lambda *a, **k: list(relayout.iter_load(*a, **k))])
-def test_a_plain_checkpoint_has_nothing_to_verify_by(call: Callable[..., Any], conversions: Conversions) -> None:
-    with pytest.raises(PlanError, match=r"llama: cannot be verified: only converted checkpoints have digests"):
-        call(conversions.source("llama"), 0, tp=2, verify=True)
 
 
 @pytest.mark.parametrize(
@@ -416,48 +408,3 @@ def test_damaged_sidecars_are_refused(file: str, conversions: Conversions, tmp_p
 
 
 # What is read.
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Llama shapes of 100 MB at 8 ranks, half of them to a KV head."""
-    folder = tmp_path_factory.mktemp("large")
-    sizes = {"H": 1024, "A": 16, "K": 4, "D": 64, "I": 4096, "V": 8000, "L": 3}
-    tensors = {}
-    rng = np.random.default_rng(0)
-    for entry in FAMILIES["llama"].entries(FAMILIES["llama"].all_sizes(**sizes)):
-        bits = torch.from_numpy(rng.integers(0, 2**16, entry.shape, np.uint16))
-        tensors[entry.name] = bits.view(torch.bfloat16)
-    (folder / "source").mkdir()
-    save_file(tensors, folder / "source" / "model.safetensors")
-    config = {"model_type": "llama", "num_attention_heads": 16, "num_key_value_heads": 4}
-    (folder / "source" / "config.json").write_text(json.dumps(config))
-    for tp in (1, 4, 8):
-        relayout.convert(folder / "source", folder / str(tp), tp=tp)
-    yield folder
-    shutil.rmtree(folder)
-
-
-LOAD = """
-import relayout.loader.sources.resharded
-folder, rank, tp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-forget(folder)
-before = drive_nbytes()
-tensors = relayout.load(folder, rank, tp=tp)
-read = drive_nbytes() - before
-print(json.dumps([read, sum(tensor.nbytes for tensor in tensors.values())]))
-"""
-
-
-@pytest.mark.parametrize(("stored", "wanted", "limit"), [(8, 4, 1.01), (8, 1, 1.01), (4, 8, 1.3)])
-def test_bytes_read_are_bytes_needed(stored: int, wanted: int, limit: float, large: Path) -> None:
-    """But where columns are cut out of rows: the gaps between them are read as well."""
-    read, needed = child(MEASURE + LOAD, large / str(stored), wanted - 1, wanted)
-    assert needed == sum(tensor.nbytes for tensor in stored_in(large / str(wanted), wanted - 1).values()) > 12e6
-    skip_unless_drives_are_counted(read)
-    assert 1 <= read / needed <= limit
-
-
-def test_at_another_degree_the_large_one_is_right(large: Path) -> None:
-    for rank in range(4):
-        assert_same(relayout.load(large / "8", rank, tp=4), stored_in(large / "4", rank), rank)

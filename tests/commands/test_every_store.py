@@ -193,13 +193,6 @@ def test_whole_tensors_are_opened(converted: str, local: Path) -> None:
         assert opened.metadata() == expected.metadata() == {"format": "pt"}
 
 
-@pytest.mark.usefixtures("writable")
-def test_the_source_is_restored(here: Ground, converted: str) -> None:
-    done = relayout.restore(converted, here.url("back"))
-    assert done.output == here.url("back")
-    assert files_of(done.output) == MODEL
-
-
 @pytest.mark.parametrize("backend", ["direct", "mapped"])
 def test_a_backend_that_needs_descriptors_refuses_a_store_without(here: Ground, converted: str, backend: str) -> None:
     if find_store(converted).path("x") is not None:

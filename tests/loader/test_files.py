@@ -70,11 +70,6 @@ def num_descriptors() -> int:
     return len(open_files())
 
 
-def assert_drive_bytes(path: Path, access: Access, expected: int, written: Bytes) -> None:
-    """Reading the whole file takes so many bytes from the drive."""
-    assert expected <= drive_nbytes_of(path, access, written) < expected + SLACK
-
-
 def drive_nbytes_of(path: Path, access: Access, written: Bytes) -> int:
     """Read the whole file, in requests of 2 MiB, and see how many bytes that took from the drive."""
     with sources_of(path, access) as sources:
@@ -88,12 +83,6 @@ def drive_nbytes_of(path: Path, access: Access, written: Bytes) -> int:
     return count
 
 
-def test_a_cold_file_costs_just_its_bytes_and_leaves_none_in_the_page_cache(tmp_path: Path, written: Bytes) -> None:
-    assert_drive_bytes(tmp_path / "file", Access.AUTO, NBYTES, written)
-    with opened(tmp_path / "file") as fd:
-        assert resident_nbytes(fd, 0, NBYTES) == 0
-
-
 def test_a_file_that_is_all_there_costs_nothing(tmp_path: Path, written: Bytes) -> None:
     counts = []
     for _ in range(8):  # A system that is short of memory drops what it has just read, and code: not every time.
@@ -103,15 +92,35 @@ def test_a_file_that_is_all_there_costs_nothing(tmp_path: Path, written: Bytes) 
 
 
 @pytest.mark.usefixtures("unmarked")
-@pytest.mark.parametrize("there", [[0, 1, 2], [1, 3, 5], [5], [2, 3], [0, 1, 2, 3, 4], [6], [0, 6]])
-def test_of_a_file_that_is_partly_there_just_the_rest_is_read(tmp_path: Path, written: Bytes, there: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("access", "there", "from_drive", "there_then"),
+    [
+        # A cold file leaves nothing in the page cache; of another just the rest is read.
+        *(
+            (Access.AUTO, there, [number for number in range(7) if number not in there], there)
+            for there in ([], [0, 1, 2], [1, 3, 5], [5], [2, 3], [0, 1, 2, 3, 4], [6], [0, 6])
+        ),
+        (Access.DIRECT, [], range(7), []),
+        (Access.DIRECT, range(7), range(7), range(7)),
+        (Access.BUFFERED, [], range(7), range(7)),
+        (Access.BUFFERED, range(7), [], range(7)),
+    ],
+)
+def test_just_what_is_not_there_is_read_from_the_drive(
+    tmp_path: Path,
+    written: Bytes,
+    access: Access,
+    there: Sequence[int],
+    from_drive: Sequence[int],
+    there_then: Sequence[int],
+) -> None:
+    path = tmp_path / "file"
     for number in there:
-        warm(tmp_path / "file", number * MIB, MIB)  # Number 6 is the last, odd, 1000 bytes.
-    resident = sum(1000 if number == 6 else MIB for number in there)
-    assert_drive_bytes(tmp_path / "file", Access.AUTO, NBYTES - resident, written)
-    with opened(tmp_path / "file") as fd:
-        for number in range(7):
-            assert (resident_nbytes(fd, number * MIB, MIB) != 0) == (number in there)
+        warm(path, number * MIB, MIB)  # Number 6 is the last, odd, 1000 bytes.
+    expected = sum(1000 if number == 6 else MIB for number in from_drive)
+    assert expected <= drive_nbytes_of(path, access, written) < expected + SLACK
+    with opened(path) as fd:
+        assert [number for number in range(7) if resident_nbytes(fd, number * MIB, MIB)] == list(there_then)
 
 
 def test_reading_what_is_there_does_not_make_the_kernel_read_on(tmp_path: Path) -> None:
@@ -131,22 +140,6 @@ def test_reading_what_is_there_does_not_make_the_kernel_read_on(tmp_path: Path) 
                 assert read(sources, 0, offset, MIB) == written[offset : offset + MIB].tobytes()
         assert resident_nbytes(fd, 0, nbytes) == before
         assert nbytes - before <= drive_nbytes() - drive <= nbytes - before + read_ahead_nbytes(fd) + MIB
-
-
-def test_direct_never_uses_the_page_cache(tmp_path: Path, written: Bytes) -> None:
-    (tmp_path / "file").read_bytes()
-    assert_drive_bytes(tmp_path / "file", Access.DIRECT, NBYTES, written)
-    drop(tmp_path / "file")
-    assert_drive_bytes(tmp_path / "file", Access.DIRECT, NBYTES, written)
-    with opened(tmp_path / "file") as fd:
-        assert resident_nbytes(fd, 0, NBYTES) == 0
-
-
-def test_buffered_reads_leave_all_in_the_page_cache(tmp_path: Path, written: Bytes) -> None:
-    assert_drive_bytes(tmp_path / "file", Access.BUFFERED, NBYTES, written)
-    assert_drive_bytes(tmp_path / "file", Access.BUFFERED, 0, written)
-    with opened(tmp_path / "file") as fd:
-        assert resident_nbytes(fd, 0, NBYTES) == NBYTES
 
 
 @pytest.mark.usefixtures("unmarked")

@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save
 from support.loader_fixtures import assert_equal
+from support.models import llama_files
 from support.store_contract import KINDS, WRITABLE, Ground, content, ground
 
 import relayout
 from relayout.errors import PlanError
 from relayout.storage.stores import find_store
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 8, 4, 16, 3
 TP = 2
 Files = dict[str, bytes]
 
 
-def model() -> Files:
-    """A Llama in two shards, with an index and side files; all values finite, those near each other unlike."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (96, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        part = f"model.layers.{layer}."
-        shapes |= {
-            part + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-            part + "mlp.gate_proj.weight": (160, HIDDEN),
-            part + "mlp.up_proj.weight": (160, HIDDEN),
-            part + "mlp.down_proj.weight": (HIDDEN, 160),
-            part + "input_layernorm.weight": (HIDDEN,),
-        }
-    random = np.random.default_rng(5)
-    tensors = {
-        name: random.integers(0, 0x7C00, shape, np.uint16).view(np.float16) for name, shape in sorted(shapes.items())
-    }
-    shards = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
-    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
-    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    config = {"model_type": "llama", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "head_dim": HEAD_DIM}
-    return {
-        **{file: save(shard, {"format": "pt"}) for file, shard in zip(names, shards, strict=True)},
-        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
-        "config.json": json.dumps(config | {"num_key_value_heads": KV_HEADS}).encode(),
-        "tokenizer.json": b"words" * 300_000,
-        "sub/notes.txt": "Grüße".encode(),
-    }
-
-
-MODEL = model()
+MODEL = llama_files(64, head_dim=16, mlp=160, layers=3, vocabulary=96) | {
+    "tokenizer.json": b"words" * 300_000,
+    "sub/notes.txt": "Grüße".encode(),
+}
 
 
 def files_of(url: str) -> Files:

@@ -271,73 +271,6 @@ def header_bytes(work: Path, done: set[int]) -> set[int]:
     return set()
 
 
-def file_deleted(work: Path, done: set[int]) -> set[int]:
-    (work / PARTIAL / "output" / FILE).unlink()
-    return done
-
-
-def file_truncated(work: Path, done: set[int]) -> set[int]:
-    path = work / PARTIAL / "output" / FILE
-    os.truncate(path, path.stat().st_size - 1)
-    return done
-
-
-def file_too_long(work: Path, done: set[int]) -> set[int]:
-    path = work / PARTIAL / "output" / FILE
-    os.truncate(path, path.stat().st_size + 1)
-    return done
-
-
-def file_zeroed(work: Path, done: set[int]) -> set[int]:
-    path = work / PARTIAL / "output" / FILE
-    path.write_bytes(bytes(path.stat().st_size))
-    return done
-
-
-def file_is_a_link(work: Path, done: set[int]) -> set[int]:
-    path = work / PARTIAL / "output" / FILE
-    (work.parent / "outside").write_bytes(path.read_bytes())
-    path.unlink()
-    path.symlink_to(work.parent / "outside")
-    return done
-
-
-def file_has_another_name(work: Path, done: set[int]) -> set[int]:
-    os.link(work / PARTIAL / "output" / FILE, work.parent / "outside")  # What is written here would be written there.
-    return done
-
-
-def file_is_a_folder(work: Path, done: set[int]) -> set[int]:
-    path = work / PARTIAL / "output" / FILE
-    path.unlink()
-    (path / "sub").mkdir(parents=True)
-    (path / "sub" / "file").write_text("what is this?")
-    return done
-
-
-def file_is_a_fifo(work: Path, done: set[int]) -> set[int]:
-    path = work / PARTIAL / "output" / FILE
-    path.unlink()
-    os.mkfifo(path)
-    return done
-
-
-def folder_deleted(work: Path, done: set[int]) -> set[int]:
-    shutil.rmtree(work / PARTIAL / "output")
-    return done
-
-
-def folder_is_a_link(work: Path, done: set[int]) -> set[int]:
-    (work / PARTIAL / "output").rename(work.parent / "outside")
-    (work / PARTIAL / "output").symlink_to(work.parent / "outside")
-    return done
-
-
-def journal_deleted(work: Path, done: set[int]) -> set[int]:
-    (work / PARTIAL / JOURNAL_NAME).unlink()
-    return done
-
-
 def journal_claims_the_half(work: Path, done: set[int]) -> set[int]:
     # The tensor of which one rank has its slice, and the other one has not.
     shutil.copytree(work / PARTIAL, work.parent / "aside")
@@ -365,35 +298,42 @@ def strange_files(work: Path, done: set[int]) -> set[int]:
     return set()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        nothing,
-        first_byte,
-        header_bytes,
-        file_deleted,
-        file_truncated,
-        file_too_long,
-        file_zeroed,
-        file_is_a_link,
-        file_has_another_name,
-        file_is_a_folder,
-        file_is_a_fifo,
-        folder_deleted,
-        folder_is_a_link,
-        journal_deleted,
-        journal_claims_the_half,
-        strange_files,
-    ],
-)
-def test_only_what_is_true_is_believed(work: Path, damage: Damage) -> None:
-    done = interrupt(work)
-    wrong = damage(work, done)
+LOST: dict[str, Callable[[Path, Path], object]] = {
+    "deleted": lambda file, outside: file.unlink(),
+    "shorter": lambda file, outside: os.truncate(file, file.stat().st_size - 1),
+    "longer": lambda file, outside: os.truncate(file, file.stat().st_size + 1),
+    "zeroed": lambda file, outside: file.write_bytes(bytes(file.stat().st_size)),
+    "a link": lambda file, outside: (file.rename(outside), file.symlink_to(outside)),
+    "another name": lambda file, outside: os.link(file, outside),  # What is written here would be written there.
+    "a folder": lambda file, outside: (file.unlink(), (file / "sub").mkdir(parents=True), (file / "sub" / "x").touch()),
+    "a fifo": lambda file, outside: (file.unlink(), os.mkfifo(file)),
+    "without a folder": lambda file, outside: shutil.rmtree(file.parent),
+    "in a link": lambda file, outside: (file.parent.rename(outside), file.parent.symlink_to(outside)),
+    "without a journal": lambda file, outside: (file.parent.parent / JOURNAL_NAME).unlink(),
+}
+"""What makes all claims wrong, as each tensor has a slice in that file. The other path is outside of all folders."""
+
+
+def assert_believed(work: Path, claims: set[int]) -> None:
+    """Only these are, and nothing outside is written to."""
     outside = work.parent / "outside"
     before = content(outside) if outside.is_dir() else outside.read_bytes() if outside.exists() else None
-    assert_goes_on(work, done - wrong)
+    assert_goes_on(work, claims)
     assert (content(outside) if outside.is_dir() else outside.read_bytes() if outside.exists() else None) == before
     assert not any(path.is_symlink() for path in (work / "out").rglob("*"))
+
+
+@pytest.mark.parametrize("damage", [nothing, first_byte, header_bytes, journal_claims_the_half, strange_files])
+def test_only_what_is_true_is_believed(work: Path, damage: Damage) -> None:
+    done = interrupt(work)
+    assert_believed(work, done - damage(work, done))
+
+
+@pytest.mark.parametrize("change", LOST)
+def test_nothing_is_believed_of_a_file_that_is_not_as_it_was(work: Path, change: str) -> None:
+    interrupt(work)
+    LOST[change](work / PARTIAL / "output" / FILE, work.parent / "outside")
+    assert_believed(work, set())
 
 
 def test_what_is_believed_was_read_from_the_drive_not_from_the_page_cache(
@@ -452,7 +392,6 @@ def test_what_belongs_to_somebody_else_is_not_believed(work: Path, part: str) ->
 
 
 # What may have become of the source.
-Change = Callable[[Path], None]
 
 
 def same_size(source: Path) -> None:
@@ -485,31 +424,28 @@ def file_renamed(source: Path) -> None:
     (source / "model-1.safetensors").rename(source / "model-0.safetensors")
 
 
-@pytest.mark.parametrize("change", [same_size, one_byte_more, other_header, file_renamed])
-def test_a_source_that_has_changed_is_refused_and_force_starts_afresh(work: Path, change: Change) -> None:
-    interrupt(work)
-    change(source_of(work))
-    before = content(work)
-    says = rf"^{work / PARTIAL}: holds an interrupted conversion, the source has changed since; --force discards it and"
-    for _ in range(2):
-        with pytest.raises(PlanError, match=says):
-            go(work)
-        assert content(work) == before
-    assert go(work, force=True).resumed_nbytes == 0
-    shutil.rmtree(work.parent / "expected")
-    convert(source_of(work), work.parent / "expected", tp=2, plan=work.parent / "plan.toml")
-    assert content(work / "out") == content(work.parent / "expected")
-    assert [path.name for path in work.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize(
-    "options", [{"tp": 1}, {"tp": 4}, {"align": 512}, {"max_part_nbytes": 2**20}, {"tp": 1, "plan": None}]
+    ("change", "options", "why"),
+    [
+        *(
+            (change, {}, "the source has changed since")
+            for change in (same_size, one_byte_more, other_header, file_renamed)
+        ),
+        *(
+            (None, options, "with other options")
+            for options in ({"tp": 1}, {"tp": 4}, {"align": 512}, {"max_part_nbytes": 2**20}, {"tp": 1, "plan": None})
+        ),
+    ],
 )
-def test_other_options_are_refused_and_force_starts_afresh(work: Path, options: dict[str, Any]) -> None:
+def test_another_source_or_other_options_are_refused_and_force_starts_afresh(
+    work: Path, change: Callable[[Path], None] | None, options: dict[str, Any], why: str
+) -> None:
     interrupt(work)
+    if change is not None:
+        change(source_of(work))
     before = content(work)
-    says = rf"^{work / PARTIAL}: holds an interrupted conversion, with other options; --force discards it and starts"
     for _ in range(2):
+        says = rf"^{work / PARTIAL}: holds an interrupted conversion, {why}; --force discards it and starts"
         with pytest.raises(PlanError, match=says):
             go(work, **options)
         assert content(work) == before  # So that the right ones go on with it.

@@ -29,6 +29,7 @@ from support.lying_server import (
     refused,
     stalled,
 )
+from support.models import llama_files
 from support.s3_server import Request, Server
 
 import relayout
@@ -43,7 +44,7 @@ from relayout.storage.protocols import RequestError
 pytest.importorskip("obstore", reason="the client of object stores")
 pytest.importorskip("boto3", reason="sends parts of uploads")
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, VOCABULARY = 256, 8, 4, 32, 1024, 5, 2048
+HIDDEN = 256
 OPTIONS = {"tp": 2, "max_part_nbytes": 2_500_000}
 SOURCE, OUT = "s3://models/llama", "s3://models/out"
 MIB = 2**20
@@ -51,37 +52,11 @@ NUM_MOMENTS = 5 if "RELAYOUT_SCHEDULES" in os.environ else 2
 Files = dict[str, bytes]
 
 
-def model() -> Files:
-    """A Llama of 12 MB in two shards: two ranks of three files each, of some parts of 1 MiB."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
-        part = f"model.layers.{layer}."
-        shapes |= {
-            part + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-            part + "mlp.gate_proj.weight": (MLP, HIDDEN),
-            part + "mlp.up_proj.weight": (MLP, HIDDEN),
-            part + "mlp.down_proj.weight": (HIDDEN, MLP),
-            part + "input_layernorm.weight": (HIDDEN,),
-        }
-    random = np.random.default_rng(3)
-    tensors = {name: random.integers(0, 2**16, shape, np.uint16) for name, shape in shapes.items()}
-    shards = [dict(list(tensors.items())[:20]), dict(list(tensors.items())[20:])]
-    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
-    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    config = {"model_type": "llama", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "head_dim": HEAD_DIM}
-    return {
-        **{file: save(shard) for file, shard in zip(names, shards, strict=True)},
-        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
-        "config.json": json.dumps(config | {"num_key_value_heads": KV_HEADS}).encode(),
-        "tokenizer.json": random.integers(0, 256, 5 * MIB // 2, np.uint8).tobytes(),
-        "empty.txt": b"",
-    }
-
-
-MODEL = model()
+MODEL = llama_files(HIDDEN, head_dim=32, mlp=1024, layers=5, vocabulary=2048) | {
+    "tokenizer.json": np.random.default_rng(3).integers(0, 256, 5 * MIB // 2, np.uint8).tobytes(),
+    "empty.txt": b"",
+}
+"""12 MB: two ranks of three files each, of some parts of 1 MiB."""
 SHARDS_NBYTES = sum(len(blob) for name, blob in MODEL.items() if name.endswith(".safetensors"))
 
 

@@ -25,7 +25,7 @@ _FROM_CACHE = rf"relayout: rank \d of {TP}: "
 
 
 def first_starts(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of each model whose name matches: the first start, the second, and one after the source has changed, each beside vLLM alone."""
+    """Of each model whose name matches: the first start, the second, and one after a change, each beside vLLM alone."""
     environment = environment.with_variables(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="INFO")
     for name in (name for name in (*FAMILIES, *OBSERVED) if fnmatch(name, only)):
         folder = work / "first-starts" / name

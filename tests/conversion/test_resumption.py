@@ -445,7 +445,7 @@ def test_another_source_or_other_options_are_refused_and_force_starts_afresh(
         change(source_of(work))
     before = content(work)
     for _ in range(2):
-        says = rf"^{work / PARTIAL}: holds an interrupted conversion, {why}; --force discards it and starts"
+        says = rf"^{work / PARTIAL}: holds an interrupted attempt, {why}; --force discards it and starts"
         with pytest.raises(PlanError, match=says):
             go(work, **options)
         assert content(work) == before  # So that the right ones go on with it.

@@ -49,6 +49,8 @@ COMMANDS = {
     "restore": ["restore", "../out", "-o", "../restored"],
     "copy": ["copy", "../out", "../copied", "--ranks", "0"],
     "files": ["files", "../out"],
+    "delta": ["delta", "../out", "../out", "-o", "../delta"],
+    "apply": ["apply", "../out", "../same", "-o", "../applied"],
     "doctor": ["doctor", "."],
     "warm": ["warm", "../out"],
     "cache": ["cache", ".."],
@@ -67,6 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"model.embed_tokens.weight": np.arange(64, dtype=np.float32).reshape(8, 8)}, model / "model.safetensors")
     (model / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8}')
     relayout.convert(model, place / "out", tp=2)
+    relayout.delta(place / "out", place / "out", place / "same")
     set_traps(model, place / "caught")
     (place / "main.py").write_text(MAIN)
     (place / "bench.py").write_text(BENCH + MAIN)

@@ -217,7 +217,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "mismatch",
         r"part-1.safetensors: \d+ bytes long, expected \d+$",
     ),
-    "missing": (lambda folder: (folder / PART).unlink(), "missing", "part-1.safetensors: is missing; of 4 ranks these are complete here: 1-3$"),
+    "missing": (
+        lambda folder: (folder / PART).unlink(),
+        "missing",
+        "part-1.safetensors: is missing; of 4 ranks these are complete here: 1-3$",
+    ),
     "newer": (_newer_manifest, "version", "format version 2, this relayout reads 1"),
     "garbage": (_write("relayout.json", "{"), "syntax", "relayout.json: .*not valid JSON"),
     "another table": (

@@ -97,8 +97,8 @@ class Sources:
         """The bytes of a file in the page cache, not copied, inside the block; None if they must be read.
 
         For runs with gaps between them, of a plain checkpoint: all ranks of a node need its bytes, each other ones, and
-        the first to come reads them from the drive. The kernel reads ahead in large folios, which are mapped at a tenth of the cost of a copy.
-        (posix_fadvise(WILLNEED) would fill the page cache with single pages.)
+        the first to come reads them from the drive. The kernel reads ahead in large folios, which are mapped at a tenth
+        of the cost of a copy. (posix_fadvise(WILLNEED) would fill the page cache with single pages.)
         """
         opened = self._files[file]
         fd = opened.fileno() if self._is_mappable and self._stored[file].proof is None else None

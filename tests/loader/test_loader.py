@@ -220,7 +220,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "missing": (
         lambda folder: (folder / PART).unlink(),
         "missing",
-        "part-1.safetensors: is missing; of 4 ranks these are complete here: 1-3$",
+        "is missing; of 4 ranks these are complete here: 1-3$",
     ),
     "newer": (_newer_manifest, "version", "format version 2, this relayout reads 1"),
     "garbage": (_write("relayout.json", "{"), "syntax", "relayout.json: .*not valid JSON"),

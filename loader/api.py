@@ -106,7 +106,7 @@ def load(
         if group is not None:
             from relayout.loader.group.sharing import load_together
 
-            return load_together(prepare, group)
+            return load_together(prepare, group, names)
         options = options_of(device, backend, verify, threads, memory, progress)
         source = find_source(path, rank, tp, verify, cache, progress)
         if into is None:

@@ -199,8 +199,9 @@ class _Mail:
         self._tensors = tensors
         self._offsets = offsets
         self._arena = arena
-        sizes = [(sum(each.sent(group.index)), sum(each.received(group.index))) for each in rounds]
-        self._sent, self._received = (torch.empty(max(column), dtype=torch.uint8) for column in zip((0, 0), *sizes))
+        most_sent = max((sum(each.sent(group.index)) for each in rounds), default=0)
+        most_received = max((sum(each.received(group.index)) for each in rounds), default=0)
+        self._sent, self._received = (torch.empty(most, dtype=torch.uint8) for most in (most_sent, most_received))
 
     def carry_out(self, each: Round, ahead: ReadAhead) -> int:
         """Carry out a round; returns the number of bytes that it put into the arena.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from relayout.core.coalesce import coalesce
-from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up
+from relayout.core.extents import BLOCK, Extent, Transfer, align_down
 
 CHUNK_NBYTES = 4 * 2**20
 """The most bytes that a member reads in a round, and the most that it sends. One block may be sent to all, though."""
@@ -39,7 +40,7 @@ class Division:
         wanted = sorted(
             extent for transfers in slices for transfer in transfers for extent in _extents(transfer, max_gap_nbytes)
         )
-        if all(one.end <= other.offset for one, other in zip(wanted, wanted[1:], strict=False)):
+        if all(one.end <= other.offset for one, other in pairwise(wanted)):
             return Division(slices, ())
         groups = coalesce(wanted, lambda one: (None, one.offset, one.end), max_gap_nbytes=max_gap_nbytes)
         return Division(slices, tuple(group.extent for group in groups))
@@ -135,7 +136,7 @@ def plan_exchange(
 
     Args:
         tensors: they do not overlap in a file.
-        most_nbytes: see `CHUNK_NBYTES`; a multiple of the block. Chunks are cut between blocks.
+        most_nbytes: see `CHUNK_NBYTES`; a block or more. Chunks are cut between blocks.
     """
     rounds: list[list[Chunk]] = []
     received = [0] * num_members
@@ -155,9 +156,11 @@ def _pieces(tensors: Sequence[Divided], num_members: int, most_nbytes: int) -> I
         for extent in tensor.division.exchanged:
             start, end = tensor.offset + extent.offset, tensor.offset + extent.end
             while start < end:
-                piece = _piece(tensor, row, start, min(end, align_down(start + most_nbytes, BLOCK)), num_members)
-                while sum(piece.sizes) > most_nbytes and start < (half := _middle(piece)) < piece.extent.end:
-                    piece = _piece(tensor, row, start, half, num_members)
+                width = most_nbytes
+                piece = _piece(tensor, row, start, min(end, align_down(start + width, BLOCK)), num_members)
+                while sum(piece.sizes) > most_nbytes and width > BLOCK:
+                    width = max(BLOCK, width // 2)
+                    piece = _piece(tensor, row, start, min(end, align_down(start + width, BLOCK)), num_members)
                 yield piece
                 start = piece.extent.end
 
@@ -166,10 +169,6 @@ def _piece(tensor: Divided, row: int, start: int, end: int, num_members: int) ->
     extent = Extent(start, end - start)
     sizes = (sum(part.total_nbytes for part in tensor.sent(extent, member)) for member in range(num_members))
     return Chunk(tensor.file, extent, (row,), tuple(sizes))
-
-
-def _middle(chunk: Chunk) -> int:
-    return align_up((chunk.extent.offset + chunk.extent.end) // 2, BLOCK)
 
 
 def _joined(pieces: Iterator[Chunk], most_nbytes: int) -> Iterator[Chunk]:

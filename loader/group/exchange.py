@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -72,8 +73,8 @@ def load_exchanged(
     ranks = group.all_gather(source.rank)
     arena: Arena[Any] | None = None
     running: list[RunningJob] = []
-    with reporting(options.progress, "loading", plan.nbytes) as report:
-        try:
+    try:
+        with reporting(options.progress, "loading", plan.nbytes) as report:
             with group.collective():
                 choice, budget = options.choose(plan.files)
                 if choice.backend.reads_when_used:
@@ -81,33 +82,35 @@ def load_exchanged(
                 tensors = plan.tensors()
                 chosen, divided = _divided(source, ranks, names)
                 rounds = plan_exchange(divided, group.num_members)
-                mine = [chunk for each in rounds for chunk in each.chunks if chunk.member == group.index]
                 exchanged = {name for name, one in zip(chosen, divided, strict=True) if one.division.exchanged}
                 alone = [row for row, name in enumerate(tensors.names) if name not in exchanged]
                 reads = place_at([tensors.reads[row] for row in alone], [tensors.offsets[row] for row in alone])
                 arena = choice.backend.allocate(plan.arena_nbytes)
                 running.append(choice.backend.start(arena, ReadJob(plan.files, reads, budget)))
+                mine = [chunk for each in rounds for chunk in each.chunks if chunk.member == group.index]
                 ahead = ReadAhead(source.files, mine, choice.backend.access, budget)
                 running.append(ahead.job)
-                base = arena.tensor()
-                offsets = dict(zip(tensors.names, tensors.offsets, strict=True))
-                mail = _Mail(group, divided, [offsets.get(name, 0) for name in chosen], base.numpy(), rounds)
+                base, offset_of = arena.tensor(), dict(zip(tensors.names, tensors.offsets, strict=True))
+                mail = _Mail(group, divided, [offset_of.get(name, 0) for name in chosen], base.numpy(), rounds)
             done = 0
-            for each in rounds:
-                done += mail.carry_out(each, ahead)
-                if report is not None:
-                    report(done)
+            for before, each in zip([None, *rounds], rounds, strict=False):
+                with mail.exchange(each):
+                    done += mail.unpack(before)
+                    if report is not None:
+                        report(done)
+                    mail.pack(each, ahead)
             with group.collective():
+                done += mail.unpack(rounds[-1] if rounds else None)
                 ahead.job.join()
                 running[0].join(None if report is None else lambda nbytes: report(done + nbytes))
                 return make_views(base, tensors)
-        except BaseException as error:
-            for job in running:
-                job.cancel()
-            group.fail(error)
-            if arena is not None:
-                arena.discard()
-            raise
+    except BaseException as error:
+        for job in running:
+            job.cancel()
+        group.fail(error)
+        if arena is not None:
+            arena.discard()
+        raise
 
 
 def _divided(source: PlainRank, ranks: Sequence[int], names: Names) -> tuple[list[str], list[Divided]]:
@@ -203,49 +206,64 @@ class _Mail:
         most_received = max((sum(each.received(group.index)) for each in rounds), default=0)
         self._sent, self._received = (torch.empty(most, dtype=torch.uint8) for most in (most_sent, most_received))
 
-    def carry_out(self, each: Round, ahead: ReadAhead) -> int:
-        """Carry out a round; returns the number of bytes that it put into the arena.
+    def pack(self, each: Round, ahead: ReadAhead) -> None:
+        """Read this member's chunk of a round, and write the messages to the others.
 
         Raises:
+            what `ReadAhead.take` raises.
+        """
+        me, sent = self._group.index, self._sent.numpy()
+        for chunk in each.chunks:
+            if chunk.member == me:
+                view = ahead.take()
+                for member, start in enumerate(_starts(each.sent(me))):
+                    if member != me:
+                        for _, packed, _ in chunk.packed(self._tensors, member):
+                            copy_runs(view, sent, packed, 0, start)
+                for row, part in chunk.kept(self._tensors, me):
+                    copy_runs(view, self._arena, part, 0, self._offsets[row])
+                ahead.release()
+
+    @contextmanager
+    def exchange(self, each: Round) -> Iterator[None]:
+        """A block that all members carry out, and that packs a round. At its end, the messages are exchanged.
+
+        Raises:
+            the error of the block; or another member's, with its number.
             OSError: a member is gone.
-            what `ReadAhead.take` raises, on any member.
         """
         failed: BaseException | None = None
-        me = self._group.index
-        sent_sizes, received_sizes = each.sent(me), each.received(me)
         try:
-            for chunk in each.chunks:
-                if chunk.member == me:
-                    self._pack(chunk, ahead.take(), sent_sizes)
-                    ahead.release()
+            yield
         except BaseException as error:
             failed = error
         try:
+            me = self._group.index
+            sent_sizes, received_sizes = each.sent(me), each.received(me)
             sent, received = self._sent[: sum(sent_sizes)], self._received[: sum(received_sizes)]
             sent.numpy()[_last(sent_sizes)] = failed is not None
-            self._group.exchange(sent, sent_sizes, received, received_sizes)
+            try:
+                self._group.exchange(sent, sent_sizes, received, received_sizes)
+            except OSError as gone:
+                raise failed or gone from None
             if failed is not None or received.numpy()[_last(received_sizes)].any():
                 with self._group.collective():
                     if failed is not None:
                         raise failed
         finally:
             del failed  # Breaks the cycle of error, traceback and this frame.
-        starts = _starts(received_sizes)
+
+    def unpack(self, each: Round | None) -> int:
+        """Copy from the messages of a round to the arena; returns the bytes that the round put there."""
+        if each is None:
+            return 0
+        me, received = self._group.index, self._received.numpy()
+        starts = _starts(each.received(me))
         for chunk in each.chunks:
             if chunk.member != me:
                 for row, _, unpacked in chunk.packed(self._tensors, me):
-                    copy_runs(received.numpy(), self._arena, unpacked, starts[chunk.member], self._offsets[row])
+                    copy_runs(received, self._arena, unpacked, starts[chunk.member], self._offsets[row])
         return sum(chunk.sizes[me] for chunk in each.chunks)
-
-    def _pack(self, chunk: Chunk, view: memoryview, sizes: Sequence[int]) -> None:
-        """Put what others need of a chunk into the messages to them, and what this member needs into its arena."""
-        sent = self._sent.numpy()
-        for member, start in enumerate(_starts(sizes)):
-            if member != self._group.index:
-                for _, packed, _ in chunk.packed(self._tensors, member):
-                    copy_runs(view, sent, packed, 0, start)
-        for row, part in chunk.kept(self._tensors, self._group.index):
-            copy_runs(view, self._arena, part, 0, self._offsets[row])
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

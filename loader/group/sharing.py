@@ -105,8 +105,8 @@ def load_together(
     arena: Arena[Any] | None = None
     running: RunningJob | None = None
     stop = Stop()
-    with reporting(options.progress, "loading", plan.nbytes) as report:
-        try:
+    try:
+        with reporting(options.progress, "loading", plan.nbytes) as report:
             rounds = _rounds(portions, group)
             counter = PartCounter([each.portions[0].start for each in rounds], [each.nbytes for each in rounds], stop)
             with group.collective():
@@ -127,13 +127,13 @@ def load_together(
             with group.collective():
                 running.join()
                 return make_views(to_device(base, options.device), plan.tensors())
-        except BaseException as error:
-            if running is not None:
-                running.cancel()
-            group.fail(error)
-            if arena is not None and not group.is_broken:
-                arena.discard()
-            raise
+    except BaseException as error:
+        if running is not None:
+            running.cancel()
+        group.fail(error)
+        if arena is not None and not group.is_broken:
+            arena.discard()
+        raise
 
 
 def _rounds(portions: Sequence[Portion], group: Group) -> list[Round]:

@@ -142,6 +142,7 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
         ("meta", "to the CPU only, not to meta"),
         ("into", "group cannot be combined with into"),
         ("streamed", "iter_load shares converted checkpoints only"),
+        ("bad progress", "progress='a bar', expected True, False, None or a function"),
         ("no such rank", "rank 7, expected 0 to 3"),
     ],
 )
@@ -151,13 +152,14 @@ def test_what_is_refused(group: list[dict[str, Any]], case: str, what: str) -> N
         assert what in member[case]["error"]
 
 
-@pytest.mark.parametrize("kind", ["gate_proj", "down_proj"])
-def test_a_read_that_fails_fails_all_with_its_reason(group: list[dict[str, Any]], kind: str) -> None:
+@pytest.mark.parametrize(("case", "culprit"), [("gate_proj fails", 2), ("down_proj fails", 2), ("progress fails", 1)])
+def test_what_fails_on_one_member_fails_all_with_its_reason(
+    group: list[dict[str, Any]], case: str, culprit: int
+) -> None:
     for number, member in enumerate(group):
-        failed = member[f"{kind} fails"]
-        assert failed["kind"] == "OSError"
-        assert "the drive is on fire" in failed["error"]
-        assert ("member 2 of the group failed" in failed["error"]) == (number != 2)
+        assert member[case]["kind"] == "OSError"
+        assert "the drive is on fire" in member[case]["error"]
+        assert (f"member {culprit} of the group failed" in member[case]["error"]) == (number != culprit)
 
 
 def test_a_member_that_is_killed_fails_the_others_in_time(group: list[dict[str, Any]]) -> None:

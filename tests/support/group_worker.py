@@ -202,6 +202,7 @@ def _member(folder: Path, number: int) -> None:
     case("no such rank", rank=7 if number == 1 else 1)
     case("mapped", out, backend="mapped")
     case("bad option", threads=0 if number == 3 else None)
+    case("bad progress", progress="a bar" if number == 2 else None)
     fault_of(2, after=4, times=None, error=failure)
     case("a read fails")
     done = []

@@ -55,6 +55,10 @@ def _member(folder: Path, number: int) -> None:
     def stream(path: str, rank: int, **options: Any) -> dict[str, Any]:
         return dict(iter_load(path, rank, **options))
 
+    def failing(done: int, total: int) -> None:
+        if done > total / 4:
+            raise failure()
+
     for name in NAMES:
         case(name, together, str(folder / name))
         case(f"{name}, of a store", together, f"toy://group/{name}")
@@ -91,6 +95,8 @@ def _member(folder: Path, number: int) -> None:
     for kind in ("gate_proj", "down_proj"):
         seen.fault_of(2, after=2, times=None, error=failure)
         case(f"{kind} fails", together, "toy://group/wide", names=f"**.{kind}.weight")
+    case("progress fails", together, "toy://group/wide", progress=failing if number == 1 else None)
+    case("bad progress", together, "toy://group/wide", progress="a bar" if number == 2 else None)
     case("afterwards", together, "toy://group/wide")
     seen.fault_of(3, after=3, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
     case("killed", together, "toy://group/wide", names="**.down_proj.weight")

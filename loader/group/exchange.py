@@ -15,7 +15,7 @@ from relayout.core.strided import Bytes, copy_runs
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
 from relayout.loader.backends.base import Arena, ReadJob, RunningJob
-from relayout.loader.backends.files import Sources, closed_on_error
+from relayout.loader.backends.files import Sources
 from relayout.loader.backends.host import ThreadedJob, reserve
 from relayout.loader.budgets import Budget
 from relayout.loader.group.collectives import Group
@@ -133,20 +133,17 @@ def _divided(source: PlainRank, ranks: Sequence[int], names: Names) -> tuple[lis
 class ReadAhead:
     """Reads a member's chunks with threads, the next ones before they are needed."""
 
-    def __init__(self, files: Sequence[StoredFile], chunks: Sequence[Chunk], access: Access, budget: Budget) -> None:
+    def __init__(self, files: tuple[StoredFile, ...], chunks: Sequence[Chunk], access: Access, budget: Budget) -> None:
         """Start; for errors see `Sources`."""
-        used = sorted({chunk.file for chunk in chunks})
-        self._position = {file: position for position, file in enumerate(used)}
         self._chunks = chunks
         self._buffers = [Buffer() for _ in range(_NUM_BUFFERS)]
         self._arrived: dict[int, memoryview] = {}
         self._next = 0
         self._stop = Stop()
         threads = min(budget.threads, _NUM_BUFFERS)
-        job = ReadJob(tuple(files[file] for file in used), (), replace(budget, threads=threads), stop=self._stop)
-        with closed_on_error(Sources(job.files, access)) as sources:
-            self._sources = sources
-            self.job = ThreadedJob(job, sources, lambda: None, self._read, range(len(chunks)), self._discard)
+        job = ReadJob(files, (), replace(budget, threads=threads), stop=self._stop)
+        self._sources = Sources(files, access)
+        self.job = ThreadedJob(job, self._sources, lambda: None, self._read, range(len(chunks)), self._discard)
 
     def take(self) -> memoryview:
         """The bytes of the next chunk, until `release`.
@@ -177,7 +174,7 @@ class ReadAhead:
         low = align_down(extent.offset, self._sources.alignment)
         nbytes = align_up(extent.end, self._sources.alignment) - low
         view = reserve(self._buffers[index % _NUM_BUFFERS], nbytes)
-        self._sources.read(self._position[file], low, view)
+        self._sources.read(file, low, view)
         with self._stop.condition:
             self._arrived[index] = view[extent.offset - low : extent.end - low]
             self._stop.condition.notify_all()

@@ -139,13 +139,17 @@ def plan_exchange(
         most_nbytes: see `CHUNK_NBYTES`; a block or more. Chunks are cut between blocks.
     """
     rounds: list[list[Chunk]] = []
-    received = [0] * num_members
-    for number, chunk in enumerate(_joined(_pieces(tensors, num_members, most_nbytes), most_nbytes)):
+    free: set[int] = set()
+    received, read = [0] * num_members, [0] * num_members
+    for chunk in _joined(_pieces(tensors, num_members, most_nbytes), most_nbytes):
         received = [old + new for old, new in zip(received, chunk.sizes, strict=True)]
-        if not rounds or len(rounds[-1]) == num_members or max(received) > most_received:
+        if not free or max(received) > most_received:
             rounds.append([])
-            received = list(chunk.sizes)
-        rounds[-1].append(replace(chunk, member=number % num_members))
+            free, received = set(range(num_members)), list(chunk.sizes)
+        member = min(free, key=lambda one: (read[one], one))  # That has read the least until now.
+        free.remove(member)
+        read[member] += chunk.extent.nbytes
+        rounds[-1].append(replace(chunk, member=member))
     return [Round(tuple(chunks), num_members) for chunks in rounds]
 
 

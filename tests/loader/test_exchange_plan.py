@@ -74,7 +74,9 @@ def cases(draw: st.DrawFn) -> Case:
             offset = sum(map(len, content))
             dtype = draw(st.sampled_from([*DTYPES]))
             shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 8, 40, 300]), min_size=1, max_size=3)))
-            whole = random.integers(0, 256, (*shape, DTYPES[dtype]().itemsize), np.uint8)[:200_000]
+            while np.prod(shape) > 50_000:
+                shape = shape[1:]
+            whole = random.integers(0, 256, (*shape, DTYPES[dtype]().itemsize), np.uint8)
             content.append(whole.reshape(-1))
             parts = draw(slices(shape, num_members))
             transfers = tuple(slice_transfers(dtype, shape, part) for part in parts)

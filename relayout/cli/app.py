@@ -624,6 +624,7 @@ def cache(
     if add is not None:
         if tp is None:
             raise PlanError("--add needs --tp N", code="option")
+        _begin_work()
         if background:
             signals.end_with_stdin()
         listing = caching.add(

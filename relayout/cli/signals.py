@@ -37,8 +37,14 @@ def raise_when_asked() -> None:
 
 
 def end_with_stdin() -> None:
-    """From now on, run at low priority, and end as by SIGTERM when stdin is closed: whoever started this has ended."""
+    """From now on, run at low priority, and end as by SIGTERM when stdin is closed: whoever started this has ended.
+
+    Whoever started it may ignore or block SIGTERM, and a child inherits both. Only after `raise_when_asked`.
+    """
     os.nice(19)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _Raise())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
     def wait() -> None:
         while os.read(0, 4096):

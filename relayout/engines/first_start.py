@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from relayout.core.arguments import ranks_text
 from relayout.core.children import PIPE, QUIET, Child, start_child
 from relayout.engines.rank_weights import Folder, find_folder
-from relayout.errors import PlanError, RelayoutError
+from relayout.errors import PlanError
 from relayout.storage.cache_folder import Cache, cache_of
 from relayout.storage.stores import find_input, scheme_of
 
@@ -85,14 +85,19 @@ class Filling:
                     stderr=PIPE,
                     pass_fds=(held.fileno(),),
                 )
-        except (OSError, RelayoutError) as error:
+            try:
+                threading.Thread(target=self._watch, args=(child,), name="relayout-cache", daemon=True).start()
+            except RuntimeError:  # Too many threads.
+                assert child.stdin is not None
+                child.stdin.close()  # Ends it.
+                raise
+        except Exception as error:
             self.logger.warning("relayout: %s is not converted into the cache: %s", self.source, error)
             return
         self.logger.info(
             "relayout: %s is being converted into the cache %s, at low priority: later starts load from there",
             self.source, self.cache.folder,
         )  # fmt: skip
-        threading.Thread(target=self._watch, args=(child,), name="relayout-cache", daemon=True).start()
 
     def _watch(self, child: Child) -> None:
         assert child.stderr is not None

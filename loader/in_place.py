@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from relayout.checkpoint.converted import check_rank
+from relayout.checkpoint.converted import check_present, check_rank
 from relayout.checkpoint.delta import Changes, read_deltas
 from relayout.core.arguments import integer
 from relayout.core.coalesce import split
@@ -80,6 +80,7 @@ def apply(
         [read] = read_deltas(os.fspath(delta))
         rank = integer(rank, "rank")
         check_rank(read.store, rank, read.new.num_ranks)
+        check_present(read.store, read.new, [rank])
         budget = plan_budget(threads, None, HOST_BUFFERS, read.store.cost)
         old, new = read.table(OLD, rank), read.table(NEW, rank)
         if not are_alike(old, new):

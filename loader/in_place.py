@@ -52,8 +52,8 @@ def apply(
     """Change the tensors of one rank in place, from the content that a delta applies to, to the one that it makes.
 
     First every tensor is compared with its digest in the base, and what is read of the delta with its own digests:
-    whatever is wrong is found before the first byte changes. Only a read that fails after that leaves tensors changed
-    in part; load them again then. Nothing else may use the tensors meanwhile.
+    damage is found before the first byte changes. Only a read that fails after that, or a delta that was forged with
+    its digests, leaves tensors changed in part; load them again then. Nothing else may use the tensors meanwhile.
 
     Args:
         delta: a folder that `relayout.delta` wrote, or its URL.

@@ -431,6 +431,17 @@ def test_a_drive_that_fills_up_with_side_files_keeps_what_is_done(
     assert_nothing_hidden(small_drive / "out")
 
 
+@pytest.mark.parametrize("nbytes", [5000, 2**20])
+def test_a_drive_that_fills_up_with_a_file_of_pieces_names_the_file(small_drive: Path, nbytes: int) -> None:
+    with (
+        pytest.raises(OSError, match="No space left") as caught,
+        staging_folder(small_drive / "out") as staging,
+    ):
+        staging.put("pieces", [bytes(nbytes)] * (2**24 // nbytes))
+    assert str(caught.value.filename).endswith("/output/pieces")
+    assert listing(small_drive) == []
+
+
 def test_what_fits_a_small_drive_is_written_to_it(tmp_path: Path, small_drive: Path) -> None:
     source = write_source(tmp_path / "model", num_tensors=6, nbytes=2**20)
     convert(source, small_drive / "out", max_part_nbytes=2 * 2**20)

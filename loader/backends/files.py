@@ -99,6 +99,9 @@ class Sources:
         For runs with gaps between them, of a plain checkpoint: all ranks of a node need its bytes, each other ones, and
         the first to come reads them from the drive. The kernel reads ahead in large folios, which are mapped at a tenth
         of the cost of a copy. (posix_fadvise(WILLNEED) would fill the page cache with single pages.)
+
+        What cannot be read when the block begins is None. Inside the block, using a page that was truncated since then,
+        or evicted from the cache and cannot be read again, kills the process.
         """
         opened = self._files[file]
         fd = opened.fileno() if self._is_mappable and self._stored[file].proof is None else None

@@ -365,6 +365,17 @@ def test_of_threads_that_come_to_the_same_file_none_finds_it_half_made(
     assert listing(tmp_path) == ["model", "model/model.safetensors"]
 
 
+@pytest.mark.parametrize("nbytes", [5000, 2**20])
+def test_a_drive_that_fills_up_with_a_file_of_pieces_names_the_file(small_drive: Path, nbytes: int) -> None:
+    with (
+        pytest.raises(OSError, match="No space left") as caught,
+        staging_folder(small_drive / "out") as staging,
+    ):
+        staging.put("pieces", [bytes(nbytes)] * (2**24 // nbytes))
+    assert str(caught.value.filename).endswith("/output/pieces")
+    assert listing(small_drive) == []
+
+
 def test_space_is_checked_to_the_byte_before_anything_is_written(tmp_path: Path, small_drive: Path) -> None:
     free = os.statvfs(small_drive).f_bavail * os.statvfs(small_drive).f_frsize
     check_space(small_drive / "out", free)

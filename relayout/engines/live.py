@@ -8,9 +8,8 @@ start; it goes from layer to layer, quantizes and rearranges again, and leaves p
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from relayout.errors import PlanError
 
@@ -18,36 +17,22 @@ if TYPE_CHECKING:
     from relayout.engines.rank_weights import RankWeights
     from relayout.loader.group.collectives import Group
 
+    _Content: TypeAlias = tuple[str, tuple[str, ...]]
+    """A converted folder, or its URL, and the deltas that were applied to it, in this order."""
+
 _LOGGER = getLogger("vllm.relayout")
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What an engine has loaded, or is to load."""
-
-    path: str
-    """A converted folder, or its URL."""
-    deltas: tuple[str, ...] = ()
-    """That were applied to it, in this order."""
-
-    def then(self, source: str) -> _Content:
-        """After an update from a delta, or from another folder."""
-        from relayout.checkpoint.delta import is_delta
-
-        return _Content(self.path, (*self.deltas, source)) if is_delta(source) else _Content(source)
 
 
 class WeightUpdates:
     """A worker extension of vLLM: `--worker-extension-cls relayout.engines.live.WeightUpdates`.
 
-    vLLM lets its worker class inherit from it. `collective_rpc` calls the method in all workers of an engine at once,
-    between two steps of the model.
+    vLLM's worker class inherits from it. `collective_rpc` calls the method in all workers at once, between two steps.
     """
 
     vllm_config: Any
-    """This and what is used below is the worker's."""
+    """Of the worker, as all that is used of it here."""
     _relayout_content: _Content | None = None
-    """After the last update; None: there was none."""
+    """After the last update."""
     _relayout_is_mixed: bool = False
     """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
 
@@ -83,7 +68,7 @@ class WeightUpdates:
         except Exception as error:
             state = "is unusable now: start it again" if self._relayout_is_mixed else "keeps its weights"
             _LOGGER.error("relayout: not updated from %s, the engine %s: %s", source, state, error)
-            # vLLM reads the workers' answers in order until one is an error. It would take those behind that for
+            # vLLM reads the workers' answers in order until one is an error, and would take those behind that for
             # answers to its next call.
             if group.index == group.num_members - 1:
                 raise
@@ -91,18 +76,24 @@ class WeightUpdates:
 
 
 def _update(worker: Any, source: str, group: Group) -> str:
+    from relayout.checkpoint.delta import is_delta
+    from relayout.engines.vllm import source_of
+
     with group.collective():
         if worker._relayout_is_mixed:
             raise PlanError("an update has failed: start the engine again", code="unsupported")
         if worker.vllm_config.parallel_config.data_parallel_size > 1:
             what = "weights are not updated with data parallelism: no replica would know of an error in another"
             raise PlanError(what, code="unsupported")
-        from relayout.engines.vllm import source_of
-
-        old = worker._relayout_content or _Content(source_of(worker.vllm_config.model_config))
-        new = old.then(source)
+        path, deltas = old = worker._relayout_content or (source_of(worker.vllm_config.model_config), ())
+        new = (path, (*deltas, source)) if is_delta(source) else (source, ())
         weights = _open(worker, new)
-        _check_layout(_open(worker, old).layout(), weights.layout(), source)
+        before, after = _open(worker, old).layout(), weights.layout()
+        if differing := [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]:
+            what = (
+                f"{len(differing)} tensors have another dtype, shape or slice than those of the engine, or are missing"
+            )
+            raise PlanError(what, path=source, tensor=differing[0], code="mismatch")
         digest = weights.prove()
     if len(digests := set(group.all_gather(digest))) > 1:
         what = f"is not the same for all workers: contents {', '.join(sorted(digests))}"
@@ -117,38 +108,18 @@ def _update(worker: Any, source: str, group: Group) -> str:
 
 
 def _open(worker: Any, content: _Content) -> RankWeights:
-    """The tensors for a worker, as its loader opens them at the start.
-
-    Raises:
-        FormatError, PlanError, OSError: as `relayout.iter_load`; or the engine loads by another loader.
-    """
+    """The tensors for a worker, as its loader opens them at the start."""
     from vllm.model_executor.model_loader import get_model_loader
 
     loader = get_model_loader(worker.vllm_config.load_config)
     if not hasattr(loader, "open_weights"):
         raise PlanError("the engine loads by another loader: start it with --load-format relayout", code="option")
     config = copy(worker.vllm_config.model_config)
-    config.model, config.model_weights, config.revision = content.path, "", None
-    weights: RankWeights = loader.open_weights(worker.get_model(), config, deltas=content.deltas)
+    config.model, config.model_weights, config.revision = content[0], "", None
+    weights: RankWeights = loader.open_weights(worker.get_model(), config, deltas=content[1])
     return weights
 
 
-def _check_layout(old: dict[str, Any], new: dict[str, Any], source: str) -> None:
-    """Check that a rank has the same slices of the same tensors.
-
-    Raises:
-        PlanError: it has not.
-    """
-    differing = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
-    if differing:
-        what = f"is not what the engine was started with: {len(differing)} tensors have another dtype, shape or slice,"
-        raise PlanError(f"{what} or are missing", path=source, tensor=differing[0], code="mismatch")
-
-
 def _refuse(*args: object, **kwargs: object) -> NoReturn:
-    """In the place of the worker's step.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """In the place of the worker's step. Raises: RuntimeError."""
     raise RuntimeError("relayout: an update of the weights has failed, and they are a mixture: start the engine again")

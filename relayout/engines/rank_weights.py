@@ -325,8 +325,9 @@ class RankWeights:
         from relayout.loader.stream import stream
 
         source, contents, _ = self._found
-        for _ in stream(contents, self._load_options()):
-            pass
+        with about(path=self._path):
+            for _ in stream(contents, self._load_options()):
+                pass
         return digest_hex(read_manifest_blob(source.store))
 
     def _tensors(

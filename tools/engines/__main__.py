@@ -61,7 +61,7 @@ def main(
     mutations: Annotated[bool, typer.Option("--mutations", help="Only: are wrong plans seen to be wrong?")] = False,
     skipped: Annotated[bool, typer.Option("--skipped", help="Only: is it seen if a tensor is skipped? (vLLM)")] = False,
     first_start: Annotated[bool, typer.Option("--first-start", help="Only: first starts with a cache (vLLM).")] = False,
-    updates: Annotated[bool, typer.Option("--updates", help="Only: weights that change in a live engine (vLLM).")] = False,
+    updates: Annotated[bool, typer.Option("--updates", help="Only: weights of a live engine change (vLLM).")] = False,
     table: Annotated[bool, typer.Option("--table", help="Only: write OBSERVED.md anew from all results.")] = False,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
 ) -> None:

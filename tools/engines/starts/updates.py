@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,35 @@ from engines.starts.starting import start
 TP = 2
 NUM_STEPS = 20
 _SETTINGS: dict[str, Any] = {"tensor_parallel_size": TP}
-_LIVE = _SETTINGS | {"worker_extension_cls": "relayout.engines.live.WeightUpdates"}
+_LIVE = _SETTINGS | {"worker_extension_cls": "engines.starts.vllm_tokens.Fragile"}
 _FIRST, _LAST, _OTHER = "step-0", f"step-{NUM_STEPS}", "other-model"
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What an engine is updated from, and what it must then have."""
+
+    name: str
+    source: str
+    content: str
+    """The folder that a fresh start gives the same tokens on."""
+    reason: str = ""
+    """Part of why it is refused."""
+
+
+_UPDATES = (
+    *(_Update(f"delta {step}", f"delta-{step}", f"step-{step}") for step in range(1, NUM_STEPS + 1)),
+    _Update("a delta of another base", "delta-1", _LAST, "applies to content"),
+    _Update("a folder of another model", _OTHER, _LAST, "have another dtype, shape or slice"),
+    _Update("no folder", "nowhere", _LAST, "is not a folder"),
+    _Update("a damaged folder", "damaged-folder", _LAST, "damaged"),
+    _Update("the first folder", _FIRST, _FIRST),
+    _Update("a damaged delta", "damaged-delta", _FIRST, "damaged"),
+    _Update("delta 1 once more", "delta-1", "step-1"),
+)
+_FAILS = _Update("a failure while weights change", "delta-2#fail_while_updating", "", "the store is gone")
+_COMPARED = {_FIRST, "step-1", _LAST}
+"""Folders that fresh starts are made on."""
 
 
 def updates(environment: Environment, work: Path, family: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -28,52 +56,31 @@ def updates(environment: Environment, work: Path, family: str) -> Iterator[tuple
     shutil.rmtree(root, ignore_errors=True)
     _write_steps(source_of(family, work, wide=True), root)
     relayout.convert(source_of("qwen3", work, wide=True), root / _OTHER, tp=TP)
-    fresh = {name: start(environment, root / name, _SETTINGS, root / f"{name}.log").result for name in _fresh()}
-    sources = [source for source, _, _ in _updates()]
-    settings = _LIVE | {"updates": [str(root / source) for source in sources]}
+    fresh = {name: start(environment, root / name, _SETTINGS, root / f"{name}.log").result for name in _COMPARED}
+    settings = _LIVE | {"updates": [str(root / update.source) for update in (*_UPDATES, _FAILS)]}
     live = start(environment, root / _FIRST, settings, root / "live.log").result
     if "error" in live:
         yield family, {"error": live["error"]}
         return
-    said = live.pop("updates")
-    last: list[float] = []
-    for (source, content, reason), outcome in zip(_updates(), said, strict=True):
-        expected = fresh.get(content)
-        refused = outcome.get("refused", "")
-        is_as_expected = reason in refused if reason else not refused and len(set(outcome["contents"])) == 1
-        if content not in fresh:
-            continue
+    *said, failed = live["updates"]
+    before = live
+    for update, outcome in zip(_UPDATES, said, strict=True):
         tokens = {key: outcome.get(key) for key in ("tokens", "logprobs")}
-        yield (
-            f"{family}, {source}",
-            {
-                "as_expected": is_as_expected,
-                "same": tokens == expected,
-                "tokens_of": content,
-                "differs_from_before": tokens != live,
-            }
-            | ({"refused": refused.replace(f"{root}/", "")[:300]} if refused else {}),
-        )
-        live = tokens
-    last = [outcome["mib"] for outcome in said]
-    yield f"{family}, memory", {"updates": len(said), "mib_after_fifth": last[4], "mib_after_last": last[-1]}
+        if update.content in _COMPARED:
+            changes = any(tokens[key] != before[key] for key in tokens)
+            result = {"same": tokens == fresh[update.content], "tokens_of": update.content, "tokens_change": changes}
+            yield f"{family}, {update.name}", result | _said(update, outcome, root)
+        before = tokens
+    yield f"{family}, {_FAILS.name}", {"died": failed.get("died", "")[:120]} | _said(_FAILS, failed, root)
+    sizes = [round(outcome["mib"], 1) for outcome in said]
+    yield f"{family}, memory", {"mib_after_10": sizes[9], "mib_after_all": sizes[-1], "num_updates": len(sizes)}
 
 
-def _updates() -> Iterator[tuple[str, str, str]]:
-    """(source, what the engine then has, a part of the reason if it is refused), in order."""
-    for step in range(1, NUM_STEPS + 1):
-        yield f"delta-{step}", f"step-{step}", ""
-    yield "delta-1", _LAST, "applies to content"
-    yield _OTHER, _LAST, "have another dtype, shape or slice"
-    yield "nowhere", _LAST, "is not a folder"
-    yield "damaged-folder", _LAST, "damaged"
-    yield _FIRST, _FIRST, ""
-    yield "damaged-delta", _FIRST, "damaged"
-    yield "delta-1", "step-1", ""
-
-
-def _fresh() -> list[str]:
-    return [_FIRST, "step-1", _LAST]
+def _said(update: _Update, outcome: dict[str, Any], root: Path) -> dict[str, Any]:
+    refused: str = outcome.get("refused", "")
+    if update.reason:
+        return {"as_expected": update.reason in refused, "refused": refused.replace(f"{root}/", "")[:200]}
+    return {"as_expected": not refused and len(set(outcome["contents"])) == 1}
 
 
 def _write_steps(source: Path, root: Path) -> None:

@@ -1,7 +1,7 @@
 """Runs in an environment that has vLLM: greedy tokens and their log-probabilities, as one line of JSON.
 
-`vllm_tokens FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON; with "updates", sources from which the weights are
-updated one after the other, and tokens come after each.
+`vllm_tokens FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON. With "updates", sources, the weights are updated
+from one after the other, and tokens come after each. Behind `#` in a source is the method that is called.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from relayout.engines.live import WeightUpdates
+
 FILLING_S = 300
+HALF = 10
+"""Tensors."""
 PROMPTS = ([5, 6, 7], [100, 200, 300, 400, 500], [9] * 20)
 
 
@@ -55,11 +60,33 @@ def _tokens(model: Any) -> dict[str, Any]:
     return {"tokens": tokens, "logprobs": [completion.cumulative_logprob for completion in first]}
 
 
+class Fragile(WeightUpdates):
+    """A worker extension that can also fail while parameters are changed."""
+
+    def fail_while_updating(self, source: str) -> str | None:
+        """As `update_weights_from`; one worker gets half of the tensors only."""
+        reload: Callable[..., None] = self.reload_weights  # type: ignore[attr-defined]
+
+        def fail(weights_iterator: Iterator[Any]) -> None:
+            def half() -> Iterator[Any]:
+                for number, pair in enumerate(weights_iterator):
+                    if number == HALF:
+                        raise OSError("the store is gone")
+                    yield pair
+
+            reload(weights_iterator=half())
+
+        if self.rank == 0:  # type: ignore[attr-defined]
+            self.reload_weights = fail
+        return self.update_weights_from(source)
+
+
 def _update(model: Any, source: str) -> dict[str, Any]:
     """What the engine says to a source, the tokens that then come, and the memory of its largest worker in MiB."""
     said: dict[str, Any] = {}
+    source, _, method = source.partition("#")
     try:
-        said["contents"] = model.collective_rpc("update_weights_from", args=(source,))
+        said["contents"] = model.collective_rpc(method or "update_weights_from", args=(source,))
         model.reset_prefix_cache()
     except Exception as error:
         said["refused"] = str(error)

@@ -239,22 +239,21 @@ class RankWeights:
         self._path = path
         self._rank = rank
         self._num_ranks = num_ranks
-        self._is_update = deltas is not None
-        self._deltas = deltas or ()
-        self._options = replace(options, verify=True) if self._is_update else options
+        self._deltas = deltas
+        self._options = options if deltas is None else replace(options, verify=True)
         self._device = "cpu" if lazy else device
         self._is_skipped = is_skipped or (lambda name: False)
         self._is_unused = is_unused or (lambda name: False)
         self._only_held = only_held
         self._lazy = lazy
-        self._progress = progress and not self._is_update
+        self._progress = progress and deltas is None
         self._placement: Placement | None = None
         self._members = members
         self._backend = options.backend
         self._nbytes = self._placed_nbytes = self._num_tensors = 0
         self._seconds: float | None = None
         self._cut: list[str] = []
-        self._all_ranks = _AllRanks(path, self._deltas)
+        self._all_ranks = _AllRanks(path, deltas or ())
         self.kept = kept
         """Not removed from the cache while this object lives."""
         self.usage: Usage = Usage(strict=options.strict)
@@ -297,27 +296,20 @@ class RankWeights:
 
         settings, (source, contents, _) = self._options, self._found
         memory = settings.memory
-        if memory is None and self._is_update:
+        if memory is None and self._deltas is not None:
             memory = max(_UPDATE_NBYTES, 2 * max(contents.sizes(), default=0))
         # Slices that are put together cannot be mapped.
         backend = "mapped" if self._lazy and source.is_as_stored else settings.backend
         return options_of(self._device, backend, settings.verify, settings.threads, memory, self._progress)
 
     def layout(self) -> dict[str, tuple[object, ...]]:
-        """What the rank holds of each tensor, by its name: dtype, shape, slice.
-
-        Raises:
-            FormatError, PlanError, OSError: as `relayout.iter_load`.
-        """
+        """What the rank holds of each tensor, by its name: dtype, shape, slice. For errors see `prove`."""
         columns = self._found[0].columns()
         rows = zip(columns.dtypes, map(tuple, columns.source_shapes), columns.parts, strict=True)
         return dict(zip(columns.names, rows, strict=True))
 
     def prove(self) -> str:
-        """Read what will be iterated, and compare every byte with its digest. Nothing is kept.
-
-        Returns:
-            the digest of the folder's relayout.json, or of what the deltas make of it.
+        """Read what will be iterated, and compare all digests; return that of relayout.json, of what deltas make too.
 
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
@@ -384,8 +376,8 @@ class RankWeights:
         """The source, what of it is read, and the names of what is given unread."""
         from relayout.loader.api import find_source
 
-        verify, cache = self._options.verify, self._options.cache
-        source = find_source(self._path, self._rank, self._num_ranks, verify, cache, deltas=self._deltas)
+        verify, cache, deltas = self._options.verify, self._options.cache, self._deltas or ()
+        source = find_source(self._path, self._rank, self._num_ranks, verify, cache, deltas=deltas)
         contents = source.contents()
         rows = [row for row, name in enumerate(contents.names) if not self._is_skipped(name)]
         unused = {name for row in rows if contents.shapes[row] and self._is_unused(name := contents.names[row])}

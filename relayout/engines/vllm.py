@@ -205,8 +205,7 @@ class _Loading:
     ) -> RankWeights | None:
         """The tensors of the folder, shared with other replicas if they load, too; None if vLLM is to load them.
 
-        Args:
-            deltas: for a model that already has weights: what these make of the folder, which must be a converted one.
+        With `deltas`, the model has weights already, and these are what deltas make of a converted folder.
         """
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size

@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import prestarted
 from support.checkpoints import write_family
+from support.conversions import stock_tensors
 from support.families import FAMILIES
 from support.updates_worker import TP
 
 import relayout
 from relayout.core.digests import digest_hex
+from relayout.engines.rank_weights import EngineOptions, RankWeights
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -101,3 +104,16 @@ def test_an_engine_whose_weights_are_a_mixture_computes_nothing_any_more(workers
             assert "the engine is unusable now: start it again: " in said
             assert reason in said
             assert ("raised" in outcome) is (rank == TP - 1)
+
+
+def test_what_a_rank_does_not_hold_is_read_through_the_deltas_too(updated_folders: Path) -> None:
+    base, deltas = str(updated_folders / "step-0"), [str(updated_folders / f"delta-{step}") for step in (1, 2)]
+    weights = RankWeights(base, 0, TP, EngineOptions(), deltas=deltas)
+    whole = stock_tensors(updated_folders / "model-2")
+    with relayout.safe_open(base, deltas=deltas) as opened:
+        assert set(opened.keys()) == set(whole)
+        for name, tensor in whole.items():
+            assert torch.equal(weights.read(name, ...), tensor)
+            assert torch.equal(opened.get_tensor(name), tensor)
+    older = stock_tensors(updated_folders / "model-0")
+    assert not any(torch.equal(older[name], whole[name]) for name in whole)

@@ -84,7 +84,7 @@ def main(
             say(f"{what}: {outcome}")
         return
     if updates:
-        for what, outcome in update_weights(environment_of("vllm", home), home / "vllm-work", "llama"):
+        for what, outcome in update_weights(environment_of("vllm", home), home / "vllm-work"):
             record("vllm", "updates", {what: outcome})
             say(f"{what}: {outcome}")
         return

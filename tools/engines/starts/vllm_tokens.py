@@ -61,7 +61,11 @@ def _tokens(model: Any) -> dict[str, Any]:
 
 
 class Fragile(WeightUpdates):
-    """A worker extension that can also fail while parameters are changed."""
+    """A worker extension that can also fail while parameters are changed, or let vLLM reload them by itself."""
+
+    def reload_by_itself(self, source: str) -> None:
+        """vLLM's own way to load a folder again."""
+        self.reload_weights(weights_path=source)  # type: ignore[attr-defined]
 
     def fail_while_updating(self, source: str) -> str | None:
         """As `update_weights_from`; one worker gets half of the tensors only."""

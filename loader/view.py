@@ -24,6 +24,7 @@ from relayout.storage.protocols import Closable
 if TYPE_CHECKING:
     import torch
 
+    from relayout.checkpoint.delta import Paths
     from relayout.storage.cache_folder import CacheOption
 
 
@@ -353,11 +354,17 @@ def safe_open(
     path: str | os.PathLike[str],
     framework: str = "pt",
     device: str | torch.device = "cpu",
+    *,
+    deltas: Paths = (),
 ) -> CheckpointView:
     """Open a converted checkpoint as if it were the source: whole tensors, assembled from the ranks' files.
 
     It can be used in place of `safetensors.safe_open`, for all shards at once. Only the manifest and the source record
     are read now. Threads may share the result.
+
+    Args:
+        path, device, deltas: as for `load`.
+        framework: "pt".
 
     Returns:
         The whole tensors; see `open`.
@@ -376,5 +383,5 @@ def safe_open(
         raise PlanError(f"framework {framework!r}, expected 'pt'", code="option")
     with error_hints():
         options = options_of(device)
-        pieces = find_whole(path)
+        pieces = find_whole(path, deltas)
         return CheckpointView(os.fspath(path), 0, 1, pieces, _OnDemand(pieces, options), is_whole=True)

@@ -267,7 +267,7 @@ def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSou
     return None
 
 
-def find_whole(path: str | os.PathLike[str]) -> Pieces:
+def find_whole(path: str | os.PathLike[str], deltas: Paths = ()) -> Pieces:
     """The whole tensors of a converted checkpoint, assembled from all ranks.
 
     Raises:
@@ -285,4 +285,9 @@ def find_whole(path: str | os.PathLike[str]) -> Pieces:
         )
     from relayout.loader.sources.resharded import whole_pieces
 
+    if deltas:
+        from relayout.checkpoint.delta import read_deltas, with_deltas
+
+        store = with_deltas(store, read_deltas(deltas))
+        manifest = read_manifest(store)
     return whole_pieces(store, manifest)

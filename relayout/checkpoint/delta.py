@@ -26,8 +26,9 @@ from relayout.format.delta import (
     pieces_of,
     place_of_index,
 )
+from relayout.format.fields import parse_object
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
-from relayout.format.manifest import MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, SOURCE_RECORD_NAME, parse_manifest
+from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, SOURCE_RECORD_NAME, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.format.sparse import xor_into
 from relayout.storage.protocols import (
@@ -128,6 +129,19 @@ class Changes(Closable):
 
     def close(self) -> None:
         self._file.close()
+
+
+def is_delta(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder, or what a URL names, is a delta.
+
+    Raises:
+        FormatError: relayout.json is damaged.
+        PlanError: as `find_input`.
+    """
+    store = find_input(path)
+    blob = find_manifest_blob(store)
+    requires = None if blob is None else parse_object(blob, store.location(MANIFEST_NAME)).get("requires")
+    return isinstance(requires, list) and DELTA in requires
 
 
 def read_deltas(paths: Paths) -> list[Delta]:

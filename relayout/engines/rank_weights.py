@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from relayout.checkpoint.converted import find_manifest, is_converted
+from relayout.checkpoint.converted import find_manifest, is_converted, read_manifest_blob
+from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.protocols import Kind
 from relayout.storage.stores import find_input
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from relayout.checkpoint.delta import Paths
     from relayout.conversion.cached import CachedConversion
     from relayout.core.slices import Range, Slice
     from relayout.engines.global_tensor import Usage
@@ -36,6 +38,8 @@ _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
 PLACEMENTS = ("auto", "copy", "direct")
 MIN_PLACED_NBYTES = 2**18
 """Bytes of a rank's slices, on the average, from which on it pays to place them: each costs some 0.1 ms in Python."""
+_UPDATE_NBYTES = 2**27
+"""In flight while a live engine's weights are replaced; or what the largest slice needs."""
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|thinker|llm)\.)*layers\.([0-9]+)\.")
 """Only of the text model: others, such as `vision_tower.layers.7.`, have numbers of their own."""
 
@@ -210,6 +214,7 @@ class RankWeights:
         progress: bool = False,
         members: Group | None = None,
         kept: CachedConversion | None = None,
+        deltas: Paths | None = None,
     ) -> None:
         """Look at nothing yet.
 
@@ -227,26 +232,28 @@ class RankWeights:
             members: of replicas that load this rank of a converted checkpoint, too, and read it together; see
                 `replicas`. The group's backend serves the device.
             kept: the conversion in a cache that `path` is.
+            deltas: for an engine that already has weights: what these make of the converted folder, every byte proven.
         """
         from relayout.engines.global_tensor import Usage
 
         self._path = path
         self._rank = rank
         self._num_ranks = num_ranks
-        self._options = options
+        self._deltas = deltas
+        self._options = options if deltas is None else replace(options, verify=True)
         self._device = "cpu" if lazy else device
         self._is_skipped = is_skipped or (lambda name: False)
         self._is_unused = is_unused or (lambda name: False)
         self._only_held = only_held
         self._lazy = lazy
-        self._progress = progress
+        self._progress = progress and deltas is None
         self._placement: Placement | None = None
         self._members = members
         self._backend = options.backend
         self._nbytes = self._placed_nbytes = self._num_tensors = 0
         self._seconds: float | None = None
         self._cut: list[str] = []
-        self._all_ranks = _AllRanks(path)
+        self._all_ranks = _AllRanks(path, deltas or ())
         self.kept = kept
         """Not removed from the cache while this object lives."""
         self.usage: Usage = Usage(strict=options.strict)
@@ -261,15 +268,12 @@ class RankWeights:
         from relayout.engines import warming
         from relayout.loader.api import warn_if_slow
         from relayout.loader.backends.choice import choose
-        from relayout.loader.loading import options_of
 
         warming.end()
-        started, settings = time.perf_counter(), self._options
+        started = time.perf_counter()
         source, contents, unused = self._found
+        options = self._load_options()
         del self._found  # It is not needed for long.
-        # Slices that are put together cannot be mapped.
-        backend = "mapped" if self._lazy and source.is_as_stored else settings.backend
-        options = options_of(self._device, backend, settings.verify, settings.threads, settings.memory, self._progress)
         self._backend = choose(options.backend, options.device, contents.files).backend.name
         warn_if_slow(source)
         columns, left = source.columns(), set(contents.names)
@@ -286,6 +290,37 @@ class RankWeights:
         if not self._only_held:
             yield from self._others(set(columns.names))
         self._seconds = time.perf_counter() - started
+
+    def _load_options(self) -> Options:
+        from relayout.loader.loading import options_of
+
+        settings, (source, contents, _) = self._options, self._found
+        memory = settings.memory
+        if memory is None and self._deltas is not None:
+            memory = max(_UPDATE_NBYTES, 2 * max(contents.sizes(), default=0))
+        # Slices that are put together cannot be mapped.
+        backend = "mapped" if self._lazy and source.is_as_stored else settings.backend
+        return options_of(self._device, backend, settings.verify, settings.threads, memory, self._progress)
+
+    def layout(self) -> dict[str, tuple[object, ...]]:
+        """What the rank holds of each tensor, by its name: dtype, shape, slice. For errors see `prove`."""
+        columns = self._found[0].columns()
+        rows = zip(columns.dtypes, map(tuple, columns.source_shapes), columns.parts, strict=True)
+        return dict(zip(columns.names, rows, strict=True))
+
+    def prove(self) -> str:
+        """Read what will be iterated, and compare all digests; return that of relayout.json, of what deltas make too.
+
+        Raises:
+            FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
+        """
+        from relayout.loader.stream import stream
+
+        source, contents, _ = self._found
+        with about(path=self._path):
+            for _ in stream(contents, self._load_options()):
+                pass
+        return digest_hex(read_manifest_blob(source.store))
 
     def _tensors(
         self, source: RankSource, contents: TensorColumns, options: Options
@@ -341,7 +376,8 @@ class RankWeights:
         """The source, what of it is read, and the names of what is given unread."""
         from relayout.loader.api import find_source
 
-        source = find_source(self._path, self._rank, self._num_ranks, self._options.verify, self._options.cache)
+        verify, cache, deltas = self._options.verify, self._options.cache, self._deltas or ()
+        source = find_source(self._path, self._rank, self._num_ranks, verify, cache, deltas=deltas)
         contents = source.contents()
         rows = [row for row, name in enumerate(contents.names) if not self._is_skipped(name)]
         unused = {name for row in rows if contents.shapes[row] and self._is_unused(name := contents.names[row])}
@@ -436,8 +472,9 @@ class RankWeights:
 class _AllRanks:
     """The whole tensors of a folder, converted or plain; opened when one is needed. Threads may use it at once."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, deltas: Paths) -> None:
         self._path = path
+        self._deltas = deltas
         self._lock = threading.Lock()
         self._view: CheckpointView | None = None
 
@@ -449,7 +486,7 @@ class _AllRanks:
         with self._lock:
             if self._view is None:
                 whole = is_converted(find_input(self._path))
-                self._view = safe_open(self._path) if whole else open(self._path, 0, tp=1)
+                self._view = safe_open(self._path, deltas=self._deltas) if whole else open(self._path, 0, tp=1)
             return self._view
 
     def read(self, name: str, index: Any) -> torch.Tensor:

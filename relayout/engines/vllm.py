@@ -119,7 +119,7 @@ class _Loading:
 
     def download_model(self, model_config: Any) -> None:
         """Let vLLM download what is no converted folder."""
-        if not self._takes(model_config) or folder_of(_source(model_config)) is None:
+        if not self._takes(model_config) or folder_of(source_of(model_config)) is None:
             super().download_model(model_config)  # type: ignore[misc]
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
@@ -144,7 +144,7 @@ class _Loading:
             self._load(model, model_config)
         except Exception as error:
             weights = self._opened or self._weights
-            if weights is None or weights.kept is None or not loads_itself(_source(model_config)):
+            if weights is None or weights.kept is None or not loads_itself(source_of(model_config)):
                 raise
             _LOGGER.warning(
                 "relayout: cannot load from the cache: %s: vLLM loads %s itself", error, _path(model_config)
@@ -155,7 +155,7 @@ class _Loading:
     def _load(self, model: Any, model_config: Any) -> None:
         device, is_draft = _device(model), model_config.runner_type == "draft"
         with replicas(_group(device) if self._options.shares and not is_draft else None) as members:
-            self._opened = weights = self._open(model, model_config, members)
+            self._opened = weights = self.open_weights(model, model_config, members)
             self._is_stock = weights is None
             tensors = [*model.parameters(), *model.buffers()]
             is_online = any(tensor.is_meta for tensor in tensors)
@@ -191,7 +191,7 @@ class _Loading:
             FormatError, PlanError, OSError, MemoryError: as `load_weights`.
         """
         if self._takes(model_config) and not self._is_stock:
-            self._weights, self._opened = self._opened or self._open(model, model_config), None
+            self._weights, self._opened = self._opened or self.open_weights(model, model_config), None
         if self._weights is None:
             yield from super().get_all_weights(model_config, model)  # type: ignore[misc]
             return
@@ -200,15 +200,23 @@ class _Loading:
         for source in getattr(model, "secondary_weights", ()):  # Other files or folders, which vLLM reads itself.
             yield from self._get_weights_iterator(source)
 
-    def _open(self, model: Any, model_config: Any, members: Group | None = None) -> RankWeights | None:
-        """The tensors of the folder, shared with other replicas if they load, too; None if vLLM is to load them."""
+    def open_weights(
+        self, model: Any, model_config: Any, members: Group | None = None, deltas: tuple[str, ...] | None = None
+    ) -> RankWeights | None:
+        """The tensors of the folder, shared with other replicas if they load, too; None if vLLM is to load them.
+
+        With `deltas`, the model has weights already, and these are what deltas make of a converted folder.
+        """
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-        path, is_draft = _source(model_config), model_config.runner_type == "draft"
+        path, is_draft = source_of(model_config), model_config.runner_type == "draft"
         # Before anything that may differ from node to node, as all ranks must take part.
-        ranks = _ranks_of_node() if self.is_asked_for and not is_draft else None
+        ranks = _ranks_of_node() if self.is_asked_for and not is_draft and deltas is None else None
         folder = folder_of(path)
+        if folder is None and deltas is not None:
+            what = "was not converted: the weights of a live engine change from one converted folder to another"
+            raise PlanError(what, path=path, code="unsupported")
         if is_draft and folder is None:
             _LOGGER.info("relayout: the draft model %s was not converted: vLLM loads it itself", path)
             return None
@@ -242,6 +250,7 @@ class _Loading:
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
             members=None if folder is None or kept is not None else members,
             kept=kept,
+            deltas=deltas,
         )
 
     def _first_start(
@@ -260,7 +269,7 @@ def _path(model_config: Any) -> str:
     return str(getattr(model_config, "model_weights", "") or model_config.model)
 
 
-def _source(model_config: Any) -> str:
+def source_of(model_config: Any) -> str:
     """The folder or URL of the weights."""
     return source_url(_path(model_config), getattr(model_config, "revision", None))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -156,6 +157,8 @@ class Engine:
     tp: int = 1
     replicas: Any = None
     """The torch.distributed group of the processes that have this rank in all replicas."""
+    workers: Any = None
+    """The torch.distributed group of all workers."""
     num_nodes: int = 1
     nodes: tuple[int, ...] = ()
     """Of each tensor-parallel rank; if there are several nodes."""
@@ -178,6 +181,28 @@ class Engine:
         return loader
 
 
+class Worker:
+    """vllm.v1.worker.gpu_worker.Worker, of one rank that has loaded a folder."""
+
+    def __init__(self, engine: Engine, folder: Path | str, model: Model, load_format: str = "auto") -> None:
+        engine.load(folder, model, load_format=load_format)
+        self.model = model
+        self.vllm_config = SimpleNamespace(
+            model_config=model_config(folder), load_config=LoadConfig(load_format), parallel_config=engine.parallel
+        )
+
+    def get_model(self) -> Model:
+        return self.model
+
+    def reload_weights(self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.model.kept.clear()
+        self.model.load_weights(weights_iterator)
+
+    def execute_model(self) -> Tensors:
+        """What a step computes with."""
+        return self.model.kept
+
+
 def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False) -> SimpleNamespace:
     """vllm.config.ModelConfig."""
     text = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied, num_nextn_predict_layers=int(draft))
@@ -195,7 +220,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.config": {"get_current_vllm_config": lambda: SimpleNamespace(parallel_config=engine.parallel)},
+        "vllm.config": {
+            "get_current_vllm_config": lambda: SimpleNamespace(parallel_config=engine.parallel),
+            "set_current_vllm_config": nullcontext,
+        },
         "vllm.distributed": {
             "get_tensor_model_parallel_rank": lambda: engine.rank,
             "get_tensor_model_parallel_world_size": lambda: engine.tp,
@@ -203,6 +231,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
         "vllm.distributed.parallel_state": {
             "get_dp_group": lambda: SimpleNamespace(cpu_group=engine.replicas, device_group=None),
             "get_node_count": lambda: engine.num_nodes,
+            "get_world_group": lambda: SimpleNamespace(cpu_group=engine.workers),
             "get_tp_group": lambda: SimpleNamespace(
                 rank_in_group=engine.rank, world_size=engine.tp, cpu_group=engine.nodes
             ),
@@ -212,6 +241,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
         "vllm.model_executor.model_loader": {
             "register_model_loader": register_model_loader,
             "_LOAD_FORMAT_TO_MODEL_LOADER": engine.formats,
+            "get_model_loader": lambda load_config: engine.formats[load_config.load_format](load_config),
         },
         "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
         "vllm.model_executor.models": {},

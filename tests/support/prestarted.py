@@ -40,7 +40,7 @@ LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,
 """What a load and `relayout doctor` import."""
 GROUP = (
     f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.placement,"
-    "support.group_worker,support.replicas_worker,support.fake_vllm,support.conversions"
+    "support.group_worker,support.replicas_worker,support.updates_worker,support.fake_vllm,support.conversions"
 )
 """What the members of a process group import. Tests that have some are in one group of pytest-xdist, "group"."""
 TRANSFORMERS = "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers"

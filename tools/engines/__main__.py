@@ -22,6 +22,7 @@ from engines.starts.cold_start import measure, placements, reads
 from engines.starts.failures import fail
 from engines.starts.first_start import first_starts
 from engines.starts.starting import start
+from engines.starts.updates import updates as update_weights
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
 SKIPPED = (
@@ -60,6 +61,7 @@ def main(
     mutations: Annotated[bool, typer.Option("--mutations", help="Only: are wrong plans seen to be wrong?")] = False,
     skipped: Annotated[bool, typer.Option("--skipped", help="Only: is it seen if a tensor is skipped? (vLLM)")] = False,
     first_start: Annotated[bool, typer.Option("--first-start", help="Only: first starts with a cache (vLLM).")] = False,
+    updates: Annotated[bool, typer.Option("--updates", help="Only: weights of a live engine change (vLLM).")] = False,
     table: Annotated[bool, typer.Option("--table", help="Only: write OBSERVED.md anew from all results.")] = False,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
 ) -> None:
@@ -79,6 +81,11 @@ def main(
     if first_start:
         for what, outcome in first_starts(environment_of("vllm", home), home / "vllm-work", only):
             record("vllm", "first_start", {what: outcome})
+            say(f"{what}: {outcome}")
+        return
+    if updates:
+        for what, outcome in update_weights(environment_of("vllm", home), home / "vllm-work"):
+            record("vllm", "updates", {what: outcome})
             say(f"{what}: {outcome}")
         return
     for name in engines or list(ENGINES):

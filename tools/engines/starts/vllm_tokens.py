@@ -1,6 +1,7 @@
 """Runs in an environment that has vLLM: greedy tokens and their log-probabilities, as one line of JSON.
 
-`vllm_tokens FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON.
+`vllm_tokens FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON. With "updates", sources, the weights are updated
+from one after the other, and tokens come after each. Behind `#` in a source is the method that is called.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from relayout.engines.live import WeightUpdates
 
 FILLING_S = 300
+HALF = 10
+"""Tensors."""
 PROMPTS = ([5, 6, 7], [100, 200, 300, 400, 500], [9] * 20)
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     settings = json.loads(sys.argv[2])
+    sources = settings.pop("updates", ())
     ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
     model = LLM(
         sys.argv[1],
@@ -31,16 +40,67 @@ def main() -> None:
         distributed_executor_backend="mp" if ranks > 1 else None,
         **settings,
     )
+    result = _tokens(model)
+    if sources:
+        result["updates"] = [_update(model, source) for source in sources]
+    print("\nRESULT", json.dumps(result), flush=True)
+    if folder := os.environ.get("RELAYOUT_CACHE"):
+        _wait_until_filled(folder)
+
+
+def _tokens(model: Any) -> dict[str, Any]:
+    from vllm import SamplingParams
+
     outputs = model.generate(
         [{"prompt_token_ids": prompt} for prompt in PROMPTS],
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False),
     )
     first = [output.outputs[0] for output in outputs]
     tokens = [list(completion.token_ids) for completion in first]
-    result = {"tokens": tokens, "logprobs": [completion.cumulative_logprob for completion in first]}
-    print("\nRESULT", json.dumps(result), flush=True)
-    if folder := os.environ.get("RELAYOUT_CACHE"):
-        _wait_until_filled(folder)
+    return {"tokens": tokens, "logprobs": [completion.cumulative_logprob for completion in first]}
+
+
+class Fragile(WeightUpdates):
+    """A worker extension that can also fail while parameters are changed, or let vLLM reload them by itself."""
+
+    def reload_by_itself(self, source: str) -> None:
+        """vLLM's own way to load a folder again."""
+        self.reload_weights(weights_path=source)  # type: ignore[attr-defined]
+
+    def fail_while_updating(self, source: str) -> str | None:
+        """As `update_weights_from`; one worker gets half of the tensors only."""
+        reload: Callable[..., None] = self.reload_weights  # type: ignore[attr-defined]
+
+        def fail(weights_iterator: Iterator[Any]) -> None:
+            def half() -> Iterator[Any]:
+                for number, pair in enumerate(weights_iterator):
+                    if number == HALF:
+                        raise OSError("the store is gone")
+                    yield pair
+
+            reload(weights_iterator=half())
+
+        if self.rank == 0:  # type: ignore[attr-defined]
+            self.reload_weights = fail
+        return self.update_weights_from(source)
+
+
+def _update(model: Any, source: str) -> dict[str, Any]:
+    """What the engine says to a source, the tokens that then come, and the memory of its largest worker in MiB."""
+    said: dict[str, Any] = {}
+    source, _, method = source.partition("#")
+    try:
+        said["contents"] = model.collective_rpc(method or "update_weights_from", args=(source,))
+        model.reset_prefix_cache()
+    except Exception as error:
+        said["refused"] = str(error)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    pages = [int(Path(f"/proc/{child}/statm").read_text().split()[1]) for child in children]
+    said["mib"] = max(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    try:
+        return said | _tokens(model)
+    except Exception as error:
+        return said | {"died": str(error) or type(error).__name__}
 
 
 def _wait_until_filled(folder: str) -> None:

@@ -1,0 +1,125 @@
+"""Weights that change in a live vLLM: a worker extension that reads a delta, or another folder, into the parameters.
+
+First every worker reads all that it is about to load, and compares every byte with its digest. Only when all of them
+have said so does the first one change anything. vLLM's own reload then takes the tensors, as its loader does at the
+start; it goes from layer to layer, quantizes and rearranges again, and leaves parameters where they are in memory.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from relayout.errors import PlanError
+
+if TYPE_CHECKING:
+    from relayout.engines.rank_weights import RankWeights
+    from relayout.loader.group.collectives import Group
+
+    _Content: TypeAlias = tuple[str, tuple[str, ...]]
+    """A converted folder, or its URL, and the deltas that were applied to it, in this order."""
+
+_LOGGER = getLogger("vllm.relayout")
+
+
+class WeightUpdates:
+    """A worker extension of vLLM: `--worker-extension-cls relayout.engines.live.WeightUpdates`.
+
+    vLLM's worker class inherits from it. `collective_rpc` calls the method in all workers at once, between two steps.
+    """
+
+    vllm_config: Any
+    """Of the worker, as all that is used of it here."""
+    _relayout_content: _Content | None = None
+    """After the last update."""
+    _relayout_is_mixed: bool = False
+    """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
+
+    def update_weights_from(self, source: str) -> str | None:
+        """Let the engine's weights be those of another converted folder, or of what a delta makes of those it has.
+
+        All workers change, or none does: whatever is wrong with `source` is found before. An error after that, such as
+        a store that can no longer be read, makes the engine unusable: every further step and update is an error. Keys
+        and values that were computed before stay as they are: the caller resets the prefix cache.
+
+        Args:
+            source: a folder that each worker can read, or its URL.
+
+        Returns:
+            the digest of relayout.json of what the engine has now, by which the next delta names its base. None: it was
+            not updated. The error is in the log, and the last worker raises it.
+
+        Raises:
+            FormatError: `source` is damaged.
+            PlanError: `source` is a delta for other weights, or the rank has other tensors or slices there; or the
+                engine was not started from a converted folder, or has data-parallel replicas.
+            OSError, MemoryError: as `relayout.iter_load`; or a worker is gone.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.parallel_state import get_world_group
+
+        from relayout.loader.group.collectives import Group
+
+        group = Group(get_world_group().cpu_group)
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                return _update(self, source, group)
+        except Exception as error:
+            state = "is unusable now: start it again" if self._relayout_is_mixed else "keeps its weights"
+            _LOGGER.error("relayout: not updated from %s, the engine %s: %s", source, state, error)
+            # vLLM reads the workers' answers in order until one is an error, and would take those behind that for
+            # answers to its next call.
+            if group.index == group.num_members - 1:
+                raise
+            return None
+
+
+def _update(worker: Any, source: str, group: Group) -> str:
+    from relayout.checkpoint.delta import is_delta
+    from relayout.engines.vllm import source_of
+
+    with group.collective():
+        if worker._relayout_is_mixed:
+            raise PlanError("an update has failed: start the engine again", code="unsupported")
+        if worker.vllm_config.parallel_config.data_parallel_size > 1:
+            what = "weights are not updated with data parallelism: no replica would know of an error in another"
+            raise PlanError(what, code="unsupported")
+        path, deltas = old = worker._relayout_content or (source_of(worker.vllm_config.model_config), ())
+        new = (path, (*deltas, source)) if is_delta(source) else (source, ())
+        weights = _open(worker, new)
+        before, after = _open(worker, old).layout(), weights.layout()
+        if differing := [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]:
+            what = (
+                f"{len(differing)} tensors have another dtype, shape or slice than those of the engine, or are missing"
+            )
+            raise PlanError(what, path=source, tensor=differing[0], code="mismatch")
+        digest = weights.prove()
+    if len(digests := set(group.all_gather(digest))) > 1:
+        what = f"is not the same for all workers: contents {', '.join(sorted(digests))}"
+        raise PlanError(what, path=source, code="option")
+    worker._relayout_is_mixed, worker.execute_model = True, _refuse
+    with group.collective():
+        worker.reload_weights(weights_iterator=iter(weights))
+        _LOGGER.info("%s", weights.report())
+    worker._relayout_is_mixed, worker._relayout_content = False, new
+    del worker.execute_model  # Which hid the worker's own.
+    return digest
+
+
+def _open(worker: Any, content: _Content) -> RankWeights:
+    """The tensors for a worker, as its loader opens them at the start."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader = get_model_loader(worker.vllm_config.load_config)
+    if not hasattr(loader, "open_weights"):
+        raise PlanError("the engine loads by another loader: start it with --load-format relayout", code="option")
+    config = copy(worker.vllm_config.model_config)
+    config.model, config.model_weights, config.revision = content[0], "", None
+    weights: RankWeights = loader.open_weights(worker.get_model(), config, deltas=content[1])
+    return weights
+
+
+def _refuse(*args: object, **kwargs: object) -> NoReturn:
+    """In the place of the worker's step. Raises: RuntimeError."""
+    raise RuntimeError("relayout: an update of the weights has failed, and they are a mixture: start the engine again")

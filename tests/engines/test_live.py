@@ -1,0 +1,119 @@
+"""Weights that change in a live vLLM: all workers get them, or none; a real vLLM is proven by tools/engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import prestarted
+from support.checkpoints import write_family
+from support.conversions import stock_tensors
+from support.families import FAMILIES
+from support.updates_worker import TP
+
+import relayout
+from relayout.core.digests import digest_hex
+from relayout.engines.rank_weights import EngineOptions, RankWeights
+
+pytestmark = pytest.mark.xdist_group("group")
+
+SCRIPT = "from support.updates_worker import main; main()"
+
+
+@pytest.fixture(scope="module")
+def updated_folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of a llama, converted for two ranks, and deltas between them; and what is damaged, or another's."""
+    root = tmp_path_factory.mktemp("live")
+    for step in range(3):
+        shutil.copytree(root / f"model-{step - 1}" if step else llama, root / f"model-{step}")
+        for shard in (root / f"model-{step}").glob("*.safetensors") if step else ():
+            content = np.fromfile(shard, np.uint8)
+            content[8 + int(content[:8].view("<u8")[0]) + 2 * step :: 14] ^= 1
+            content.tofile(shard)
+        relayout.convert(root / f"model-{step}", root / f"step-{step}", tp=TP)
+        if step:
+            relayout.delta(root / f"step-{step - 1}", root / f"step-{step}", root / f"delta-{step}")
+    for name, damaged in (("delta-1", "damaged-delta"), ("step-1", "damaged-folder")):
+        shutil.copytree(root / name, root / damaged)
+        [file] = (root / damaged).glob("model-rank-1-part-0*")  # Of one worker only.
+        content = np.fromfile(file, np.uint8)
+        content[len(content) // 2] ^= 1
+        content.tofile(file)
+    (root / "model-other").mkdir()
+    write_family(FAMILIES["qwen3"], root / "model-other")
+    relayout.convert(root / "model-other", root / "other", tp=TP)
+    return root
+
+
+@pytest.fixture(scope="module")
+def workers(updated_folders: Path) -> list[dict[str, Any]]:
+    """What each worker saw in each case."""
+    done = prestarted.run(updated_folders, script=SCRIPT, imports=prestarted.GROUP, env=prestarted.ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((updated_folders / f"worker-{rank}.json").read_text()) for rank in range(TP)]
+
+
+@pytest.mark.parametrize(
+    ("case", "step"), [("a delta", 1), ("the next delta", 2), ("another folder", 0), ("a delta after errors", 1)]
+)
+def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
+    updated_folders: Path, workers: list[dict[str, Any]], case: str, step: int
+) -> None:
+    content = digest_hex((updated_folders / f"step-{step}" / "relayout.json").read_bytes())
+    for worker in workers:
+        assert worker[case] == {"answer": content, "has": [f"model-{step}"], "said": []}
+
+
+@pytest.mark.parametrize(
+    ("case", "has", "kind", "reason"),
+    [
+        ("the same delta again", 1, "PlanError", "applies to content "),
+        ("a damaged delta", 0, "FormatError", "piece 1 does not match its digest: damaged"),
+        ("a damaged folder", 0, "FormatError", "its bytes have digest "),
+        ("another model", 0, "PlanError", "tensors have another dtype, shape or slice"),
+        ("a plain checkpoint", 0, "PlanError", "was not converted: the weights of a live engine change"),
+        ("other contents for other workers", 0, "PlanError", "is not the same for all workers: contents "),
+        ("replicas", 1, "PlanError", "weights are not updated with data parallelism"),
+    ],
+)
+def test_what_one_worker_refuses_changes_none_and_the_last_one_raises_it(
+    workers: list[dict[str, Any]], case: str, has: int, kind: str, reason: str
+) -> None:
+    for rank, worker in enumerate(workers):
+        outcome = worker[case]
+        assert outcome["has"] == [f"model-{has}"]
+        [said] = outcome["said"]
+        assert reason in said
+        assert "the engine keeps its weights: " in said
+        # vLLM would take an answer behind an error for one to its next call.
+        assert outcome.get("raised", outcome.get("answer")) == (kind if rank == TP - 1 else None)
+
+
+def test_an_engine_whose_weights_are_a_mixture_computes_nothing_any_more(workers: list[dict[str, Any]]) -> None:
+    for case, reason in (("a worker fails while it loads", "division by zero"), ("after that", "an update has failed")):
+        for rank, worker in enumerate(workers):
+            outcome = worker[case]
+            assert "has" not in outcome
+            assert "they are a mixture: start the engine again" in outcome["refuses"]
+            [said] = outcome["said"]
+            assert "the engine is unusable now: start it again: " in said
+            assert reason in said
+            assert ("raised" in outcome) is (rank == TP - 1)
+
+
+def test_what_a_rank_does_not_hold_is_read_through_the_deltas_too(updated_folders: Path) -> None:
+    base, deltas = str(updated_folders / "step-0"), [str(updated_folders / f"delta-{step}") for step in (1, 2)]
+    weights = RankWeights(base, 0, TP, EngineOptions(), deltas=deltas)
+    whole = stock_tensors(updated_folders / "model-2")
+    with relayout.safe_open(base, deltas=deltas) as opened:
+        assert set(opened.keys()) == set(whole)
+        for name, tensor in whole.items():
+            assert torch.equal(weights.read(name, ...), tensor)
+            assert torch.equal(opened.get_tensor(name), tensor)
+    older = stock_tensors(updated_folders / "model-0")
+    assert not any(torch.equal(older[name], whole[name]) for name in whole)

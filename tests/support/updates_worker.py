@@ -1,0 +1,91 @@
+"""Two workers of a fake vLLM whose weights are updated, case after case, and what each of them saw.
+
+`main` with `FOLDER` in sys.argv: it has what `updated_folders` of tests/engines/test_live.py makes. Each process writes
+FOLDER/worker-N.json.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from support.group_worker import forked, join
+
+TP = 2
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    codes = forked(partial(_worker, folder), TP)
+    assert codes == [0] * TP, codes
+
+
+def _worker(folder: Path, rank: int) -> None:
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from support.conversions import stock_tensors
+    from support.fake_vllm import Model, Worker, install
+
+    from relayout import plugins
+    from relayout.engines.live import WeightUpdates
+
+    join(folder, rank, TP)
+    engine = install(pytest.MonkeyPatch())
+    engine.workers = dist.group.WORLD
+    plugins.vllm()
+    errors: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.relayout").addHandler(handler)
+    wholes = {name: stock_tensors(folder / name) for name in ("model-0", "model-1", "model-2")}
+    seen: dict[str, Any] = {}
+
+    class Live(Worker, WeightUpdates):
+        """As vLLM makes a worker's class of both."""
+
+    def started(load_format: str = "auto") -> Live:
+        return Live(engine, folder / "step-0", Model(wholes["model-0"], rank, TP), load_format)
+
+    def case(name: str, worker: Live, source: str) -> None:
+        errors.clear()
+        result: dict[str, Any] = {}
+        try:
+            result["answer"] = worker.update_weights_from(str(folder / source))
+        except Exception as error:
+            result["raised"] = type(error).__name__
+        try:
+            kept = worker.execute_model()
+            result["has"] = [
+                name
+                for name, whole in wholes.items()
+                if all(torch.equal(kept[one], worker.model.cut(one, whole[one])) for one in worker.model.expected)
+            ]
+        except RuntimeError as error:
+            result["refuses"] = str(error)
+        seen[name] = {**result, "said": list(errors)}
+        (folder / f"worker-{rank}.json").write_text(json.dumps(seen))
+
+    worker = started()
+    case("a delta", worker, "delta-1")
+    case("the same delta again", worker, "delta-1")
+    case("the next delta", worker, "delta-2")
+    case("another folder", worker, "step-0")
+    case("a damaged delta", worker, "damaged-delta")
+    case("a damaged folder", worker, "damaged-folder")
+    case("another model", worker, "other")
+    case("a plain checkpoint", worker, "model-1")
+    case("other contents for other workers", worker, f"step-{1 + rank}")
+    case("a delta after errors", worker, "delta-1")
+    engine.parallel.data_parallel_size = 2
+    case("replicas", worker, "delta-2")
+    engine.parallel.data_parallel_size = 1
+    worker = started()
+    if rank == 1:
+        worker.model.load_weights = lambda weights: next(iter(weights)) and 1 / 0  # type: ignore[method-assign]
+    case("a worker fails while it loads", worker, "delta-1")
+    case("after that", worker, "step-0")

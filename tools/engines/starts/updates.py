@@ -1,0 +1,129 @@
+"""Updates of a real vLLM's weights while it lives: the tokens after each, beside those of fresh starts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import relayout
+from engines.cases import source_of
+from engines.environments import Environment
+from engines.starts.starting import start
+
+TP = 2
+FAMILIES = ("llama", "qwen3_moe")
+NUM_STEPS = 20
+_SETTINGS: dict[str, Any] = {"tensor_parallel_size": TP}
+_LIVE = _SETTINGS | {"worker_extension_cls": "engines.starts.vllm_tokens.Fragile"}
+_FIRST, _LAST, _OTHER = "step-0", f"step-{NUM_STEPS}", "other-model"
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What an engine is updated from, and what it must then have."""
+
+    name: str
+    source: str
+    content: str
+    """The folder on whose source vLLM gives the same tokens."""
+    reason: str = ""
+    """Part of why it is refused."""
+
+
+_UPDATES = (
+    *(_Update(f"delta {step}", f"delta-{step}", f"step-{step}") for step in range(1, NUM_STEPS + 1)),
+    _Update("a delta of another base", "delta-1", _LAST, "applies to content"),
+    _Update("a folder of another model", _OTHER, _LAST, "have another dtype, shape or slice"),
+    _Update("no folder", "nowhere", _LAST, "is not a folder"),
+    _Update("a damaged folder", "damaged-folder", _LAST, "damaged"),
+    _Update("the first folder", _FIRST, _FIRST),
+    _Update("a damaged delta", "damaged-delta", _FIRST, "damaged"),
+    _Update("delta 1 once more", "delta-1", "step-1"),
+)
+_FAILS = _Update("a failure while weights change", "delta-2#fail_while_updating", "", "the store is gone")
+_COMPARED = (_FIRST, "step-1", _LAST)
+"""Folders whose sources fresh starts are made on."""
+
+
+def updates(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each model: what one engine says to deltas and folders, right ones and wrong ones, and what it generates."""
+    for family in FAMILIES:
+        alone = environment.with_variables(VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        for what, outcome in _updates_of(family, alone, work):
+            yield f"{family}, {what}", outcome
+
+
+def _updates_of(family: str, environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    root = work / "updates" / family
+    shutil.rmtree(root, ignore_errors=True)
+    _write_steps(source_of(family, work, wide=True), root)
+    relayout.convert(source_of("qwen3", work, wide=True), root / _OTHER, tp=TP)
+    fresh = {name: _by_itself(environment, root, name) for name in _COMPARED}
+    settings = _LIVE | {"updates": [str(root / update.source) for update in (*_UPDATES, _FAILS)]}
+    live = start(environment, root / _FIRST, settings, root / "live.log").result
+    if "error" in live:
+        yield "all", {"error": live["error"]}
+        return
+    *said, failed = live["updates"]
+    before = live
+    for update, outcome in zip(_UPDATES, said, strict=True):
+        tokens = {key: outcome.get(key) for key in ("tokens", "logprobs")}
+        if update.content in _COMPARED:
+            changes = any(tokens[key] != before[key] for key in tokens)
+            started, reloaded = ({key: one.get(key) for key in tokens} for one in fresh[update.content])
+            result = {
+                "same_as_start": tokens == started,
+                "same_as_own_reload": tokens == reloaded,
+                "tokens_of": update.content,
+                "tokens_change": changes,
+            }
+            yield update.name, result | _said(update, outcome, root)
+        before = tokens
+    yield _FAILS.name, {"died": failed.get("died", "")[:120]} | _said(_FAILS, failed, root)
+    sizes = [round(outcome["mib"], 1) for outcome in said]
+    yield "memory", {"mib_after_10": sizes[9], "mib_after_all": sizes[-1], "num_updates": len(sizes)}
+
+
+def _by_itself(environment: Environment, root: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tokens of vLLM on the source of a folder, without relayout, and those after it has loaded that once more.
+
+    On a CPU, its kernels for experts give other numbers after its own reload.
+    """
+    model = root / name.replace("step", "model")
+    settings = _LIVE | {"updates": [f"{model}#reload_by_itself"]}
+    started = start(environment, model, settings, root / f"{name}.log").result
+    return started, started.get("updates", [{}])[0]
+
+
+def _said(update: _Update, outcome: dict[str, Any], root: Path) -> dict[str, Any]:
+    refused: str = outcome.get("refused", "")
+    if update.reason:
+        return {"as_expected": update.reason in refused, "refused": refused.replace(f"{root}/", "")[:200]}
+    return {"as_expected": not refused and len(set(outcome["contents"])) == 1}
+
+
+def _write_steps(source: Path, root: Path) -> None:
+    """Converted folders of some steps of a training, and deltas between them."""
+    for step in range(NUM_STEPS + 1):
+        model = root / f"model-{step}"
+        shutil.copytree(root / f"model-{step - 1}" if step else source, model)
+        for shard in sorted(model.glob("*.safetensors")) if step else ():
+            content = np.fromfile(shard, np.uint8)
+            start_of_data = 8 + int.from_bytes(content[:8].tobytes(), "little")
+            # Of each BF16, the low byte has most of the mantissa.
+            content[start_of_data + 2 * step :: 2 * NUM_STEPS] ^= 0x40
+            content.tofile(shard)
+        relayout.convert(model, root / f"step-{step}", tp=TP)
+        if step:
+            relayout.delta(root / f"step-{step - 1}", root / f"step-{step}", root / f"delta-{step}")
+    for name, damaged in (("delta-1", "damaged-delta"), (_LAST, "damaged-folder")):
+        shutil.copytree(root / name, root / damaged)
+        file = max((root / damaged).glob("model-rank-1-*"), key=lambda one: one.stat().st_size)
+        content = np.fromfile(file, np.uint8)
+        content[len(content) // 2] ^= 1
+        content.tofile(file)

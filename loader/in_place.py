@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from relayout.checkpoint.converted import check_rank
+from relayout.checkpoint.converted import check_present, check_rank
 from relayout.checkpoint.delta import Changes, read_deltas
 from relayout.core.arguments import integer
 from relayout.core.coalesce import split
@@ -52,8 +52,8 @@ def apply(
     """Change the tensors of one rank in place, from the content that a delta applies to, to the one that it makes.
 
     First every tensor is compared with its digest in the base, and what is read of the delta with its own digests:
-    whatever is wrong is found before the first byte changes. Only a read that fails after that leaves tensors changed
-    in part; load them again then. Nothing else may use the tensors meanwhile.
+    damage is found before the first byte changes. Only a read that fails after that, or a delta that was forged with
+    its digests, leaves tensors changed in part; load them again then. Nothing else may use the tensors meanwhile.
 
     Args:
         delta: a folder that `relayout.delta` wrote, or its URL.
@@ -80,6 +80,7 @@ def apply(
         [read] = read_deltas(os.fspath(delta))
         rank = integer(rank, "rank")
         check_rank(read.store, rank, read.new.num_ranks)
+        check_present(read.store, read.new, [rank])
         budget = plan_budget(threads, None, HOST_BUFFERS, read.store.cost)
         old, new = read.table(OLD, rank), read.table(NEW, rank)
         if not are_alike(old, new):

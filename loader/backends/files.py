@@ -96,12 +96,15 @@ class Sources:
     def mapped(self, file: int, offset: int, nbytes: int) -> Iterator[memoryview | None]:
         """The bytes of a file in the page cache, not copied, inside the block; None if they must be read.
 
-        For runs with gaps between them, which all ranks of a node need, each other ones: the first to come reads them
-        from the drive. The kernel reads ahead in large folios, which are mapped at a tenth of the cost of a copy.
-        (posix_fadvise(WILLNEED) would fill the page cache with single pages.)
+        For runs with gaps between them, of a plain checkpoint: all ranks of a node need its bytes, each other ones, and
+        the first to come reads them from the drive. The kernel reads ahead in large folios, which are mapped at a tenth
+        of the cost of a copy. (posix_fadvise(WILLNEED) would fill the page cache with single pages.)
+
+        What cannot be read when the block begins is None. Inside the block, using a page that was truncated since then,
+        or evicted from the cache and cannot be read again, kills the process.
         """
         opened = self._files[file]
-        fd = opened.fileno() if self._is_mappable else None
+        fd = opened.fileno() if self._is_mappable and self._stored[file].proof is None else None
         start = align_down(offset, mmap.PAGESIZE)
         length = min(offset + nbytes, opened.nbytes) - start
         if fd is None or length <= 0:

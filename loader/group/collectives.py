@@ -158,6 +158,22 @@ class Group:
             for work in started:
                 work.wait()
 
+    def exchange(
+        self, sent: torch.Tensor, sent_sizes: list[int], received: torch.Tensor, received_sizes: list[int]
+    ) -> None:
+        """Send consecutive parts of host memory to the members, one to each, and receive theirs.
+
+        Args:
+            sent_sizes: bytes of each part; those of `received_sizes` are what the other members send to this one.
+
+        Raises:
+            OSError: a member is gone.
+        """
+        import torch.distributed as dist
+
+        with self._unbroken():
+            dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
+
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
         broken, self.is_broken = self.is_broken, True  # Whatever happens inside, an interruption too.

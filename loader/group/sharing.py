@@ -17,7 +17,7 @@ from relayout.loader.group.collectives import Group
 from relayout.loader.loading import Options
 from relayout.loader.pack import ArenaPlan
 from relayout.loader.sources.base import RankSource
-from relayout.loader.sources.columns import TensorColumns
+from relayout.loader.sources.columns import Names, TensorColumns
 from relayout.loader.sources.stored import StoredFile
 from relayout.loader.stream import PartCounter, not_shared, stream
 from relayout.loader.tensors import make_views, to_device
@@ -72,12 +72,15 @@ def stream_together(
 
 
 def load_together(
-    prepare: Callable[[], tuple[RankSource, ArenaPlan, Options]], process_group: ProcessGroup
+    prepare: Callable[[], tuple[RankSource, ArenaPlan, Options]], process_group: ProcessGroup, names: Names
 ) -> dict[str, torch.Tensor]:
     """Load one rank together with all other members of a group, who call this, too.
 
+    All load the same rank, unless the checkpoint is a plain one.
+
     Args:
         prepare: returns what this member loads.
+        names: of the tensors in it.
 
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `api.load`, on any member.
@@ -85,18 +88,25 @@ def load_together(
     group = Group(process_group)
     with group.collective():
         source, plan, options = prepare()
-        files, grids = _provable(source, plan.files, options)
-        choice, budget = options.choose(files)
-        if choice.backend.reads_when_used:
-            raise not_shared(choice.backend)
-        portions = assign_reads(plan.reads, group.num_members, grids)
-        mine = _what(source, options), _identity(files, plan.arena_nbytes, portions, _kind_of(options))
+        if source.is_plain:
+            from relayout.loader.group import exchange  # Imports what plans.
+
+            mine = exchange.identity_of(source, names, options)
+        else:
+            files, grids = _provable(source, plan.files, options)
+            choice, budget = options.choose(files)
+            if choice.backend.reads_when_used:
+                raise not_shared(choice.backend)
+            portions = assign_reads(plan.reads, group.num_members, grids)
+            mine = _what(source, options), _identity(files, plan.arena_nbytes, portions, _kind_of(options))
     _check_same(group, mine)
+    if source.is_plain:
+        return exchange.load_exchanged(source, plan, names, options, group)
     arena: Arena[Any] | None = None
     running: RunningJob | None = None
     stop = Stop()
-    with reporting(options.progress, "loading", plan.nbytes) as report:
-        try:
+    try:
+        with reporting(options.progress, "loading", plan.nbytes) as report:
             rounds = _rounds(portions, group)
             counter = PartCounter([each.portions[0].start for each in rounds], [each.nbytes for each in rounds], stop)
             with group.collective():
@@ -117,13 +127,13 @@ def load_together(
             with group.collective():
                 running.join()
                 return make_views(to_device(base, options.device), plan.tensors())
-        except BaseException as error:
-            if running is not None:
-                running.cancel()
-            group.fail(error)
-            if arena is not None and not group.is_broken:
-                arena.discard()
-            raise
+    except BaseException as error:
+        if running is not None:
+            running.cancel()
+        group.fail(error)
+        if arena is not None and not group.is_broken:
+            arena.discard()
+        raise
 
 
 def _rounds(portions: Sequence[Portion], group: Group) -> list[Round]:
@@ -140,13 +150,13 @@ def _provable(
     Raises:
         PlanError: they are a plain checkpoint's.
     """
-    proofs = [file.proof for file in files if file.proof is not None]
-    if len(proofs) < len(files):
+    if source.is_plain:
         raise PlanError(
-            "group: members cannot prove that they have the same plain checkpoint; convert it",
+            "group: iter_load shares converted checkpoints only: convert it, or use load",
             path=str(source.store),
             code="unsupported",
         )
+    proofs = [file.proof for file in files if file.proof is not None]
     if not options.verify:
         return files, [Grid()] * len(files)
     return tuple(file.proven() for file in files), [Grid(proof.data_start, proof.chunk_nbytes) for proof in proofs]
@@ -177,7 +187,7 @@ def _check_same(group: Group, mine: tuple[str, str]) -> None:
     for member, (what, digest) in enumerate(group.all_gather(mine)):
         if digest != mine[1]:
             group.is_over = True
-            other = what if what != mine[0] else "other tensors, or another conversion, of that"
+            other = what if what != mine[0] else "other tensors, or another version or conversion, of that"
             raise PlanError(
                 f"group: member {group.index} loads {mine[0]}, member {member} {other};"
                 " all members of a group must load the same",

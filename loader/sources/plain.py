@@ -27,8 +27,18 @@ class PlainRank(RankSource):
     """One rank of a checkpoint that was not converted, by the built-in plan for its model type."""
 
     checkpoint: SourceCheckpoint
-    tensors: Sequence[tuple[SourceTensor, Cut]]
-    """That the rank holds, with their cuts."""
+    cuts: Sequence[Cut]
+    """Of each of its tensors."""
+
+    @property
+    def tensors(self) -> list[tuple[SourceTensor, Cut]]:
+        """Those that the rank holds, with their cuts."""
+        pairs = zip(self.checkpoint.tensors, self.cuts, strict=True)
+        return [(tensor, cut) for tensor, cut in pairs if cut.slices[self.rank].is_held]
+
+    @property
+    def is_plain(self) -> bool:
+        return True
 
     @property
     def slow_because(self) -> str | None:
@@ -45,25 +55,27 @@ class PlainRank(RankSource):
         )
 
     def contents(self, names: Names = None) -> TensorColumns:
-        parts = [cut.tensor(tensor.dtype, tensor.shape) for tensor, cut in self.tensors]
+        tensors = self.tensors
+        parts = [cut.tensor(tensor.dtype, tensor.shape) for tensor, cut in tensors]
         columns = TensorColumns(
-            names=[tensor.name for tensor, _ in self.tensors],
-            dtypes=[tensor.dtype for tensor, _ in self.tensors],
+            names=[tensor.name for tensor, _ in tensors],
+            dtypes=[tensor.dtype for tensor, _ in tensors],
             shapes=[part.rank_shape(self.rank) for part in parts],
-            files=self._files,
+            files=self.files,
             reads=[
                 tuple(
                     Read(tensor.file, transfer.shifted(source=tensor.extent.offset))
                     for transfer in part.rank_transfers(self.rank)
                 )
-                for (tensor, _), part in zip(self.tensors, parts, strict=True)
+                for (tensor, _), part in zip(tensors, parts, strict=True)
             ],
         )
         return columns.matching(names)
 
     def pieces(self, names: Names = None) -> StoredPieces:
-        by_name = {tensor.name: tensor for tensor, _ in self.tensors}
-        slices = [cut.slices[self.rank] for _, cut in self.tensors]
+        tensors = self.tensors
+        by_name = {tensor.name: tensor for tensor, _ in tensors}
+        slices = [cut.slices[self.rank] for _, cut in tensors]
         columns = TensorColumns(
             names=list(by_name),
             dtypes=[tensor.dtype for tensor in by_name.values()],
@@ -72,10 +84,11 @@ class PlainRank(RankSource):
             source_shapes=[tensor.shape for tensor in by_name.values()],
         ).matching(names)
         holders = [Holder(WHOLE, by_name[name].file, by_name[name].extent.offset) for name in columns.names]
-        return StoredPieces(columns, self._files, holders, lambda: self.checkpoint.metadata)
+        return StoredPieces(columns, self.files, holders, lambda: self.checkpoint.metadata)
 
     @property
-    def _files(self) -> tuple[StoredFile, ...]:
+    def files(self) -> tuple[StoredFile, ...]:
+        """All files of the checkpoint."""
         folder = self.checkpoint.folder
         return tuple(StoredFile(folder, file.name, file.nbytes, version=file.version) for file in self.checkpoint.files)
 
@@ -96,7 +109,4 @@ def plain_rank(store: Store, rank: int, num_ranks: int) -> PlainRank:
     """
     checkpoint = read_source(store)
     plan = plan_for(checkpoint, num_ranks) if num_ranks > 1 else plan_by(checkpoint, num_ranks, None)
-    cuts = [plan.cuts[cut] for cut in plan.cut_of]
-    pairs = zip(checkpoint.tensors, cuts, strict=True)
-    held = [(tensor, cut) for tensor, cut in pairs if cut.slices[rank].is_held]
-    return PlainRank(store, rank, num_ranks, checkpoint, held)
+    return PlainRank(store, rank, num_ranks, checkpoint, [plan.cuts[cut] for cut in plan.cut_of])

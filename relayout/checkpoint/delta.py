@@ -20,6 +20,7 @@ from relayout.format.delta import (
     DeltaManifest,
     delta_name,
     layout_difference,
+    num_pieces,
     parse_delta,
     parse_index,
     pieces_of,
@@ -89,11 +90,11 @@ class Changes(Closable):
         self._file = delta.store.open(delta_name(file.name), stored.nbytes)
         try:
             with about(path=self._where):
-                extents = pieces_of(file, delta.new.chunk_nbytes)
-                place = place_of_index(stored, len(extents))
+                # Before they are listed: the manifest may say any number.
+                place = place_of_index(stored, num_pieces(file, delta.new.chunk_nbytes))
                 blob = bytearray(place.nbytes)
                 self._file.read(place.offset, memoryview(blob))
-                self.index = parse_index(bytes(blob), stored, extents)
+                self.index = parse_index(bytes(blob), stored, pieces_of(file, delta.new.chunk_nbytes))
         except BaseException:
             self.close()
             raise
@@ -267,7 +268,11 @@ class DeltaStore:
 
     def read(self, name: str, limit: int) -> bytes:
         store, there = self._place(name)
-        return store.read(there, limit)
+        blob = store.read(there, limit)
+        if name == MANIFEST_NAME and digest_hex(blob) != self.delta.manifest.makes:
+            what = "digest differs from the one in the delta's manifest"
+            raise FormatError(what, path=self.location(name), code="digest")
+        return blob
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None

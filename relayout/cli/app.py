@@ -607,7 +607,10 @@ def cache(
         bool, typer.Option("--observe", help="Of --add: observe vLLM if no built-in plan is for the model.")
     ] = False,
     background: Annotated[
-        bool, typer.Option("--background", help="Of --add: at low priority, and until stdin is closed.")
+        bool,
+        typer.Option(
+            "--background", help="Of --add: at low priority, until stdin is closed or the parent process ends."
+        ),
     ] = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -624,6 +627,7 @@ def cache(
     if add is not None:
         if tp is None:
             raise PlanError("--add needs --tp N", code="option")
+        _begin_work()
         if background:
             signals.end_with_stdin()
         listing = caching.add(

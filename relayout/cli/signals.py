@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SECONDS_BETWEEN_LOOKS = 1.0
 _BURST_SECONDS = 1.0
 """Signals within this time count as one request: timeout(1) sends two."""
 
@@ -37,12 +39,23 @@ def raise_when_asked() -> None:
 
 
 def end_with_stdin() -> None:
-    """From now on, run at low priority, and end as by SIGTERM when stdin is closed: whoever started this has ended."""
+    """From now on, run at low priority, and end as by SIGTERM when stdin is closed, or whoever started this has ended.
+
+    Its forks may keep the pipe open. It may ignore or block SIGTERM, and a child inherits both. Only after
+    `raise_when_asked`.
+    """
     os.nice(19)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _Raise())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    parent = os.getppid()
 
     def wait() -> None:
-        while os.read(0, 4096):
-            pass
+        while os.getppid() == parent:
+            is_ready, _, _ = select.select([0], [], [], _SECONDS_BETWEEN_LOOKS)
+            if is_ready and not os.read(0, 4096):
+                break
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="stdin", daemon=True).start()

@@ -176,7 +176,7 @@ def copy(
         with Journal(staging, fingerprint, append=bool(noted.chunks)) as journal:
             copying = _Copying(source, manifest, kept, staging, journal)
             resumed_nbytes = copying.run(threads, min(piece_nbytes, source.cost.chunk_nbytes), progress)
-        _put_small(source, staging, kept, record, copying.digests)
+        put_index(source, staging, kept, record, copying.digests)
         staging.put(MANIFEST_NAME, [blob if kept is manifest else dump_manifest(kept)])
     return Copied(
         output=str(target),
@@ -317,10 +317,10 @@ class _Copying:
         self._staging.write_head(file.name, bytes(head), file.nbytes)
 
 
-def _put_small(
+def put_index(
     source: Store, staging: Staging, kept: Manifest, record: SourceRecord, chunk_digests: Iterable[bytes]
 ) -> None:
-    """Copy all else but the manifest.
+    """Copy all but weight files and the manifest, as the manifest proves it.
 
     Raises:
         FormatError: a file is missing or damaged.

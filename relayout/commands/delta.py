@@ -14,10 +14,11 @@ from itertools import pairwise
 import numpy as np
 
 from relayout import __version__
-from relayout.checkpoint.converted import CONVERTED, read_chunk_digests, read_manifest, read_record, read_table
+from relayout.checkpoint.converted import CONVERTED, read_chunk_digests, read_manifest_blob, read_record, read_table
 from relayout.checkpoint.delta import DELTA_OUTPUT, Paths, names_of_index, read_deltas, with_deltas
 from relayout.checkpoint.proven import check_chunk
 from relayout.checkpoint.source import read_shard
+from relayout.commands.copy import put_index
 from relayout.commands.restore import refuse_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.side_files import copy_side_file, modes_of
@@ -39,8 +40,8 @@ from relayout.format.delta import (
     layout_difference,
     pieces_of,
 )
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, IndexedFile, Manifest
-from relayout.format.manifest import MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, parse_manifest
+from relayout.format.index import MANIFEST_NAME, IndexedFile, Manifest
+from relayout.format.manifest import MAX_TABLE_NBYTES, parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
 from relayout.format.sparse import encode
@@ -87,8 +88,7 @@ class _Side:
     @staticmethod
     def read(path: str | os.PathLike[str]) -> _Side:
         store = find_input(path).snapshot()
-        read_manifest(store)  # Says what is there instead.
-        blob = store.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+        blob = read_manifest_blob(store)
         manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
         return _Side(store, blob, manifest, read_record(store, manifest))
 
@@ -214,7 +214,8 @@ def apply_deltas(
     if not read:
         raise PlanError("no delta to apply", code="option")
     store = with_deltas(found, read)
-    manifest = read_manifest(store)
+    blob = read_manifest_blob(store)
+    manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
     record = read_record(store, manifest)
     for holder in manifest.holders:
         read_table(store, manifest, holder)  # Proves it.
@@ -231,13 +232,9 @@ def apply_deltas(
             for file in manifest.files:
                 _copy_file(store, manifest, file, staging, threads, partial(_report, report, done))
                 done += file.nbytes
-        for side in record.side_files:
-            copy_side_file(store, staging, side.name, side)
-        for name in names_of_index(manifest):
-            blob = store.read(name, MAX_TABLE_NBYTES)
-            if name == HUB_INDEX_NAME and digest_hex(blob) != manifest.hub_index_digest:
-                raise FormatError("does not match the manifest: damaged", path=store.location(name), code="digest")
-            staging.put(name, [blob])
+        digests = (read_chunk_digests(store, manifest, index) for index in range(len(manifest.files)))
+        put_index(store, staging, manifest, record, digests)
+        staging.put(MANIFEST_NAME, [blob])
     return _done(target, [delta.manifest for delta in read], total, started)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from relayout.core.arguments import ranks_text
 from relayout.core.children import PIPE, QUIET, Child, start_child
 from relayout.engines.rank_weights import Folder, find_folder
-from relayout.errors import PlanError, RelayoutError
+from relayout.errors import PlanError
 from relayout.storage.cache_folder import Cache, cache_of
 from relayout.storage.stores import find_input, scheme_of
 
@@ -85,14 +85,19 @@ class Filling:
                     stderr=PIPE,
                     pass_fds=(held.fileno(),),
                 )
-        except (OSError, RelayoutError) as error:
+            try:
+                threading.Thread(target=self._watch, args=(child,), name="relayout-cache", daemon=True).start()
+            except RuntimeError:  # Too many threads.
+                assert child.stdin is not None
+                child.stdin.close()  # Ends it.
+                raise
+        except Exception as error:
             self.logger.warning("relayout: %s is not converted into the cache: %s", self.source, error)
             return
         self.logger.info(
             "relayout: %s is being converted into the cache %s, at low priority: later starts load from there",
             self.source, self.cache.folder,
         )  # fmt: skip
-        threading.Thread(target=self._watch, args=(child,), name="relayout-cache", daemon=True).start()
 
     def _watch(self, child: Child) -> None:
         assert child.stderr is not None
@@ -175,7 +180,8 @@ def first_start(
     except Exception as error:
         logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, instead)
         return None
-    arguments = [str(cache.folder), "--add", str(Path(source).absolute()), "--tp", str(num_ranks), "--background"]
+    folder, model = (str(Path(path).absolute()) for path in (cache.folder, source))
+    arguments = [folder, "--add", model, "--tp", str(num_ranks), "--background"]
     arguments += ["--limit", str(cache.limit)] if cache.limit is not None else []
     arguments += ["--expert-parallel"] if expert_parallel else []
     arguments += ["--ranks", ranks_text(ranks)] if ranks is not None else []

@@ -16,7 +16,7 @@ import numpy as np
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, about
-from relayout.format.chunks import chunks_of
+from relayout.format.chunks import chunks_of, num_chunks
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, IndexedFile, Manifest, RankTable
 from relayout.format.manifest import DELTA, DIGEST, check_top, digest_field, sealed
@@ -125,6 +125,11 @@ def are_alike(old: RankTable, new: RankTable) -> bool:
 def pieces_of(file: IndexedFile, chunk_nbytes: int) -> list[Extent]:
     """The pieces of a weight file: its header, and its chunks."""
     return [Extent(0, file.data_start), *chunks_of(file.data_start, file.nbytes, chunk_nbytes)]
+
+
+def num_pieces(file: IndexedFile, chunk_nbytes: int) -> int:
+    """How many pieces a weight file has."""
+    return 1 + num_chunks(file.data_start, file.nbytes, chunk_nbytes)
 
 
 def dump_index(pieces: Iterable[bytes]) -> bytes:

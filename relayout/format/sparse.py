@@ -92,7 +92,7 @@ class _Run:
         Raises:
             FormatError: it is one.
         """
-        if self.width not in WIDTHS or self.nbytes % self.width:
+        if self.width not in WIDTHS or self.nbytes % self.width or not self.nbytes:
             raise FormatError(f"a run of {self.nbytes} bytes in elements of {self.width}", code="field")
         num_elements = self.nbytes // self.width
         if self.num_gaps:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from support.local_stores import read_source
@@ -67,13 +67,6 @@ def names(source: SourceCheckpoint) -> list[str]:
     return [file.name for file in source.files]
 
 
-def test_one_file_needs_no_index(tmp_path: Path) -> None:
-    write(tmp_path / "model.safetensors", {"a": A, "b": B, "c": C, "d": D})
-    source = read_source(tmp_path)
-    assert_holds(source, {"a": A, "b": B, "c": C, "d": D})
-    assert (names(source), source.index, source.left_out) == (["model.safetensors"], None, ())
-
-
 def test_a_file_is_described_as_it_lies_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write(path, {"a": A})
@@ -84,26 +77,79 @@ def test_a_file_is_described_as_it_lies_on_disk(tmp_path: Path) -> None:
     assert file.header == blob[: -A.nbytes]
 
 
+# Of these files and indices the checkpoint holds those tensors; the files that are not of it get a word each.
+XY = {"x.safetensors": {"a": A, "b": B}, "y.safetensors": {"c": C, "d": D}}
+MODEL_AND_OTHERS = {"model.safetensors": {"a": A}, "consolidated.safetensors": {"l": A}, "zzz.safetensors": {"a": A}}
+OTHER_INDEX = "consolidated.safetensors.index.json"
+Files = dict[str, dict[str, Array]]
+Indices = dict[str, dict[str, str]]
+
+
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("files", "indices", "held", "left_out"),
     [
-        ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
-        ("model_00001-of-00002.safetensors", "model_00002-of-00002.safetensors"),
-        ("model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"),
-        ("model-00001-of-00009.safetensors", "model-00007-of-00009.safetensors"),
-        ("model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors"),
-        ("model.safetensors", "vision.safetensors"),
-        ("zeta.safetensors", "Ünï cødé.safetensors"),
+        ({"model.safetensors": {"a": A, "b": B, "c": C, "d": D}}, {}, "abcd", []),
+        (XY, {}, "abcd", []),
+        (MODEL_AND_OTHERS, {}, "a", [f"{name}: model.safetensors is the model" for name in list(MODEL_AND_OTHERS)[1:]]),
+        # Tensors of its files that the index does not know go along.
+        (XY, {INDEX: {"a": "x.safetensors", "c": "y.safetensors"}}, "abcd", []),
+        (XY, {INDEX: {"a": "x.safetensors"}}, "ab", [f"y.safetensors: not named by {INDEX}"]),
+        # An index of another name counts, but not before the usual one, nor before the usual file.
+        (XY, {OTHER_INDEX: {"a": "x.safetensors"}}, "ab", [f"y.safetensors: not named by {OTHER_INDEX}"]),
+        (
+            XY,
+            {OTHER_INDEX: {"a": "x.safetensors"}, INDEX: {"c": "y.safetensors"}},
+            "cd",
+            [f"x.safetensors: not named by {INDEX}"],
+        ),
+        (
+            {"model.safetensors": {"a": A}, "x.safetensors": {"b": B}},
+            {OTHER_INDEX: {"b": "x.safetensors"}},
+            "a",
+            ["x.safetensors: model.safetensors is the model"],
+        ),
+        # Of a tensor in two files the index decides.
+        *(
+            (
+                {one: {"a": A, "b": B}, other: {"a": A[::-1].copy(), "c": C}},
+                {INDEX: {"a": one, "b": one, "c": other}},
+                "abc",
+                [f"{other}: the index assigns 1 of its tensors to other files"],
+            )
+            for one, other in (("x.safetensors", "y.safetensors"), ("y.safetensors", "x.safetensors"))
+        ),
+        # Shards may be called anything.
+        *(
+            ({one: XY["x.safetensors"], other: XY["y.safetensors"]}, {INDEX: {"a": one, "d": other}}, "abcd", [])
+            for one, other in (
+                ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+                ("model_00001-of-00002.safetensors", "model_00002-of-00002.safetensors"),
+                ("model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"),
+                ("model-00001-of-00009.safetensors", "model-00007-of-00009.safetensors"),
+                ("model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors"),
+                ("model.safetensors", "vision.safetensors"),
+                ("zeta.safetensors", "Ünï cødé.safetensors"),
+            )
+        ),
     ],
 )
-def test_the_index_names_the_shards_whatever_they_are_called(tmp_path: Path, first: str, second: str) -> None:
-    write_shards(tmp_path, first, second)
-    write_index(tmp_path / INDEX, {"a": first, "b": first, "c": second, "d": second})
+def test_the_files_of_a_model_are_those_of_its_index_or_of_its_names(
+    tmp_path: Path, files: Files, indices: Indices, held: str, left_out: list[str]
+) -> None:
+    for file, tensors in files.items():
+        write(tmp_path / file, tensors)
+    for name, weight_map in indices.items():
+        write_index(tmp_path / name, weight_map)
     source = read_source(tmp_path)
-    assert_holds(source, {"a": A, "b": B, "c": C, "d": D})
-    assert names(source) == sorted([first, second])
-    assert source.left_out == ()
-    assert source.index == (INDEX, (tmp_path / INDEX).read_bytes())
+    assert_holds(source, {name: {"a": A, "b": B, "c": C, "d": D}[name] for name in held})
+    assert names(source) == sorted(
+        files.keys() - {word.partition(":")[0] for word in left_out if "assigns" not in word}
+    )
+    assert source.left_out == tuple(left_out)
+    if source.index is not None:
+        name, blob = source.index
+        assert (name, blob) == (INDEX if INDEX in indices else OTHER_INDEX, (tmp_path / name).read_bytes())
+    assert (source.index is None) == (not indices or ("model.safetensors" in names(source) and INDEX not in indices))
 
 
 @pytest.mark.parametrize("metadata", [{"total_size": 1}, {"total_size": 10**15}, {"total_size": "many"}, {}, None, 7])
@@ -117,55 +163,12 @@ def test_a_wrong_total_size_is_ignored(tmp_path: Path, metadata: Any) -> None:
     assert read_source(tmp_path).nbytes == A.nbytes + B.nbytes + C.nbytes + D.nbytes
 
 
-def test_an_index_of_another_name_counts(tmp_path: Path) -> None:
-    write(tmp_path / "x.safetensors", {"a": A})
-    write(tmp_path / "y.safetensors", {"b": B})
-    write_index(tmp_path / "consolidated.safetensors.index.json", {"a": "x.safetensors"})
-    source = read_source(tmp_path)
-    assert_holds(source, {"a": A})
-    assert source.index is not None
-    assert source.index[0] == "consolidated.safetensors.index.json"
-    assert source.left_out == ("y.safetensors: not named by consolidated.safetensors.index.json",)
-
-
-def test_the_usual_index_wins_over_another(tmp_path: Path) -> None:
-    write(tmp_path / "x.safetensors", {"a": A})
-    write(tmp_path / "y.safetensors", {"b": B})
-    write_index(tmp_path / "consolidated.safetensors.index.json", {"a": "x.safetensors"})
-    write_index(tmp_path / INDEX, {"b": "y.safetensors"})
-    assert_holds(read_source(tmp_path), {"b": B})
-
-
 def test_two_indices_of_other_names_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", {"a": A})
     for name in ("one", "two"):
         write_index(tmp_path / f"{name}.safetensors.index.json", {"a": "x.safetensors"})
     with pytest.raises(PlanError, match=r"one\.safetensors\.index\.json, two\.safetensors\.index\.json"):
         read_source(tmp_path)
-
-
-def test_an_index_of_another_name_does_not_outrank_model_safetensors(tmp_path: Path) -> None:
-    write(tmp_path / "model.safetensors", {"a": A})
-    write(tmp_path / "x.safetensors", {"b": B})
-    write_index(tmp_path / "consolidated.safetensors.index.json", {"b": "x.safetensors"})
-    assert_holds(read_source(tmp_path), {"a": A})
-
-
-def test_tensors_that_the_index_does_not_know_go_along(tmp_path: Path) -> None:
-    write_shards(tmp_path, "x.safetensors", "y.safetensors")
-    write_index(tmp_path / INDEX, {"a": "x.safetensors", "c": "y.safetensors"})
-    assert_holds(read_source(tmp_path), {"a": A, "b": B, "c": C, "d": D})
-
-
-@pytest.mark.parametrize(("chosen", "other"), [("x.safetensors", "y.safetensors"), ("y.safetensors", "x.safetensors")])
-def test_of_a_tensor_in_two_files_the_index_decides(tmp_path: Path, chosen: str, other: str) -> None:
-    write(tmp_path / chosen, {"a": A, "b": B})
-    write(tmp_path / other, {"a": A[::-1].copy(), "c": C})
-    write_index(tmp_path / INDEX, {"a": chosen, "b": chosen, "c": other})
-    source = read_source(tmp_path)
-    assert_holds(source, {"a": A, "b": B, "c": C})
-    [word] = source.left_out
-    assert word == f"{other}: the index assigns 1 of its tensors to other files"
 
 
 def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path: Path) -> None:
@@ -182,25 +185,6 @@ def test_files_that_the_index_does_not_name_are_left_out_with_a_word(tmp_path: P
     source = read_source(tmp_path)
     assert_holds(source, {"a": A, "b": B})
     assert source.left_out == tuple(f"{name}.safetensors: not named by {INDEX}" for name in "yz")
-
-
-def test_without_an_index_all_shards_are_the_model(tmp_path: Path) -> None:
-    write_shards(tmp_path, "y-2.safetensors", "x-1.safetensors")
-    source = read_source(tmp_path)
-    assert_holds(source, {"a": A, "b": B, "c": C, "d": D})
-    assert (names(source), source.left_out) == (["x-1.safetensors", "y-2.safetensors"], ())
-
-
-def test_without_an_index_model_safetensors_is_the_model_and_others_get_a_word(tmp_path: Path) -> None:
-    write(tmp_path / "model.safetensors", {"a": A})
-    write(tmp_path / "consolidated.safetensors", {"layers.0": A})
-    write(tmp_path / "zzz.safetensors", {"a": A})
-    source = read_source(tmp_path)
-    assert_holds(source, {"a": A})
-    assert source.left_out == (
-        "consolidated.safetensors: model.safetensors is the model",
-        "zzz.safetensors: model.safetensors is the model",
-    )
 
 
 def write_set(folder: Path, *files: str) -> dict[str, Array]:
@@ -634,19 +618,8 @@ def test_tensors_come_in_model_order_across_shards(tmp_path: Path) -> None:
     assert [tensor.name for tensor in read_source(tmp_path).tensors] == order
 
 
-@given(st.lists(st.integers(0, 10**25), min_size=2, unique=True))
-def test_model_order_compares_numbers_as_numbers(numbers: list[int]) -> None:
-    ordered = sorted((f"h.{number}.w" for number in numbers), key=model_order)
-    assert ordered == [f"h.{number}.w" for number in sorted(numbers)]
-
-
-def test_model_order_sorts_numbers_before_words_and_shorter_names_first() -> None:
-    # "²" and "٣" are digits to str.isdigit, but no numbers here.
-    order = ["a", "a.007", "a.7", "a.7.b", "a.10", "a.", "a.x", "a.²", "a.٣", "b"]
-    assert sorted(order, key=lambda name: (model_order(name), name)) == order
-
-
 @given(st.lists(st.text(alphabet="\0\1\2\3\4.01a9²é", max_size=8), max_size=8))
+@example(["b", "a.٣", "a.²", "a.x", "a.", "a.10", "a.7.b", f"a.{10**25}", f"a.{9 * 10**24}", "a.7", "a"])
 def test_model_order_is_that_of_the_parts(names: list[str]) -> None:
     """Parts as tuples compare as FORMAT.md says: numbers by value, and before words."""
 

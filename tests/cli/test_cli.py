@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from support import prestarted
-from support.mounts import mounted_tmpfs
 from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
 from support.terminals import read_terminal
@@ -155,69 +154,16 @@ def assert_refused(run: Run, work: Path, args: list[str], says: str, code: int =
 Trouble = Callable[[Path], list[str]]
 
 
-def missing_shard(work: Path) -> list[str]:
-    write_model(work / "sharded", sharded=True)
-    (work / "sharded" / "model-2.safetensors").unlink()
-    return ["convert", "sharded"]
-
-
 def truncated_shard(work: Path) -> list[str]:
     path = work / "model" / "model.safetensors"
     os.truncate(path, path.stat().st_size - 1)
     return ["convert", "model"]
 
 
-def tensor_past_the_end(work: Path) -> list[str]:
-    header = json.dumps({"far away": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}).encode()
-    path = work / "model" / "model.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(1, 100)))
-    return ["convert", "model"]
-
-
-def shard_is_a_folder(work: Path) -> list[str]:
-    (work / "model" / "model.safetensors").unlink()
-    (work / "model" / "model.safetensors").mkdir()
-    return ["convert", "model"]
-
-
-def unknown_model_type(work: Path) -> list[str]:
-    write_model(work / "other", CONFIG | {"model_type": "no_such_model"})
-    return ["convert", "other", "--tp", "2"]
-
-
-def no_config(work: Path) -> list[str]:
-    write_model(work / "other", None)
-    return ["convert", "other", "--tp", "2"]
-
-
-def no_config_and_no_ranks(work: Path) -> list[str]:
-    write_model(work / "other", None)
-    return ["convert", "other", "--tp", "0"]
-
-
-def quantized(work: Path) -> list[str]:
-    write_model(work / "other", CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}})
-    return ["convert", "other", "--tp", "2"]
-
-
 def output_not_empty(work: Path) -> list[str]:
     (work / "out").mkdir()
     (work / "out" / "precious").write_text("mine")
     return ["convert", "model", "-o", "out"]
-
-
-def forced_on_a_foreign_folder(work: Path) -> list[str]:
-    return [*output_not_empty(work), "--force"]
-
-
-def default_output_taken(work: Path) -> list[str]:
-    relayout.convert(work / "model")
-    return ["convert", "model"]
-
-
-def output_through_a_link(work: Path) -> list[str]:
-    (work / "link").symlink_to("model")
-    return ["convert", "model", "-o", "link", "--force"]
 
 
 def source_through_a_link(work: Path) -> list[str]:
@@ -230,34 +176,9 @@ def plan_is_no_toml(work: Path) -> list[str]:
     return ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
 
 
-def plan_of_unknown_unit(work: Path) -> list[str]:
-    (work / "mine.toml").write_text('[cut]\n"*" = { dim = 0, by = "fingers" }\n')
-    return ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
-
-
-def plan_without_a_rule(work: Path) -> list[str]:
-    (work / "mine.toml").write_text('[cut]\n"model.norm.weight" = "whole"\n')
-    return ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
-
-
-def converted_as_source(work: Path) -> list[str]:
-    relayout.convert(work / "model", work / "out")
-    return ["convert", "out"]
-
-
 def rank_too_high(work: Path) -> list[str]:
     relayout.convert(work / "model", work / "out", tp=2)
     return ["inspect", "out", "--rank", "2"]
-
-
-def negative_rank(work: Path) -> list[str]:
-    relayout.convert(work / "model", work / "out", tp=2)
-    return ["inspect", "out", "--rank", "-1"]
-
-
-def folder_without_weights(work: Path) -> list[str]:
-    (work / "empty").mkdir()
-    return ["inspect", "empty"]
 
 
 def only_pickles(work: Path) -> list[str]:
@@ -280,38 +201,21 @@ def control_characters_in_a_path(work: Path) -> list[str]:
     return ["convert", "no\nsuch\x1b[31m\x07thing"]
 
 
+# What is wrong with checkpoints, plans and outputs, the tests of each tell: here is how it is said.
 @pytest.mark.parametrize(
     ("trouble", "says"),
     [
-        (
-            missing_shard,
-            r"sharded/model-2\.safetensors: is missing, but model\.safetensors\.index\.json names it: is the download ",
-        ),
         (truncated_shard, r"model/model\.safetensors: .*truncated"),
-        (tensor_past_the_end, r"tensor 'far away': ends at byte 100 .* has 99 "),
-        (shard_is_a_folder, r"model/model\.safetensors: not a regular file"),
-        (unknown_model_type, r"'no_such_model'.*--plan FILE"),
-        (no_config, r"no model_type in config\.json, or no config\.json.*--plan FILE"),
-        (no_config_and_no_ranks, r"tp=0, expected"),
-        (quantized, r"quantized by bitsandbytes, which cannot be cut offline: .* --tp 1"),
         (output_not_empty, r"out: is not empty, and not a converted folder \(relayout\.json is missing\): delete it"),
-        (forced_on_a_foreign_folder, r"out: is not empty, and not a converted folder"),
-        (default_output_taken, r"model-tp1: is not empty; --force replaces it"),
         (only_pickles, r"pickled: contains no safetensors file; found pytorch_model\.bin: .*save_pretrained"),
         (
             only_gguf,
             r"contains no safetensors file; found model\.Q4_K_M\.gguf: .*from_pretrained\(gguf_file=.*save_pret",
         ),
         (misspelled, r"modle: no such file or folder; did you mean 'model'\?"),
-        (output_through_a_link, r"link: is the source itself"),
         (source_through_a_link, r"model: is the source itself"),
         (plan_is_no_toml, r"mine\.toml: not valid TOML"),
-        (plan_of_unknown_unit, r"mine\.toml: cut '\*': .*fingers"),
-        (plan_without_a_rule, r"tensor 'lm_head\.weight': no rule of plan 'file:mine\.toml'"),
-        (converted_as_source, r"out: is already a converted .*: load it at another degree .*, or convert its source"),
         (rank_too_high, r"rank 2, expected 0 to 1"),
-        (negative_rank, r"rank -1, expected 0 to 1"),
-        (folder_without_weights, r"empty: contains no safetensors file"),
         (control_characters_in_a_path, r"no.+such.+thing: no such file or folder"),
     ],
 )
@@ -338,21 +242,14 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(here: Run, work: Path, 
         ("convert / --tp 2", r" /: the root folder has no folder beside it: name the folder to write with -o"),
         ("convert model --tp 0", r"tp=0, expected 1 to"),
         ("doctor model --tp 0", r"tp=0, expected 1 or more"),
-        ("doctor model --tp -1", r"tp=-1, expected 1 or more"),
-        ("convert model --tp -1", r"tp=-1, expected 1 to"),
         ("convert model --align 3000", r"alignment 3000 is not a power of two"),
-        ("convert model --align 256", r"alignment 256 .* between 512 and"),
         ("convert model --align 32MiB", r"alignment 33554432 .* between 512 and"),
         ("convert model --align many", r"'many' is not a size"),
         (f"convert model --memory {'9' * 5000}", r"is too large, expected at most 9223372036854775807 bytes"),
         ("convert model --max-part-size 0", r"part size of 0 bytes"),
-        ("convert model --tp 2 --plan nothing.toml", r"nothing\.toml: cannot be read"),
-        ("convert model -o model", r"model: is the source itself"),
-        ("convert model -o ../work/model/", r"model: is the source itself"),
-        ("convert model -o model/out", r"model/out: is inside the source"),
+        ("convert model --threads 0", "0 threads"),
+        ("convert model --memory 1MiB", "1048576 bytes of memory"),
         ("convert model -o .", r"is inside the source folder, or contains it"),
-        ("convert model -o nothing/out", r"nothing/out: its parent folder does not exist"),
-        ("convert model -o model/config.json", r"model/config\.json: "),
     ],
 )
 def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Path, args: str, says: str) -> None:
@@ -364,25 +261,6 @@ def test_a_process_of_its_own_refuses_the_same(here: Run, work: Path, trouble: T
     args = trouble(work)
     ours, theirs = here(*args, cwd=work), run(*args, cwd=work)
     assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
-
-
-def test_an_axis_that_does_not_divide_is_named_in_full(here: Run, work: Path) -> None:
-    before = tree(work)
-    done = here("convert", "model", "--tp", "8", cwd=work)
-    says = r"tensor '(.+)': dim (\d) of \[(\d+), (\d+)\]: (\d+) elements, not a multiple of 8"
-    assert_one_line(done, 2, says)
-    match = re.search(says, done.stderr)
-    assert match is not None, done.stderr
-    name, axis, *dims, size = match.groups()
-    assert SHAPES[name] == (int(dims[0]), int(dims[1]))
-    assert (SHAPES[name][int(axis)], int(size)) == (100, 100)
-    assert tree(work) == before
-
-
-def test_a_plan_that_never_comes_is_not_waited_for(work: Path) -> None:
-    os.mkfifo(work / "mine.toml")
-    args = ["convert", "model", "--tp", "2", "--plan", "mine.toml"]
-    assert_refused(run, work, args, r"mine\.toml: not a regular file")
 
 
 def test_without_a_stderr_the_exit_codes_are_the_same(work: Path) -> None:
@@ -521,32 +399,6 @@ def test_what_cannot_be_read_or_written_is_one_line_and_leaves_nothing_behind(tm
         assert_one_line(subprocess.CompletedProcess(args, *json.loads(line)), code, says)
 
 
-@pytest.fixture
-def small_drive(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB, less than the model."""
-    with mounted_tmpfs(tmp_path / "drive", "64k") as place:
-        yield place
-
-
-def test_too_little_space_is_noticed_before_anything_is_written(work: Path, small_drive: Path) -> None:
-    # Exit code 2, not 3: refused, and not failed on the way.
-    assert_refused(run, work, ["convert", "model", "-o", str(small_drive / "out")], r"out: needs .* are free there")
-    assert list(small_drive.iterdir()) == []
-
-
-def test_a_conversion_holds_what_numpy_cuts(work: Path) -> None:
-    done = run("convert", "model", "--tp", "2", cwd=work)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(path.name for path in work.iterdir()) == ["model", "model-tp2"]
-    for rank in range(2):
-        stored = load_file(work / "model-tp2" / f"model-rank-{rank}-part-0.safetensors")
-        assert stored.keys() == SHAPES.keys()
-        for name, whole in weights().items():
-            axis = 1 if name.endswith(("down_proj.weight", "o_proj.weight")) else 0
-            mine = whole if name in NORMS else np.split(whole, 2, axis)[rank]
-            np.testing.assert_array_equal(stored[name].view(np.uint16), mine.view(np.uint16))
-
-
 def test_what_is_printed_after_a_conversion_adds_up(here: Run, work: Path) -> None:
     done = here("convert", "model", "--tp", "2", cwd=work)
     assert (done.returncode, done.stderr) == (0, "")
@@ -555,14 +407,6 @@ def test_what_is_printed_after_a_conversion_adds_up(here: Run, work: Path) -> No
     assert f"each rank {rank_nbytes / 1000:.1f} kB" in done.stdout
     # A rate of some kilobytes must not be told as 0.00 GB/s.
     assert re.search(r" s \([1-9][\d.]* (kB|MB|GB)/s\), peak memory", done.stdout)
-
-
-def test_force_replaces_what_relayout_wrote(here: Run, work: Path) -> None:
-    relayout.convert(work / "model", work / "out", tp=2)
-    done = here("convert", "model", "-o", "out", "--force", cwd=work)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(path.name for path in work.iterdir()) == ["model", "out"]
-    assert [path.name for path in (work / "out").glob("*-rank-*.safetensors")] == ["model-rank-0-part-0.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -718,10 +562,8 @@ def test_verify_passes_what_is_whole(converted: Path) -> None:
     assert tree(converted) == before
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"])
-def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(
-    here: Run, converted: Path, tmp_path: Path, name: str
-) -> None:
+def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, converted: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
     shutil.copytree(converted / "out", tmp_path / "out")
     file = "model-rank-1-part-0.safetensors"
     blob = bytearray((tmp_path / "out" / file).read_bytes())
@@ -737,19 +579,6 @@ def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(
     assert found["ok"] is False
     [difference] = found["differences"]
     assert [difference[key] for key in ("file", "tensor", "start", "end")] == [file, name, start, end]
-
-
-def test_verify_sees_that_the_source_is_another(here: Run, converted: Path, tmp_path: Path) -> None:
-    shutil.copytree(converted / "model", tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xee")
-    done = here("verify", str(converted / "out"), "--source", "model", cwd=tmp_path)
-    assert done.returncode == 1
-    # The last bytes of the file, as stock safetensors lays it out.
-    header_nbytes = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    header = json.loads(path.read_bytes()[8:header_nbytes])
-    last = max((entry["data_offsets"][1], name) for name, entry in header.items() if name != "__metadata__")[1]
-    assert f"'{last}'" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["convert model", "verify out"])
@@ -899,9 +728,3 @@ def test_a_model_without_tensors_can_be_converted_and_verified(here: Run, work: 
     for args in (["convert", "none"], ["verify", "none-tp1", "--source", "none"], ["inspect", "none-tp1"]):
         done = here(*args, cwd=work)
         assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("args", ["--threads 0", "--memory 1MiB", "--memory many"])
-def test_threads_and_memory_that_make_no_sense_are_one_line(here: Run, work: Path, args: str) -> None:
-    says = r"0 threads|1048576 bytes of memory|'many' is not"
-    assert_refused(here, work, ["convert", "model", *args.split()], says)

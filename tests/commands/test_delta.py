@@ -26,6 +26,7 @@ from xxhash import xxh3_128_hexdigest
 
 import relayout
 from relayout.cli.app import app
+from relayout.commands import delta as commands
 from relayout.errors import FormatError, PlanError
 
 NAMES = sample(
@@ -313,6 +314,30 @@ def test_changed_side_files_of_the_base_are_not_carried_over(steps: Path, tmp_pa
     with pytest.raises(FormatError, match="differs from the file that was copied"):
         relayout.apply_deltas(tmp_path / "base", steps / "0-to-1", tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_delta_that_is_replaced_meanwhile_is_not_mixed_with_the_other(
+    steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of one and a manifest of the other would look complete."""
+    shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    copy_file, num_left = commands._copy_file, 2
+
+    def last_of_the_weights(*given: Any) -> None:
+        nonlocal num_left
+        copy_file(*given)
+        num_left -= 1
+        if not num_left:
+            shutil.rmtree(tmp_path / "delta")
+            shutil.copytree(tmp_path / "other", tmp_path / "delta")
+            shutil.copy(steps / "1" / "config.json", tmp_path / "delta" / "new")  # Most do not change.
+
+    relayout.delta(steps / "0", steps / "2", tmp_path / "other")
+    monkeypatch.setattr(commands, "_copy_file", last_of_the_weights)
+    with pytest.raises(FormatError, match=r"digest|differ"):
+        relayout.apply_deltas(steps / "0", tmp_path / "delta", tmp_path / "made")
+    assert not num_left
+    assert not (tmp_path / "made").exists()
 
 
 _SLOWLY = """

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save
+from support.loader_fixtures import assert_equal
+from support.models import llama_files
 from support.store_contract import KINDS, WRITABLE, Ground, content, ground
 from support.training import next_step
 
@@ -18,44 +17,14 @@ import relayout
 from relayout.errors import PlanError
 from relayout.storage.stores import find_store
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 8, 4, 16, 3
 TP = 2
 Files = dict[str, bytes]
 
 
-def model() -> Files:
-    """A Llama in two shards, with an index and side files; all values finite, those near each other unlike."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (96, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        part = f"model.layers.{layer}."
-        shapes |= {
-            part + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-            part + "mlp.gate_proj.weight": (160, HIDDEN),
-            part + "mlp.up_proj.weight": (160, HIDDEN),
-            part + "mlp.down_proj.weight": (HIDDEN, 160),
-            part + "input_layernorm.weight": (HIDDEN,),
-        }
-    random = np.random.default_rng(5)
-    tensors = {
-        name: random.integers(0, 0x7C00, shape, np.uint16).view(np.float16) for name, shape in sorted(shapes.items())
-    }
-    shards = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
-    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
-    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    config = {"model_type": "llama", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "head_dim": HEAD_DIM}
-    return {
-        **{file: save(shard, {"format": "pt"}) for file, shard in zip(names, shards, strict=True)},
-        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
-        "config.json": json.dumps(config | {"num_key_value_heads": KV_HEADS}).encode(),
-        "tokenizer.json": b"words" * 300_000,
-        "sub/notes.txt": "Grüße".encode(),
-    }
-
-
-MODEL = model()
+MODEL = llama_files(64, head_dim=16, mlp=160, layers=3, vocabulary=96) | {
+    "tokenizer.json": b"words" * 300_000,
+    "sub/notes.txt": "Grüße".encode(),
+}
 
 
 def files_of(url: str) -> Files:
@@ -109,14 +78,6 @@ def converted(here: Ground, local: Path) -> str:
     return summary.output
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert len(found) > 10
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
-
-
 @pytest.mark.usefixtures("writable")
 def test_a_conversion_has_the_same_bytes_in_every_store(converted: str, local: Path) -> None:
     expected = files_of(str(local / "out"))
@@ -164,24 +125,24 @@ def test_it_is_looked_at_alike(here: Ground, converted: str, local: Path) -> Non
 @pytest.mark.parametrize("tp", [None, 1, 4])
 def test_every_rank_is_loaded_alike(converted: str, local: Path, tp: int | None) -> None:
     for rank in range(tp or TP):
-        assert_same(relayout.load(converted, rank, tp=tp), relayout.load(local / "out", rank, tp=tp))
+        assert_equal(relayout.load(converted, rank, tp=tp), relayout.load(local / "out", rank, tp=tp))
 
 
 def test_tensors_come_one_after_another_and_are_proved(converted: str, local: Path) -> None:
     found = dict(relayout.iter_load(converted, 1, verify=True, memory=4 * 2**20))
-    assert_same(found, relayout.load(local / "out", 1))
+    assert_equal(found, relayout.load(local / "out", 1))
 
 
 def test_given_tensors_are_filled(converted: str, local: Path) -> None:
     expected = relayout.load(local / "out", 0)
     given = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    assert_same(relayout.load(converted, 0, into=given), expected)
+    assert_equal(relayout.load(converted, 0, into=given), expected)
 
 
 def test_a_plain_checkpoint_is_sliced_while_it_is_loaded(here: Ground, local: Path) -> None:
     source = write(here, "model", MODEL)
     with pytest.warns(UserWarning, match="a plain checkpoint"):
-        assert_same(relayout.load(source, 1, tp=TP), relayout.load(local / "out", 1))
+        assert_equal(relayout.load(source, 1, tp=TP), relayout.load(local / "out", 1))
     one = relayout.load(f"{source}/model-00001-of-00002.safetensors", 0, tp=1)
     assert 0 < len(one) < len(relayout.load(source, 0, tp=1))
 
@@ -203,17 +164,10 @@ def test_whole_tensors_are_opened(converted: str, local: Path) -> None:
         assert opened.metadata() == expected.metadata() == {"format": "pt"}
 
 
-@pytest.mark.usefixtures("writable")
-def test_the_source_is_restored(here: Ground, converted: str) -> None:
-    done = relayout.restore(converted, here.url("back"))
-    assert done.output == here.url("back")
-    assert files_of(done.output) == MODEL
-
-
 def test_a_rank_is_copied_from_every_store(converted: str, local: Path, tmp_path: Path) -> None:
     done = relayout.copy(converted, tmp_path / "copy", ranks=[1])
     assert relayout.verify(done.output, source=local / "model").ok
-    assert_same(relayout.load(done.output, 1), relayout.load(local / "out", 1))
+    assert_equal(relayout.load(done.output, 1), relayout.load(local / "out", 1))
     assert files_of(done.output).keys() == {file.name for file in relayout.files(converted, ranks=[1]).files}
 
 
@@ -222,7 +176,7 @@ def test_a_rank_is_copied_to_every_store(here: Ground, local: Path) -> None:
     done = relayout.copy(local / "out", here.url("copy"), ranks=[1])
     assert done.output == here.url("copy")
     assert relayout.verify(done.output).ok
-    assert_same(relayout.load(done.output, 1), relayout.load(local / "out", 1))
+    assert_equal(relayout.load(done.output, 1), relayout.load(local / "out", 1))
     with pytest.raises(PlanError, match="copy: of 2 ranks it has only 1, and lacks 0"):
         relayout.load(done.output, 0)
     with pytest.raises(PlanError, match="is not empty"):
@@ -244,13 +198,13 @@ def test_deltas_are_read(here: Ground, converted: str, local: Path, tmp_path: Pa
     delta = write(here, "delta", files_of(str(local / "delta")))
     for rank in range(TP):
         expected = relayout.load(local / "out-1", rank)
-        assert_same(relayout.load(converted, rank, deltas=[delta]), expected)
+        assert_equal(relayout.load(converted, rank, deltas=[delta]), expected)
         for _ in range(2):
-            assert_same(relayout.load(converted, rank, deltas=[delta], cache=tmp_path / "cache"), expected)
+            assert_equal(relayout.load(converted, rank, deltas=[delta], cache=tmp_path / "cache"), expected)
         tensors = relayout.load(converted, rank)
         relayout.apply(delta, rank, tensors, verify=True)
-        assert_same(tensors, expected)
-    assert_same(relayout.load(converted, 0, tp=1, deltas=delta), relayout.load(local / "out-1", 0, tp=1))
+        assert_equal(tensors, expected)
+    assert_equal(relayout.load(converted, 0, tp=1, deltas=delta), relayout.load(local / "out-1", 0, tp=1))
 
 
 @pytest.mark.parametrize("backend", ["direct", "mapped"])
@@ -298,5 +252,5 @@ def test_from_every_store_to_every_other(
     with ground(target, tmp_path / "there", monkeypatch) as there:
         out = relayout.convert(source, there.url("out"), tp=TP).output
         assert relayout.verify(out, source=source).ok
-        assert_same(relayout.load(out, 1), relayout.load(local / "out", 1))
+        assert_equal(relayout.load(out, 1), relayout.load(local / "out", 1))
         assert files_of(relayout.restore(out, here.url("back")).output) == MODEL

@@ -151,13 +151,6 @@ def test_a_missing_file_is_found(folder: Path, name: str) -> None:
     assert any(one.file == name for one in report.differences)
 
 
-def test_a_changed_index_for_stock_loaders_is_found(llama: Path, tmp_path: Path) -> None:
-    relayout.convert(llama, tmp_path / "out")
-    assert relayout.verify(tmp_path / "out").ok
-    (tmp_path / "out" / "model.safetensors.index.json").write_text("{}")
-    assert {one.file for one in relayout.verify(tmp_path / "out").differences} == {"model.safetensors.index.json"}
-
-
 def test_a_file_that_loaders_would_take_for_a_part_is_found(folder: Path) -> None:
     shutil.copy(folder / FILE, folder / "model-rank-9-part-0.safetensors")
     assert {one.file for one in relayout.verify(folder).differences} == {"model-rank-9-part-0.safetensors"}

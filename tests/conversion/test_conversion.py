@@ -8,18 +8,16 @@ import shutil
 import stat
 import subprocess
 import sys
-from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
-from support.local_stores import read_manifest, read_record, read_table
+from support.local_stores import read_manifest, read_record
 from support.models import as_integers, expected_slice, read_tensors
 from support.profile import sample
 
 import relayout
-from relayout.core.dtypes import BITS
 from relayout.errors import FormatError
 from relayout.format.manifest import SOURCE_RECORD_NAME, decompress
 from relayout.format.source_record import ConversionOptions, RecordedPlan, parse_record
@@ -49,36 +47,6 @@ def test_each_rank_holds_what_numpy_cuts_out_of_the_source(
         assert held.keys() == whole.keys()
         for name, tensor in held.items():
             np.testing.assert_array_equal(tensor, expected_slice(name, whole[name], rank, tp), err_msg=name)
-
-
-@pytest.mark.parametrize("align", [512, 4096, 65536, 2 * 2**20])
-def test_data_and_tensors_that_are_cut_at_multiples_of_the_alignment_start_aligned(
-    source: Path, tmp_path: Path, align: int
-) -> None:
-    out = tmp_path / "out"
-    relayout.convert(source, out, tp=2, align=align, max_part_nbytes=400_000)
-    manifest = read_manifest(out)
-    tables = [read_table(out, manifest, rank) for rank in range(2)]
-    sizes: dict[str, list[int]] = {}
-    for table in tables:
-        for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True):
-            sizes.setdefault(name, []).append(prod(shape) * BITS[dtype] // 8)
-    aligned = {name for name, both in sizes.items() if all(nbytes % align == 0 for nbytes in both)}
-    assert aligned or align > 4096
-    for table in tables:
-        assert all(
-            offset % align == 0 for name, offset in zip(table.names, table.offsets, strict=True) if name in aligned
-        )
-    assert all(file.data_start % align == 0 for file in manifest.files)
-
-
-def test_rank_files_open_in_stock_safetensors_for_numpy(llama: Path, tmp_path: Path) -> None:
-    # Stock safetensors knows no BF16 in numpy, but must open the file and tell names and shapes.
-    out = tmp_path / "out"
-    relayout.convert(llama, out, tp=4)
-    with safe_open(out / "model-rank-3-part-0.safetensors", framework="np") as stock:
-        assert stock.metadata()["format"] == "pt"
-        assert stock.get_slice("model.layers.2.mlp.down_proj.weight").get_shape() == [128, 96]
 
 
 def test_a_folder_of_one_rank_loads_in_stock_transformers(source: Path, tmp_path: Path) -> None:
@@ -174,33 +142,6 @@ def test_a_vocabulary_smaller_than_a_ranks_share_leaves_late_ranks_empty_tensors
     assert [len(rows) for rows in held] == [16, 16, 16, 16, 6, 0, 0, 0]
     np.testing.assert_array_equal(np.concatenate(held), table)
     assert relayout.verify(tmp_path / "out", source=source).ok
-
-
-def test_every_dtype_survives_at_one_rank(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    kinds = [
-        torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
-        torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2, torch.int16, torch.uint16,
-        torch.float16, torch.bfloat16, torch.int32, torch.uint32, torch.float32, torch.complex64, torch.float64,
-        torch.int64, torch.uint64,
-    ]  # fmt: skip
-    bits = torch.arange(8 * 24, dtype=torch.uint8)
-    tensors = {
-        str(kind): (bits % 2 if kind == torch.bool else bits).view(kind).reshape(3, -1).clone() for kind in kinds
-    }
-    tensors["scalar"] = torch.tensor(7.25)
-    tensors["empty"] = torch.zeros(3, 0)
-    source = tmp_path / "model.safetensors"
-    save_file(tensors, source)
-    relayout.convert(source, tmp_path / "out")
-    loaded = relayout.load(tmp_path / "out", 0)
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype, name
-        assert loaded[name].shape == tensor.shape, name
-        assert torch.equal(loaded[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(("threads", "memory"), sample([(8, 512 * 2**20), (2, 32 * 2**20)], [(2, 32 * 2**20)]))

@@ -311,27 +311,15 @@ NUM_INTERRUPTIONS = 20 if IS_LONG else 5
 
 
 @pytest.mark.parametrize("number", range(NUM_INTERRUPTIONS))
-def test_after_ctrl_c_the_same_command_goes_on(model: Model, shim: Path, tmp_path: Path, number: int) -> None:
+def test_after_a_signal_the_same_command_goes_on(model: Model, shim: Path, tmp_path: Path, number: int) -> None:
+    signal, code, word = (("int", 130, "interrupted"), ("term", 143, "terminated"))[number % 2]
     copying = [line for line in copying_calls(model) if PARTIAL in line]
     moment = strata(1, len(copying) * 9 // 10, NUM_INTERRUPTIONS)[number]
-    done = run(tmp_path, source=model.place, shim=shim, faults=[f"any|{tmp_path}/{PARTIAL}|{moment}|int"])
-    assert (done.returncode, done.stdout) == (130, "")
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"any|{tmp_path}/{PARTIAL}|{moment}|{signal}"])
+    assert (done.returncode, done.stdout) == (code, "")
     kept = claims(tmp_path)
     assert hidden(tmp_path) == ([PARTIAL] if kept else [])
-    assert done.stderr.splitlines() == ["relayout: error: interrupted", *([kept_note(tmp_path)] if kept else [])]
-    assert_goes_on(model, tmp_path, kept)
-
-
-@pytest.mark.parametrize("share", [0.4, 0.7])
-def test_after_a_termination_the_same_command_goes_on(model: Model, shim: Path, tmp_path: Path, share: float) -> None:
-    copying = [line for line in copying_calls(model) if PARTIAL in line]
-    faults = [f"any|{tmp_path}/{PARTIAL}|{int(len(copying) * share)}|term"]
-    done = run(tmp_path, source=model.place, shim=shim, faults=faults)
-    assert (done.returncode, done.stdout) == (143, "")
-    assert "Traceback" not in done.stderr
-    kept = claims(tmp_path)
-    assert kept
-    assert hidden(tmp_path) == [PARTIAL]
+    assert done.stderr.splitlines() == [f"relayout: error: {word}", *([kept_note(tmp_path)] if kept else [])]
     assert_goes_on(model, tmp_path, kept)
 
 

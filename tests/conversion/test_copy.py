@@ -7,6 +7,7 @@ import fcntl
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,8 @@ def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path
             blob = values[t] if which == SOURCE else values[t][which]
             found.extend(hashes.add([(t, which, 0, memoryview(blob.tobytes()))]).items())
 
-    threads = [threading.Thread(target=hash_slices, args=(which,)) for which in (SOURCE, *range(NUM_PARTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(NUM_PARTS + 1) as threads:
+        list(threads.map(hash_slices, (SOURCE, *range(NUM_PARTS))))
     assert len(found) == NUM_TENSORS
     assert dict(found) == {
         t: TensorDigests(digest(one.tobytes()), tuple(digest(row.tobytes()) for row in one))
@@ -138,11 +136,8 @@ def test_each_chunk_of_a_file_counts_once_whichever_threads_hash_it(tmp_path: Pa
         at = number * DIGESTED_NBYTES
         chunks.update(file.data_start + at, memoryview(blob)[at : at + DIGESTED_NBYTES])
 
-    threads = [threading.Thread(target=hash_chunk, args=(number,)) for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(hash_chunk, range(num_threads)))
     assert chunks.left == 0
     expected = [digest(one.tobytes()) for one in blob.reshape(num_threads, -1)]
     assert chunks.digests.hex() == "".join(expected)

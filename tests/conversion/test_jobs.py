@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from safetensors.torch import load_file
 from support import prestarted, s3_server
 from support.loader_fixtures import MIB, mlp_model
-from support.patience import in_time
+from support.patience import PATIENCE, in_time
 from support.profile import sample
 from support.remote import HEAD
 from support.toy_store import shelf
@@ -172,13 +173,8 @@ def test_two_that_convert_a_unit_at_once_do_not_meet(
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    results: list[Any] = []
-    threads = [threading.Thread(target=lambda call=call: results.append(call())) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        in_time(thread.join)
-    return results
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [started.result(PATIENCE) for started in [threads.submit(call) for call in calls]]
 
 
 def test_units_of_all_threads_at_once(source: Path, expected: dict[str, bytes], place: str) -> None:

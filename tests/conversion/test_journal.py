@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -203,10 +203,10 @@ def test_threads_do_not_tear_each_others_lines(tmp_path: Path) -> None:
         for tensor in range(first, 2000, 8):
             journal.add(Written({tensor: digests_of(tensor, num_slices=1 + tensor % 50)}))
 
-    with OpenFolder(tmp_path) as opened, Journal(NotesIn(opened), OURS, append=False) as journal:
-        threads = [threading.Thread(target=add, args=(first,)) for first in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with (
+        OpenFolder(tmp_path) as opened,
+        Journal(NotesIn(opened), OURS, append=False) as journal,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        list(threads.map(add, range(8)))
     assert read_journal(tmp_path) == (OURS, {n: digests_of(n, num_slices=1 + n % 50) for n in range(2000)})

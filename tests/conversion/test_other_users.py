@@ -178,13 +178,3 @@ def test_a_refused_command_does_not_bring_back_an_older_folder_of_somebody_else(
     with pytest.raises(PlanError, match="belongs to another user"):
         convert(shared)
     assert facts(shared) == before
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_others_may_look_into_the_output_only_as_far_as_into_the_source(shared: Path, number: int) -> None:
-    folder, file = ((0o700, 0o600), (0o750, 0o640), (0o755, 0o644))[number]
-    (shared.parent / "model").chmod(folder)
-    (shared.parent / "model" / "model.safetensors").chmod(file)
-    convert(shared)
-    assert stat.S_IMODE((shared / "out").stat().st_mode) & ~folder == 0
-    assert {stat.S_IMODE(path.stat().st_mode) & ~file for path in (shared / "out").iterdir()} == {0}

@@ -342,44 +342,6 @@ def test_the_steps_put_every_byte_where_it_belongs_just_once(
     )
 
 
-CASES: dict[str, tuple[tuple[int, ...], tuple[Slice, ...]]] = {
-    "quarters": ((64, 130), tuple(products((64, 130), [[32], [65]]))),
-    "blocks of rows, in another order": ((64, 130), tuple(products((64, 130), [[10, 20, 40], [65]])) * 2),
-    "blocks of both, in another order": ((64, 130), tuple(products((64, 130), [[10, 20, 40], [30, 40, 60]])) * 4),
-    "experts, and columns": ((6, 16, 70), tuple(products((6, 16, 70), [[3], [], [30]]))),
-    "rows": ((64, 130), even(0, 4, 16)),
-    "columns": ((130, 64), even(1, 4, 16)),
-    "long rows, by columns": ((3, 16400), even(1, 4, 4100)),
-    "replicated": ((100, 70), (WHOLE,) * 4),
-    "shared rows": ((64, 130), replicated(0, 4, 32)),
-    "shared columns": ((130, 64), replicated(1, 4, 32)),
-    "middle axis": ((6, 16, 70), even(1, 4, 4)),
-    "last axis": ((6, 70, 16), even(2, 4, 4)),
-    "ragged rows": ((50, 130), ragged(0, 4, 16, 50)),
-    "rows that leave a rank without any": ((60, 130), ragged(0, 4, 20, 60)),
-    "fused rows": ((80, 130), fused(0, 4, [10, 5, 5])),
-    "fused columns": ((130, 80), fused(1, 4, [10, 5, 5])),
-    "long fused rows, by columns": ((3, 16400), fused(1, 4, [4000, 60, 40])),
-    "fused middle axis": ((6, 20, 70), fused(1, 4, [3, 2])),
-    "interleaved rows": ((80, 130), interleaved(0, 4, 4, [3, 1, 1])),
-    "interleaved columns": ((130, 80), interleaved(1, 4, 4, [3, 1, 1])),
-    "long interleaved rows, by columns": ((3, 16400), interleaved(1, 4, 2, [2000, 30, 20])),
-    "interleaved middle axis": ((6, 20, 70), interleaved(1, 4, 1, [3, 2])),
-    "owned": ((100, 70), owned(4, 2)),
-}
-
-
-@pytest.mark.parametrize(("shape", "slices"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize(("chunk_nbytes", "small_nbytes"), [(1, 0), (5000, 0), (10**6, 0), (10**6, 10**6)])
-def test_each_kind_of_cut(
-    shape: tuple[int, ...], slices: tuple[Slice, ...], chunk_nbytes: int, small_nbytes: int
-) -> None:
-    source = checkpoint([("BF16", shape, slices), ("F32", (7,), (WHOLE,) * 4)], num_ranks=4)
-    execution = check(source, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes)
-    if chunk_nbytes <= 5000:
-        assert len(execution.chunks[0]) > 1  # It was read in several chunks.
-
-
 def steps_of(source: Checkpoint, **sizes: int) -> Iterator[Step]:
     conversion = conversion_of(source.source, source.plan, 512)
     return CopyPlan(conversion, **sizes).steps(0)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support.conversions import Conversions, dcp_tensors, grouped
+from support.conversions import Conversions, dcp_tensors, grouped, stock_tensors
+from support.loader_fixtures import assert_equal
 from support.profile import sample
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -23,22 +24,10 @@ NAMES = sample(
 )
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        mine, theirs = (one.contiguous().reshape(-1).view(torch.uint8) for one in (found[name], tensor))
-        assert torch.equal(mine, theirs), name
-
-
 def stock(folder: Path) -> dict[str, torch.Tensor]:
     """What a stock loader finds that goes by the index, as transformers reads it."""
     files, _ = get_checkpoint_shard_files(folder, str(folder / "model.safetensors.index.json"), local_files_only=True)
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def source_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: one for path in sorted(folder.glob("*.safetensors")) for name, one in load_file(path).items()}
 
 
 @pytest.fixture
@@ -59,15 +48,15 @@ def test_every_rank_loads_what_it_loads_of_the_other_layout(
     ranks = conversions.at(name, tp)
     for rank in range(tp):
         expected = relayout.load(ranks, rank)
-        same(relayout.load(out, rank, verify=True), expected)
-        same(dict(relayout.iter_load(out, rank, verify=True)), expected)
+        assert_equal(relayout.load(out, rank, verify=True), expected)
+        assert_equal(dict(relayout.iter_load(out, rank, verify=True)), expected)
         with relayout.open(out, rank) as view:
-            same({key: view.get_tensor(key) for key in view.keys()}, expected)  # noqa: SIM118 (it is no mapping)
+            assert_equal({key: view.get_tensor(key) for key in view.keys()}, expected)  # noqa: SIM118 (it is no mapping)
         told = relayout.explain(out, rank)
         assert told.nbytes == sum(tensor.nbytes for tensor in expected.values())
     for degree in (1, 2):
         if not isinstance(conversions.outcome(name, degree), PlanError):
-            same(relayout.load(out, 0, tp=degree, verify=True), relayout.load(ranks, 0, tp=degree))
+            assert_equal(relayout.load(out, 0, tp=degree, verify=True), relayout.load(ranks, 0, tp=degree))
 
 
 @pytest.mark.parametrize("whole", grouped(NAMES), indirect=True)
@@ -76,12 +65,12 @@ def test_it_is_an_ordinary_checkpoint_and_gives_back_its_source(
 ) -> None:
     name, _, out = whole
     source = conversions.source(name)
-    expected = source_tensors(source)
-    same(stock(out), expected)
+    expected = stock_tensors(source)
+    assert_equal(stock(out), expected)
     with relayout.safe_open(out) as view:
-        same({key: view.get_tensor(key) for key in view.keys()}, expected)  # noqa: SIM118 (it is no mapping)
+        assert_equal({key: view.get_tensor(key) for key in view.keys()}, expected)  # noqa: SIM118 (it is no mapping)
     if name != "gpt_oss_mxfp4":  # Its reader has no E8M0.
-        same(dcp_tensors(out), expected)
+        assert_equal(dcp_tensors(out), expected)
     assert relayout.verify(out).ok
     assert relayout.verify(out, source=source).ok
     relayout.restore(out, tmp_path / "back")
@@ -98,7 +87,7 @@ def test_a_rank_has_files_of_its_own_for_what_is_not_contiguous_alone(conversion
         with safe_open(path, framework="np") as file:
             held |= set(file.keys())
     assert {name.rsplit(".", 2)[-2] for name in held} == {"o_proj", "down_proj"}
-    source = sum(tensor.nbytes for tensor in source_tensors(conversions.source("llama")).values())
+    source = sum(tensor.nbytes for tensor in stock_tensors(conversions.source("llama")).values())
     files = [*out.glob("*.safetensors"), *out.glob("*.slices")]
     stored = sum(path.stat().st_size for path in files)
     by_columns = sum(tensor.nbytes for name, tensor in stock(out).items() if name in held)
@@ -109,7 +98,7 @@ def test_at_one_rank_it_is_the_source_in_another_order(conversions: Conversions,
     out = tmp_path / "out"
     relayout.convert(conversions.source("llama"), out, layout="whole")
     assert not list(out.glob("relayout-rank-*.slices"))
-    same(relayout.load(out, 0), source_tensors(conversions.source("llama")))
+    assert_equal(relayout.load(out, 0), stock_tensors(conversions.source("llama")))
 
 
 def test_an_interrupted_conversion_is_gone_on_with(

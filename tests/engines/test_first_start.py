@@ -6,7 +6,9 @@ import importlib
 import logging
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ from relayout.commands.cache import add
 from relayout.conversion import cached
 from relayout.core.children import PIPE, start_child
 from relayout.engines import vllm
-from relayout.engines.first_start import first_start
+from relayout.engines.first_start import Filling, first_start
 from relayout.engines.rank_weights import EngineOptions
 from relayout.errors import PlanError
 from relayout.loader.sources.plain import kept_conversion
@@ -109,25 +111,123 @@ def test_the_command_makes_the_entry_that_engines_look_for(
     assert said(caplog, "of 2: ") == 2
 
 
+def ignored() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def blocked() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+@pytest.mark.parametrize("engine", [None, ignored, blocked])
 def test_a_conversion_ends_with_the_engine_and_the_next_start_continues(
-    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[[], None] | None, model: Path, cache: Path
 ) -> None:
-    """The engine is killed: what it has started sees the end of its stdin."""
+    """The engine is killed: what it has started sees the end of its stdin, whatever the engine did with signals."""
     relayout.Cache(cache).entries()
     held = cached.Cache(cache).try_filling()
     assert held is not None
     assert cached.Cache(cache).try_filling() is None
     arguments = [str(cache), "--add", str(model), "--tp", "2", "--background"]
+    streams = {"stdin": PIPE, "stderr": PIPE, "preexec_fn": engine}
     with open(held, "rb") as right:
-        child = start_child("relayout", "cache", *arguments, stdin=PIPE, stderr=PIPE, pass_fds=(right.fileno(),))
+        child = start_child("relayout", "cache", *arguments, pass_fds=(right.fileno(),), **streams)
     assert cached.Cache(cache).try_filling() is None  # The child has it.
     assert child.stdin is not None
     child.stdin.close()
-    child.wait(60)
+    assert child.wait(60) == 128 + signal.SIGTERM
     free = cached.Cache(cache).try_filling()
     assert free is not None
     os.close(free)
     assert not relayout.verify(kept_conversion(find_input(model), 2, relayout.Cache(cache)).folder).differences
+
+
+OBSERVED = """
+import os, sys, time
+__version__ = "1"
+if "relayout.observe.vllm" in sys.orig_argv:
+    with open(os.environ["PIDS"] + ".new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, os.environ["PIDS"])
+    time.sleep(600)
+"""
+"""A vLLM that is never done."""
+
+
+ENGINE = """
+import os, sys, time
+from relayout.core.children import PIPE, start_child
+child = start_child("relayout", "cache", *sys.argv[1:], stdin=PIPE)
+os.fork()
+time.sleep(600)
+"""
+"""Its fork keeps the pipe open."""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_observes_a_plan_ends_with_the_engine_too(
+    is_killed: bool, model: Path, cache: Path, tmp_path: Path
+) -> None:
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
+    (tmp_path / "packages" / "vllm").mkdir(parents=True)
+    (tmp_path / "packages" / "vllm" / "__init__.py").write_text(OBSERVED)
+    (scratch := tmp_path / "scratch").mkdir()
+    paths = os.pathsep.join([str(tmp_path / "packages"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    pids = tmp_path / "pids"
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(scratch), "PIDS": str(pids)}
+    arguments = [str(cache), "--add", str(model), "--tp", "2", "--background", "--observe"]
+    (tmp_path / "packages" / "engine.py").write_text(ENGINE)
+    started = ("engine",) if is_killed else ("relayout", "cache")
+    child = start_child(*started, *arguments, stdin=PIPE, environment=environment)
+    wait_until(pids.exists)
+    assert child.stdin is not None
+    if is_killed:
+        child.kill()
+    else:
+        child.stdin.close()
+    assert child.wait(60) == (-signal.SIGKILL if is_killed else 128 + signal.SIGTERM)
+    observing = Path("/proc", pids.read_text(), "cmdline")
+    wait_until(lambda: not observing.exists() or not observing.read_bytes())  # It has none when it has ended.
+    wait_until(lambda: not list(scratch.iterdir()))
+    if is_killed:
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if is_so():
+            return
+        time.sleep(0.1)
+    raise AssertionError
+
+
+def without_a_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", None)  # As where Python is embedded.
+
+
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.parametrize("wrong", [without_a_python, without_threads])
+def test_a_conversion_that_cannot_be_started_is_one_line(
+    wrong: Callable[[pytest.MonkeyPatch], None],
+    model: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    filling = first_start(str(model), 2, EngineOptions(), "vLLM", logging.getLogger())
+    assert isinstance(filling, Filling)
+    with monkeypatch.context() as patch:
+        wrong(patch)
+        filling.start()
+    assert said(caplog, "is not converted into the cache") == 1
 
 
 def test_without_a_cache_the_engine_loads_and_one_line_says_what_a_cache_would_give(

@@ -44,7 +44,8 @@ def copied_in_rows(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
 
 
 def copied_in_columns(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    for to, of in zip(parameter.split(3, -1), loaded.split(3, -1), strict=True):
+    size = -(-parameter.shape[-1] // 7)
+    for to, of in zip(parameter.split(size, -1), loaded.split(size, -1), strict=True):
         to.copy_(of)
 
 

@@ -34,28 +34,21 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     return fake
 
 
+@pytest.mark.parametrize("placement", ["copy", "direct"])
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("moe", 2)])
-def test_every_rank_gets_what_it_would_cut_out_of_the_source(folders: Path, engine: Engine, name: str, tp: int) -> None:
+def test_every_rank_gets_what_it_would_cut_out_of_the_source(
+    folders: Path, engine: Engine, name: str, tp: int, placement: str
+) -> None:
+    """Copied, or read straight into the parameters."""
     whole = stock_tensors(folders / name)
     for rank in range(tp):
         model = Model(whole, rank, tp)
-        loader = engine.load(folders / f"{name}-tp{tp}", model, strict=True)
+        loader = engine.load(folders / f"{name}-tp{tp}", model, strict=True, placement=placement)
         model.assert_holds_what_it_cuts_of(whole)
         report = loader._weights.report()
         assert (report.rank, report.num_ranks, report.num_whole, report.unused) == (rank, tp, 0, ())
         assert report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
-
-
-@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("moe", 2)])
-def test_slices_are_read_straight_into_parameters(folders: Path, engine: Engine, name: str, tp: int) -> None:
-    whole = stock_tensors(folders / name)
-    for rank in range(tp):
-        model = Model(whole, rank, tp)
-        loader = engine.load(folders / f"{name}-tp{tp}", model, strict=True, placement="direct")
-        model.assert_holds_what_it_cuts_of(whole)
-        report = loader._weights.report()
-        assert report.placed_nbytes == report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
-        assert report.unused == ()
+        assert report.placed_nbytes == (report.nbytes if placement == "direct" else 0)
 
 
 def test_nothing_is_placed_where_parameters_get_their_memory_later(

@@ -95,3 +95,13 @@ def test_what_is_of_other_bytes_is_refused() -> None:
         xor_into(encode(data, [(4000, 2)]), memoryview(bytearray(3998)))
     with pytest.raises(FormatError, match="runs in"):
         xor_into(b"\xff" * 9, memoryview(bytearray(4000)))
+
+
+def test_runs_of_no_bytes_are_refused() -> None:
+    """There may be millions of them, each of which takes memory and time."""
+    data = sparse_bytes(4000, 0.1, 0)
+    encoded = encode(data, [(4000, 2)])
+    (num_runs,) = np.frombuffer(encoded, "<u4", 1)
+    more = np.array([num_runs + 1, 0, 1, 0, 0], "<u4").tobytes() + encoded[4:]
+    with pytest.raises(FormatError, match="a run of 0 bytes"):
+        xor_into(more, memoryview(bytearray(4000)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,40 @@ def test_what_is_no_integer_is_named(converted: Path, kind: str, argument: str, 
 def test_a_rank_to_open_that_is_no_integer_is_named(converted: Path, value: Any) -> None:
     with pytest.raises(PlanError, match=r"^rank: .* is not an integer$"):
         relayout.open(converted, value)
+
+
+NO_SENSE: list[tuple[dict[str, Any], str, str]] = [
+    ({"rank": 2}, "option", r"out: rank 2, expected 0 to 1"),
+    ({"rank": -1}, "option", r"out: rank -1, expected 0 to 1"),
+    ({"rank": 4, "tp": 4}, "option", r"out: rank 4, expected 0 to 3 \(tensor-parallel degree 4\)$"),
+    ({"tp": 0}, "option", r"^tp=0, expected 1 or more$"),
+    ({"tp": -2}, "option", r"^tp=-2, expected 1 or more$"),
+    ({"backend": "fast"}, "option", r"^backend 'fast', expected one of auto, direct, buffered, mapped, "),
+    ({"backend": "pinned"}, "unsupported", r"^backend 'pinned' loads to a CUDA device, not to 'cpu'$"),
+    ({"backend": "gds"}, "unsupported", r"^backend 'gds' loads to a CUDA device, not to 'cpu'$"),
+    ({"backend": "mapped", "device": "meta"}, "unsupported", r"^backend 'mapped' loads to the CPU, not to 'meta'"),
+    ({"backend": "toy", "device": "meta"}, "unsupported", r"^backend 'toy' loads to host memory, not to 'meta'$"),
+    ({"device": "cuda:77"}, "option", r"^device 'cuda:77': "),
+    ({"device": "toaster"}, "option", r"^device 'toaster': "),
+    ({"threads": 0}, "option", r"^0 threads, expected 1 or more$"),
+    ({"threads": -2}, "option", r"^-2 threads, expected 1 or more$"),
+    ({"memory": 0}, "option", r"^0 bytes of memory, expected (1048576|2097152) or more$"),
+    ({"memory": MIB - 1}, "option", r"^1048575 bytes of memory, expected (1048576|2097152) or more$"),
+]
+
+
+@pytest.mark.parametrize(("options", "code", "message"), NO_SENSE)
+@pytest.mark.parametrize("kind", [*CALLS, "names", "open"])
+def test_a_request_that_makes_no_sense_is_refused(
+    converted: Path, kind: str, options: dict[str, Any], code: str, message: str
+) -> None:
+    calls = {**CALLS, "names": partial(relayout.load, names="**"), "open": relayout.open}
+    given = {"rank": 0, **options}
+    if kind == "open" and given.keys() - {"rank", "device", "tp"}:
+        pytest.skip("it has no such option")
+    with nothing_left_behind(), pytest.raises(PlanError, match=message) as caught:
+        calls[kind](converted, given.pop("rank"), **given)
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("kind", ["load", "iter_load"])

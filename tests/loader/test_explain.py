@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from support.mounts import mounted_tmpfs
 from support.page_cache import drive_nbytes, drop, unmarked, warm, write_cold  # noqa: F401
 
 import relayout
-from relayout.errors import FormatError, PlanError
 
 Array = npt.NDArray[Any]
 
@@ -186,38 +184,6 @@ def test_what_was_asked_for_is_repeated(converted: Path) -> None:
     assert relayout.explain(converted, 1, backend="direct").reason.startswith("requested: read past the page cache")
 
 
-def check_what_is_seen(cold: Path, first: Path, second: Path) -> None:
-    warm(first, 4096, MIB)
-    warm(second, 0, second.stat().st_size)
-    told = relayout.explain(cold, 1)
-    assert [file.resident_nbytes for file in told.files] == [MIB, second.stat().st_size]
-    # Of the second file all but the header is wanted; its last block ends behind the file.
-    assert told.resident_nbytes == MIB + second.stat().st_size - 4096
-    percent = round(100 * told.resident_nbytes / (4096 * len(blocks_of(manifest_reads(cold, 1)))))
-    assert 60 < percent < 64
-    assert f"{df(first, 'fstype')} supports direct I/O, {percent} % of the bytes" in told.reason
-    direct = relayout.explain(cold, 1, backend="direct")
-    assert direct.resident_nbytes == 0
-    assert [file.resident_nbytes for file in direct.files] == [MIB, second.stat().st_size]
-    assert relayout.explain(cold, 1, backend="buffered").resident_nbytes == MIB + second.stat().st_size - 4096
-
-
-@pytest.mark.usefixtures("unmarked")
-def test_what_is_in_the_page_cache_is_seen(cold: Path) -> None:
-    first, second = sorted(cold.glob("model-rank-1-*"))
-    for attempts_left in reversed(range(5)):  # The kernel may take pages away at any moment.
-        try:
-            check_what_is_seen(cold, first, second)
-            break
-        except AssertionError:
-            if not attempts_left:
-                raise
-    for file in (first, second):
-        drop(file)
-    told = relayout.explain(cold, 1)
-    assert (told.resident_nbytes, [file.resident_nbytes for file in told.files]) == (0, [0, 0])
-
-
 @pytest.mark.usefixtures("unmarked")
 @pytest.mark.parametrize("backend", ["auto", "direct"])
 def test_a_load_then_reads_what_was_told(cold: Path, backend: str) -> None:
@@ -270,11 +236,12 @@ def test_a_plain_folder_is_explained_at_any_degree(plain: Path, rank: int) -> No
     assert whole.nbytes == sum(array.nbytes for array in TENSORS.values())
 
 
-@pytest.mark.parametrize(("tp", "nbytes"), [(1, 16 * MIB + 1007), (4, 4 * MIB + 1007)])
-def test_a_converted_folder_is_explained_at_any_degree(converted: Path, tp: int, nbytes: int) -> None:
+@pytest.mark.parametrize(("tp", "nbytes", "most"), [(1, 16 * MIB + 1007, 1.01), (4, 4 * MIB + 1007, 1.6)])
+def test_a_converted_folder_is_explained_at_any_degree(converted: Path, tp: int, nbytes: int, most: float) -> None:
+    """Where columns are cut out of rows, the gaps between them are read as well."""
     told = relayout.explain(converted, tp - 1, tp=tp, backend="buffered")
     assert told.nbytes == nbytes
-    assert nbytes <= told.read_nbytes <= 2 * nbytes
+    assert nbytes <= told.read_nbytes <= most * nbytes
     assert {file.name for file in told.files} <= {path.name for path in converted.glob("model-rank-*")}
 
 
@@ -382,63 +349,3 @@ def test_the_json_is_the_same_in_full(converted: Path) -> None:
     assert file["nbytes"] == (converted / file["name"]).stat().st_size
     assert file["filesystem"]["block_nbytes"] == (converted / file["name"]).stat().st_blksize
     assert math.isfinite(read_back["read_nbytes"])
-
-
-def _remove(folder: Path) -> None:
-    (folder / "model-rank-0-part-1.safetensors").unlink()
-
-
-def _cut_off(folder: Path) -> None:
-    os.truncate(folder / "model-rank-0-part-1.safetensors", MIB)
-
-
-def _no_manifest(folder: Path) -> None:
-    (folder / "relayout.json").unlink()
-
-
-def _garbage_manifest(folder: Path) -> None:
-    (folder / "relayout.json").write_text("{")
-
-
-@pytest.mark.parametrize(
-    ("damage", "options", "kind", "message"),
-    [
-        (None, {"rank": 2}, PlanError, r"/[^:]*: rank 2, expected 0 to 1"),
-        (None, {"rank": -1}, PlanError, r"/[^:]*: rank -1, expected 0 to 1"),
-        (None, {"rank": 4, "tp": 4}, PlanError, r"/[^:]*: rank 4, expected 0 to 3"),
-        (None, {"backend": "fast"}, PlanError, r"^backend 'fast', expected one of auto, direct, buffered, mapped, "),
-        (None, {"backend": "pinned"}, PlanError, r"^backend 'pinned' loads to a CUDA device, not to 'cpu'$"),
-        (None, {"backend": "gds"}, PlanError, r"^backend 'gds' loads to a CUDA device, not to 'cpu'$"),
-        (None, {"device": "cuda:77"}, PlanError, r"^device 'cuda:77': "),
-        (None, {"device": "toaster"}, PlanError, r"^device 'toaster': "),
-        (None, {"device": "meta", "backend": "mapped"}, PlanError, r"^backend 'mapped' loads to the CPU"),
-        (None, {"threads": 0}, PlanError, r"^0 threads, expected 1 or more$"),
-        (None, {"memory": 4096}, PlanError, r"^4096 bytes of memory, expected 1048576 or more$"),
-        (_remove, {}, FormatError, r"part-1.safetensors: is missing; of 2 ranks these are complete here: 1$"),
-        (_cut_off, {}, FormatError, r"part-1.safetensors: 1048576 bytes long, expected \d+$"),
-        (_garbage_manifest, {}, FormatError, r"relayout.json: .*not valid JSON"),
-        (_no_manifest, {}, PlanError, r"not converted \(relayout.json is missing\); set tp=N"),
-    ],
-)
-def test_what_a_load_would_refuse_is_refused(
-    converted: Path,
-    damage: Callable[[Path], None] | None,
-    options: dict[str, Any],
-    kind: type[Exception],
-    message: str,
-) -> None:
-    if damage is not None:
-        damage(converted)
-    files = open_files()
-    with pytest.raises(kind, match=message):
-        relayout.explain(converted, **{"rank": 0, **options})
-    assert open_files().items() <= files.items()
-    with pytest.raises(kind, match=message):
-        relayout.load(converted, **{"rank": 0, **options})
-
-
-def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"nowhere: no such file or folder$"):
-        relayout.explain(tmp_path / "nowhere", 0)
-    with pytest.raises(PlanError, match=r"/[^:]*: rank 2, expected 0 to 1"):
-        relayout.explain(tmp_path, 2, tp=2)

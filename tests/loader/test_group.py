@@ -205,9 +205,10 @@ def test_all_members_verify_or_none_does(group: list[dict[str, Any]], case: str)
 def test_what_one_member_may_not_do_no_member_does(group: list[dict[str, Any]]) -> None:
     for number, member in enumerate(group):
         assert (member["plain"]["kind"], member["plain"]["code"]) == ("PlanError", "unsupported")
+        assert "iter_load shares converted checkpoints only" in member["plain"]["error"]
         for case in ("mapped", "streamed, mapped"):
             assert member[case]["kind"] == "PlanError"
-        for case, culprit in (("no such rank", 1), ("bad option", 3), ("streamed, bad option", 1)):
+        for case, culprit in (("no such rank", 1), ("bad option", 3), ("bad progress", 2), ("streamed, bad option", 1)):
             assert member[case]["kind"] == "PlanError"
             by_another = f"member {culprit} of the group failed: "
             assert (by_another in member[case]["error"]) == (number != culprit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -301,27 +300,6 @@ def web(server: Server) -> str:
     """The same bytes by plain HTTP: the server that is also one of S3 takes requests without a signature."""
     server.checks_keys = False
     return f"{server.url}/models"
-
-
-def test_a_folder_of_a_web_server_is_loaded(server: Server, web: str, converted: Path, tmp_path: Path) -> None:
-    expect(relayout.load(f"{web}/out", 1), converted)
-    assert {one.method for one in server.requests} == {"GET"}
-    expect(relayout.load(f"{web}/out", 1, cache=tmp_path), converted)
-    with pytest.warns(UserWarning, match="a plain checkpoint"):
-        expect(relayout.load(f"{web}/model", 1, tp=2), converted)
-    assert_equal(relayout.load(f"{web}/model/model.safetensors", 0, tp=1), relayout.load(f"{web}/model", 0, tp=1))
-    with pytest.raises(PlanError, match="no objects with this prefix"):
-        relayout.load(f"{web}/none", 1)
-
-
-def test_shards_of_a_web_server_are_those_of_its_index(server: Server, web: str, model: Path, converted: Path) -> None:
-    names = list(whole_tensors(model))
-    server.put("models", "sharded/one.safetensors", (model / "model.safetensors").read_bytes())
-    index = {"weight_map": dict.fromkeys(names, "one.safetensors")}
-    server.put("models", "sharded/model.safetensors.index.json", json.dumps(index).encode())
-    server.put("models", "sharded/config.json", (model / "config.json").read_bytes())
-    with pytest.warns(UserWarning, match="a plain checkpoint"):
-        expect(relayout.load(f"{web}/sharded", 1, tp=2), converted)
 
 
 def test_a_server_that_does_not_serve_ranges_is_refused(server: Server, web: str, converted: Path) -> None:

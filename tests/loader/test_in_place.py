@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,11 @@ from safetensors.torch import load_file
 from support.conversions import Conversions
 from support.profile import sample
 from support.training import next_step, tree
+from xxhash import xxh3_128_hexdigest
 
 import relayout
 from relayout.errors import FormatError, PlanError
+from relayout.format.manifest import sealed
 from relayout.loader import in_place
 
 Tensors = dict[str, torch.Tensor]
@@ -104,6 +107,39 @@ def test_the_tensors_of_another_rank_are_refused(steps: Path) -> None:
         relayout.apply(steps / "0-to-1", 1, relayout.load(steps / "0", 0))
     with pytest.raises(PlanError, match="rank 2, expected 0 to 1"):
         relayout.apply(steps / "0-to-1", 2, {})
+
+
+@pytest.mark.parametrize("steps", ["ranks"], indirect=True)
+def test_a_rank_that_a_delta_lacks_is_refused(steps: Path, tmp_path: Path) -> None:
+    for step in range(2):
+        relayout.copy(steps / f"{step}", tmp_path / f"{step}", ranks=[1])
+    relayout.delta(tmp_path / "0", tmp_path / "1", tmp_path / "delta")
+    tensors = relayout.load(tmp_path / "0", 1)
+    relayout.apply(tmp_path / "delta", 1, tensors, verify=True)
+    assert_equal(tensors, relayout.load(steps / "1", 1))
+    with pytest.raises(PlanError, match="of 2 ranks it has only 1, and lacks 0"):
+        relayout.apply(tmp_path / "delta", 0, relayout.load(steps / "0", 0))
+
+
+def test_a_file_of_any_length_takes_no_memory_before_its_delta_proves_it(steps: Path, tmp_path: Path) -> None:
+    """A list of all pieces of a pebibyte would take more memory than there is."""
+    shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+
+    def edit(name: str, change: Callable[[dict[str, Any]], None]) -> str:
+        top = json.loads((path := tmp_path / "delta" / name).read_bytes())
+        change(top)
+        del top["self_digest"]
+        path.write_bytes(sealed(top))
+        return xxh3_128_hexdigest(path.read_bytes())
+
+    def lengthen(top: dict[str, Any]) -> None:
+        for file in top["files"]:
+            file["nbytes"] = 2**50
+
+    digests = {side: edit(f"{name}/relayout.json", lengthen) for side, name in (("base", "old"), ("makes", "new"))}
+    edit("relayout.json", lambda top: top.update(digests))
+    with pytest.raises(FormatError, match="pieces takes more"):
+        relayout.apply(tmp_path / "delta", 0, relayout.load(steps / "0", 0))
 
 
 def test_a_damaged_delta_changes_nothing(steps: Path, tmp_path: Path) -> None:

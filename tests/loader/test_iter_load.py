@@ -270,18 +270,3 @@ def test_progress_rises_with_what_was_yielded_up_to_the_total(wide: Path, way: s
     assert {total for _, total in told} == {yielded}
     assert told[-1] == (yielded, yielded)
     assert way == "mapped" or len(told) > 10
-
-
-def test_a_request_that_makes_no_sense_is_refused_at_once(converted: Path, tmp_path: Path) -> None:
-    for path, rank, options, message in (
-        (converted, 2, {}, "rank 2, expected 0 to 1"),
-        (converted, 4, {"tp": 4}, "rank 4, expected 0 to 3"),
-        (converted, 0, {"backend": "magic"}, "backend 'magic', expected one of"),
-        (converted, 0, {"threads": 0}, "0 threads"),
-        (converted, 0, {"memory": 1000}, "1000 "),
-        (converted, 0, {"memory": 1000, "names": []}, "1000 "),
-        (converted, 0, {"backend": "gds"}, "loads to a CUDA device"),
-        (tmp_path / "nothing", 0, {}, "no such file or folder"),
-    ):
-        with nothing_left_behind(), pytest.raises(PlanError, match=message):
-            relayout.iter_load(path, rank, **options)  # type: ignore[arg-type]

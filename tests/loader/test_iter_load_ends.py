@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.bits import flip
-from support.faults import environment
 from support.loader_fixtures import (
     IN_FLIGHT,
     LITTLE,
-    MEASURE,
-    MIB,
     assert_equal,
     child,
     extents,
-    forget,
-    not_mapped,
     nothing_left_behind,
     whole_tensors,
 )
@@ -71,87 +64,6 @@ def test_verify_finds_damage_when_the_tensor_would_come(converted: Path, tmp_pat
             assert_equal(found, {key: stored_before[key] for key in found})
             assert len(list(relayout.iter_load(folder, 1, backend=way, memory=LITTLE))) == len(names)
             flip(file, end - 1, 3)
-
-
-@not_mapped  # As with every mapping, the process would be killed.
-def test_a_file_that_is_cut_meanwhile_is_named(wide: Path, tmp_path: Path, way: str) -> None:
-    folder = Path(shutil.copytree(wide, tmp_path / "copy"))
-    (file,) = folder.glob("model-rank-0-*")
-    forget(file)
-    stored = {name: tensor.clone() for name, tensor in whole_tensors(folder).items()}
-    with nothing_left_behind():
-        iterator = relayout.iter_load(folder, 0, backend=way, memory=IN_FLIGHT)
-        found = dict([next(iterator)])
-        os.truncate(file, 22 * MIB)
-        with pytest.raises(FormatError, match=rf"{file.name}: ends at byte \d+, expected \d+ bytes"):
-            in_time(partial(found.update, iterator))
-        assert list(iterator) == []
-    assert_equal(found, {name: stored[name] for name in list(stored)[: len(found)]})
-    assert len(found) >= 5
-
-
-def test_a_drive_that_fails_ends_the_iteration_and_short_reads_do_not(
-    converted: Path, tmp_path: Path, shim: Path
-) -> None:
-    folders = [Path(shutil.copytree(converted, tmp_path / name)) for name in ("broken", "odd", "torn", "late")]
-    broken, *_ = folders
-    forget(*broken.iterdir())
-    faults = [
-        *("read|broken/model-rank-0|4+|eio", "read|broken/model-rank-1|4+|eio"),
-        *("read|odd/model-rank|/3|short|5000", "read|odd/model-rank|/5|eintr", "read|torn/model-rank|/1|short|9"),
-        "read|late/model-rank|3+|eio",
-    ]
-    script = (
-        MEASURE
-        + """
-import threading
-from safetensors import safe_open
-
-broken, odd, torn, late = map(Path, sys.argv[1:])
-found = []
-for rank, backend in ((0, "auto"), (1, "buffered")):
-    before = len(os.listdir("/proc/self/fd"))
-    tensors = []
-    try:
-        tensors += relayout.iter_load(broken, rank, backend=backend, memory=2**21)
-    except OSError as error:
-        text = str(error)
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("relayout")]
-        found.append([error.errno, error.filename, text, left, len(os.listdir("/proc/self/fd")) - before])
-stored = {}
-for file in sorted(odd.glob("model-rank-1-*")):  # Mapped by the stock package, not read.
-    with safe_open(file, framework="pt") as stock:
-        stored |= {name: stock.get_tensor(name) for name in stock.keys()}
-for backend in ("auto", "buffered"):
-    for memory in (None, 2_200_000):
-        tensors = dict(relayout.iter_load(odd, 1, backend=backend, memory=memory, verify=True))
-        same = tensors.keys() == stored.keys() and all(
-            tensor.contiguous().view(torch.uint8).equal(stored[name].contiguous().view(torch.uint8))
-            for name, tensor in tensors.items()
-        )
-        found.append(same)
-try:
-    found.append(len(list(relayout.iter_load(torn, 0, backend="buffered", names="**norm**"))))
-except relayout.RelayoutError as error:
-    found.append(str(error))
-name = "model.layers.1.mlp.gate_proj.weight"
-try:
-    transposed = torch.empty(stored[name].shape[::-1], dtype=stored[name].dtype).t()
-    relayout.load(late, 1, into={name: transposed}, backend="buffered")
-except OSError as error:
-    found.append(str(error).count("see dmesg"))
-print(json.dumps(found))
-"""
-    )
-    *errors, a, b, c, d, e, f = child(script, *folders, env=environment(shim, faults))
-    for rank, (code, name, text, threads, num_files) in enumerate(errors):
-        assert (code, threads, num_files) == (5, [], 0)
-        assert name.startswith(str(broken / f"model-rank-{rank}-part-"))
-        assert "the drive or file system failed: see dmesg" in text
-    assert len(errors) == 2
-    assert [a, b, c, d] == [True] * 4
-    assert e == 9  # Tensors: a header that comes in pieces is as good as another.
-    assert f == 1  # What to do about it is told once.
 
 
 def test_a_program_may_end_in_the_middle_of_an_iteration(wide: Path) -> None:

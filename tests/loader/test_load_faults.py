@@ -91,7 +91,7 @@ def test_a_range_that_cannot_be_read_is_told_with_file_and_offset(trial: dict[st
         assert (outcome["error"], outcome["errno"], Path(outcome["filename"]).name) == ("OSError", errno.EIO, PART)
         (offset,) = re.findall(r"Input/output error at byte (\d+); ", outcome["text"])  # Where the request began.
         assert int(offset) <= outcome["fails at"]
-        assert "the drive or file system failed: see dmesg" in outcome["text"]
+        assert outcome["text"].count("the drive or file system failed: see dmesg") == 1
         if trial["call"] not in ("iter_load", "safe_open"):
             assert outcome["num"] == 0
 
@@ -135,8 +135,7 @@ def test_a_file_that_leaves_its_place_is_read_to_its_end_or_named(trial: dict[st
 
 
 def test_afterwards_the_same_process_loads_what_has_been_repaired(trial: dict[str, Any]) -> None:
-    for what in ("repaired", "cut, repaired", "replaced, repaired", "unlinked, repaired"):
-        assert trial[what]["again"] == [True]
+    assert trial["repaired"]["again"] == [True]
 
 
 @pytest.fixture

@@ -303,24 +303,6 @@ def test_memory_that_a_device_lacks_for_what_was_read_on_the_host(
     assert len(relayout.load(place / "out", 0, backend=backend, device="meta")) == 33
 
 
-@pytest.mark.parametrize("name", DEVICE_CALLS)
-@pytest.mark.parametrize(
-    ("cufile", "message"),
-    [
-        ({"refuses": faulty.PART}, rf"cuFile refuses it: .*{faulty.PART}"),
-        ({"fails_at": 1}, r"cuFile failed at byte \d+; the drive or file system failed: .*model-rank-\d-part-"),
-    ],
-)
-def test_files_that_cufile_does_not_take_are_named(
-    name: str, cufile: dict[str, Any], message: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake, lanes = FakeCuFile(**cufile), Lanes()
-    for _ in fake_device(monkeypatch, "gds", lanes, fake):
-        assert_fails(partial(faulty.CALLS[name], place / "out", "auto", {}), OSError, message)
-        assert (lanes.held, lanes.in_flight) == (0, 0)
-        fake.assert_given_back()
-
-
 def test_an_arena_that_cannot_be_registered_is_an_error_that_leaves_nothing(
     place: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
 ) -> None:

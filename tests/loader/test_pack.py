@@ -185,20 +185,6 @@ def test_the_largest_piece_of_a_tensor_goes_straight() -> None:
     assert [read.transfer.target for read in placement.reads] == [0, 4112, 4128, 4128 + MIB]
 
 
-def test_what_follows_in_another_file_is_no_neighbor() -> None:
-    tensors = [(Read(0, Transfer(96, 0, 32)),), (Read(1, Transfer(128, 0, 16)),), (Read(1, Transfer(144, 0, 16)),)]
-    placement = place(tensors, [32, 16, 16])
-    assert placement.reads == (Read(0, Transfer(96, 0, 32)), Read(1, Transfer(128, 32, 32)))
-    assert_brings_just(tensors, placement.offsets, placement.reads, placement.nbytes)
-
-
-def test_a_neighbor_of_an_odd_size_is_not_followed_at_an_odd_place() -> None:
-    tensors = [(Read(0, Transfer(100, 0, 32)),), (Read(0, Transfer(132, 0, 17)),), (Read(0, Transfer(149, 0, 16)),)]
-    placement = place(tensors, [32, 17, 16])
-    assert placement.offsets == (0, 32, 64)
-    assert placement.reads == (Read(0, Transfer(100, 0, 49)), Read(0, Transfer(149, 64, 16)))
-
-
 def test_an_empty_tensor_has_an_offset_and_no_read() -> None:
     placement = place([(), (Read(0, Transfer(5, 0, 3)),), ()], [0, 3, 0])
     assert placement.offsets == (0, 0, 16)
@@ -237,9 +223,3 @@ def test_batches_have_all_rows_in_order_and_are_as_large_as_the_limit_lets_them(
         assert len(part) == 1 or padded(part) <= limit
     for part, following in pairwise(cut):
         assert padded([*part, following[0]]) > limit
-
-
-def test_a_tensor_above_the_limit_is_a_batch_by_itself() -> None:
-    assert list(batches([10, 500, 10, 10, 16, 0], 48)) == [range(0, 1), range(1, 2), range(2, 6)]
-    assert list(batches([500], 48)) == [range(0, 1)]
-    assert list(batches([], 48)) == []

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.bits import flip
 from support.loader_fixtures import MIB, assert_equal, mlp_model
 
 import relayout
@@ -28,14 +29,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(pristine: Path, tmp_path: Path) -> Path:
     return shutil.copytree(pristine / "out", tmp_path / "out")
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("backend", ["auto", "buffered"])

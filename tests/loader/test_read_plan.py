@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayout.core.extents import Extent, Transfer
+from relayout.core.extents import Transfer
 from relayout.format.index import Read
 from relayout.loader.read_plan import Chunk, plan_chunks
 from relayout.storage.protocols import RequestCost
@@ -195,32 +195,6 @@ def planned(reads: Sequence[Read], alignment: int = 4096) -> list[Chunk]:
     return plan_chunks(reads, alignment, COST, 8 * MIB)
 
 
-def test_many_small_neighbors_are_few_requests() -> None:
-    reads = [Read(0, Transfer(4096 + 24 * n, 32 * n, 24)) for n in range(10_000)]
-    assert shape(planned(reads)) == [(4096, 59 * 4096, None, 10_000)]  # 240000 bytes, to the end of the last block.
-    small = plan_chunks(reads, 4096, COST, 100_000)
-    # 24 blocks hold just 4096 pieces.
-    assert shape(small) == [(4096, 98304, None, 4096), (102400, 98304, None, 4096), (200704, 45056, None, 1808)]
-
-
-def test_a_block_that_two_buffers_need_is_requested_for_both() -> None:
-    reads = [Read(0, Transfer(4096 + 100 * n, 112 * n, 100)) for n in range(500)]
-    small = plan_chunks(reads, 4096, COST, 10 * 4096)
-    # Piece 409 begins in the 10th block and ends in the 11th.
-    assert shape(small) == [(4096, 10 * 4096, None, 409), (10 * 4096, 4 * 4096, None, 91)]
-
-
-def test_small_pieces_that_do_not_touch_are_requested_each_by_itself() -> None:
-    reads = [Read(0, Transfer(100, 1, 8)), Read(0, Transfer(3 * 4096, 9, 8)), Read(1, Transfer(4 * 4096, 17, 8))]
-    assert shape(planned(reads)) == [(0, 4096, None, 1), (12288, 4096, None, 1), (16384, 4096, None, 1)]
-    assert [one.file for one in planned(reads)] == [0, 0, 1]
-
-
-def test_the_same_blocks_of_two_files_are_two_requests() -> None:
-    reads = [Read(0, Transfer(100, 1, 8)), Read(1, Transfer(108, 9, 8))]
-    assert [(one.file, one.extent.offset) for one in planned(reads)] == [(0, 0), (1, 0)]
-
-
 def test_a_large_congruent_read_goes_straight_but_for_its_edges() -> None:
     read = Read(0, Transfer(100, 4096 * 5 + 100, 20 * MIB))
     assert shape(planned([read])) == [
@@ -232,28 +206,12 @@ def test_a_large_congruent_read_goes_straight_but_for_its_edges() -> None:
     ]
 
 
-def test_an_edge_is_requested_together_with_the_next_reads() -> None:
-    reads = [Read(0, Transfer(4096, 0, 4096 + 10)), Read(0, Transfer(8192 + 10, 4224, 30, 3, 32, 40))]
-    chunks = planned(reads)
-    assert shape(chunks) == [(4096, 4096, 0, 0), (8192, 4096, None, 2)]
-    assert chunks[1].transfers == (Transfer(0, 4096, 10), Transfer(10, 4224, 30, 3, 32, 40))
-
-
 def test_a_large_read_to_an_odd_place_fits_the_buffers() -> None:
     chunks = plan_chunks([Read(0, Transfer(4096, 1, 20 * MIB))], 4096, COST, MIB + 5000)
     assert {one.arena_offset for one in chunks} == {None}
     assert all(one.extent.nbytes <= MIB + 5000 for one in chunks)
     assert len(chunks) == 21  # Two blocks of each buffer stay free for edges: 1 MiB - 4 KiB each.
     assert sum(one.extent.nbytes for one in chunks) == 20 * MIB  # Nothing twice.
-
-
-def test_without_alignment_all_contiguous_reads_go_straight() -> None:
-    reads = [Read(0, Transfer(7, 1, 33)), Read(0, Transfer(40, 50, 9 * MIB))]
-    assert shape(planned(reads, alignment=1)) == [
-        (7, 33, 1, 0),
-        (40, 8 * MIB, 50, 0),
-        (40 + 8 * MIB, MIB, 50 + 8 * MIB, 0),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -286,8 +244,3 @@ def test_strided_reads_are_cut_between_runs() -> None:
 
 def test_nothing_to_read_is_no_request() -> None:
     assert planned([]) == []
-
-
-def test_a_chunk_tells_the_bytes_that_it_brings() -> None:
-    assert Chunk(0, Extent(0, 8192), 4096).nbytes == 8192
-    assert Chunk(0, Extent(0, 8192), None, (Transfer(1, 0, 30, 3, 40, 32), Transfer(200, 99, 7))).nbytes == 97

@@ -106,20 +106,6 @@ def test_tensors_are_read_when_they_are_asked_for(server: Server, converted: Pat
     assert not any(one.query for one in server.requests)
 
 
-@pytest.mark.parametrize(("tp", "ranks"), [(1, 1), (4, 4)])
-def test_other_degrees_and_plain_checkpoints_are_cut_while_they_are_loaded(
-    server: Server, converted: Path, model: Path, tp: int, ranks: int
-) -> None:
-    for rank in range(ranks):
-        expected = relayout.load(converted, rank, tp=tp)
-        assert_equal(relayout.load(URL, rank, tp=tp, verify=True), expected)
-        if tp == 1:
-            assert_equal(relayout.load("s3://models/model", rank, tp=tp), expected)
-            continue
-        with pytest.warns(UserWarning, match="a plain checkpoint"):
-            assert_equal(relayout.load("s3://models/model", rank, tp=tp), expected)
-
-
 def test_what_a_load_would_do_is_told(server: Server, converted: Path) -> None:
     found = relayout.explain(URL, 1)
     assert (found.backend, found.threads) == ("buffered", 16)
@@ -292,56 +278,6 @@ def test_other_bytes_than_were_asked_for_are_an_error(server: Server, converted:
     with pytest.raises(RequestError, match="range"):
         relayout.load(URL, 1)
     assert loader_threads() == []
-
-
-def test_a_connection_that_breaks_is_made_again(server: Server, converted: Path) -> None:
-    broken: list[str] = []
-
-    def stop(request: Request) -> None:
-        if is_body(request) and request.key not in broken:
-            broken.append(request.key)
-            raise ConnectionResetError
-
-    server.interfere = stop
-    expect(relayout.load(URL, 1), converted)
-    assert broken
-
-
-def test_a_store_that_does_not_answer_is_given_up_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "STALL_SECONDS", 0.2)
-    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
-    over = threading.Event()
-    server.interfere = lambda request: over.wait(20) and None  # type: ignore[func-returns-value]
-    try:
-        with pytest.raises(RequestError, match="requests repeatedly timed out"):
-            relayout.load(URL, 1)
-    finally:
-        over.set()
-
-
-def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server.running() as server:
-        environment = s3_server.environment(server)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
-    with pytest.raises(RequestError, match="the server cannot be reached") as caught:
-        relayout.load(URL, 1)
-    assert caught.value.filename == f"{URL}/relayout.json"
-
-
-def test_a_rank_that_is_not_there_and_a_folder_that_is_not_there(server: Server, converted: Path) -> None:
-    with pytest.raises(PlanError, match=r"rank 2, expected 0 to 1"):
-        relayout.load(URL, 2)
-    with pytest.raises(PlanError, match=r"s3://models/none: no objects with this prefix"):
-        relayout.load("s3://models/none", 0)
-    name = max(files_of_rank(converted, 1))
-    del server.objects["models", f"out/{name}"]
-    with pytest.raises(FormatError, match=f"{URL}/{name}: is missing"):
-        relayout.load(URL, 1)
-    server.put("models", f"out/{name}", b"short")
-    with pytest.raises(FormatError, match=f"{URL}/{name}: 5 bytes long, expected"):
-        relayout.load(URL, 1)
 
 
 def test_a_store_is_pickled_without_what_it_knows(server: Server, converted: Path) -> None:

@@ -187,51 +187,6 @@ def test_a_holder_of_all_is_asked_before_several_of_a_part() -> None:
     assert gather("U8", (8,), WHOLE, [*halves, Holder(WHOLE, 2, 0)]) == (Read(2, Transfer(0, 0, 8)),)
 
 
-def test_columns_are_strided_reads_of_the_rows_that_are_wanted() -> None:
-    halves = [Holder(Slice.along(1, ((0, 4),)), 0, 1000), Holder(Slice.along(1, ((4, 4),)), 1, 2000)]
-    wanted = Slice.along(1, ((2, 4),))
-    assert gather("BF16", (6, 8), wanted, halves) == (
-        Read(0, Transfer(1004, 0, 4, 6, 8, 8)),
-        Read(1, Transfer(2000, 4, 4, 6, 8, 8)),
-    )
-    assert gather("BF16", (6, 8), Slice.of({0: ((3, 2),), 1: ((2, 4),)}), halves) == (
-        Read(0, Transfer(1004 + 24, 0, 4, 2, 8, 8)),
-        Read(1, Transfer(2000 + 24, 4, 4, 2, 8, 8)),
-    )
-    assert gather("BF16", (6, 8), Slice.of({0: ((5, 1),), 1: ((2, 4),)}), halves) == (
-        Read(0, Transfer(1004 + 40, 0, 4)),
-        Read(1, Transfer(2000 + 40, 4, 4)),
-    )
-    assert gather("BF16", (6, 8), Slice.of({0: ((1, 5),), 1: ((0, 4),)}), halves) == (Read(0, Transfer(1008, 0, 40)),)
-
-
-def test_rows_are_of_axis_0_also_where_the_cut_is_two_axes_on() -> None:
-    halves = [Holder(Slice.along(2, ((0, 1),)), 0, 0), Holder(Slice.along(2, ((1, 1),)), 1, 0)]
-    reads = gather("U8", (3, 5, 2), Slice.of({0: ((2, 1),), 2: ((1, 1),)}), halves)
-    assert reads == (Read(1, Transfer(10, 0, 5)),)
-
-
-def test_nothing_is_read_of_what_has_no_bytes() -> None:
-    assert gather("BF16", (0, 4), WHOLE, [Holder(WHOLE, 0, 0)]) == ()
-    assert gather("BF16", (4, 0), Slice.along(0, ((1, 2),)), [Holder(Slice.along(0, ((0, 4),)), 0, 0)]) == ()
-    assert gather("BF16", (8, 4), Slice.along(0, ((3, 0),)), [Holder(Slice.along(0, ((0, 8),)), 0, 0)]) == ()
-    nothing = Slice.of({0: ((3, 0),), 1: ((0, 2),)})
-    assert gather("BF16", (8, 4), nothing, [Holder(Slice.along(1, ((0, 4),)), 0, 0)]) == ()
-
-
-def test_what_is_cut_along_one_axis_is_found_in_what_is_cut_along_another() -> None:
-    columns = [Holder(Slice.along(1, ((0, 4),)), 0, 1000), Holder(Slice.along(1, ((4, 4),)), 1, 2000)]
-    assert gather("U8", (6, 8), Slice.along(0, ((2, 3),)), columns) == (
-        Read(0, Transfer(1008, 0, 4, 3, 4, 8)),
-        Read(1, Transfer(2008, 4, 4, 3, 4, 8)),
-    )
-    rows = [Holder(Slice.along(0, ((0, 4),)), 0, 1000), Holder(Slice.along(0, ((4, 2),)), 1, 2000)]
-    assert gather("U8", (6, 8), Slice.along(1, ((2, 3),)), rows) == (
-        Read(0, Transfer(1002, 0, 3, 4, 8, 3)),
-        Read(1, Transfer(2002, 12, 3, 2, 8, 3)),
-    )
-
-
 def test_quarters_are_read_row_by_row() -> None:
     quarters = [
         Holder(Slice.of({0: ((3 * down, 3),), 1: ((4 * right, 4),)}), 2 * down + right, 100)

@@ -121,9 +121,13 @@ def test_each_table_is_parsed_once(many: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("hasty")
-def test_tensors_that_threads_take_from_one_open_rank_are_the_stored_ones(converted: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*plain checkpoint")
+@pytest.mark.parametrize("kind", ["as stored", "plain"])
+def test_tensors_that_threads_take_from_one_open_rank_are_the_stored_ones(
+    kind: str, converted: Path, model: Path
+) -> None:
     stored = whole_tensors(converted, "model-rank-1-*")
-    with relayout.open(converted, 1) as opened:
+    with relayout.open(converted if kind == "as stored" else model, 1, tp=2) as opened:
         for found in at_once(lambda number: {name: opened.get_slice(name)[...] for name in opened.keys()}):  # noqa: SIM118
             assert_equal(found, stored)
 

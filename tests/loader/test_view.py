@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,37 +122,6 @@ def test_damage_is_told_when_it_is_opened_if_that_is_asked_for(conversions: Conv
         names = list(view.keys())
         with pytest.raises(FormatError, match="do not match digest"):
             [view.get_tensor(name) for name in names]
-
-
-@pytest.fixture
-def small_switch_interval() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.usefixtures("small_switch_interval")
-def test_threads_that_share_a_view_each_get_what_they_ask_for(
-    where: tuple[Path, int], expected: dict[str, torch.Tensor]
-) -> None:
-    path, tp = where
-    wrong: list[str] = []
-    with relayout.open(path, 1, tp=tp) as opened:
-
-        def read(start: int) -> None:
-            names = sorted(expected)
-            for name in names[start:] + names[:start]:
-                rows = slice(start % 3, None)
-                if not torch.equal(opened.get_slice(name)[rows], expected[name][rows]):
-                    wrong.append(name)
-
-        threads = [threading.Thread(target=read, args=(start,)) for start in range(0, len(expected), 3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert wrong == []
 
 
 def test_all_names_and_no_names_are_one_way_to_the_same_arena(

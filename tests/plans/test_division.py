@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from support import engine_oracle
 
 from relayout.errors import PlanError
-from relayout.plans.division import Sizes, divide, even_ranges, owner_ranges, ragged_ranges, vocabulary_ranges
+from relayout.plans.division import Sizes, divide, owner_ranges, ragged_ranges
 from relayout.plans.family import Rule, SizeSource
 
 Range = tuple[int, int]
@@ -29,65 +30,38 @@ def elements(ranges: Sequence[Range]) -> list[int]:
     return [element for start, length in ranges for element in range(start, start + length)]
 
 
-# Equal groups, and KV heads that ranks share.
+# One kind of part, against the engines' arithmetic (engine_oracle.py).
 
 
-@pytest.mark.parametrize(
-    ("dim", "num_ranks", "expected"),
-    [
-        (12, 1, [(0, 12)]),
-        (12, 2, [(0, 6), (6, 6)]),
-        (12, 4, [(0, 3), (3, 3), (6, 3), (9, 3)]),
-        (3, 3, [(0, 1), (1, 1), (2, 1)]),
-        (14336, 8, [(rank * 1792, 1792) for rank in range(8)]),
-        (0, 2, [(0, 0), (0, 0)]),
-    ],
+@given(
+    kind=st.sampled_from(["even", "heads", "kv", "vocabulary", "ragged:1", "ragged:7"]),
+    count=st.integers(1, 24),
+    width=st.integers(1, 130),
+    num_ranks=st.integers(1, 96),
 )
-def test_even_cuts(dim: int, num_ranks: int, expected: list[Range]) -> None:
-    assert even_ranges(dim, dim, num_ranks) == expected
-    assert divide(Rule("x", 0, ("even",)), dim, sizes_of(), num_ranks) == [(one,) for one in expected]
-
-
-@pytest.mark.parametrize(
-    ("kv_heads", "num_ranks", "heads_of_ranks"),
-    [
-        (8, 1, [(0, 8)]),
-        (8, 2, [(0, 4), (4, 4)]),
-        (8, 8, [(head, 1) for head in range(8)]),
-        (2, 4, [(0, 1), (0, 1), (1, 1), (1, 1)]),
-        (2, 8, [(0, 1)] * 4 + [(1, 1)] * 4),
-        (1, 3, [(0, 1)] * 3),
-        (4, 8, [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1), (3, 1), (3, 1)]),
-        (3, 6, [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1)]),
-    ],
-)
-def test_kv_heads_are_divided_or_shared_by_neighboring_ranks(
-    kv_heads: int, num_ranks: int, heads_of_ranks: list[Range]
+@example(kind="vocabulary", count=50257, width=1, num_ranks=5)  # Padded to 50304, which is no multiple of 5: to 50560.
+@example(kind="vocabulary", count=1000, width=1, num_ranks=7)  # The last rank holds nothing.
+@example(kind="vocabulary", count=0, width=1, num_ranks=2)
+@example(kind="kv", count=2, width=128, num_ranks=8)
+@example(kind="ragged:1", count=90, width=1, num_ranks=16)
+def test_an_axis_is_cut_as_engines_cut_it_or_refused_as_by_them(
+    kind: str, count: int, width: int, num_ranks: int
 ) -> None:
-    expected = [(first * 128, count * 128) for first, count in heads_of_ranks]
-    assert even_ranges(kv_heads * 128, kv_heads, num_ranks, share=True) == expected
-    rule = Rule("x", 0, ("kv_heads",))
-    found = divide(rule, kv_heads * 128, sizes_of(kv_heads=kv_heads), num_ranks)
-    assert found == [(one,) for one in expected]
-
-
-@pytest.mark.parametrize(
-    ("count", "num_ranks", "share", "message"),
-    [
-        (8, 3, True, "8 groups of 128 elements, not a multiple of 3"),
-        (8, 12, True, "8 heads of 128 elements, which 12 ranks cannot share evenly"),
-        (8, 16, False, "8 groups of 128 elements, not a multiple of 16"),
-        (28, 8, False, "28 groups of 128 elements, not a multiple of 8"),
-    ],
-)
-def test_groups_that_do_not_divide_are_refused(count: int, num_ranks: int, share: bool, message: str) -> None:
-    with pytest.raises(PlanError, match=f"^{message}$"):
-        even_ranges(count * 128, count, num_ranks, share=share)
-
-
-def test_single_elements_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"^18944 elements, not a multiple of 3$"):
-        even_ranges(18944, 18944, 3)
+    name, _, block = kind.partition(":")
+    unit = {"kv": "kv_heads"}.get(name, name)
+    dim = count * width * int(block or 1)
+    rule = Rule("x", 0, (unit,), block=int(block) if block else None)
+    sizes = sizes_of(heads=count, kv_heads=count)
+    try:
+        expected = engine_oracle.expected(kind, np.arange(dim), num_ranks, {"A": count, "K": count})
+    except engine_oracle.IndivisibleError:
+        message = f"^{dim} elements, not|^{count} groups of {width} elements, not|^{count} heads .* cannot share"
+        with pytest.raises(PlanError, match=message):
+            divide(rule, dim, sizes, num_ranks)
+    else:
+        found = divide(rule, dim, sizes, num_ranks)
+        assert [elements(ranges) for ranges in found] == [part.tolist() for part in expected]
+        assert {len(ranges) for ranges in found} == {1}
 
 
 def test_only_kv_heads_are_shared() -> None:
@@ -97,97 +71,12 @@ def test_only_kv_heads_are_shared() -> None:
             divide(Rule("x", 0, (unit,)), 8, sizes, 4)
 
 
-@given(groups=st.integers(1, 24), share=st.integers(1, 5), group=st.integers(1, 7))
-def test_even_ranges_partition_the_axis_in_whole_groups(groups: int, share: int, group: int) -> None:
-    ranges = even_ranges(groups * share * group, groups * share, groups)
-    assert elements(ranges) == list(range(groups * share * group))
-    assert {length for _, length in ranges} == {share * group}
-
-
-# The vocabulary.
-
-
-@pytest.mark.parametrize(
-    ("dim", "num_ranks", "expected"),
-    [
-        # A multiple of 64 x ranks: nothing special.
-        (128256, 2, [(0, 64128), (64128, 64128)]),
-        # Padded to 1024 for the split: 128 each, the last holds 104.
-        (1000, 8, [(128 * rank, 128) for rank in range(7)] + [(896, 104)]),
-        (1000, 4, [(0, 256), (256, 256), (512, 256), (768, 232)]),
-        # GPT-2: padded to 50304.
-        (50257, 4, [(0, 12576), (12576, 12576), (25152, 12576), (37728, 12529)]),
-        (50257, 8, [(6288 * rank, 6288) for rank in range(7)] + [(44016, 6241)]),
-        # 50304 is no multiple of 5: padded to 50560, a multiple of 64 x 5.
-        (50257, 5, [(0, 10112), (10112, 10112), (20224, 10112), (30336, 10112), (40448, 9809)]),
-        # 1024 is no multiple of 7: padded to 1344; the last rank holds nothing.
-        (1000, 7, [(0, 192), (192, 192), (384, 192), (576, 192), (768, 192), (960, 40), (1000, 0)]),
-        # Smaller than the padding: 16 each.
-        (100, 8, [*((16 * rank, 16) for rank in range(6)), (96, 4), (100, 0)]),
-        (10, 4, [(0, 10), (10, 0), (10, 0), (10, 0)]),
-        (64, 1, [(0, 64)]),
-        (63, 1, [(0, 63)]),
-    ],
-)
-def test_vocabulary_cuts(dim: int, num_ranks: int, expected: list[Range]) -> None:
-    assert vocabulary_ranges(dim, num_ranks) == expected
-    found = divide(Rule("x", 0, ("vocabulary",)), dim, sizes_of(), num_ranks)
-    assert found == [(one,) for one in expected]
-
-
-@given(dim=st.integers(0, 5000), num_ranks=st.integers(1, 96))
-def test_vocabulary_ranges_partition_the_axis_in_equal_shares_but_for_the_end(dim: int, num_ranks: int) -> None:
-    ranges = vocabulary_ranges(dim, num_ranks)
-    assert len(ranges) == num_ranks
-    assert elements(ranges) == list(range(dim))
-    share = ranges[0][1]
-    num_full = dim // share if dim else 0
-    assert [length for _, length in ranges] == ([share] * num_full + [dim - num_full * share] + [0] * num_ranks)[
-        :num_ranks
-    ]
-    if dim > share:
-        assert share * num_ranks % 64 == 0
-        assert dim <= share * num_ranks < dim + 64 * num_ranks
-
-
 # Ragged shares of whole blocks, and owners of experts.
-
-
-@pytest.mark.parametrize(
-    ("dim", "block", "num_ranks", "expected"),
-    [
-        # gpt-oss: 2880 in blocks of 32 are 90; 12 for each of 8 ranks, the last gets 6.
-        (2880, 32, 8, [(384 * rank, 384) for rank in range(7)] + [(2688, 192)]),
-        # 90 blocks over 16 ranks: 6 each, and the last has none.
-        (90, 1, 16, [(6 * rank, 6) for rank in range(15)] + [(90, 0)]),
-        (12, 4, 2, [(0, 8), (8, 4)]),
-        (12, 4, 5, [(0, 4), (4, 4), (8, 4), (12, 0), (12, 0)]),
-        (12, 3, 4, [(0, 3), (3, 3), (6, 3), (9, 3)]),
-        (0, 4, 2, [(0, 0), (0, 0)]),
-    ],
-)
-def test_ragged_cuts(dim: int, block: int, num_ranks: int, expected: list[Range]) -> None:
-    assert ragged_ranges(dim, block, num_ranks) == expected
-    found = divide(Rule("x", 0, ("ragged",), block=block), dim, sizes_of(), num_ranks)
-    assert found == [(one,) for one in expected]
 
 
 def test_a_ragged_axis_that_is_no_whole_number_of_blocks_is_refused() -> None:
     with pytest.raises(PlanError, match=r"^100 elements, not a multiple of the block size 64$"):
         ragged_ranges(100, 64, 2)
-
-
-@given(blocks=st.integers(0, 60), block=st.integers(1, 9), num_ranks=st.integers(1, 40))
-def test_ragged_ranges_partition_the_axis_at_borders_of_blocks_in_falling_shares(
-    blocks: int, block: int, num_ranks: int
-) -> None:
-    ranges = ragged_ranges(blocks * block, block, num_ranks)
-    assert len(ranges) == num_ranks
-    assert elements(ranges) == list(range(blocks * block))
-    assert all(number % block == 0 for one in ranges for number in one)
-    lengths = [length for _, length in ranges]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] == -(-blocks // num_ranks) * block
 
 
 @given(count=st.integers(0, 300), num_ranks=st.integers(1, 64))
@@ -200,16 +89,13 @@ def test_experts_are_dealt_as_numpy_splits_them(count: int, num_ranks: int) -> N
 # Fused axes.
 
 
-def taken(part: Indices, num_ranks: int, *, shared: bool) -> list[Indices]:
-    """The units [count, width] of a part that each rank holds."""
-    if shared and num_ranks > len(part):
-        return [part[[rank * len(part) // num_ranks]] for rank in range(num_ranks)]
-    return np.split(part, num_ranks)
-
-
 def joined(parts: Sequence[Indices], units: Sequence[str], num_ranks: int) -> list[list[int]]:
-    """Each rank's units of all parts, one part after another."""
-    shares = [taken(part, num_ranks, shared=unit == "kv_heads") for part, unit in zip(parts, units, strict=True)]
+    """Each rank's units [count, width] of all parts, one part after another."""
+    kinds = {"heads": "A", "others": "A", "kv_heads": "K"}
+    shares = [
+        engine_oracle.expected("kv" if unit == "kv_heads" else "heads", part, num_ranks, {kinds[unit]: len(part)})
+        for part, unit in zip(parts, units, strict=True)
+    ]
     return [np.concatenate([part.ravel() for part in of_rank]).tolist() for of_rank in zip(*shares, strict=True)]
 
 
@@ -219,53 +105,7 @@ def assert_maximal(ranges: Sequence[Range]) -> None:
     assert all(start + length != after for (start, length), (after, _) in pairwise(ranges))
 
 
-@pytest.mark.parametrize(
-    ("rule", "dim", "sizes", "num_ranks", "expected"),
-    [
-        # 4 query heads and 2 KV heads of 2: q 0-7, k 8-11, v 12-15.
-        (
-            Rule("x", 0, ("heads", "kv_heads", "kv_heads")), 16, {"heads": 4, "kv_heads": 2}, 2,
-            [((0, 4), (8, 2), (12, 2)), ((4, 4), (10, 2), (14, 2))],
-        ),
-        (
-            Rule("x", 0, ("heads", "kv_heads", "kv_heads")), 16, {"heads": 4, "kv_heads": 2}, 4,
-            [((0, 2), (8, 2), (12, 2)), ((2, 2), (8, 2), (12, 2)),
-             ((4, 2), (10, 2), (14, 2)), ((6, 2), (10, 2), (14, 2))],
-        ),
-        # gate 0-5, up 6-11.
-        (Rule("x", 0, ("even", "even")), 12, {}, 3, [((0, 2), (6, 2)), ((2, 2), (8, 2)), ((4, 2), (10, 2))]),
-        # One rank: all that touches is one range.
-        (Rule("x", 0, ("even", "even")), 12, {}, 1, [((0, 12),)]),
-        # The same in two groups, each q q k v of one element: a rank's q are apart, its k and v touch.
-        (
-            Rule("x", 0, ("heads", "kv_heads", "kv_heads"), interleaved="kv_heads"), 8, {"heads": 4, "kv_heads": 2}, 2,
-            [((0, 4),), ((4, 4),)],
-        ),
-        (
-            Rule("x", 0, ("heads", "kv_heads", "kv_heads"), interleaved="kv_heads"), 8, {"heads": 4, "kv_heads": 2}, 1,
-            [((0, 2), (4, 2), (2, 1), (6, 1), (3, 1), (7, 1))],
-        ),
-        # BLOOM, 4 heads of 1: q k v q k v q k v q k v.
-        (
-            Rule("x", 0, ("heads", "heads", "heads"), interleaved="heads"), 12, {"heads": 4}, 2,
-            [((0, 1), (3, 1), (1, 1), (4, 1), (2, 1), (5, 1)), ((6, 1), (9, 1), (7, 1), (10, 1), (8, 1), (11, 1))],
-        ),
-        # Widths: 2 keys of 3, 4 values of 2; k 0-5, v 6-13.
-        (
-            Rule("x", 0, ("keys", "values"), ("key_dim", "value_dim")), 14,
-            {"keys": 2, "values": 4, "key_dim": 3, "value_dim": 2}, 2, [((0, 3), (6, 4)), ((3, 3), (10, 4))],
-        ),
-        # A width alone.
-        (Rule("x", 0, ("keys",), ("key_dim",)), 6, {"keys": 2, "key_dim": 3}, 2, [((0, 3),), ((3, 3),)]),
-    ],
-)  # fmt: skip
-def test_fused_cuts(
-    rule: Rule, dim: int, sizes: Mapping[str, int], num_ranks: int, expected: list[tuple[Range, ...]]
-) -> None:
-    assert divide(rule, dim, sizes_of(**sizes), num_ranks) == expected
-
-
-PARTS = st.lists(st.tuples(st.sampled_from(["heads", "kv_heads", "others"]), st.integers(1, 4)), min_size=2, max_size=4)
+PARTS = st.lists(st.tuples(st.sampled_from(["heads", "kv_heads", "others"]), st.integers(1, 4)), min_size=1, max_size=4)
 
 
 @given(
@@ -364,22 +204,6 @@ def test_a_fused_axis_that_cannot_be_divided_is_refused(
 
 
 # Heads that contradict config.json.
-
-
-@pytest.mark.parametrize("unit", ["heads", "kv_heads"])
-@pytest.mark.parametrize(
-    ("dim", "sizes", "message"),
-    [
-        (60, {}, "60 elements, but config.json declares 8 heads"),
-        (64, {"head_dim": 16}, "64 elements, but config.json declares 8 heads of 16 elements"),
-        (60, {"head_dim": 8}, "60 elements, but config.json declares 8 heads of 8 elements"),
-    ],
-)
-def test_an_axis_that_is_not_the_heads_of_config_json_is_refused(
-    unit: str, dim: int, sizes: dict[str, int], message: str
-) -> None:
-    with pytest.raises(PlanError, match=f"^{message}$"):
-        divide(Rule("x", 0, (unit,)), dim, sizes_of(**{unit: 8}, **sizes), 2)
 
 
 def test_one_number_for_each_head_is_no_contradiction() -> None:

@@ -17,8 +17,9 @@ from support.checkpoints import add_tensor
 from support.conversions import EXPERT_CASES, OF_EACH_KIND, Conversions, grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
 from support.families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL, Entry, Sizes
+from support.hub_models import MODELS
 from support.models import read_tensors
-from support.planning import all_slices, make_source, slices_of
+from support.planning import all_slices, make_source
 from support.rebuilding import assert_ranks_give_back, indices, ranks_of
 
 import relayout
@@ -30,7 +31,6 @@ from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 
 DEGREES = range(2, 17)
-EXTRA = "model.layers.1.self_attn.strange_proj.weight"
 
 
 def source_of(name: str, entries: list[Entry], sizes: Sizes, **more: tuple[int, ...]) -> SourceCheckpoint:
@@ -124,27 +124,21 @@ def test_all_ranks_together_give_back_every_byte_of_the_source(name: str, tp: in
     assert_ranks_give_back(conversions.at(name, tp), read_tensors(conversions.source(name)), tp)
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon_mq", "falcon_40b", "falcon_rw"])
-@pytest.mark.parametrize("tp", [2, 8])
-def test_fused_heads_of_a_rank_are_its_queries_its_keys_its_values(name: str, tp: int) -> None:
-    """By the views that vLLM's loaders take (bloom.py, falcon.py), then the heads of QKVParallelLinear."""
-    sizes = FAMILIES[name].all_sizes()
-    heads, kv_heads, head_dim = sizes["A"], sizes["K"], sizes["D"]
-    source = source_of(name, FAMILIES[name].entries(sizes), sizes)
-    slices = slices_of(plan_for(source, tp), {tensor.name: tensor.shape for tensor in source.tensors})
-    fused = {key: parts for key, parts in slices.items() if key.endswith("query_key_value.weight")}
-    assert len(fused) == sizes["L"]
-    groups = np.arange((heads + 2 * kv_heads) * head_dim).reshape(kv_heads, heads // kv_heads + 2, head_dim)
-    query = groups[:, :-2].reshape(heads, head_dim)
-    for key, parts in fused.items():
-        for rank, part in enumerate(parts):
-            first = rank * kv_heads // tp
-            own = slice(first, first + max(1, kv_heads // tp))
-            wanted = [np.split(query, tp)[rank], groups[own, -2], groups[own, -1]]
-            np.testing.assert_array_equal(indices(part), np.concatenate(wanted).ravel(), err_msg=key)
-
-
 # Other sizes.
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.form])
+def test_published_checkpoints_are_cut_as_engines_do(name: str) -> None:
+    """With all that their config.json says."""
+    model = MODELS[name]
+    family = FAMILIES[model.family]
+    sizes = family.sizes_of(model.config)
+    entries = [entry for entry in family.entries(sizes) if not entry.expert]
+    source = make_source({entry.name: entry.shape for entry in entries}, **model.config)
+    for num_ranks in (model.tp, 16):
+        if num_ranks == 16 and not fits(entries, sizes, 16):
+            continue
+        assert_cut_as_expected(source, plan_for(source, num_ranks), entries, sizes, f"{name}, {num_ranks} ranks")
 
 
 @st.composite
@@ -257,28 +251,7 @@ def test_ranks_with_experts_of_their_own_give_back_every_byte_and_hold_no_others
     assert relayout.verify(out, source=conversions.source(name)).ok
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
-def test_a_model_without_experts_is_not_converted_as_if_it_had(name: str) -> None:
-    sizes = FAMILIES[name].all_sizes()
-    with pytest.raises(PlanError, match="experts"):
-        plan_for(source_of(name, FAMILIES[name].entries(sizes), sizes), 2, expert_parallel=True)
-
-
 # Tensors that no rule names.
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_tensor_that_no_rule_names_is_an_error_that_names_it_or_held_whole_on_request(name: str) -> None:
-    sizes = FAMILIES[name].all_sizes()
-    entries = FAMILIES[name].entries(sizes)
-    source, more = source_of(name, entries, sizes), source_of(name, entries, sizes, **{EXTRA: (24, 8)})
-    tp = 71 if name == "falcon_7b" else 2
-    with pytest.raises(PlanError, match=rf"tensor '{EXTRA}': .*--unmatched replicate"):
-        plan_for(more, tp)
-    plan = plan_for(more, tp, unmatched="replicate")
-    assert plan.unmatched == (EXTRA,)
-    assert all(part.is_whole for part in all_slices(plan)[-1])
-    assert all_slices(plan)[:-1] == all_slices(plan_for(source, tp))
 
 
 def test_a_tensor_held_whole_on_request_is_in_every_rank_and_the_summary_lists_it(

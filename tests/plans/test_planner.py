@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.planning import all_slices, make_source, plan_of, ranges_of, shapes_of, slices_of
 
 from relayout.core.slices import WHOLE, Slice
@@ -84,27 +82,6 @@ def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> Non
             "h.1.attn.k": (Slice.along(1, ((0, 4),)), Slice.along(1, ((4, 4),))),
             "h.1.mlp.up": (Slice.along(0, ((0, 2),)), Slice.along(0, ((2, 2),))),
         }
-
-
-def test_a_plan_file_cuts_quantized_weights_by_the_rule_of_the_weight(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(
-        '[cut]\n"a.weight" = { dim = 0, by = "even" }\n"b.weight" = { dim = 1, by = "even" }'
-    )
-    shapes = {
-        "a.weight": (256, 384),
-        "a.weight_scale_inv": (2, 3),
-        "b.weight": (256, 512),
-        "b.weight_scale_inv": (2, 4),
-    }
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    source = make_source(shapes, stored_as="F8_E4M3", quantization_config=config)
-    plan = plan_for(source, 2, tmp_path / "mine.toml")
-    assert shapes_of(plan, shapes, 1) == {
-        "a.weight": (128, 384),
-        "a.weight_scale_inv": (1, 3),
-        "b.weight": (256, 256),
-        "b.weight_scale_inv": (2, 2),
-    }
 
 
 def test_a_bias_that_no_rule_names_goes_with_the_rows_of_its_quantized_weight(tmp_path: Path) -> None:
@@ -339,43 +316,6 @@ def test_without_kv_heads_every_head_has_its_own() -> None:
 def test_a_shape_that_contradicts_the_configuration_is_refused(dim: int, config: dict[str, int], message: str) -> None:
     with pytest.raises(PlanError, match=rf"^checkpoint: tensor '{Q_PROJ}': dim 0 of \[{dim}, 8\]: {message}"):
         plan_for(make_source({Q_PROJ: (dim, 8)}, model_type="llama", **config), 2)
-
-
-# What ranks hold.
-
-
-@given(
-    kv_heads=st.sampled_from([1, 2, 3, 4, 8]),
-    queries_per_kv_head=st.sampled_from([1, 2, 4, 7]),
-    num_ranks=st.sampled_from([2, 3, 4, 6, 8, 16]),
-    head_dim=st.sampled_from([1, 3, 16]),
-)
-def test_every_rank_holds_the_kv_heads_that_its_query_heads_use(
-    kv_heads: int, queries_per_kv_head: int, num_ranks: int, head_dim: int
-) -> None:
-    heads = kv_heads * queries_per_kv_head
-    source = make_source(
-        {Q_PROJ: (heads * head_dim, 5), K_PROJ: (kv_heads * head_dim, 5)},
-        model_type="llama",
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-    )
-    if heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
-        with pytest.raises(PlanError, match=rf"{ATTENTION}[qk]_proj.weight.*\b{num_ranks}\b"):
-            plan_for(source, num_ranks)
-        return
-    plan = plan_for(source, num_ranks)
-
-    def rows_of(part: Slice, size: int) -> list[int]:
-        return [row for start, length in part.ranges or ((0, size),) for row in range(start, start + length)]
-
-    queries, keys = (
-        [rows_of(part, one.shape[0]) for part in plan.cut(t).slices] for t, one in enumerate(source.tensors)
-    )
-    assert sorted(row for rows in queries for row in rows) == list(range(heads * head_dim))
-    for query_rows, key_rows in zip(queries, keys, strict=True):
-        used = {row // head_dim // queries_per_kv_head for row in query_rows}
-        assert set(key_rows) == {head * head_dim + i for head in used for i in range(head_dim)}
 
 
 # As JSON.

@@ -174,45 +174,10 @@ def test_a_config_that_makes_no_sense_is_refused(config: dict[str, Any], message
 
 SHAPE = ("I64", (2,))
 STORED: dict[str, tuple[dict[str, Any], Stored, Values]] = {
-    "fp8 blocks": (
-        {**FP8_BLOCKS, "weight_block_size": [32, 128]},
-        {"weight": ("F8_E4M3", (64, 256)), "weight_scale_inv": ("F32", (2, 2))}, Values(8),
-    ),
-    "fp8": (
-        FP8, {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("F32", ()), "input_scale": ("F32", ())}, Values(8),
-    ),
-    "fbgemm": (FBGEMM, {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("F32", (64, 1))}, Values(8)),
-    # 8 values of 4 bits in a word, 2 groups.
-    "gptq": (
-        GPTQ,
-        {"qweight": ("I32", (32, 64)), "qzeros": ("I32", (2, 8)), "scales": ("F16", (2, 64)), "g_idx": ("I32", (256,))},
-        Values(4, 128),
-    ),
     "gptq without g_idx": (
         GPTQ, {"qweight": ("I32", (32, 64)), "qzeros": ("I32", (2, 8)), "scales": ("F16", (2, 64))}, Values(4, 128),
     ),
-    # 256 values of 3 bits are 24 words.
-    "gptq 3 bit": (
-        {**GPTQ, "bits": 3},
-        {"qweight": ("I32", (24, 64)), "qzeros": ("I32", (2, 6)), "scales": ("F16", (2, 64))}, Values(3, 128),
-    ),
-    "gptq in one group": (
-        {**GPTQ, "group_size": -1},
-        {"qweight": ("I32", (32, 64)), "qzeros": ("I32", (1, 8)), "scales": ("F16", (1, 64))}, Values(4),
-    ),
     "awq": (AWQ, {"qweight": ("I32", (256, 8)), "qzeros": ("I32", (2, 8)), "scales": ("F16", (2, 64))}, Values(4, 128)),
-    "channel": (
-        compressed("float-quantized", CHANNEL),
-        {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("BF16", (64, 1))}, Values(8),
-    ),
-    "w4a16": (
-        compressed("pack-quantized", INT4),
-        {"weight_packed": ("I32", (64, 32)), "weight_scale": ("BF16", (64, 2)), "weight_shape": SHAPE}, Values(4, 128),
-    ),
-    "w8a16": (
-        compressed("pack-quantized", {**INT4, "num_bits": 8}),
-        {"weight_packed": ("I32", (64, 64)), "weight_scale": ("BF16", (64, 2)), "weight_shape": SHAPE}, Values(8, 128),
-    ),
     # The second of two config groups: 8 bits in one group.
     "mixed": (
         compressed("pack-quantized", INT4, {**INT4, "num_bits": 8, "strategy": "channel", "group_size": None}),
@@ -222,10 +187,6 @@ STORED: dict[str, tuple[dict[str, Any], Stored, Values]] = {
         compressed("nvfp4-pack-quantized", FLOAT4),
         {"weight_packed": ("U8", (64, 128)), "weight_scale": ("F8_E4M3", (64, 16)),
          "weight_global_scale": ("F32", (1,)), "input_global_scale": ("F32", (1,))}, Values(4, 16),
-    ),
-    "modelopt fp8": (
-        {"quant_method": "modelopt", **MODELOPT_FP8},
-        {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("F32", ()), "input_scale": ("F32", ())}, Values(8),
     ),
     "modelopt nvfp4": (
         {"quant_method": "modelopt", **MODELOPT_NVFP4},
@@ -267,78 +228,13 @@ def test_one_scale_of_the_cache_is_known_by_name_and_shape(suffix: str, shape: t
     assert scheme(FP8).is_cache_scale(suffix, shape) == expected
 
 
-# Where tensors are cut, when the weight of 64 rows and 256 columns is cut in halves.
-
-HALVES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    "fp8 blocks": ({"weight": 0, "weight_scale_inv": 0}, {"weight": 1, "weight_scale_inv": 1}),
-    "fp8": ({"weight": 0}, {"weight": 1}),
-    "fbgemm": ({"weight": 0, "weight_scale": 0}, {"weight": 1}),
-    "gptq": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0, "qzeros": 0, "scales": 0, "g_idx": 0}),
-    "gptq without g_idx": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0, "qzeros": 0, "scales": 0}),
-    "gptq 3 bit": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0, "qzeros": 0, "scales": 0}),
-    "gptq in one group": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0}),
-    "awq": ({"qweight": 1, "qzeros": 1, "scales": 1}, {"qweight": 0, "qzeros": 0, "scales": 0}),
-    "channel": ({"weight": 0, "weight_scale": 0}, {"weight": 1}),
-    "w4a16": ({"weight_packed": 0, "weight_scale": 0}, {"weight_packed": 1, "weight_scale": 1}),
-    "w8a16": ({"weight_packed": 0, "weight_scale": 0}, {"weight_packed": 1, "weight_scale": 1}),
-    "mixed": ({"weight_packed": 0, "weight_scale": 0}, {"weight_packed": 1}),
-    "nvfp4": ({"weight_packed": 0, "weight_scale": 0}, {"weight_packed": 1, "weight_scale": 1}),
-    "modelopt fp8": ({"weight": 0}, {"weight": 1}),
-    "modelopt nvfp4": ({"weight": 0, "weight_scale": 0}, {"weight": 1, "weight_scale": 1}),
-}
-"""For the cut by rows, and by columns: the axis of each tensor that is cut; the others are whole."""
+# Where tensors are cut with the weight: test_quantized_checkpoints.py has the rest.
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("name", STORED)
-def test_a_cut_in_halves_halves_each_tensor_along_the_axis_that_runs_with_the_weights(name: str, axis: int) -> None:
-    config, stored, values = STORED[name]
-    weight = Weight(64, 256, values)
-    half = (32, 128)[axis]
-    for suffix, (_, shape) in stored.items():
-        own = HALVES[name][axis].get(suffix)
-        found = scheme(config).carry(axis, suffix, shape, weight, [((0, half),), ((half, half),)])
-        if own is None:
-            assert found is None, suffix
-        else:
-            middle = shape[own] // 2
-            assert found == (own, [((0, middle),), ((middle, middle),)]), suffix
-
-
-@pytest.mark.parametrize(
-    ("config", "axis", "suffix", "shape", "size", "ranges", "expected"),
-    [
-        # Fused parts, of 4 words each 8: q 0-127, k 128-191, v 192-255 of packed columns.
-        (
-            AWQ, 0, "qweight", (512, 32), (256, 512), [((64, 64), (160, 32), (224, 32))],
-            (1, [((8, 8), (20, 4), (28, 4))]),
-        ),
-        # The last block of 128 rows is partial: 300 rows are 3 blocks.
-        (FP8_BLOCKS, 0, "weight_scale_inv", (3, 4), (300, 512), [((0, 256),), ((256, 44),)],
-         (0, [((0, 2),), ((2, 1),)])),
-        (FP8_BLOCKS, 0, "weight", (300, 512), (300, 512), [((0, 256),), ((256, 44),)],
-         (0, [((0, 256),), ((256, 44),)])),
-        # Ranks at the end that hold nothing.
-        (FP8_BLOCKS, 0, "weight_scale_inv", (3, 4), (300, 512), [((0, 300),), ((300, 0),)],
-         (0, [((0, 3),), ((3, 0),)])),
-        # 32 values of 3 bits are 3 words.
-        ({**GPTQ, "bits": 3}, 1, "qweight", (24, 64), (64, 256), [((32, 96),)], (0, [((3, 9),)])),
-        # Shared KV heads: the same twice.
-        (compressed("pack-quantized", INT4), 0, "weight_scale", (64, 2), (64, 256),
-         [((0, 32),), ((0, 32),), ((32, 32),)], (0, [((0, 32),), ((0, 32),), ((32, 32),)])),
-    ],
-)  # fmt: skip
-def test_cuts_are_carried_over_in_proportion(
-    config: dict[str, Any],
-    axis: int,
-    suffix: str,
-    shape: tuple[int, ...],
-    size: tuple[int, int],
-    ranges: Any,
-    expected: Any,
-) -> None:
-    weight = Weight(*size, scheme(config).values[0])
-    assert scheme(config).carry(axis, suffix, shape, weight, ranges) == expected
+def test_of_a_weight_that_the_last_ranks_hold_nothing_of_they_hold_no_scales() -> None:
+    weight = Weight(300, 512, scheme(FP8_BLOCKS).values[0])
+    found = scheme(FP8_BLOCKS).carry(0, "weight_scale_inv", (3, 4), weight, [((0, 300),), ((300, 0),)])
+    assert found == (0, [((0, 3),), ((3, 0),)])
 
 
 GROUPED: dict[str, tuple[dict[str, Any], Stored, tuple[int, int], str, int]] = {

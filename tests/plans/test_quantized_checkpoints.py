@@ -100,9 +100,12 @@ def assert_same_numbers(entry: Entry, method: Method, whole: Tensors, held: list
     kind, dim = split_cut(entry.cut)
     for rank, wanted in enumerate(expected(entry.cut, numbers, len(held), sizes)):
         stored = module_of(entry, held[rank])
-        if may_split_blocks(entry, method) and stored["weight_scale_inv"].shape == whole_scale.shape:
+        places = expected(kind, np.arange(entry.shape[dim]), len(held), sizes)[rank]
+        unit = method.form.borders[dim]
+        if may_split_blocks(entry, method) and not is_at_borders(places, unit, entry.shape[dim]):
+            assert stored["weight_scale_inv"].shape == whole_scale.shape
             # The rank's part at its place in a weight of zeros: that is where its scales are.
-            at = torch.from_numpy(expected(kind, np.arange(entry.shape[dim]), len(held), sizes)[rank])
+            at = torch.from_numpy(places)
             padded = torch.zeros(entry.shape, dtype=torch.uint8)
             padded.index_copy_(dim, at, stored["weight"].view(torch.uint8))
             placed = {**stored, "weight": padded.view(stored["weight"].dtype)}

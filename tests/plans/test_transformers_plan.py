@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from fnmatch import fnmatchcase
 from functools import cache
@@ -173,37 +172,3 @@ def test_without_transformers_it_is_refused_with_what_to_install(module: str, mo
 
 
 # Built-in plans of wrappers, against the plans that transformers has for the text models inside.
-
-
-@pytest.mark.parametrize("model_type", ["llava", "gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl"])
-def test_the_text_model_of_a_wrapper_is_cut_along_the_axes_of_transformers(model_type: str) -> None:
-    """Other parts are cut as vLLM cuts them: test_observed_families.py."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
-
-    config = CONFIG_MAPPING[model_type]()
-    for key, value in SIZES.items():
-        setattr(config.text_config, key, value)
-    with torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
-    plan = plan_for(make_source(shapes, **config.to_dict()), 2)
-    prefix = "model.language_model."
-    styles = config.text_config.base_model_tp_plan
-    assert {"colwise", "rowwise"} <= set(styles.values())
-
-    def expected_axis(name: str) -> int | None:
-        module, kind = name.removeprefix(prefix).rsplit(".", 1)
-        if name == "lm_head.weight" or name == f"{prefix}embed_tokens.weight":
-            return 0
-        style = next((style for pattern, style in styles.items() if fnmatchcase(module, pattern)), "")
-        if style == "rowwise" and kind == "bias":
-            return None
-        return {"colwise": 0, "rowwise": 1}.get(style)
-
-    text = [name for name in shapes if name.startswith((prefix, "lm_head."))]
-    slices = slices_of(plan, shapes)
-    axes = {name: None if slices[name][0].is_whole else slices[name][0].axis for name in text}
-    assert axes == {name: expected_axis(name) for name in text}
-    assert sum(axis is not None for axis in axes.values()) >= 2 + 2 * 7
-    assert sum(re.search("vision|visual", name) is not None for name in shapes) > 100

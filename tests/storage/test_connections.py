@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import ssl
 from collections.abc import Iterator
@@ -235,6 +236,8 @@ def test_a_private_authority_that_is_named_is_trusted_by_reads_and_uploads(
     monkeypatch.setenv(name, str(secure[1]))
     assert find_store(f"{provider}://models/x").read("a.txt", 100) == b"hello"
     send(provider)
+    if name == "SSL_CERT_FILE":
+        assert find_store(f"{secure[0].url}/models/x").read("a.txt", 100) == b"hello"
 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
@@ -251,8 +254,10 @@ def test_certificates_that_may_be_invalid_are_so_for_reads_and_uploads(
 def test_an_authority_that_nobody_knows_is_an_error_that_says_so_at_once(
     secure: tuple[Server, Path], slept: list[float], provider: str
 ) -> None:
-    with pytest.raises(RequestError, match=r"certificate is not trusted: .* SSL_CERT_FILE.*models/x"):
-        find_store(f"{provider}://models/x").read("a.txt", 100)
+    for url in (f"{provider}://models/x", f"{secure[0].url}/models/x"):
+        with pytest.raises(RequestError, match=r"certificate is not trusted: .* SSL_CERT_FILE.*models/x") as caught:
+            find_store(url).read("a.txt", 100)
+        assert caught.value.errno == errno.EPROTO
     with pytest.raises(RequestError, match=r"certificate is not trusted: .* SSL_CERT_FILE.*models/x"):
         send(provider)
     assert slept == []

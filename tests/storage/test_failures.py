@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import re
 import socket
-import ssl
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,39 +39,6 @@ def said(url: str) -> RequestError:
     with pytest.raises(RequestError) as caught:
         find_store(f"{url}/out").read("x", 100)
     return caught.value
-
-
-@pytest.fixture(scope="module")
-def untrusted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s3_server.Server, Path]]:
-    """A server whose certificate nobody has signed, and that certificate."""
-    folder = tmp_path_factory.mktemp("tls")
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
-    name = ["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"]
-    subprocess.run([*make.split(), *name], cwd=folder, check=True, capture_output=True)
-    with s3_server.Server() as server:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield server, folder / "cert.pem"
-        server.shutdown()
-
-
-@pytest.mark.parametrize("is_web", [False, True], ids=["s3", "web"])
-def test_a_certificate_that_is_not_believed_is_named_and_can_be(
-    untrusted: tuple[s3_server.Server, Path], monkeypatch: pytest.MonkeyPatch, is_web: bool
-) -> None:
-    server, certificate = untrusted
-    endpoint = f"https://localhost:{server.server_address[1]}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    url = f"{endpoint}/models" if is_web else "s3://models"
-    error = said(url)
-    assert error.errno == errno.EPROTO
-    assert "the server's certificate is not trusted" in str(error)
-    assert "SSL_CERT_FILE" in str(error)
-    server.put("models", "out/x", b"content")
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    assert find_store(f"{url}/out").read("x", 100) == b"content"
 
 
 @pytest.mark.parametrize("is_web", [False, True], ids=["s3", "web"])

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ from safetensors.numpy import save
 from support import s3_server
 from support.lying_server import (
     Interference,
-    Matches,
     at,
     dropped,
     failing_late,
@@ -31,6 +29,7 @@ from support.lying_server import (
     refused,
     stalled,
 )
+from support.models import llama_files
 from support.s3_server import Request, Server
 
 import relayout
@@ -39,54 +38,25 @@ from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect, failures, upload
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.output import lease
-from relayout.storage.cloud.output.lease import Lease
-from relayout.storage.cloud.output.prefix import OutputPrefix
-from relayout.storage.cloud.store import CloudStore
 from relayout.storage.cloud.upload import Upload
 from relayout.storage.protocols import RequestError
 
 pytest.importorskip("obstore", reason="the client of object stores")
 pytest.importorskip("boto3", reason="sends parts of uploads")
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, VOCABULARY = 256, 8, 4, 32, 1024, 5, 2048
+HIDDEN = 256
 OPTIONS = {"tp": 2, "max_part_nbytes": 2_500_000}
 SOURCE, OUT = "s3://models/llama", "s3://models/out"
 MIB = 2**20
-NUM_MOMENTS = 5 if "RELAYOUT_SCHEDULES" in os.environ else 3
+NUM_MOMENTS = 5 if "RELAYOUT_SCHEDULES" in os.environ else 2
 Files = dict[str, bytes]
 
 
-def model() -> Files:
-    """A Llama of 12 MB in two shards: two ranks of three files each, of some parts of 1 MiB."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
-        part = f"model.layers.{layer}."
-        shapes |= {
-            part + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            part + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-            part + "mlp.gate_proj.weight": (MLP, HIDDEN),
-            part + "mlp.up_proj.weight": (MLP, HIDDEN),
-            part + "mlp.down_proj.weight": (HIDDEN, MLP),
-            part + "input_layernorm.weight": (HIDDEN,),
-        }
-    random = np.random.default_rng(3)
-    tensors = {name: random.integers(0, 2**16, shape, np.uint16) for name, shape in shapes.items()}
-    shards = [dict(list(tensors.items())[:20]), dict(list(tensors.items())[20:])]
-    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
-    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    config = {"model_type": "llama", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "head_dim": HEAD_DIM}
-    return {
-        **{file: save(shard) for file, shard in zip(names, shards, strict=True)},
-        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
-        "config.json": json.dumps(config | {"num_key_value_heads": KV_HEADS}).encode(),
-        "tokenizer.json": random.integers(0, 256, 5 * MIB // 2, np.uint8).tobytes(),
-        "empty.txt": b"",
-    }
-
-
-MODEL = model()
+MODEL = llama_files(HIDDEN, head_dim=32, mlp=1024, layers=5, vocabulary=2048) | {
+    "tokenizer.json": np.random.default_rng(3).integers(0, 256, 5 * MIB // 2, np.uint8).tobytes(),
+    "empty.txt": b"",
+}
+"""12 MB: two ranks of three files each, of some parts of 1 MiB."""
 SHARDS_NBYTES = sum(len(blob) for name, blob in MODEL.items() if name.endswith(".safetensors"))
 
 
@@ -347,65 +317,6 @@ def test_what_somebody_creates_meanwhile_is_never_replaced_and_no_work_is_lost(
     assert not [one for one in server.requests[before:] if is_part(one) and "model-rank" in one.key]
 
 
-def test_of_a_completion_that_always_conflicts_nothing_is_lost(
-    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.interfere = refused(is_completion, 409, "ConditionalRequestConflict", times=10**9)
-    with monkeypatch.context() as patch:
-        patch.setattr(connect, "RETRY_SECONDS", 0.2)
-        with pytest.raises(OSError, match=r"conflicting requests for this object.*s3://models/out/") as caught:
-            convert()
-    assert "the same command resumes it" in caught.value.__notes__[0]
-    server.interfere = lambda request: None
-    before = len(server.requests)
-    convert()
-    assert there(server) == expected
-    assert nothing_is_left(server)
-    assert not [one for one in server.requests[before:] if is_part(one) and "model-rank" in one.key]
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_a_lease_is_refreshed_and_taken_over_when_it_is_not(
-    server: Server, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"BEARER_TOKEN": "a-token", "BASE_URL": server.url, "ALLOW_HTTP": "true"}.items():
-        monkeypatch.setenv(f"GOOGLE_{name}", value)
-    server.checks_keys = scheme == "s3"
-    client = BucketClient.of(f"{scheme}://models")
-    output = OutputPrefix(client, "out", CloudStore(client, "out"))
-    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(lease, "REFRESH_SECONDS", 0.05)
-    monkeypatch.setattr(lease, "machine", lambda: threading.current_thread().name)  # As on two machines.
-
-    def other() -> str:
-        told = []
-
-        def take() -> None:
-            try:
-                with pytest.warns(UserWarning, match="waiting"), Lease(output, "a test"):
-                    told.append("taken")
-            except PlanError as error:
-                told.append(f"{error.code}: {error}")
-
-        thread = threading.Thread(target=take, name="another")
-        thread.start()
-        thread.join()
-        return told[0]
-
-    with Lease(output, "a test") as held:
-        said = other()
-        assert said.startswith(f"busy: {scheme}://models/out: is being written by another conversion: a test, process ")
-        assert f"process {os.getpid()} on " in said
-        held._stop.set()  # It is not heard of any more.
-        held.check()
-        monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.3)
-        assert other() == "taken"
-        monkeypatch.setattr(lease, "VALID_SECONDS", 0.0)
-        with pytest.raises(PlanError, match="was taken over by another process"):
-            held.check()
-    assert server.names("models", ".out") == []
-
-
 def test_no_request_lives_as_long_as_a_lease_that_nobody_refreshes() -> None:
     # A failed request is made again for RETRY_SECONDS; the last one may stall.
     assert connect.RETRY_SECONDS + connect.STALL_SECONDS + lease.VALID_SECONDS < lease.EXPIRY_SECONDS
@@ -490,12 +401,10 @@ def test_after_the_network_ends_at_any_moment_the_same_command_goes_on(
     assert went_on >= 1
 
 
-@pytest.mark.parametrize(("matches", "number", "goes_on"), [(is_part, 1, False), (is_completion, 3, True)])
-def test_after_a_kill_the_same_command_goes_on(
-    server: Server, expected: Files, matches: Matches, number: int, goes_on: bool
-) -> None:
+def test_after_a_kill_the_same_command_goes_on(server: Server, expected: Files) -> None:
+    """At any request: test_schedules.py."""
     with subprocess.Popen([*COMMAND, "--threads", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        server.interfere = at(matches, lambda: os.kill(child.pid, signal.SIGKILL), after=number)
+        server.interfere = at(is_completion, lambda: os.kill(child.pid, signal.SIGKILL), after=3)
         child.wait()
     assert child.returncode == -signal.SIGKILL
     server.interfere = lambda request: None
@@ -503,13 +412,25 @@ def test_after_a_kill_the_same_command_goes_on(
     done = convert()
     assert there(server) == expected
     assert nothing_is_left(server)
-    assert (done.resumed_nbytes > 0) == goes_on
+    assert done.resumed_nbytes > 0
 
 
-def test_what_is_complete_is_neither_read_nor_sent_again(server: Server, expected: Files) -> None:
-    server.interfere = refused(is_completion, 403, "AccessDenied")
-    with pytest.raises(OSError, match="access denied") as caught:
-        convert()
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [
+        (403, "AccessDenied", "access denied"),
+        (409, "ConditionalRequestConflict", "conflicting requests for this object"),
+    ],
+)
+def test_what_is_complete_is_neither_read_nor_sent_again(
+    server: Server, expected: Files, status: int, code: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where completing is refused, or conflicts each time."""
+    server.interfere = refused(is_completion, status, code, times=10**9)
+    with monkeypatch.context() as patch:
+        patch.setattr(connect, "RETRY_SECONDS", 0.2)
+        with pytest.raises(OSError, match=says) as caught:
+            convert()
     assert caught.value.__notes__ == [
         "finished work is kept in s3://models/.out.relayout-partial; the same command resumes it"
     ]
@@ -522,18 +443,6 @@ def test_what_is_complete_is_neither_read_nor_sent_again(server: Server, expecte
     assert [one.key for one in again if is_part(one)] == ["out/tokenizer.json"] * 3
     assert sum(one.sent_nbytes for one in again if "llama/model-0" in one.key) < SHARDS_NBYTES // 50
     assert there(server) == expected
-
-
-def test_other_options_do_not_discard_what_is_kept_unless_forced(server: Server) -> None:
-    server.interfere = refused(is_completion, 403, "AccessDenied")
-    with pytest.raises(OSError, match="access denied"):
-        convert()
-    server.interfere = lambda request: None
-    with pytest.raises(PlanError, match="relayout-partial: holds an interrupted attempt, with other options"):
-        convert(tp=4)
-    convert(tp=4, force=True)
-    assert relayout.verify(OUT, source=SOURCE).ok
-    assert nothing_is_left(server)
 
 
 def test_sha256_needs_files_that_can_be_read_again(server: Server) -> None:

@@ -96,12 +96,13 @@ CALLS: Mapping[str, Callable[[Path, str, Tensors], None]] = {
     "safe_open": open_whole,
 }
 TRIALS = [
-    *((way, "load") for way in OWN),
-    *(("auto", call) for call in CALLS if call not in ("load", "open")),
-    *(("mapped", call) for call in ("load verify", "iter_load", "open")),
-    *(("gds", call) for call in ("load verify", "load into", "iter_load")),
+    *((way, "load") for way in OWN if way not in ("direct", "pinned")),
+    *(("auto", call) for call in CALLS if call not in ("load", "load names", "open")),
+    *(("mapped", call) for call in ("iter_load", "open")),
+    *(("gds", call) for call in ("load into", "iter_load")),
 ]
-"""Every backend by one call, every call by one backend, and both where a backend has code of its own for a call."""
+"""Every call by one backend, and every backend that has code of its own for a call; "direct" and "pinned" are parts of
+"auto" and "gds". What each backend does about its files alone, test_backends.py tests."""
 
 
 class Faults:
@@ -215,22 +216,23 @@ class Trial:
         part = f"read|{PART}"
         middle, last = self.start + 100_000, self.end - 100
         hold = f"{part}|@{last}-{self.end}|hold"
+        torn = ["read|model-rank|@0-1|short|9"] if self.way == "buffered" else []  # The header comes in pieces.
         for what, start, end in (("whole blocks", middle, middle + 1), ("the last block", last, self.end)):
             yield f"an error in {what}", self.go(f"{part}|@{start}-{end}|eio") | {"fails at": end - 1}
-        yield "short and interrupted reads", self.go("read|model-rank|/3|short|5000", "read|model-rank|/5|eintr")
-        yield "repaired", {"again": self.again()}
+        yield (
+            "short and interrupted reads",
+            self.go("read|model-rank|/3|short|5000", "read|model-rank|/5|eintr", *torn),
+        )
         yield "cut", self.go(hold, act=partial(os.truncate, self.file, CUT))
         yield "cut, once more", {"again": self.again()}
         self.repair()
-        yield "cut, repaired", {"again": self.again()}
         yield "replaced", self.go(hold, act=partial(self.replace))
         yield "replaced, once more", {"again": self.again()}
         self.repair()
-        yield "replaced, repaired", {"again": self.again()}
         yield "unlinked", self.go(hold, act=self.file.unlink)
         yield "unlinked, once more", {"again": self.again()}
         self.repair()
-        yield "unlinked, repaired", {"again": self.again()}
+        yield "repaired", {"again": self.again()}
 
     def replace(self) -> None:
         """By the same part of another conversion, which has the same length."""

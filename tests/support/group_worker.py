@@ -27,7 +27,7 @@ from relayout.storage.stores import REGISTRY
 
 NUM_MEMBERS = 4
 URL = "toy://group/out"
-FILES = "out/*.safetensors"
+FILES = "*.safetensors"
 PIECE_NBYTES = 2**20
 
 
@@ -83,6 +83,34 @@ def join(folder: Path, number: int, num_members: int = NUM_MEMBERS) -> None:
     )
 
 
+class Seen:
+    """What a member saw, case by case; also in its file."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.cases: dict[str, Any] = {}
+        self._file = folder / f"member-{number}.json"
+        self._number = number
+        self._mine = shelf("group")
+
+    def case(self, name: str, load: Callable[..., dict[str, Any]], *args: Any, **options: Any) -> None:
+        """Load, and note the tensors or the error, what was read of the shelf, and the time; then remove all faults."""
+        before, started = self._mine.read_nbytes, time.monotonic()
+        result: dict[str, Any] = {}
+        try:
+            result["tensors"] = digests(load(*args, **options))
+        except Exception as error:
+            result |= {"kind": type(error).__name__, "error": str(error), "code": getattr(error, "code", None)}
+        result |= {"nbytes": self._mine.read_nbytes - before, "seconds": time.monotonic() - started}
+        self._mine.faults.clear()
+        self.cases[name] = result
+        self._file.write_text(json.dumps(self.cases))
+
+    def fault_of(self, member: int, **how: Any) -> None:
+        """Have reads of weights fail in the next case of one member."""
+        if self._number == member:
+            self._mine.faults.append(Fault("read", FILES, **how))
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     REGISTRY["toy"] = "support.toy_store"
@@ -95,6 +123,7 @@ def main() -> None:
 def from_store() -> None:
     """One load by four processes: `FOLDER CASE`, the latter `{"path": ..., "rank": ..., "by": "load", ...}` as JSON.
 
+    Without a rank, each loads that of its own number.
     With "kill", member 3 kills itself when its first bytes have come; "environment" are more variables.
     """
     folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -113,6 +142,7 @@ def _load_from_store(folder: Path, case: dict[str, Any], is_killed: bool, number
     if is_killed and number == NUM_MEMBERS - 1:
         case["progress"] = lambda done, total: os.kill(os.getpid(), signal.SIGKILL)
     load = getattr(api, case.pop("by", "load"))
+    case.setdefault("rank", number)
     seen: dict[str, Any] = {}
     try:
         seen["tensors"] = digests(dict(load(group=dist.group.WORLD, **case)))
@@ -130,8 +160,8 @@ def _member(folder: Path, number: int) -> None:
 
     join(folder, number)
     sharing.assign_reads = partial(assign_reads, most_nbytes=PIECE_NBYTES)  # type: ignore[assignment]
-    mine, out = shelf("group"), str(folder / "out")
-    seen: dict[str, Any] = {}
+    mine, out, member = shelf("group"), str(folder / "out"), Seen(folder, number)
+    seen, fault_of = member.cases, member.fault_of
 
     def stream(path: str, rank: int, most: int | None = None, **options: Any) -> dict[str, Any]:
         """Tensors one by one; `most` of them at most. A child is forked on the way, which closes its iterator."""
@@ -149,20 +179,7 @@ def _member(folder: Path, number: int) -> None:
     def case(
         name: str, path: str = URL, rank: int = 1, by: Callable[..., dict[str, Any]] = load, **options: Any
     ) -> None:
-        before, started = mine.read_nbytes, time.monotonic()
-        result: dict[str, Any] = {}
-        try:
-            result["tensors"] = digests(by(path, rank, group=dist.group.WORLD, **options))
-        except Exception as error:
-            result |= {"kind": type(error).__name__, "error": str(error), "code": getattr(error, "code", None)}
-        result |= {"nbytes": mine.read_nbytes - before, "seconds": time.monotonic() - started}
-        mine.faults.clear()
-        seen[name] = result
-        (folder / f"member-{number}.json").write_text(json.dumps(seen))
-
-    def fault_of(member: int, **how: Any) -> None:
-        if number == member:
-            mine.faults.append(Fault("read", FILES, **how))
+        member.case(name, by, path, rank, group=dist.group.WORLD, **options)
 
     def failing(*_: object) -> None:
         raise failure()
@@ -181,10 +198,11 @@ def _member(folder: Path, number: int) -> None:
     case("another rank", rank=number // 3)
     case("verified by one", verify=number == 0)
     case("another conversion", str(folder / "foreign") if number == 2 else out)
-    case("plain", str(folder / "source"), tp=2)
+    case("plain", str(folder / "source"), tp=2, by=stream)
     case("no such rank", rank=7 if number == 1 else 1)
     case("mapped", out, backend="mapped")
     case("bad option", threads=0 if number == 3 else None)
+    case("bad progress", progress="a bar" if number == 2 else None)
     fault_of(2, after=4, times=None, error=failure)
     case("a read fails")
     done = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import save
 
 Array = npt.NDArray[Any]
 
@@ -33,6 +35,45 @@ def save_pretrained(folder: Path, config: Any, max_shard_size: str = "300KB") ->
             parameter.copy_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def llama_files(hidden: int, head_dim: int, mlp: int, layers: int, vocabulary: int) -> dict[str, bytes]:
+    """A Llama in two shards, with an index; all values finite, those near each other unlike."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(layers):
+        part = f"model.layers.{layer}."
+        shapes |= {
+            part + "self_attn.q_proj.weight": (8 * head_dim, hidden),
+            part + "self_attn.k_proj.weight": (4 * head_dim, hidden),
+            part + "self_attn.v_proj.weight": (4 * head_dim, hidden),
+            part + "self_attn.o_proj.weight": (hidden, 8 * head_dim),
+            part + "mlp.gate_proj.weight": (mlp, hidden),
+            part + "mlp.up_proj.weight": (mlp, hidden),
+            part + "mlp.down_proj.weight": (hidden, mlp),
+            part + "input_layernorm.weight": (hidden,),
+        }
+    random = np.random.default_rng(5)
+    tensors = {
+        name: random.integers(0, 0x7C00, shape, np.uint16).view(np.float16) for name, shape in sorted(shapes.items())
+    }
+    shards = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "head_dim": head_dim,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    return {
+        **{file: save(shard, {"format": "pt"}) for file, shard in zip(names, shards, strict=True)},
+        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
+        "config.json": json.dumps(config).encode(),
+    }
 
 
 def read_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, Array]:

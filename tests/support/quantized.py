@@ -329,7 +329,7 @@ QUANTIZED: dict[str, Quantized] = {
     ),
     "fp8_blocks": Quantized(FP8_IN_BLOCKS, "qwen3", {"H": 192}),
     "fp8_blocks_fused": Quantized(FP8_IN_BLOCKS, "phi3", {"H": 1024}),
-    "fp8_blocks_moe": Quantized(FP8_IN_BLOCKS, "qwen3_moe"),
+    "fp8_blocks_moe": Quantized(FP8_IN_BLOCKS, "qwen3_moe", {"M": 768}),  # As Qwen3-30B-A3B has: 6 blocks.
     "fp8_blocks_deepseek": Quantized(FP8_IN_BLOCKS, "deepseek_v3", MLA_BLOCKS),
     "fp8_blocks_kimi": Quantized(FP8_IN_BLOCKS, "kimi_k2", {**MLA_BLOCKS, "A": 16}),
     "fp8_blocks_compressed": Quantized(

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
+import zstandard
 from support.local_stores import read_manifest, read_table
 from support.models import read_tensors
 
@@ -91,3 +93,24 @@ def rebuild(
     with suppress(FormatError):  # What is no record names no conversion.
         changed = replace(changed, conversion=conversion_digest(parse_record(text, manifest.num_ranks, "here")))
     (folder / "relayout.json").write_bytes(dump_manifest(changed))
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change relayout.json, and sign it anew (FORMAT.md, section 3)."""
+    path = folder / "relayout.json"
+    top = json.loads(path.read_text())
+    change(top)
+    del top["self_digest"]
+    before = json.dumps(top, indent=1).removesuffix("\n}").encode() + b", "
+    path.write_bytes(before + f'"self_digest": "{xxhash.xxh3_128_hexdigest(before)}"}}'.encode())
+
+
+def edit_table(folder: Path, change: Callable[[dict[str, Any]], object], rank: int = 1) -> None:
+    """Change the table of a rank, and sign it anew (section 5)."""
+    path = folder / f"relayout.rank-{rank}.json.zst"
+    top = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()))
+    change(top)
+    stored = zstandard.ZstdCompressor().compress(json.dumps(top).encode())
+    path.write_bytes(stored)
+    signed = {"table_digest": xxhash.xxh3_128_hexdigest(stored)}
+    edit_manifest(folder, lambda manifest: manifest["ranks"][rank].update(signed))

@@ -79,7 +79,7 @@ def main(
         skip_tensors(environment_of("vllm", home), home / "vllm-work")
         return
     if first_start:
-        for what, outcome in first_starts(environment_of("vllm", home), home / "vllm-work"):
+        for what, outcome in first_starts(environment_of("vllm", home), home / "vllm-work", only):
             record("vllm", "first_start", {what: outcome})
             say(f"{what}: {outcome}")
         return

@@ -193,13 +193,17 @@ class LocalStaging:
 
     def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
         mode = self.modes.file if mode is None else mode | stat.S_IRUSR
-        with open(self.folder.open(name, _TO_CREATE, mode), "wb") as stream:
+        stream = open(self.folder.open(name, _TO_CREATE, mode), "wb")  # noqa: SIM115 (closing may fail as writing does)
+        try:
             for piece in pieces:  # Outside with_path: errors of reading the pieces name their own file.
                 with with_path(self.folder.path / name):
                     stream.write(piece)
             with with_path(self.folder.path / name):
                 stream.flush()
                 os.fsync(stream.fileno())
+        finally:
+            with with_path(self.folder.path / name):
+                stream.close()
 
     def read_notes(self, name: str) -> bytes | None:
         return read_notes(self.place, name)

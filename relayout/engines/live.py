@@ -77,7 +77,6 @@ class WeightUpdates:
 
 def _update(worker: Any, source: str, group: Group) -> str:
     from relayout.checkpoint.delta import is_delta
-    from relayout.engines.vllm import source_of
 
     with group.collective():
         if worker._relayout_is_mixed:
@@ -85,7 +84,8 @@ def _update(worker: Any, source: str, group: Group) -> str:
         if worker.vllm_config.parallel_config.data_parallel_size > 1:
             what = "weights are not updated with data parallelism: no replica would know of an error in another"
             raise PlanError(what, code="unsupported")
-        path, deltas = old = worker._relayout_content or (source_of(worker.vllm_config.model_config), ())
+        config = worker.vllm_config.model_config
+        path, deltas = old = worker._relayout_content or (_loader(worker).source_of(config), ())
         new = (path, (*deltas, source)) if is_delta(source) else (source, ())
         weights = _open(worker, new)
         before, after = _open(worker, old).layout(), weights.layout()
@@ -109,15 +109,19 @@ def _update(worker: Any, source: str, group: Group) -> str:
 
 def _open(worker: Any, content: _Content) -> RankWeights:
     """The tensors for a worker, as its loader opens them at the start."""
+    config = copy(worker.vllm_config.model_config)
+    config.model, config.model_weights, config.revision = content[0], "", None
+    weights: RankWeights = _loader(worker).open_weights(worker.get_model(), config, deltas=content[1])
+    return weights
+
+
+def _loader(worker: Any) -> Any:
     from vllm.model_executor.model_loader import get_model_loader
 
     loader = get_model_loader(worker.vllm_config.load_config)
     if not hasattr(loader, "open_weights"):
         raise PlanError("the engine loads by another loader: start it with --load-format relayout", code="option")
-    config = copy(worker.vllm_config.model_config)
-    config.model, config.model_weights, config.revision = content[0], "", None
-    weights: RankWeights = loader.open_weights(worker.get_model(), config, deltas=content[1])
-    return weights
+    return loader
 
 
 def _refuse(*args: object, **kwargs: object) -> NoReturn:

@@ -15,7 +15,7 @@ from relayout.checkpoint.converted import find_manifest, is_converted, read_mani
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.protocols import Kind
-from relayout.storage.stores import find_input
+from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,8 @@ class EngineOptions:
     """Data-parallel replicas that load the same rank at the same time read it once, together; see `shares`."""
     cache: str | None = None
     """Folder that keeps conversions of plain checkpoints, and files of remote ones; see `relayout.load`."""
+    source: str | None = None
+    """URL of the weights, where the engine's model is a folder with configuration and tokenizer only."""
 
     @property
     def shares(self) -> bool:
@@ -88,6 +90,9 @@ class EngineOptions:
         options = EngineOptions(**values)  # type: ignore[arg-type]
         if options.placement not in PLACEMENTS:
             what = f"placement is {shown(options.placement)}, expected one of {', '.join(PLACEMENTS)}"
+            raise PlanError(f"{where}: {what}", code="option")
+        if options.source is not None and scheme_of(options.source) in (None, "hf"):
+            what = f"source is {shown(options.source)}, expected a URL such as s3://BUCKET/PREFIX: name it as the model"
             raise PlanError(f"{where}: {what}", code="option")
         return options
 

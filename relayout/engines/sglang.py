@@ -58,7 +58,10 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
     """
     extra = config.model_loader_extra_config
     options = extra.get(FORMAT, {}) if isinstance(extra, dict) else {}
-    config.relayout_options = EngineOptions.parse(options, f"--model-loader-extra-config, {FORMAT!r}")
+    where = f"--model-loader-extra-config, {FORMAT!r}"
+    config.relayout_options = EngineOptions.parse(options, where)
+    if config.relayout_options.source is not None:
+        raise PlanError(f"{where}: source: only for vLLM", code="option")
     config.relayout_required = str(config.load_format).lower() == FORMAT
     if isinstance(extra, dict):
         config.model_loader_extra_config = {name: value for name, value in extra.items() if name != FORMAT}

@@ -117,9 +117,15 @@ class _Loading:
             raise PlanError(f"{what} converted, or with --load-format {FORMAT}", path=path, code="option")
         return is_ours
 
+    def source_of(self, model_config: Any) -> str:
+        """The folder or URL of a model's weights."""
+        is_draft = model_config.runner_type == "draft"
+        return source_of(model_config) if is_draft or self._options.source is None else self._options.source
+
     def download_model(self, model_config: Any) -> None:
         """Let vLLM download what is no converted folder."""
-        if not self._takes(model_config) or folder_of(source_of(model_config)) is None:
+        source = self.source_of(model_config)
+        if not self._takes(model_config) or (loads_itself(source) and folder_of(source) is None):
             super().download_model(model_config)  # type: ignore[misc]
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
@@ -144,7 +150,7 @@ class _Loading:
             self._load(model, model_config)
         except Exception as error:
             weights = self._opened or self._weights
-            if weights is None or weights.kept is None or not loads_itself(source_of(model_config)):
+            if weights is None or weights.kept is None or not loads_itself(self.source_of(model_config)):
                 raise
             _LOGGER.warning(
                 "relayout: cannot load from the cache: %s: vLLM loads %s itself", error, _path(model_config)
@@ -210,7 +216,8 @@ class _Loading:
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-        path, is_draft = source_of(model_config), model_config.runner_type == "draft"
+        path = self.source_of(model_config) if deltas is None else source_of(model_config)
+        is_draft = model_config.runner_type == "draft"
         # Before anything that may differ from node to node, as all ranks must take part.
         ranks = _ranks_of_node() if self.is_asked_for and not is_draft and deltas is None else None
         folder = folder_of(path)

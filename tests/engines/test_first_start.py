@@ -19,6 +19,7 @@ import pytest
 from support import fake_sglang, fake_vllm, hub_server
 from support.conversions import stock_tensors
 from support.fake_vllm import Model
+from support.store_contract import ground
 
 import relayout
 from relayout import plugins
@@ -401,3 +402,34 @@ def test_a_node_of_several_converts_only_its_own_ranks(
         assert said(caplog, "of 4: ") == nodes.count(node)
         found += [entry.ranks for entry in relayout.Cache(tmp_path / f"node-{node}").entries()]
     assert found == kept
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_weights_in_a_store_are_named_by_an_option(
+    folders: Path,
+    cache: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_converted: bool,
+) -> None:
+    """The engine's model is a folder without weights."""
+    caplog.set_level(logging.INFO)
+    fake = fake_vllm.install(monkeypatch)
+    plugins.vllm()
+    whole, model = folders / "llama", tmp_path / "configuration"
+    model.mkdir()
+    shutil.copy(whole / "config.json", model)
+    if is_converted:
+        relayout.convert(whole, tmp_path / "out", tp=2)
+    with ground("toy", tmp_path, monkeypatch) as place:
+        for file in (tmp_path / "out" if is_converted else whole).iterdir():
+            place.kind.write(place.store("weights"), file.name, file.read_bytes())
+        tensors = stock_tensors(whole)
+        for rank in range(2):
+            mine = Model(tensors, rank, 2)
+            fake.load(model, mine, source=place.url("weights"))
+            mine.assert_holds_what_it_cuts_of(tensors)
+    assert said(caplog, "relayout: converting") == (0 if is_converted else 1)
+    with pytest.raises(PlanError, match=r"source is '.*', expected a URL such as s3://BUCKET/PREFIX"):
+        EngineOptions.parse({"source": str(whole)}, "options")

@@ -7,7 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relayout.engines.first_start import Observer
+    from collections.abc import Callable
+
+    from relayout.checkpoint.source import SourceCheckpoint
+    from relayout.plans.plan import Plan
 
 
 def vllm() -> None:
@@ -31,7 +34,7 @@ def _register(engine: str, *arguments: Any) -> None:
         logging.getLogger(f"{engine}.relayout").warning("relayout: not available in this %s: %r", engine, error)
 
 
-def _observer() -> Observer:
+def _observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:
     """What finds how the classes of the installed vLLM cut a checkpoint that no built-in plan is for."""
     from relayout.planning import observer
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.conversion.cached import cached_conversion, kept_plan
+from relayout.conversion.cached import cached_conversion, plan_in
 from relayout.core.arguments import integer
 from relayout.core.arguments import ranks as ranks_of
 from relayout.errors import PlanError, shown
-from relayout.planning import find_plan, observer
+from relayout.planning import observer
 from relayout.plans.plan import Plan
 from relayout.progress import Progress
 from relayout.results import Result
@@ -95,13 +95,8 @@ def add(
     kept = found if limit is None else Cache(found.folder, limit)
 
     def plan_of(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
-        try:
-            return find_plan(checkpoint, num_ranks, expert_parallel=expert_parallel)
-        except PlanError as error:
-            if not observe or error.code != "no_plan":
-                raise
-        name, observed = observer()
-        return kept_plan(checkpoint, num_ranks, kept, name, observed)
+        found = observer if observe else None
+        return plan_in(kept, checkpoint, num_ranks, expert_parallel=expert_parallel, observe=found)
 
     degree = integer(tp, "tp")
     some = None if ranks is None else ranks_of(ranks, degree)

@@ -22,6 +22,7 @@ from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import ConversionPlan
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import digest_hex
+from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, RANKS
 from relayout.format.manifest import compact_json
 from relayout.plans.plan import Plan
@@ -45,6 +46,8 @@ _POLL_SECONDS = 0.05
 
 FindPlan = Callable[[SourceCheckpoint, int], Plan]
 """Finds the plan of a checkpoint for so many ranks. Raises PlanError: there is none."""
+Observer = tuple[str, FindPlan]
+"""What an observed plan depends on beside checkpoint and degree, such as the engine's version; and what observes it."""
 
 
 class NotKept(Exception):
@@ -169,22 +172,37 @@ def _is_published(planned: ConversionPlan) -> bool:
     return planned.output.stat(MANIFEST_NAME) is not None
 
 
-def kept_plan(checkpoint: SourceCheckpoint, num_ranks: int, cache: Cache, name: str, find: FindPlan | None) -> Plan:
-    """A plan that takes long to find, kept in a cache; one process at a time looks for it.
+def plan_in(
+    cache: Cache,
+    checkpoint: SourceCheckpoint,
+    num_ranks: int,
+    *,
+    expert_parallel: bool,
+    observe: Callable[[], Observer] | None,
+    only_kept: bool = False,
+) -> Plan:
+    """The plan of an entry: the built-in one, else one that is observed once and kept in the cache.
 
     Args:
-        name: what the plan depends on beside checkpoint and degree, such as the engine's version.
-        find: None: it is not looked for.
+        expert_parallel: each rank owns whole experts; such a plan is not observed.
+        observe: returns what observes a plan; None: nothing does.
+        only_kept: do not observe one, which takes long.
 
     Raises:
-        NotKept: there is none, and it is not looked for.
+        NotKept: `only_kept`, and none is kept.
         FormatError: what is kept is damaged.
-        PlanError, OSError: as `find`, or the cache cannot be written.
+        PlanError, OSError: there is no plan, or as the observer, or the cache cannot be written.
     """
+    try:
+        return plan_for(checkpoint, num_ranks, expert_parallel=expert_parallel)
+    except PlanError as error:
+        if observe is None or expert_parallel or error.code != "no_plan":
+            raise
+    name, find = observe()
     headers = [digest_hex(file.header) for file in checkpoint.files]
     key = compact_json([name, num_ranks, checkpoint.config, headers])
-    with cache.lease(digest_hex(key)) as lease:
-        if find is not None:
+    with cache.lease(digest_hex(key)) as lease:  # One process at a time observes.
+        if not only_kept:
             lease.keep_small(_PLAN, lambda: compact_json(find(checkpoint, num_ranks).as_json()))
         elif not (lease.folder / _PLAN).exists():
             raise NotKept

@@ -13,24 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
 from relayout.core.children import PIPE, QUIET, Child, start_child
 from relayout.engines.rank_weights import Folder, find_folder
-from relayout.errors import PlanError
 from relayout.storage.cache_folder import Cache, cache_of
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
     from relayout.checkpoint.source import SourceCheckpoint
-    from relayout.conversion.cached import CachedConversion, FindPlan
+    from relayout.conversion.cached import CachedConversion, Observer
     from relayout.conversion.run import ConversionPlan
     from relayout.engines.rank_weights import EngineOptions
     from relayout.plans.plan import Plan
-
-    Observer: TypeAlias = tuple[str, FindPlan]
-    """What an observed plan depends on, such as the engine's version; and what observes it."""
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 
@@ -148,28 +144,18 @@ def first_start(
     if num_ranks == 1 and is_local:
         logger.info("relayout: %s is read whole by one rank: %s", source, instead)
         return None
-    observes = False
 
     def on_miss(conversion: ConversionPlan) -> None:
         who = f"{num_ranks} ranks" if ranks is None else f"the ranks {ranks_text(ranks)} of {num_ranks}"
         logger.info("relayout: converting %s for %s into the cache %s", source, who, cache.folder)
 
     def find_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
-        nonlocal observes
-        from relayout.conversion.cached import kept_plan
-        from relayout.plans.planner import plan_for
-
-        try:
-            return plan_for(checkpoint, num_ranks, expert_parallel=expert_parallel)
-        except PlanError as error:
-            if observe is None or expert_parallel or error.code != "no_plan":
-                raise
-        name, plan_of = observe()
-        observes = is_local
-        return kept_plan(checkpoint, num_ranks, cache, name, None if is_local else plan_of)
+        return plan_in(
+            cache, checkpoint, num_ranks, expert_parallel=expert_parallel, observe=observe, only_kept=is_local
+        )
 
     try:
-        from relayout.conversion.cached import NotKept, cached_conversion, find_conversion
+        from relayout.conversion.cached import NotKept, cached_conversion, find_conversion, plan_in
 
         store = find_input(source).snapshot()
         if not is_local:
@@ -185,5 +171,5 @@ def first_start(
     arguments += ["--limit", str(cache.limit)] if cache.limit is not None else []
     arguments += ["--expert-parallel"] if expert_parallel else []
     arguments += ["--ranks", ranks_text(ranks)] if ranks is not None else []
-    arguments += ["--observe"] if observes else []
+    arguments += ["--observe"] if observe is not None else []
     return Filling(source, tuple(arguments), cache, logger)

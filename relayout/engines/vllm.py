@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from relayout.conversion.cached import CachedConversion
-    from relayout.engines.first_start import Observer
+    from relayout.conversion.cached import CachedConversion, Observer
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"

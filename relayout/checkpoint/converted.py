@@ -152,13 +152,15 @@ def names_of_output(folder: Store) -> frozenset[str]:
 
 def names_of(manifest: Manifest, record: SourceRecord) -> frozenset[str]:
     """Names of all files that a manifest and a source record name, themselves included."""
-    return frozenset(
-        {MANIFEST_NAME, SOURCE_RECORD_NAME, CHUNKS_NAME}
-        | {file.name for file in manifest.files}
-        | {holder.table for holder in manifest.holders.values()}
-        | ({HUB_INDEX_NAME} if manifest.hub_index_digest is not None else set())
-        | {side.name for side in record.side_files}
-    )
+    weights, sides = (file.name for file in manifest.files), (side.name for side in record.side_files)
+    return frozenset([*names_of_index(manifest), *weights, *sides])
+
+
+def names_of_index(manifest: Manifest) -> list[str]:
+    """The files of a converted checkpoint beside weights and side files, the manifest last."""
+    hub_index = [] if manifest.hub_index_digest is None else [HUB_INDEX_NAME]
+    tables = [holder.table for holder in manifest.holders.values()]
+    return [SOURCE_RECORD_NAME, CHUNKS_NAME, *tables, *hub_index, MANIFEST_NAME]
 
 
 CONVERTED = Replaceable(MANIFEST_NAME, names_of_output)

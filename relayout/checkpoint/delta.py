@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from relayout.checkpoint.converted import find_manifest_blob, names_of_output, read_manifest
+from relayout.checkpoint.converted import find_manifest_blob, names_of_index, names_of_output, read_manifest
 from relayout.checkpoint.proven import Proven, proof_of
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about
-from relayout.format.chunks import CHUNKS_NAME
 from relayout.format.delta import (
     NEW,
     OLD,
@@ -27,8 +26,8 @@ from relayout.format.delta import (
     place_of_index,
 )
 from relayout.format.fields import parse_object
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
-from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, SOURCE_RECORD_NAME, parse_manifest
+from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.format.sparse import xor_into
 from relayout.storage.protocols import (
@@ -174,13 +173,6 @@ def read_delta(store: Store) -> Delta:
         what = f"not between checkpoints of one layout: {difference or 'the files differ'}"
         raise FormatError(what, path=str(store), code="mismatch")
     return Delta(store, manifest, *sides)
-
-
-def names_of_index(manifest: Manifest) -> list[str]:
-    """The files of a converted checkpoint beside weights and side files, the manifest last."""
-    hub_index = [] if manifest.hub_index_digest is None else [HUB_INDEX_NAME]
-    tables = [holder.table for holder in manifest.holders.values()]
-    return [SOURCE_RECORD_NAME, CHUNKS_NAME, *tables, *hub_index, MANIFEST_NAME]
 
 
 def names_of_delta(folder: Store) -> frozenset[str]:

@@ -14,8 +14,15 @@ from itertools import pairwise
 import numpy as np
 
 from relayout import __version__
-from relayout.checkpoint.converted import CONVERTED, read_chunk_digests, read_manifest_blob, read_record, read_table
-from relayout.checkpoint.delta import DELTA_OUTPUT, Paths, names_of_index, read_deltas, with_deltas
+from relayout.checkpoint.converted import (
+    CONVERTED,
+    names_of_index,
+    read_chunk_digests,
+    read_manifest_blob,
+    read_record,
+    read_table,
+)
+from relayout.checkpoint.delta import DELTA_OUTPUT, Paths, read_deltas, with_deltas
 from relayout.checkpoint.proven import check_chunk
 from relayout.checkpoint.source import read_shard
 from relayout.commands.copy import put_index

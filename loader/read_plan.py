@@ -90,9 +90,8 @@ def _contiguous(
 
 
 def _bounced(file: int, transfer: Transfer, alignment: int) -> Chunk:
-    low = align_down(transfer.source, alignment)
-    extent = Extent(low, align_up(transfer.source_end, alignment) - low)
-    return Chunk(file, extent, None, (transfer.shifted(source=-low),))
+    extent = Extent(transfer.source, transfer.source_end - transfer.source).aligned(alignment)
+    return Chunk(file, extent, None, (transfer.shifted(source=-extent.offset),))
 
 
 def _where(chunk: Chunk) -> tuple[tuple[int, int | None], int, int]:

@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from relayout.core.digests import digest_hex
-from relayout.core.extents import align_down, align_up
 from relayout.core.slices import CutTensor, number_cuts
 from relayout.core.strided import Bytes, copy_runs
 from relayout.core.workers import Stop, Stopped
@@ -171,12 +170,11 @@ class ReadAhead:
             if self._stop.requested:
                 raise Stopped("the work was canceled")
         file, extent = self._chunks[index].file, self._chunks[index].extent
-        low = align_down(extent.offset, self._sources.alignment)
-        nbytes = align_up(extent.end, self._sources.alignment) - low
-        view = reserve(self._buffers[index % _NUM_BUFFERS], nbytes)
-        self._sources.read(file, low, view)
+        aligned = extent.aligned(self._sources.alignment)
+        view = reserve(self._buffers[index % _NUM_BUFFERS], aligned.nbytes)
+        self._sources.read(file, aligned.offset, view)
         with self._stop.condition:
-            self._arrived[index] = view[extent.offset - low : extent.end - low]
+            self._arrived[index] = view[extent.offset - aligned.offset : extent.end - aligned.offset]
             self._stop.condition.notify_all()
         return extent.nbytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from relayout.checkpoint.converted import find_manifest_blob, names_of_index, names_of_output, read_manifest
-from relayout.checkpoint.proven import Proven, proof_of
+from relayout.checkpoint.proven import Proven, check_header, proof_of
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.delta import (
@@ -331,14 +331,10 @@ class _Changed(Closable):
             self._head = memoryview(bytearray(self._file.data_start))
             self._base.read(0, self._head)
             where = base.location(self._file.name)
-            self._check_head(delta.old.files[index].header_digest, where)
+            check_header(self._head, delta.old.files[index].header_digest, where)
             self._change(0, 1, 0, self._head)
-            self._check_head(self._file.header_digest, f"{where}, changed by {delta.store}")
+            check_header(self._head, self._file.header_digest, f"{where}, changed by {delta.store}")
             self._stack = stack.pop_all()
-
-    def _check_head(self, digest: str, where: str) -> None:
-        if digest_hex(self._head) != digest:
-            raise FormatError("its header does not match the manifest: damaged", path=where, code="digest")
 
     @property
     def nbytes(self) -> int:

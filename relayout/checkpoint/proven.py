@@ -106,3 +106,16 @@ def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: s
             offset=chunk.offset,
             code="digest",
         )
+
+
+def check_header(header: bytes | memoryview, digest: str, where: str) -> None:
+    """Compare the digest of a file's header with that of the manifest.
+
+    Args:
+        where: the file's name in messages.
+
+    Raises:
+        FormatError: it differs.
+    """
+    if digest_hex(header) != digest:
+        raise FormatError("its header does not match the manifest: damaged", path=where, code="digest")

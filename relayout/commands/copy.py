@@ -26,7 +26,7 @@ from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.coalesce import split
 from relayout.core.digests import DIGEST_NBYTES, OrderedDigests, digest_hex
-from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.core.extents import BLOCK, Extent, align_up
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of, chunks_over
@@ -285,13 +285,13 @@ class _Copying:
     def _copy(self, buffer: Buffer, item: tuple[int, Extent]) -> int:
         index, piece = item
         file = self._files[index]
-        start = align_down(piece.offset, BLOCK)
-        blocks = buffer.reserve(align_up(piece.end, BLOCK) - start)
+        aligned = piece.aligned()
+        blocks = buffer.reserve(aligned.nbytes)
         with self._inputs.use(index) as opened:
-            opened.read(start, blocks)
-        view = blocks[piece.offset - start : piece.end - start]
+            opened.read(aligned.offset, blocks)
+        view = blocks[piece.offset - aligned.offset : piece.end - aligned.offset]
         with self._outputs.use(index) as output:
-            output.write(piece.offset, view, piece.offset - start)
+            output.write(piece.offset, view, piece.offset - aligned.offset)
         for number, chunk, part in chunks_over(piece, file.data_start, file.nbytes, self._chunk_nbytes):
             inside = view[part.offset - piece.offset : part.end - piece.offset]
             digest = self._hashes.update((index, number), part.offset - chunk.offset, inside, chunk.nbytes)

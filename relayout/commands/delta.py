@@ -23,7 +23,7 @@ from relayout.checkpoint.converted import (
     read_table,
 )
 from relayout.checkpoint.delta import DELTA_OUTPUT, Paths, read_deltas, with_deltas
-from relayout.checkpoint.proven import check_chunk
+from relayout.checkpoint.proven import check_chunk, check_header
 from relayout.checkpoint.source import read_shard
 from relayout.commands.copy import put_index
 from relayout.commands.restore import refuse_conversion
@@ -34,7 +34,7 @@ from relayout.core.digests import DIGEST_NBYTES, EMPTY_DIGEST, digest_hex
 from relayout.core.dtypes import BITS
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.workers import Workers, each
-from relayout.errors import FormatError, PlanError
+from relayout.errors import PlanError
 from relayout.format.delta import (
     NEW,
     OLD,
@@ -107,9 +107,7 @@ class _Side:
         """
         file = self.manifest.files[index]
         shard, header = read_shard(self.store, file.name)
-        if digest_hex(shard.header) != file.header_digest:
-            what = "its header does not match the manifest: damaged"
-            raise FormatError(what, path=self.store.location(file.name), code="digest")
+        check_header(shard.header, file.header_digest, self.store.location(file.name))
         return shard.header, header
 
     def copy_index(self, staging: Staging, prefix: str, names: Sequence[str]) -> None:
@@ -326,10 +324,10 @@ def _write_changes(
 
 def _read(file: ReadableFile, extent: Extent) -> memoryview:
     """Bytes of a file, as direct I/O wants to read them."""
-    start = align_down(extent.offset, BLOCK)
-    view = Buffer().reserve(align_up(extent.end, BLOCK) - start)
-    file.read(start, view)
-    return view[extent.offset - start : extent.end - start]
+    blocks = extent.aligned()
+    view = Buffer().reserve(blocks.nbytes)
+    file.read(blocks.offset, view)
+    return view[extent.offset - blocks.offset : extent.end - blocks.offset]
 
 
 class _Runs:

@@ -22,7 +22,7 @@ from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
 from relayout.core.digests import OrderedDigests
 from relayout.core.dtypes import num_bytes
-from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.core.extents import Extent
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
@@ -241,13 +241,13 @@ class _TensorWriter:
     def _read_span(self, span: Span, loaded: Loaded, buffer: Buffer) -> None:
         """Read a span from its first target, and copy its pieces to their order in the source."""
         place = span.targets[0]
-        start = align_down(place.offset, BLOCK)
-        blocks = buffer.reserve(align_up(place.offset + span.nbytes, BLOCK) - start)
+        stored = Extent(place.offset, span.nbytes).aligned()
+        blocks = buffer.reserve(stored.nbytes)
         with self._inputs.use(place.file) as stored_file:
-            stored_file.read(start, blocks)
+            stored_file.read(stored.offset, blocks)
         for piece in span.pieces:
             tensor = self._tensors[piece.tensor]
-            position = place.offset - start + piece.position - piece.offset
+            position = place.offset - stored.offset + piece.position - piece.offset
             for transfer in piece.transfers:
                 target = loaded.tensor_position(tensor, transfer.source)
                 copy_runs(blocks, loaded.memory, transfer.inverted(), position, target)

@@ -332,8 +332,7 @@ def _gapless(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
 
 
 def _block_range(file: int, extent: Extent) -> SourceRange:
-    start = align_down(extent.offset, BLOCK)
-    return SourceRange(file, Extent(start, align_up(extent.end, BLOCK) - start))
+    return SourceRange(file, extent.aligned())
 
 
 def join_ranges(ranges: Iterable[SourceRange]) -> tuple[SourceRange, ...]:

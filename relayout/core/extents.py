@@ -39,6 +39,11 @@ class Extent:
         """Absolute file offset of the byte after the last."""
         return self.offset + self.nbytes
 
+    def aligned(self, alignment: int = BLOCK) -> Extent:
+        """The smallest extent around it whose offset and end are multiples of `alignment`."""
+        start = align_down(self.offset, alignment)
+        return Extent(start, align_up(self.end, alignment) - start)
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

@@ -9,7 +9,7 @@ from heapq import merge
 
 from relayout.core.coalesce import coalesce, split
 from relayout.core.digests import ExtentDigests
-from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.core.extents import BLOCK, Extent, align_up
 from relayout.core.workers import Stop, Workers
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
@@ -87,7 +87,8 @@ def _requests(file: HashedFile) -> Iterator[Extent]:
     """The blocks that hold the extents: adjacent ones joined, long ones split into chunks."""
 
     def blocks(extent: Extent) -> tuple[None, int, int]:
-        return None, align_down(extent.offset, BLOCK), align_up(extent.end, BLOCK)
+        aligned = extent.aligned()
+        return None, aligned.offset, aligned.end
 
     wanted = (extent for extent in merge(file.extents, file.chunks) if extent.nbytes)
     for group in coalesce(wanted, blocks):

@@ -345,6 +345,8 @@ def test_a_model_without_a_built_in_plan_is_observed_once(
     assert observed == []
     with pytest.raises(PlanError, match="no built-in plan"):
         add(model, 2)
+    with pytest.raises(PlanError, match="no built-in plan"):  # Which expert is whose is not observed.
+        add(model, 2, observe=True, expert_parallel=True)
     for _ in range(2):
         add(model, 2, observe=True)
     start(fake.load, model, model)

@@ -52,6 +52,12 @@ def check_mode() -> None:
         raise PlanError("under torch's FakeTensorMode tensors have no memory to load into", code="unsupported")
 
 
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """The name of torch's dtype in file headers; None if safetensors has none."""
+    name = str(dtype).removeprefix("torch.")
+    return next((known for known, torch_name in _TORCH_NAMES.items() if torch_name == name), None)
+
+
 def torch_dtype(name: str, dtype: str) -> torch.dtype:
     """torch's dtype for a tensor of that name.
 

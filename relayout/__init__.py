@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from relayout.loader.in_place import apply
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
     from relayout.plans.plan import Plan
+    from relayout.saving.api import save
     from relayout.storage.cache_folder import Cache
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "report",
     "restore",
     "safe_open",
+    "save",
     "transformers",
     "verify",
     "warm",
@@ -92,6 +94,7 @@ _HOMES = {
     "loader.api": ("iter_load", "load"),
     "loader.diagnose.explain": ("Explanation", "explain"),
     "loader.in_place": ("apply",),
+    "saving.api": ("save",),
     "storage.cache_folder": ("Cache",),
     "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }

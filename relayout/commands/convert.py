@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from relayout.checkpoint.source import read_source
+from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, check_alignment
 from relayout.conversion.run import ConversionPlan, Summary
@@ -18,6 +18,7 @@ from relayout.planning import find_plan
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
 from relayout.progress import Progress
+from relayout.storage.protocols import Store
 from relayout.storage.stores import find_input, find_store, scheme_of
 
 
@@ -77,12 +78,6 @@ def plan_conversion(
         4
     """
     tp = integer(options.get("tp", 1), "tp")
-    alignment = size(options.get("align", DEFAULT_ALIGNMENT), "align")
-    max_part_nbytes = size(options.get("max_part_nbytes", DEFAULT_MAX_PART_NBYTES), "max_part_nbytes")
-    check_alignment(alignment)
-    layout = options.get("layout", RANKS)
-    if layout not in (RANKS, WHOLE_TENSORS):
-        raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
     store = find_input(source)
     target = find_store(default_output(source, tp) if output is None else output)
     checkpoint = read_source(store)
@@ -92,6 +87,18 @@ def plan_conversion(
     if checkpoint.is_file and store.parent()[1].startswith("."):
         what = "a hidden file, which could not be restored: rename it"
         raise PlanError(what, path=str(source), code="option")
+    return plan_checkpoint(checkpoint, target, **options)
+
+
+def plan_checkpoint(checkpoint: SourceCheckpoint, target: Store, **options: Unpack[PlanOptions]) -> ConversionPlan:
+    """As `plan_conversion`, of a checkpoint whose headers were read."""
+    tp = integer(options.get("tp", 1), "tp")
+    alignment = size(options.get("align", DEFAULT_ALIGNMENT), "align")
+    max_part_nbytes = size(options.get("max_part_nbytes", DEFAULT_MAX_PART_NBYTES), "max_part_nbytes")
+    check_alignment(alignment)
+    layout = options.get("layout", RANKS)
+    if layout not in (RANKS, WHOLE_TENSORS):
+        raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
     plan = find_plan(
         checkpoint,
         tp,

@@ -216,6 +216,7 @@ def run_unit(
     threads: int = DEFAULT_THREADS,
     on_tensors: Callable[[Mapping[int, TensorDigests]], None] = lambda complete: None,
     on_progress: Callable[[int], None] | None = None,
+    deliver: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps,
 ) -> Written:
     """Write the data sections of a unit's files, and return the digests of what was written.
 
@@ -224,6 +225,7 @@ def run_unit(
     Args:
         staging: where the files go. Those that are there already must have their full length.
         done: tensors that are written already.
+        deliver: makes each step possible, before it is carried out.
 
     Raises:
         FormatError: a source file has changed its length.
@@ -236,7 +238,7 @@ def run_unit(
     try:
         tensors = run_steps(
             plan.conversion,
-            plan.steps(unit, done=done),
+            deliver(plan.steps(unit, done=done)),
             sink.put,
             threads=threads,
             on_tensors=on_tensors,

@@ -19,7 +19,7 @@ from typing import Any
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
-from relayout.conversion.journal import Fingerprint, Journal, TensorDigests, Written, read_journal
+from relayout.conversion.journal import Fingerprint, Journal, Written, read_journal
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import changed, fingerprint_of
 from relayout.conversion.run import ConversionPlan, Summary, num_readers_of, summary_of
@@ -262,19 +262,31 @@ def commit_units(
             raise PlanError(what, path=staging.location, code="missing")
         for name in set(staging.names()) - {file.name for file in layout.files}:
             staging.remove(name)  # Of a commit that was interrupted.
-        headers = HeaderWriter(staging, planned)
-        tensors: dict[int, TensorDigests] = {}
-        chunks: dict[int, bytes] = {}
-        for unit, record in records.items():
-            tensors |= record.tensors
-            chunks |= record.chunks
-            for file, header in headers.headers(unit, record):
-                if staging.can_read:
-                    _check_head(staging, file.name, file.nbytes, header)
-        write_sidecar(staging, planned, Written(tensors, chunks), headers.files, threads=num_readers, sha256=sha256)
+        tensors = {t: digests for record in records.values() for t, digests in record.tensors.items()}
+        chunks = {file: digests for record in records.values() for file, digests in record.chunks.items()}
+        complete_parts(staging, planned, Written(tensors, chunks), num_readers, sha256=sha256)
         if fingerprint_of(planned) != fingerprint:
             raise changed(planned)
     return summary_of(planned, 0, time.monotonic() - started)
+
+
+def complete_parts(staging: Staging, conversion: Conversion, written: Written, threads: int, *, sha256: bool) -> None:
+    """Compare the length and the header of each file that parts have added, and write what belongs beside them.
+
+    Args:
+        written: all tensors with bytes, and all files.
+        threads, sha256: as for `write_sidecar`.
+
+    Raises:
+        FormatError: a file differs from what is known of it.
+        OSError: reading or writing failed.
+    """
+    headers = HeaderWriter(staging, conversion)
+    for unit in range(len(conversion.layout.units)):
+        for file, header in headers.headers(unit, written):
+            if staging.can_read:
+                _check_head(staging, file.name, file.nbytes, header)
+    write_sidecar(staging, conversion, written, headers.files, threads=threads, sha256=sha256)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from relayout.checkpoint.converted import CONVERTED
@@ -85,31 +86,49 @@ class ConversionPlan(Conversion):
         progress: Progress = None,
     ) -> Summary:
         """Carry out the plan; arguments, result and errors as for `convert`."""
-        started = time.monotonic()
-        threads, chunk_nbytes = share_memory(threads, memory, self.output)
-        num_readers = num_readers_of(threads, chunk_nbytes)
-        source = self.source
-        self.output.check_output(source.root, CONVERTED, force=force)
-        fingerprint = fingerprint_of(self)
-        with self.output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
-            if sha256 and not staging.can_read:
-                what = "cannot read files before they are published: convert to a local folder, or without sha256"
-                raise PlanError(what, path=str(self.output), code="option")
-            noted = read_progress(staging, fingerprint, force=force)
-            staging.check_space(_needed_nbytes(self))
-            with reporting(progress if noted.tensors else None, "checking finished work", self.nbytes_of()):
-                done = verified_progress(staging, noted, self, num_readers)
-            headers = HeaderWriter(staging, self)
-            with (
-                Journal(staging, fingerprint, append=bool(noted.tensors)) as journal,
-                reporting(progress, "converting", self.nbytes_of()) as report,
-            ):
-                written = _run_units(self, staging, journal, headers, done, threads, chunk_nbytes, report)
-            write_sidecar(staging, self, written, headers.files, threads=num_readers, sha256=sha256)
-            if fingerprint_of(self) != fingerprint:
-                staging.clear()
-                raise changed(self)
-        return summary_of(self, self.nbytes_of(done.tensors), time.monotonic() - started)
+        return carry_out(self, force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
+
+
+def carry_out(
+    conversion: Conversion,
+    *,
+    force: bool,
+    sha256: bool,
+    threads: int,
+    memory: int | str,
+    progress: Progress,
+    resumable: bool = True,
+) -> Summary:
+    """Convert; arguments, result and errors as for `convert`.
+
+    Args:
+        resumable: whether finished work is kept if it fails.
+    """
+    started = time.monotonic()
+    threads, chunk_nbytes = share_memory(threads, memory, conversion.output)
+    num_readers = num_readers_of(threads, chunk_nbytes)
+    source, output = conversion.source, conversion.output
+    output.check_output(source.root, CONVERTED, force=force)
+    fingerprint = fingerprint_of(conversion)
+    with output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
+        if sha256 and not staging.can_read:
+            what = "cannot read files before they are published: convert to a local folder, or without sha256"
+            raise PlanError(what, path=str(output), code="option")
+        noted = read_progress(staging, fingerprint, force=force)
+        staging.check_space(needed_nbytes(conversion))
+        with reporting(progress if noted.tensors else None, "checking finished work", conversion.nbytes_of()):
+            done = verified_progress(staging, noted, conversion, num_readers)
+        headers = HeaderWriter(staging, conversion)
+        with (
+            Journal(staging, fingerprint, append=bool(noted.tensors)) if resumable else nullcontext() as journal,
+            reporting(progress, "converting" if resumable else "saving", conversion.nbytes_of()) as report,
+        ):
+            written = _run_units(conversion, staging, journal, headers, done, threads, chunk_nbytes, report)
+        write_sidecar(staging, conversion, written, headers.files, threads=num_readers, sha256=sha256)
+        if fingerprint_of(conversion) != fingerprint:
+            staging.clear()
+            raise changed(conversion)
+    return summary_of(conversion, conversion.nbytes_of(done.tensors), time.monotonic() - started)
 
 
 def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> Summary:
@@ -137,7 +156,7 @@ def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> S
 def _run_units(
     conversion: Conversion,
     staging: Staging,
-    journal: Journal,
+    journal: Journal | None,
     headers: HeaderWriter,
     done: Written,
     threads: int,
@@ -150,7 +169,7 @@ def _run_units(
     num_readers = num_readers_of(threads, chunk_nbytes)
 
     def note(complete: Mapping[int, TensorDigests]) -> None:
-        if complete:
+        if complete and journal is not None:
             journal.add(Written(complete))
 
     def on_progress(nbytes: int) -> None:
@@ -167,7 +186,8 @@ def _run_units(
         tensors |= written.tensors
         unhashed = [file for file in layout.files_of_unit[index] if file not in {**chunks, **written.chunks}]
         added = {**written.chunks, **hash_chunks(staging, layout, unhashed, num_readers)}
-        journal.add(Written(chunks=added))
+        if journal is not None:
+            journal.add(Written(chunks=added))
         chunks |= added
         headers.write(index, Written(tensors, chunks))
         passed += conversion.nbytes_of(unit)
@@ -179,7 +199,8 @@ def num_readers_of(threads: int, chunk_nbytes: int) -> int:
     return max(1, min(threads, 2 * threads * chunk_nbytes // REHASH_NBYTES))
 
 
-def _needed_nbytes(conversion: Conversion) -> int:
+def needed_nbytes(conversion: Conversion) -> int:
+    """About how many bytes an output takes."""
     source = conversion.source
     side = sum(status.nbytes for name in source.side_files if (status := source.folder.stat(name)))
     sidecar = _SIDECAR_NBYTES_PER_TENSOR * len(source.tensors) * (conversion.plan.num_ranks + 1)

@@ -131,6 +131,35 @@ class Transfer:
         after = self._run_part(last, start, end) if last < self.count else []
         return [*before, whole, *after]
 
+    def within(self, other: Transfer) -> Iterator[Transfer]:
+        """The part of whose source bytes `other` reads, too. The runs of each are apart, and rise."""
+        if other.count == 1:
+            yield from self.clipped(other.source, other.source_end)
+        elif self.count == 1:
+            for part in other.clipped(self.source, self.source_end):
+                target = self.target + part.source - self.source
+                yield Transfer(part.source, target, part.nbytes, part.count, part.source_stride, part.source_stride)
+        elif self.source_stride == other.source_stride:
+            # In frames of one stride, from each run of `other` to its next: run i of this one begins `start` bytes into
+            # frame `i + lag`, and may end in the frame behind that.
+            stride = self.source_stride
+            lag, start = divmod(self.source - other.source, stride)
+            for frames, begin in ((lag, start), (lag + 1, start - stride)):
+                low, high = max(0, begin), min(other.nbytes, begin + self.nbytes)
+                first, last = max(0, -frames), min(self.count, other.count - frames)
+                if low < high and first < last:
+                    yield Transfer(
+                        other.source + (first + frames) * stride + low,
+                        self.target + first * self.target_stride + low - begin,
+                        high - low,
+                        last - first,
+                        stride if last - first > 1 else 0,
+                        self.target_stride if last - first > 1 else 0,
+                    )
+        else:
+            for run in other.runs():
+                yield from self.clipped(run.source, run.source_end)
+
     def _run_part(self, index: int, start: int, end: int) -> list[Transfer]:
         run = self.source + index * self.source_stride
         low, high = max(run, start), min(run + self.nbytes, end)

@@ -279,6 +279,11 @@ class Notes(Closable, Protocol):
         """
 
 
+LIVE = "live-"
+"""Names that parts share begin with it if whoever publishes them has the output's lock from before the first part. So
+whoever has the lock knows that parts of other such names are left of processes that ended, and deletes them."""
+
+
 def kept_note(location: str) -> str:
     """The note on the error of an attempt whose files are kept."""
     return f"finished work is kept in {location}; the same command resumes it"
@@ -316,6 +321,9 @@ class Staging(Protocol):
         Raises:
             PlanError: there is less space.
         """
+
+    def take_parts(self) -> None:
+        """Take the parts that were added since the output was staged under a `LIVE` name. All have been added."""
 
     def names(self) -> list[str]:
         """Names of the files here."""
@@ -468,7 +476,8 @@ class Store(Protocol):
         """Begin an output, which is published when the block ends.
 
         With `shared`, all files and notes of parts that were added under this name are there; without, parts of an
-        output here are refused, or deleted with `replace`.
+        output here are refused, or deleted with `replace`. A name that begins with `LIVE` is that of parts which are
+        added while the block runs, and are deleted if it fails.
 
         A local folder is renamed as a whole; on failure nothing changes. A store without rename writes the marker
         last and fails if it exists by then; with `replace`, it first deletes the marker of the older output. Only files

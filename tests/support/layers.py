@@ -17,11 +17,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "conversion": ("core", "progress", "results", "format", "storage", "checkpoint", "plans"),
     "commands": ("core", "progress", "results", "format", "storage", "checkpoint", "plans", "planning", "conversion"),
     "loader": ("core", "progress", "results", "format", "storage", "checkpoint"),
+    "saving": (
+        *("core", "progress", "format", "storage", "checkpoint"),
+        *("conversion", "commands", "loader"),
+    ),
     "benchmark": ("core", "results", "format", "storage", "checkpoint", "plans", "commands", "loader"),
     "html_report": ("core", "results", "format", "storage", "checkpoint", "conversion", "commands"),
     "engines": ("core", "progress", "storage", "checkpoint", "plans", "conversion", "loader"),
     "plugins": ("checkpoint", "plans", "planning", "engines"),
-    "transformers": ("engines",),
+    "transformers": ("saving", "engines"),
     "clusters": ("progress", "conversion", "commands"),
     "cli": (
         *("core", "progress", "tables", "format", "storage", "plans", "observe", "conversion"),

@@ -22,7 +22,7 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.files import InputFile, OutputFile, sync_and_drop_pages, with_path
 from relayout.storage.local.lock_file import check_owner_is, locked
 from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
-from relayout.storage.protocols import Access, Closable, Modes, kept_note
+from relayout.storage.protocols import LIVE, Access, Closable, Modes, kept_note
 
 _TO_CREATE = os.O_RDWR | os.O_CREAT
 FOLDER = "output"
@@ -164,8 +164,10 @@ class LocalStaging:
         """Whether there are notes about files here."""
         if self.notes:
             return any(notes.are_kept for notes in self.notes)
-        names = [name for name in self.place.names() if name.startswith("relayout.") and name != _REPLACED]
-        return any(status.st_size > 0 for name in names if (status := self.place.status(name)) is not None)
+        return _has_notes(self.place)
+
+    def take_parts(self) -> None:
+        """They are here."""
 
     def names(self) -> list[str]:
         return self.folder.names()
@@ -317,6 +319,9 @@ def _folder_of(place: OpenFolder, shared: str | None, replaced: Callable[[Path],
     Raises:
         PlanError: there are no such parts; or there are some, which are not asked for.
     """
+    if shared is not None and shared.startswith(LIVE):
+        _remove_older(place, force=replaced is not None)
+        return subfolder(place, shared_folder(shared))
     if shared is not None:
         if place.status(f"{shared_folder(shared)}/{FOLDER}") is None:
             with suppress(OSError):
@@ -329,13 +334,35 @@ def _folder_of(place: OpenFolder, shared: str | None, replaced: Callable[[Path],
     return place.subfolder(".")
 
 
+def _remove_older(place: OpenFolder, *, force: bool) -> None:
+    """Delete what earlier attempts have left in a staging folder, whose lock is held. Units and resumable conversions
+    only with `force`.
+
+    Raises:
+        PlanError: there are some.
+    """
+    if not force and (_has_notes(place) or _shared(place)):
+        what = "holds an interrupted conversion, or units of other processes; --force discards them"
+        raise PlanError(what, path=place.path, code="exists")
+    for name in place.names():
+        if name != _REPLACED:
+            place.remove(name)
+
+
+def _has_notes(place: OpenFolder) -> bool:
+    """Whether there are notes about files here."""
+    names = [name for name in place.names() if name.startswith("relayout.") and name != _REPLACED]
+    return any(status.st_size > 0 for name in names if (status := place.status(name)) is not None)
+
+
 def shared_folder(shared: str) -> str:
     """The folder, in that beside an output, in which parts of this name are assembled."""
     return f"{_SHARED}{shared}"
 
 
 def _shared(place: OpenFolder) -> bool:
-    return any(name.startswith(_SHARED) for name in place.names())
+    """Whether there are parts that a later process may publish."""
+    return any(name.startswith(_SHARED) and not name.startswith(shared_folder(LIVE)) for name in place.names())
 
 
 def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFolder:

@@ -27,7 +27,7 @@ from relayout.storage.cloud.output.lease import Lease
 from relayout.storage.cloud.output.prefix import OutputPrefix, bare, check_vacant, in_parallel
 from relayout.storage.cloud.output.records import Begun, Complete, Notes, Proof, Publishing, Unit
 from relayout.storage.cloud.upload import Upload
-from relayout.storage.protocols import Closable, ReadableFile, Replaceable, RequestError, kept_note
+from relayout.storage.protocols import LIVE, Closable, ReadableFile, Replaceable, RequestError, kept_note
 
 _SMALL_NBYTES = 2**20
 """Files up to this size are kept in memory and written whole."""
@@ -43,6 +43,8 @@ def staged(output: OutputPrefix, older: Replaceable, *, replace: bool, shared: s
         staging.read_published()
         if shared is None:
             staging.take_over(replace=replace)
+        elif shared.startswith(LIVE):
+            staging.await_parts(shared, replace=replace)
         else:
             staging.gather(shared, replace=replace)
         try:
@@ -105,6 +107,8 @@ class CloudStaging:
         self._part_notes: dict[str, bytes] = {}
         self._has_begun = False
         """Whether anything was changed in the bucket."""
+        self._awaited: str | None = None
+        """The name of parts that are still to come."""
         self._has_parts = False
         """Whether the files are those of parts, which others have recorded."""
         self._begun = records.UPLOADS if part is None else f"{records.UNIT_UPLOADS}{shared}/"
@@ -173,6 +177,26 @@ class CloudStaging:
             self.add_part(name.removeprefix(prefix), unit, with_files=True)
             self._records |= {file.name: name for file in unit.files}
         self._has_parts = True
+
+    def await_parts(self, shared: str, *, replace: bool) -> None:
+        """Make room for parts of this name. Those of other such names are left of processes that had the lease.
+
+        Raises:
+            PlanError: there is an interrupted conversion, or a unit, and `replace` is not set.
+        """
+        if not replace:
+            self.refuse_conversion()
+        left = self._output.record_names(records.UNITS) + self._output.record_names(records.UNIT_UPLOADS)
+        if not replace and not all(name.partition("/")[2].startswith(LIVE) for name in left):
+            what = "holds units of other processes: --commit publishes them, --force discards them"
+            raise PlanError(what, path=str(self._output), code="exists")
+        self._awaited = shared
+        self.clear()
+
+    def take_parts(self) -> None:
+        if self._awaited is not None:
+            self.gather(self._awaited, replace=True)
+            self._has_parts = False  # Nobody else could publish them.
 
     def add_part(self, part: str, unit: Unit, *, with_files: bool) -> None:
         """Add the notes of a part, and optionally its files."""

@@ -1,0 +1,328 @@
+"""`save`: tensors in memory in, a folder of rank files out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, Unpack
+from weakref import WeakKeyDictionary
+
+from relayout.checkpoint.shards import find_side_files
+from relayout.checkpoint.source import model_order, read_source
+from relayout.commands.convert import PlanOptions, plan_checkpoint
+from relayout.conversion.copy import share_memory
+from relayout.conversion.resume import fingerprint_of
+from relayout.conversion.run import ConversionPlan, Summary, carry_out
+from relayout.core.arguments import integer, size
+from relayout.core.digests import digest_hex
+from relayout.core.extents import Extent
+from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
+from relayout.errors import PlanError
+from relayout.format.manifest import MAX_TABLE_NBYTES
+from relayout.loader.group.collectives import Group
+from relayout.progress import Progress
+from relayout.saving.exchange import Exchange, Holders
+from relayout.saving.folder import MemoryFolder
+from relayout.saving.held import HeldTensor, in_stored_order
+from relayout.saving.shards import INDEX_NAME, Shard, TensorHead, lay_out_shards, share_out
+from relayout.saving.together import save_together
+from relayout.storage.protocols import read_whole
+from relayout.storage.stores import find_input, find_store
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+DEFAULT_SHARD_NBYTES = 50 * 10**9
+"""As transformers 5 (`max_shard_size` of `save_pretrained`)."""
+
+DEFAULT_THREADS = 4
+DEFAULT_MEMORY = 2**27
+_ROUND_NBYTES = 2**25
+_SENT_NBYTES = 2**28
+"""The most that a member of a group sends in a round, if it has all that the others want."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """How tensors are grouped into the shards of the checkpoint that `restore` gives back."""
+
+    shards: Sequence[Sequence[str]]
+    """Names of the tensors of each."""
+    metadata: Mapping[str, int]
+    """Of the index.json, if there are several."""
+
+
+def save(
+    tensors: Mapping[str, torch.Tensor],
+    output: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    group: ProcessGroup | None = None,
+    background: bool = False,
+    max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
+    force: bool = False,
+    sha256: bool = False,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
+    **options: Unpack[PlanOptions],
+) -> Summary | Future[Summary]:
+    """Write tensors in memory, such as a model in training, as the folder that `convert` makes of their checkpoint.
+
+    The weight files are byte for byte those that `convert` writes, and `restore` gives the checkpoint that
+    `save_pretrained` of transformers 5 writes of this state dict. Nothing is gathered: no process needs more than
+    512 MiB beside the tensors.
+
+    Args:
+        tensors: by name, on any device. Of a DTensor (FSDP2, tensor-parallel, or both), this process gives its shard.
+            They must not change before the save has ended; with `background`, before this function returns.
+        output: the folder to make, or its URL. It appears complete or not at all. All processes must reach it.
+        config: the content of config.json; or a folder whose small files, such as config.json and those of the
+            tokenizer, are copied. Of a group, that of the first member counts.
+        group: a process group; all members save together, each with what it holds, and with equal options. Default:
+            this process alone, which holds everything.
+        background: copy the tensors to host memory, and return at once.
+        max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
+        force: replace an output folder that relayout wrote, or discard an interrupted conversion.
+        sha256, threads, memory, progress: as for `convert`.
+        options: `tp`, `plan`, `align` and so on: see `PlanOptions`.
+
+    Returns:
+        What was written; with `background`, a future of that, which raises what this function would have.
+
+    Raises:
+        FormatError: config.json is damaged.
+        PlanError: the tensors cannot be saved like this; elements are missing.
+        OSError: writing failed, or a member of the group is gone.
+
+    If it fails, nothing is left: a later process has other tensors.
+
+    Example:
+        >>> import relayout, torch
+        >>> tensors = {"model.norm.weight": torch.ones(64)}
+        >>> relayout.save(tensors, "saved", config={"model_type": "llama"}, tp=2).num_files
+        2
+    """
+    saving = Saving(
+        output=output,
+        files={} if config is None else _files_of(config),
+        index=None,
+        max_shard_nbytes=size(max_shard_size, "max_shard_size"),
+        force=force,
+        sha256=sha256,
+        threads=integer(threads, "threads"),
+        memory=size(memory, "memory"),
+        progress=progress,
+        options=options,
+    )
+    return saving.start({name: HeldTensor.of(name, tensor) for name, tensor in tensors.items()}, group, background)
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A save, but for the tensors."""
+
+    output: str | os.PathLike[str]
+    files: Mapping[str, bytes]
+    """Small files beside the weights."""
+    index: Index | None
+    """None: by the order of the tensors, and `max_shard_nbytes`."""
+    max_shard_nbytes: int
+    force: bool
+    sha256: bool
+    threads: int
+    memory: int
+    progress: Progress
+    options: PlanOptions
+
+    def start(
+        self, held: Mapping[str, HeldTensor], group: ProcessGroup | None, background: bool
+    ) -> Summary | Future[Summary]:
+        """Save what this process holds; the rest as for `save`."""
+        line = _Line() if group is None else _line_of(group)
+        if background:
+            return line.begin(partial(self._run, {name: one.on_host() for name, one in held.items()}, line.group))
+        line.wait()
+        return self._run(held, line.group)
+
+    def _run(self, held: Mapping[str, HeldTensor], group: ProcessGroup | None) -> Summary:
+        return self._alone(held) if group is None else self._together(held, Group(group))
+
+    def _alone(self, held: Mapping[str, HeldTensor]) -> Summary:
+        heads, shards, index = self._shards([one.head for one in held.values()])
+        tensors = [held[head.name] for head in heads]
+        Holders(heads, _boxes(heads, [[one.part for one in tensors]])).check()
+
+        def fill(file: str, extent: Extent, view: memoryview) -> None:
+            for t, part, position in shards[file].parts(extent):
+                view[position : position + part.nbytes] = tensors[t].bytes_of(part).data
+
+        planned = self._planned(MemoryFolder({**self.files, **index}, shards, fill, os.urandom(16).hex()))
+        return carry_out(
+            planned,
+            force=self.force,
+            sha256=self.sha256,
+            threads=self.threads,
+            memory=self.memory,
+            progress=self.progress,
+            resumable=False,
+        )
+
+    def _together(self, held: Mapping[str, HeldTensor], group: Group) -> Summary:
+        try:
+            token, files = group.all_gather((os.urandom(16).hex(), self.files if group.index == 0 else {}))[0]
+            with group.collective():
+                heads, shards, index = self._shards(_union(held, group))
+                holders = Holders(heads, _boxes(heads, _parts(held, heads, group)))
+                holders.check()
+                threads, chunk_nbytes = share_memory(self.threads, self.memory)
+                nbytes = max(chunk_nbytes, min(_ROUND_NBYTES, _SENT_NBYTES // group.num_members))
+                mine = {t: held[head.name] for t, head in enumerate(heads) if head.name in held}
+                exchange = Exchange(group, holders, mine, shards, nbytes)
+                planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token))
+                _check_equal(planned, group)
+        except BaseException as error:
+            group.fail(error)
+            raise
+        return save_together(
+            planned,
+            exchange,
+            group,
+            token=token,
+            force=self.force,
+            sha256=self.sha256,
+            threads=threads,
+            chunk_nbytes=min(chunk_nbytes, nbytes // self.threads),
+            progress=self.progress,
+        )
+
+    def _shards(self, heads: Sequence[TensorHead]) -> tuple[list[TensorHead], dict[str, Shard], dict[str, bytes]]:
+        """The tensors in model order, as the checkpoint has them; the shards by name; the index.json if there is one.
+
+        Args:
+            heads: in the order in which shards are filled.
+        """
+        if self.index is None:
+            shared_out = share_out([head.nbytes for head in heads], self.max_shard_nbytes)
+            names = [[heads[t].name for t in tensors] for tensors in shared_out]
+            num_parameters = sum(prod(head.shape) for head in heads)
+            totals = {"total_parameters": num_parameters, "total_size": sum(head.nbytes for head in heads)}
+        else:
+            names, totals = list(map(list, self.index.shards)), dict(self.index.metadata)
+        ordered = sorted(heads, key=lambda head: (model_order(head.name), head.name))
+        position = {head.name: t for t, head in enumerate(ordered)}
+        stored = [in_stored_order(ordered, [position[name] for name in group]) for group in names]
+        shards, index = lay_out_shards(ordered, stored, totals)
+        return ordered, {shard.name: shard for shard in shards}, {} if index is None else {INDEX_NAME: index}
+
+    def _planned(self, folder: MemoryFolder) -> ConversionPlan:
+        return plan_checkpoint(read_source(folder), find_store(self.output), **self.options)
+
+
+class _Line:
+    """Saves that run one after the other."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group = group
+        """Of the same processes as the caller's, for messages from host memory that meet no others."""
+        self._executor = ThreadPoolExecutor(1, "relayout-save")
+        self._last: Future[Summary] | None = None
+
+    def begin(self, run: Callable[[], Summary]) -> Future[Summary]:
+        """Run a save behind those that were begun before."""
+        self._last = self._executor.submit(run)
+        return self._last
+
+    def wait(self) -> None:
+        """Wait for all that were begun, however they end."""
+        if self._last is not None:
+            wait([self._last])
+
+
+_lines: WeakKeyDictionary[ProcessGroup, _Line] = WeakKeyDictionary()
+
+
+def _line_of(group: ProcessGroup) -> _Line:
+    """The saves of a group, which all members begin in the same order.
+
+    Raises:
+        PlanError: this process is no member.
+    """
+    from torch import distributed
+
+    if group not in _lines:
+        Group(group)
+        ranks = distributed.get_process_group_ranks(group)
+        # Not destroyed: torch 2.13 gives the next group of these ranks the same name, and it finds dead addresses.
+        _lines[group] = _Line(distributed.new_group(ranks, backend="gloo", use_local_synchronization=True))
+    return _lines[group]
+
+
+def _union(held: Mapping[str, HeldTensor], group: Group) -> list[TensorHead]:
+    """All tensors of the group, those of the first member first.
+
+    Raises:
+        PlanError: two members have different tensors of one name.
+    """
+    own = [one.head for one in held.values()]
+    if len(set(group.all_gather(digest_hex(repr(own).encode())))) == 1:
+        return own
+    heads: dict[str, TensorHead] = {}  # Different ones, such as in pipeline parallelism.
+    for member, others in enumerate(group.all_gather(own)):
+        for head in others:
+            known = heads.setdefault(head.name, head)
+            if known != head:
+                what = f"member {member} has {head.dtype} {list(head.shape)}"
+                expected = f"expected {known.dtype} {list(known.shape)}, as another member has"
+                raise PlanError(f"{what}, {expected}", tensor=head.name, code="mismatch")
+    return list(heads.values())
+
+
+def _parts(held: Mapping[str, HeldTensor], heads: Sequence[TensorHead], group: Group) -> list[list[Slice]]:
+    """Of each member, what it holds of each tensor."""
+    same: dict[Slice, Slice] = {}  # Equal ones are sent once.
+    parts = [held[head.name].part if head.name in held else NOT_HELD for head in heads]
+    return group.all_gather([same.setdefault(part, part) for part in parts])
+
+
+def _boxes(heads: Sequence[TensorHead], parts: Sequence[Sequence[Slice]]) -> list[CutTensor]:
+    """Each tensor as the members have it. Those that are alike share one object."""
+    cuts: dict[tuple[Slice, ...], Cut] = {}
+    boxes = []
+    for head, row in zip(heads, zip(*parts, strict=True), strict=True):
+        cut = cuts.get(row)
+        if cut is None:
+            cut = cuts.setdefault(row, Cut(row))
+        boxes.append(cut.tensor(head.dtype, head.shape))
+    return boxes
+
+
+def _check_equal(planned: ConversionPlan, group: Group) -> None:
+    """Check that all members have planned the same.
+
+    Raises:
+        PlanError: they have not.
+    """
+    if len(set(group.all_gather((str(planned.output), fingerprint_of(planned))))) > 1:
+        raise PlanError("the members of the group save with different options", code="option")
+
+
+def _files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, bytes]:
+    """The small files beside the weights, by name.
+
+    Raises:
+        FormatError: one cannot be read.
+        PlanError: there is no such folder.
+    """
+    if isinstance(config, Mapping):
+        return {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+    folder = find_input(config)
+    entries = sorted(folder.walk(), key=lambda entry: entry.name.split("/"))
+    names, _ = find_side_files(folder, entries)
+    return {name: read_whole(folder.open(name), folder.location(name), MAX_TABLE_NBYTES) for name in names}

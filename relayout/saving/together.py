@@ -1,0 +1,210 @@
+"""A save by all processes of a group: each writes the files of some ranks, and one publishes the folder."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import xxhash
+
+from relayout.checkpoint.converted import CONVERTED
+from relayout.conversion.copy import run_unit
+from relayout.conversion.jobs import complete_parts
+from relayout.conversion.journal import Journal, TensorDigests, Written
+from relayout.conversion.layout import Conversion
+from relayout.conversion.resume import fingerprint_of
+from relayout.conversion.run import ConversionPlan, Summary, needed_nbytes, summary_of
+from relayout.conversion.side_files import output_modes
+from relayout.conversion.sidecar import HeaderWriter, digests_of_all
+from relayout.conversion.steps import CopyPlan, Step
+from relayout.core.coalesce import split
+from relayout.core.digests import EMPTY_DIGEST
+from relayout.core.extents import Extent, Transfer
+from relayout.core.slices import CutTensor
+from relayout.errors import PlanError
+from relayout.loader.group.collectives import Group
+from relayout.progress import Progress, reporting
+from relayout.saving.exchange import Exchange, Range
+from relayout.storage.protocols import LIVE, Staging
+
+
+def save_together(
+    planned: ConversionPlan,
+    exchange: Exchange,
+    group: Group,
+    *,
+    token: str,
+    force: bool,
+    sha256: bool,
+    threads: int,
+    chunk_nbytes: int,
+    progress: Progress,
+) -> Summary:
+    """Carry out a save, planned alike by all members; the first publishes.
+
+    Args:
+        token: random, the same for all members.
+        threads, chunk_nbytes: as for `CopyPlan` and `run_unit`.
+
+    Raises:
+        FormatError, PlanError, OSError, MemoryError: as `relayout.save`, on any member. The output is as it was.
+    """
+    started = time.monotonic()
+    if planned.has_whole:
+        raise PlanError("layout='whole' is not written by a group: choose 'ranks'", code="unsupported")
+    shared, part, num_members = f"{LIVE}{token}", f"member-{group.index}", group.num_members
+    shares = [planned.only(ranks) if ranks else None for ranks in shares_of(planned.plan.num_ranks, num_members)]
+    modes = output_modes(planned.source)
+    try:
+        with ExitStack() as stack:
+            staging: Staging | None = None
+            with group.collective():
+                if group.index == 0:
+                    planned.output.check_output(planned.source.root, CONVERTED, force=force)
+                    staged = planned.output.stage(CONVERTED, replace=force, modes=modes, shared=shared)
+                    staging = stack.enter_context(staged)
+                    if sha256 and not staging.can_read:
+                        what = "cannot read files before they are published: save without sha256"
+                        raise PlanError(what, path=str(planned.output), code="option")
+                    staging.check_space(needed_nbytes(planned))
+            with planned.output.stage_part(CONVERTED, shared, part, replace=True, modes=modes) as own:
+                with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
+                    written = _write(planned, shares, exchange, group, own, threads, chunk_nbytes, report)
+                with Journal(own, fingerprint_of(planned), append=False, name=part) as journal:
+                    journal.add(written)
+            sources = _hash_sources(planned, exchange, group, chunk_nbytes)
+            gathered = group.all_gather((written, sources))
+            with group.collective():
+                if staging is not None:
+                    staging.take_parts()
+                    complete_parts(staging, planned, _merged(planned, shares, gathered), threads, sha256=sha256)
+                    stack.close()  # Publishes.
+            return summary_of(planned, 0, time.monotonic() - started)
+    except BaseException as error:
+        group.fail(error)
+        raise
+
+
+def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
+    """The ranks whose files each member writes: of few ranks, members that are far apart."""
+    shares: list[list[int]] = [[] for _ in range(num_members)]
+    for rank in range(num_ranks):
+        shares[rank * num_members // num_ranks if num_ranks < num_members else rank % num_members].append(rank)
+    return shares
+
+
+def _write(
+    planned: ConversionPlan,
+    shares: Sequence[Conversion | None],
+    exchange: Exchange,
+    group: Group,
+    staging: Staging,
+    threads: int,
+    chunk_nbytes: int,
+    report: Callable[[int], None] | None,
+) -> Written:
+    """Write this member's files, and serve the others."""
+    own = shares[group.index]
+    headers = None if own is None else HeaderWriter(staging, own)
+    plan = None if own is None else CopyPlan(own, chunk_nbytes=chunk_nbytes)
+    wanted = _Slices(planned, shares)
+    written = Written()
+    num_units = len(planned.layout.units)
+    for unit in range(num_units):
+        deliver = partial(exchange.deliver, ranges_of=partial(_ranges_of, planned), wanted=wanted)
+        if plan is None or headers is None:
+            deque(deliver(()), 0)
+        else:
+            done = run_unit(plan, unit, staging, threads=threads, deliver=deliver)
+            headers.write(unit, done)
+            written = Written({**written.tensors, **done.tensors}, {**written.chunks, **done.chunks})
+        if report is not None:
+            report(planned.layout.nbytes * (unit + 1) // num_units)
+    return written
+
+
+def _ranges_of(planned: ConversionPlan, step: Step) -> list[Range]:
+    files = planned.source.files
+    return [Range(files[one.file].name, one.extent.offset, one.extent.nbytes) for one in step.ranges]
+
+
+class _Slices:
+    """What each member wants of a tensor: the slices of the ranks whose files it writes."""
+
+    def __init__(self, planned: ConversionPlan, shares: Sequence[Conversion | None]) -> None:
+        self._cut = planned.cut
+        self._ranks = [() if share is None else share.ranks for share in shares]
+        self._known: dict[tuple[int, CutTensor], list[Transfer]] = {}
+
+    def __call__(self, member: int, t: int) -> Sequence[Transfer]:
+        tensor = self._cut[t]
+        known = self._known.get((member, tensor))
+        if known is None:
+            which = dict.fromkeys(tensor.cut.which[rank] for rank in self._ranks[member])
+            whole = [one for one in which if tensor.cut.distinct[one].is_whole]
+            known = [part for one in whole[:1] or which for part in tensor.transfers[one]]
+            self._known[member, tensor] = known
+        return known
+
+
+def _hash_sources(planned: ConversionPlan, exchange: Exchange, group: Group, chunk_nbytes: int) -> dict[int, str]:
+    """Digests of whole tensors, of which no member has all bytes to write: each hashes some."""
+    tensors, files = planned.source.tensors, planned.source.files
+    unknown = [t for t, cut in enumerate(planned.cut) if tensors[t].extent.nbytes and _holder_of_whole(cut) is None]
+    loads = [0] * group.num_members
+    mine = []
+    for t in sorted(unknown, key=lambda t: -tensors[t].extent.nbytes):
+        member = loads.index(min(loads))
+        loads[member] += tensors[t].extent.nbytes
+        if member == group.index:
+            mine.append(t)
+
+    def wanted(_: int, t: int) -> Sequence[Transfer]:
+        return [Transfer(0, 0, tensors[t].extent.nbytes)]
+
+    def range_of(piece: tuple[int, Extent]) -> list[Range]:
+        return [Range(files[tensors[piece[0]].file].name, piece[1].offset, piece[1].nbytes)]
+
+    running: dict[int, xxhash.xxh3_128] = {}
+    pieces = ((t, piece) for t in sorted(mine) for piece in split(tensors[t].extent, chunk_nbytes))
+    for t, piece in exchange.deliver(pieces, range_of, wanted):
+        view = memoryview(bytearray(piece.nbytes))
+        exchange.fill(files[tensors[t].file].name, piece, view)
+        running.setdefault(t, xxhash.xxh3_128()).update(view)
+    return {t: digest.hexdigest() for t, digest in running.items()}
+
+
+def _holder_of_whole(tensor: CutTensor) -> int | None:
+    """A rank that holds a tensor whole; None if none does."""
+    holders = (tensor.cut.holders[which] for which, part in enumerate(tensor.cut.distinct) if part.is_whole)
+    return next((ranks[0] for ranks in holders), None)
+
+
+def _merged(
+    planned: ConversionPlan, shares: Sequence[Conversion | None], gathered: Sequence[tuple[Written, Mapping[int, str]]]
+) -> Written:
+    """What all members have written, as one conversion has it."""
+    sources = {t: digest for _, hashed in gathered for t, digest in hashed.items()}
+    number_of = {file.name: number for number, file in enumerate(planned.layout.files)}
+    by_rank: dict[int, tuple[Conversion, Sequence[TensorDigests]]] = {}
+    chunks: dict[int, bytes] = {}
+    for share, (written, _) in zip(shares, gathered, strict=True):
+        if share is not None:
+            by_rank |= dict.fromkeys(share.ranks, (share, digests_of_all(share, written.tensors)))
+            names = [file.name for file in share.layout.files]
+            chunks |= {number_of[names[number]]: digests for number, digests in written.chunks.items()}
+
+    def slice_digest(t: int, rank: int) -> str:
+        share, digests = by_rank[rank]
+        return digests[t].slices[share.cut[t].cut.which[rank]]
+
+    tensors = {}
+    for t, tensor in enumerate(planned.cut):
+        slices = tuple(slice_digest(t, ranks[0]) for ranks in tensor.cut.holders)
+        whole = _holder_of_whole(tensor)
+        source = sources.get(t, EMPTY_DIGEST) if whole is None else slice_digest(t, whole)
+        tensors[t] = TensorDigests(source, slices)
+    return Written(tensors, chunks)

@@ -1,4 +1,4 @@
-"""transformers: models of converted folders, in its own tensor parallelism, under torchrun.
+"""transformers: models of converted folders, in its own tensor parallelism, under torchrun; and models to save.
 
 Its loader asks of each weight exactly the part that its plan gives to the rank. What lies in relayout's slice of the
 rank is answered from that; the rest, where the two cut differently, is read from the other ranks' files.
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.engines.rank_weights import EngineOptions, RankWeights, find_folder, listed
 from relayout.errors import PlanError
+from relayout.saving.pretrained import save_pretrained
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "save_pretrained"]
 
 
 def from_pretrained(

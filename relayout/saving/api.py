@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from weakref import WeakKeyDictionary
 
 from relayout.checkpoint.shards import find_side_files
@@ -111,7 +111,7 @@ def save(
     """
     saving = Saving(
         output=output,
-        files={} if config is None else _files_of(config),
+        files={} if config is None else files_of(config),
         index=None,
         max_shard_nbytes=size(max_shard_size, "max_shard_size"),
         force=force,
@@ -121,7 +121,9 @@ def save(
         progress=progress,
         options=options,
     )
-    return saving.start({name: HeldTensor.of(name, tensor) for name, tensor in tensors.items()}, group, background)
+    return saving.start(
+        lambda: {name: HeldTensor.of(name, tensor) for name, tensor in tensors.items()}, group, background
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +144,22 @@ class Saving:
     options: PlanOptions
 
     def start(
-        self, held: Mapping[str, HeldTensor], group: ProcessGroup | None, background: bool
+        self, hold: Callable[[], Mapping[str, HeldTensor]], group: ProcessGroup | None, background: bool
     ) -> Summary | Future[Summary]:
-        """Save what this process holds; the rest as for `save`."""
+        """Save what this process holds, which `hold` finds out; the rest as for `save`."""
         line = _Line() if group is None else _line_of(group)
-        if background:
-            return line.begin(partial(self._run, {name: one.on_host() for name, one in held.items()}, line.group))
-        line.wait()
-        return self._run(held, line.group)
+        if not background:
+            line.wait()
+            return self._run(hold, line.group)
+        try:
+            copied = {name: one.on_host() for name, one in hold().items()}
+        except Exception as error:
+            failed = error  # The other members are told, in their line.
+            return line.begin(partial(self._run, partial(_raise, failed), line.group))
+        return line.begin(partial(self._run, lambda: copied, line.group))
 
-    def _run(self, held: Mapping[str, HeldTensor], group: ProcessGroup | None) -> Summary:
-        return self._alone(held) if group is None else self._together(held, Group(group))
+    def _run(self, hold: Callable[[], Mapping[str, HeldTensor]], group: ProcessGroup | None) -> Summary:
+        return self._alone(hold()) if group is None else self._together(hold, Group(group))
 
     def _alone(self, held: Mapping[str, HeldTensor]) -> Summary:
         heads, shards, index = self._shards([one.head for one in held.values()])
@@ -174,8 +181,9 @@ class Saving:
             resumable=False,
         )
 
-    def _together(self, held: Mapping[str, HeldTensor], group: Group) -> Summary:
+    def _together(self, hold: Callable[[], Mapping[str, HeldTensor]], group: Group) -> Summary:
         try:
+            held = hold()
             token, files = group.all_gather((os.urandom(16).hex(), self.files if group.index == 0 else {}))[0]
             with group.collective():
                 heads, shards, index = self._shards(_union(held, group))
@@ -207,7 +215,12 @@ class Saving:
 
         Args:
             heads: in the order in which shards are filled.
+
+        Raises:
+            PlanError: there are none.
         """
+        if not heads:
+            raise PlanError("no tensors to save", code="missing")
         if self.index is None:
             shared_out = share_out([head.nbytes for head in heads], self.max_shard_nbytes)
             names = [[heads[t].name for t in tensors] for tensors in shared_out]
@@ -223,6 +236,10 @@ class Saving:
 
     def _planned(self, folder: MemoryFolder) -> ConversionPlan:
         return plan_checkpoint(read_source(folder), find_store(self.output), **self.options)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 class _Line:
@@ -313,7 +330,7 @@ def _check_equal(planned: ConversionPlan, group: Group) -> None:
         raise PlanError("the members of the group save with different options", code="option")
 
 
-def _files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, bytes]:
+def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, bytes]:
     """The small files beside the weights, by name.
 
     Raises:

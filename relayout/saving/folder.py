@@ -73,7 +73,7 @@ class MemoryFolder:
 
     def stat(self, name: str) -> FileStat | None:
         if name in self.files:
-            return FileStat(len(self.files[name]), self.version, Modes().file)
+            return FileStat(len(self.files[name]), self.version)
         shard = self.shards.get(name)
         return None if shard is None else FileStat(shard.nbytes, self.version, Modes().file)
 

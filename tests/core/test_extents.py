@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -52,6 +53,17 @@ def test_windows_that_cover_the_source_keep_every_byte(transfer: Transfer, cuts:
     edges = [0, *sorted(cuts), 200]
     parts = [part for low, high in pairwise(edges) for part in transfer.clipped(low, high)]
     assert [pair for part in parts for pair in moves(part)] == moves(transfer)
+
+
+@given(transfer=transfers(), other=transfers(), stride=st.none() | st.integers(6, 12))
+@example(transfer=Transfer(3, 0, 4, 3, 10, 4), other=Transfer(0, 0, 5, 4, 10, 5), stride=None)
+@example(transfer=Transfer(8, 0, 4, 3, 10, 4), other=Transfer(0, 0, 5, 4, 10, 5), stride=None)
+def test_what_two_transfers_both_read(transfer: Transfer, other: Transfer, stride: int | None) -> None:
+    if stride is not None and transfer.count > 1 and other.count > 1:
+        transfer, other = (replace(one, source_stride=stride) for one in (transfer, other))
+    read = {source for source, _ in moves(other)}
+    found = [pair for part in transfer.within(other) for pair in moves(part)]
+    assert sorted(found) == sorted(pair for pair in moves(transfer) if pair[0] in read)
 
 
 @given(transfer=transfers())

@@ -22,7 +22,7 @@ from relayout.storage.cloud.output.lease import Lease
 from relayout.storage.cloud.output.prefix import OutputPrefix, bare
 from relayout.storage.cloud.output.records import LEASE, Holder
 from relayout.storage.cloud.store import CloudStore
-from relayout.storage.protocols import Access, Entry, Kind, Modes, Staging, Store
+from relayout.storage.protocols import LIVE, Access, Entry, Kind, Modes, Staging, Store
 from relayout.storage.stores import find_store
 
 NBYTES = 5 * 4096 + 123
@@ -619,6 +619,78 @@ def test_parts_of_another_name_are_not_mixed_in(there: Ground) -> None:
     with staged(store, replace=True) as staging:
         assert staging.names() == []
         staging.put(MARKER, [b"again"])
+
+
+def beside(store: Store) -> list[str]:
+    """What is hidden beside an output."""
+    if isinstance(store, CloudStore):
+        output = store._output()
+        return [name for name, _ in output.client.list_objects(output.hidden.rstrip("/"))]
+    path = store.path("")
+    assert path is not None
+    return [found.name for found in path.parent.glob(f".{path.name}.*")]
+
+
+@contextmanager
+def live(store: Store, name: str, *, replace: bool = False) -> Iterator[Staging]:
+    with store.stage(OLDER, replace=replace, modes=Modes(), shared=LIVE + name) as staging:
+        yield staging
+
+
+def test_parts_are_added_while_the_output_is_staged(there: Ground) -> None:
+    store = there.store("out")
+    with live(store, "one") as staging:
+        add(store, LIVE + "one", "a", first=b"1")
+        add(store, LIVE + "one", "b", second=b"22")
+        staging.take_parts()
+        assert sorted(staging.names()) == ["first", "second"]
+        staging.put(MARKER, [b"done"])
+    assert (content(store, "first"), content(store, "second")) == (b"1", b"22")
+    assert beside(store) == []
+
+
+def test_of_parts_whose_output_fails_nothing_is_left(there: Ground) -> None:
+    store = there.store("out")
+    with suppress(ZeroDivisionError), live(store, "one") as staging:
+        add(store, LIVE + "one", "a", first=b"1")
+        staging.take_parts()
+        raise ZeroDivisionError
+    assert store.kind() is not Kind.FOLDER
+    assert beside(store) == []
+
+
+def test_parts_that_a_killed_process_has_left_are_deleted(there: Ground) -> None:
+    store = there.store("out")
+    add(store, LIVE + "one", "a", first=b"1")
+    with live(store, "two") as staging:
+        add(store, LIVE + "two", "a", first=b"2")
+        staging.take_parts()
+        assert staging.names() == ["first"]
+        staging.put(MARKER, [b"done"])
+    assert content(store, "first") == b"2"
+    assert beside(store) == []
+
+
+def test_units_of_a_conversion_are_not_deleted_for_parts(there: Ground) -> None:
+    store = there.store("out")
+    add(store, "one", "a", first=b"1")
+    with pytest.raises(PlanError, match="force"), live(store, "two"):
+        pass
+    with store.stage(OLDER, replace=False, modes=Modes(), shared="one") as staging:
+        assert staging.names() == ["first"]
+        staging.put(MARKER, [b"done"])
+    assert content(store, "first") == b"1"
+
+
+def test_only_one_process_has_live_parts(there: Ground) -> None:
+    store = there.store("out")
+    with live(store, "one") as staging:
+        add(store, LIVE + "one", "a", first=b"1")
+        with pytest.raises(PlanError, match="another"), live(store, "two"):
+            pass
+        staging.take_parts()
+        assert staging.names() == ["first"]
+        staging.put(MARKER, [b"done"])
 
 
 # The registry.

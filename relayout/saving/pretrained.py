@@ -1,0 +1,270 @@
+"""Models of transformers: what `save_pretrained` would write of them, found out without their elements.
+
+transformers 5 may keep a model in another form than its checkpoint: experts in one tensor, for example. Its own reverse
+conversion is called with tensors that have no memory, and what it does to them is recorded. Each tensor of the
+checkpoint then is known as a view of one of the model's, and each process gives its part of that.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from operator import mul
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from relayout.commands.convert import PlanOptions
+from relayout.conversion.copy import DEFAULT_MEMORY
+from relayout.conversion.run import Summary
+from relayout.core.arguments import integer, size
+from relayout.core.slices import NOT_HELD, Range, Slice
+from relayout.errors import PlanError
+from relayout.progress import Progress
+from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Index, Saving, files_of
+from relayout.saving.held import HeldTensor
+from relayout.saving.shards import SINGLE_NAME, TensorHead
+
+if TYPE_CHECKING:
+    import torch
+
+
+def save_pretrained(
+    model: Any,
+    output: str | os.PathLike[str],
+    *,
+    background: bool = False,
+    max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
+    force: bool = False,
+    sha256: bool = False,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
+    **options: Unpack[PlanOptions],
+) -> Summary | Future[Summary]:
+    """Write a model of transformers as the folder that `convert` makes of what its `save_pretrained` writes.
+
+    Where `torch.distributed` is initialized, all processes of the default group call this, and each gives what it
+    holds: nothing is gathered, under FSDP2 or tensor parallelism. config.json and the generation configuration are
+    written; the files of a tokenizer are not.
+
+    Args:
+        model: of transformers 5; not quantized, and without adapters.
+        output, background, max_shard_size, force, sha256, threads, memory, progress, options: as for `relayout.save`.
+
+    Raises:
+        PlanError: the model cannot be saved like this; or as `relayout.save`.
+        FormatError, OSError: as `relayout.save`.
+    """
+    from torch import distributed
+
+    is_distributed = distributed.is_initialized() and distributed.get_world_size() > 1
+    is_first = not is_distributed or distributed.get_rank() == 0
+    state = _state_of(model)
+    views, index = _checkpoint_of(model, state, size(max_shard_size, "max_shard_size"))
+
+    def hold() -> dict[str, HeldTensor]:
+        whole = {name: HeldTensor.of(name, tensor) for name, tensor in state.items()}
+        return {name: view.of(name, whole[view.origin]) for name, view in views.items()}
+
+    saving = Saving(
+        output=output,
+        files=_small_files(model) if is_first else {},
+        index=index,
+        max_shard_nbytes=0,
+        force=force,
+        sha256=sha256,
+        threads=integer(threads, "threads"),
+        memory=size(memory, "memory"),
+        progress=progress,
+        options=options,
+    )
+    return saving.start(hold, distributed.group.WORLD if is_distributed else None, background)
+
+
+def _state_of(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors that are saved, under the model's own names, as `save_pretrained` chooses them.
+
+    Raises:
+        PlanError: it is of an older transformers, is quantized, or has adapters.
+    """
+    import torch
+
+    try:
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+    except ImportError:
+        raise PlanError("needs transformers 5: `pip install -U transformers`", code="missing_package") from None
+    for attribute, what in (("hf_quantizer", "is quantized"), ("_hf_peft_config_loaded", "has adapters")):
+        if getattr(model, attribute, None):
+            raise PlanError(f"the model {what}: use its own save_pretrained, and convert", code="unsupported")
+    state = model.state_dict()
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    # Tied tensors are one parameter. Stand-ins share memory where they do.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters |= dict(model.named_buffers(remove_duplicate=False))
+    shared: dict[int, torch.Tensor] = {}
+    stand_ins = {
+        name: shared.setdefault(id(parameters.get(name, tensor)), torch.empty(1)) for name, tensor in state.items()
+    }
+    return {name: state[name] for name in remove_tied_weights_from_state_dict(stand_ins, model)}
+
+
+def _small_files(model: Any) -> dict[str, bytes]:
+    """config.json and what else `save_pretrained` writes beside the weights, by the same steps."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    with tempfile.TemporaryDirectory() as folder:
+        if model.is_remote_code():
+            custom_object_save(model, folder, config=model.config)
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        return files_of(Path(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor of the checkpoint as a part of one of the model's."""
+
+    origin: str
+    """Name of that."""
+    shape: tuple[int, ...]
+    axes: tuple[int | None, ...]
+    """The axis of the origin that each axis is; None: it has one element."""
+    starts: tuple[int, ...]
+    """Where it begins along each axis of the origin."""
+
+    def of(self, name: str, held: HeldTensor) -> HeldTensor:
+        """What a process holds of it, from what it holds of the origin."""
+        head = TensorHead(name, held.head.dtype, self.shape)
+        sizes = {axis: length for axis, length in zip(self.axes, self.shape, strict=True) if axis is not None}
+        lengths = [sizes.get(axis, 1) for axis in range(len(self.starts))]
+        box, cut = list[slice](), dict[int, list[Range]]()
+        for axis, (first, length, whole) in enumerate(zip(self.starts, lengths, held.head.shape, strict=True)):
+            ranges = held.part.ranges_along(axis)
+            start, nheld = (0, whole) if ranges is None else ranges[0] if ranges else (0, 0)
+            low, high = max(first, start), min(first + length, start + nheld)
+            if low >= high or not held.part.is_held:
+                return HeldTensor(head, NOT_HELD, held.data.reshape(-1)[:0])
+            box.append(slice(low - start, high - start))
+            if high - low < length:
+                cut[self.axes.index(axis)] = [(low - first, high - low)]
+        part = Slice.of(cut)
+        kept = [axis for axis in self.axes if axis is not None]
+        others = [axis for axis in range(len(self.starts)) if axis not in kept]
+        return HeldTensor(head, part, held.data[tuple(box)].permute(*kept, *others).reshape(part.shape(self.shape)))
+
+
+def _checkpoint_of(
+    model: Any, state: Mapping[str, torch.Tensor], max_shard_nbytes: int
+) -> tuple[dict[str, View], Index]:
+    """The tensors of the checkpoint, in its order, and how they are grouped into shards.
+
+    Raises:
+        PlanError: a tensor of the checkpoint is no part of one of the model's.
+    """
+    import torch
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers.core_model_loading import revert_weight_conversion
+
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    """By the identity of a storage: the tensor that was copied there, and the copy."""
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.clone.default and made.is_contiguous():
+                copies[_storage(made)] = (args[0], made)
+            return made
+
+    with FakeTensorMode(), Recorder():  # type: ignore[no-untyped-call]
+        fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in state.items()}
+        origins = {_storage(fake): name for name, fake in fakes.items()}
+        reverted = revert_weight_conversion(model, dict(fakes))
+        split = split_state_dict_into_shards_factory(
+            reverted,
+            get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+            get_storage_id=_storage,
+            filename_pattern=SINGLE_NAME.replace(".", "{suffix}.", 1),
+            max_shard_size=max_shard_nbytes,
+        )
+    views = {name: _view_of(name, tensor, copies, origins, fakes) for name, tensor in reverted.items()}
+    totals = {"total_parameters": model.num_parameters(), **split.metadata}
+    return views, Index(list(split.filename_to_tensors.values()), totals)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def _view_of(
+    name: str,
+    tensor: torch.Tensor,
+    copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    origins: Mapping[int, str],
+    fakes: Mapping[str, torch.Tensor],
+) -> View:
+    """The part of a tensor of the model that a tensor of the checkpoint is.
+
+    Raises:
+        PlanError: it is no box of one.
+    """
+    shape = tuple(tensor.shape)
+    refused = PlanError(
+        "is no part of one of the model's tensors: use the model's own save_pretrained, and convert",
+        tensor=name,
+        code="unsupported",
+    )
+    if not prod(shape):
+        raise refused
+    corners = list(product(*((0, length - 1) if length > 1 else (0,) for length in shape)))
+    (storage, base), *others = (_origin_of(tensor, corner, copies) for corner in corners)
+    origin = origins.get(storage)
+    if origin is None or tensor.dtype != fakes[origin].dtype:
+        raise refused
+    whole = tuple(fakes[origin].shape)
+    dense = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    steps = []
+    for axis, length in enumerate(shape):
+        unit = [int(axis == other) for other in range(len(shape))]
+        steps.append(_origin_of(tensor, unit, copies)[1] - base if length > 1 else 0)
+    expected = [(storage, base + sum(map(mul, corner, steps))) for corner in corners[1:]]
+    axis_of = {stride: axis for axis, (stride, length) in enumerate(zip(dense, whole, strict=True)) if length > 1}
+    axes = tuple(axis_of.get(step) if length > 1 else None for step, length in zip(steps, shape, strict=True))
+    starts = tuple(base // stride % length for stride, length in zip(dense, whole, strict=True))
+    sizes = {axis: length for axis, length in zip(axes, shape, strict=True) if axis is not None}
+    fits = all(starts[axis] + length <= whole[axis] for axis, length in sizes.items())
+    if others != expected or prod(sizes.values()) != prod(shape) or not fits:
+        raise refused
+    return View(origin, shape, axes, starts)
+
+
+def _origin_of(
+    tensor: torch.Tensor, index: Sequence[int], copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[int, int]:
+    """Where an element comes from: storage, and position in it."""
+    while True:
+        position = int(tensor.storage_offset()) + sum(map(mul, index, tensor.stride()))
+        known = copies.get(_storage(tensor))
+        if known is None:
+            return _storage(tensor), position
+        tensor = known[0]
+        index = _unraveled(position, tensor.shape)
+
+
+def _unraveled(position: int, shape: Sequence[int]) -> list[int]:
+    index = []
+    for length in reversed(shape):
+        index.append(position % length)
+        position //= length
+    return index[::-1]

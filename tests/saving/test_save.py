@@ -1,0 +1,206 @@
+"""relayout.save by one process: the files are those of `convert`, and `restore` gives what transformers saves."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import prestarted
+from support.checkpoints import write_family
+from support.conversions import stock_tensors
+from support.families import FAMILIES
+from support.mounts import mounted_tmpfs
+from support.patience import PATIENCE
+from support.profile import sample
+from support.saving_worker import SHARD, model_of
+
+import relayout
+from relayout.errors import FormatError, PlanError
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+CONFIG = {"model_type": "llama", **SIZES}
+
+
+def llama() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = {"self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128)}
+    shapes |= {"self_attn.o_proj": (128, 128), "mlp.down_proj": (128, 256)}
+    tensors = {f"model.layers.{n}.{name}.weight": torch.randn(shapes[name]) for n in range(12) for name in shapes}
+    return {"model.norm.weight": torch.randn(128), **tensors}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", sample(["llama", "qwen3_moe", "phi3", "tied", "gpt_oss"], ["qwen3_moe", "tied"]))
+def test_a_model_is_saved_as_transformers_saves_it(tmp_path: Path, name: str) -> None:
+    model = model_of(name)
+    model.save_pretrained(tmp_path / "source", max_shard_size=SHARD)
+    relayout.convert(tmp_path / "source", tmp_path / "converted", tp=2)
+    relayout.transformers.save_pretrained(model, tmp_path / "saved", tp=2, max_shard_size=SHARD)
+    assert files(tmp_path / "saved") == files(tmp_path / "converted")
+    relayout.restore(tmp_path / "saved", tmp_path / "restored")
+    assert files(tmp_path / "restored") == files(tmp_path / "source")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt_oss_mxfp4", {"tp": 2}),
+        ("llama", {"tp": 2, "layout": "whole"}),
+        ("llama", {"tp": 4, "ranks": "1-2", "max_part_nbytes": "100KB"}),
+        ("qwen3_moe", {"tp": 2, "expert_parallel": True}),
+    ],
+)
+def test_the_files_are_those_of_convert(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    source = write_family(FAMILIES[name], tmp_path / "source")
+    relayout.convert(source, tmp_path / "converted", **options)
+    relayout.save(stock_tensors(source), tmp_path / "saved", config=source, **options)
+    weights = {name for name in files(tmp_path / "converted") if name.endswith((".safetensors", ".slices"))}
+    assert len(weights) > 1
+    saved, converted = (files(tmp_path / output) for output in ("saved", "converted"))
+    assert {name: saved[name] for name in weights} == {name: converted[name] for name in weights}
+    assert relayout.verify(tmp_path / "saved").ok
+
+
+def test_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
+    tensors = llama()
+    views = {name: tensor.t().contiguous().t() if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
+    strided = {name: torch.stack([view, view], -1)[..., 0] for name, view in views.items()}
+    assert not any(tensor.is_contiguous() for tensor in strided.values())
+    relayout.save(tensors, tmp_path / "dense", config=CONFIG, tp=2)
+    relayout.save(strided, tmp_path / "strided", config=CONFIG, tp=2, memory="4MiB", threads=2)
+    assert files(tmp_path / "strided").keys() == files(tmp_path / "dense").keys()
+    for file in (tmp_path / "dense").glob("*.safetensors"):
+        assert (tmp_path / "strided" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_in_the_background_tensors_may_change_at_once(tmp_path: Path) -> None:
+    tensors = llama()
+    relayout.save(tensors, tmp_path / "one", config=CONFIG, tp=2)
+    future = relayout.save(tensors, tmp_path / "other", config=CONFIG, tp=2, background=True)
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert future.result(PATIENCE).num_files == 2
+    for file in (tmp_path / "one").glob("*.safetensors"):
+        assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_failure_in_the_background_is_raised_by_the_future(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "theirs").write_bytes(b"a stranger's")
+    future = relayout.save(llama(), tmp_path / "out", config=CONFIG, tp=2, background=True)
+    with pytest.raises(PlanError, match="not a converted folder"):
+        future.result(PATIENCE)
+    wrong = relayout.save({"x": "no tensor"}, tmp_path / "new", background=True)  # type: ignore[dict-item]
+    with pytest.raises(PlanError, match="expected a tensor"):
+        wrong.result(PATIENCE)
+    assert files(tmp_path / "out") == {"theirs": b"a stranger's"}
+
+
+def test_an_output_is_replaced_only_by_force(tmp_path: Path) -> None:
+    relayout.save({"x": torch.ones(4)}, tmp_path / "out")
+    with pytest.raises(PlanError, match="force"):
+        relayout.save({"x": torch.zeros(4)}, tmp_path / "out")
+    assert relayout.load(tmp_path / "out", 0)["x"].sum() == 4
+    relayout.save({"x": torch.zeros(4)}, tmp_path / "out", force=True)
+    assert relayout.load(tmp_path / "out", 0)["x"].sum() == 0
+
+
+def test_an_interrupted_conversion_is_not_discarded_without_force(tmp_path: Path) -> None:
+    partial = tmp_path / ".out.relayout-partial"
+    source = write_family(FAMILIES["llama"], tmp_path / "source")
+
+    def fail(done: int, total: int) -> None:
+        if done == total:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        relayout.convert(source, tmp_path / "out", tp=2, progress=fail)
+    kept = sorted(partial.rglob("*"))
+    assert kept
+    with pytest.raises(PlanError, match="holds an interrupted attempt"):
+        relayout.save({"x": torch.ones(4)}, tmp_path / "out")
+    assert sorted(partial.rglob("*")) == kept
+    relayout.save({"x": torch.ones(4)}, tmp_path / "out", force=True)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "what"),
+    [
+        ({"x": torch.ones(2, device="meta")}, "expected one with memory"),
+        ({"x": torch.ones(2, 2).to_sparse()}, "expected one with memory"),
+        ({"x": torch.ones(2, dtype=torch.complex128)}, "cannot be saved"),
+        ({}, "no tensors"),
+    ],
+)
+def test_what_is_no_dense_tensor_is_refused(tmp_path: Path, tensors: dict[str, Any], what: str) -> None:
+    with pytest.raises(PlanError, match=what):
+        relayout.save(tensors, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises((FormatError, PlanError, OSError)):
+        relayout.save({"x": torch.ones(2)}, tmp_path / "out", config=tmp_path / "nothing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_small_files_of_a_folder_go_along(tmp_path: Path) -> None:
+    source = write_family(FAMILIES["llama"], tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "code").mkdir()
+    (source / "code" / "model.py").write_text("x = 1")
+    relayout.save(stock_tensors(source), tmp_path / "out", config=source, tp=2)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out" / "code" / "model.py").read_text() == "x = 1"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_of_a_save_to_a_full_drive_nothing_is_left(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "drive", "1m") as drive:
+        with pytest.raises((PlanError, OSError), match=r"GB too few|No space left"):
+            relayout.save(llama(), drive / "out", config=CONFIG, tp=2)
+        assert list(drive.iterdir()) == []
+
+
+_SAVES = """
+import os, sys
+from saving.test_save import CONFIG, llama
+import relayout
+tensors = llama()
+true_pwrite, true_fsync = os.pwrite, os.fsync
+left = int(sys.argv[2])
+def dying(true):
+    def call(*given):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), 9)
+        return true(*given)
+    return call
+os.pwrite, os.fsync = dying(os.pwrite), dying(os.fsync)
+relayout.save(tensors, sys.argv[1], config=CONFIG, tp=2, memory="4MiB", threads=1, force=True)
+"""
+
+
+@pytest.mark.parametrize("num_calls", sample([0, 1, 2, 3, 5, 8, 12, 16, 20, 24], [1, 5, 16]))
+def test_of_a_save_that_is_killed_there_is_the_old_folder_or_the_new(tmp_path: Path, num_calls: int) -> None:
+    tensors, output = llama(), tmp_path / "out"
+    relayout.save(tensors, tmp_path / "new", config=CONFIG, tp=2)
+    relayout.save({"x": torch.ones(4)}, output)
+    before = files(output)
+    imports = f"{prestarted.GROUP},torch.distributed.tensor,relayout.saving.api,support.saving_worker"
+    child = prestarted.run(output, num_calls, script=_SAVES, imports=imports, env=prestarted.ONE_THREAD)
+    assert child.returncode in (-signal.SIGKILL, 0)
+    found = files(output)
+    assert found == before or found.keys() == files(tmp_path / "new").keys()
+    relayout.save(tensors, output, config=CONFIG, tp=2, force=True)
+    for file in (tmp_path / "new").glob("*.safetensors"):
+        assert (output / file.name).read_bytes() == file.read_bytes()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -1,0 +1,144 @@
+"""relayout.save by four processes of a training: the files are those of `convert`, or there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import prestarted, s3_server
+from support.checkpoints import write_family
+from support.families import FAMILIES
+from support.group_worker import NUM_MEMBERS
+from support.saving_worker import NAMES, SHARD, model_of, models
+
+import relayout
+
+pytestmark = pytest.mark.xdist_group("group")
+
+SCRIPT = "from support.saving_worker import main; main()"
+OF_MODELS = "from support.saving_worker import of_models; of_models()"
+IMPORTS = f"{prestarted.GROUP},torch.distributed.tensor,relayout.saving.api,support.saving_worker"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("group")
+    for name in NAMES:
+        write_family(FAMILIES[name], place / name)
+    return place
+
+
+@pytest.fixture(scope="module")
+def url(place: Path) -> str:
+    return f"s3://{place.name}/saved"
+
+
+@pytest.fixture(scope="module")
+def seen(place: Path, url: str) -> list[dict[str, Any]]:
+    """The errors that each process saw."""
+    variables = {**prestarted.ONE_THREAD, **s3_server.environment(s3_server.shared()), "SAVE_URL": url}
+    done = prestarted.run(place, script=SCRIPT, imports=IMPORTS, env=variables)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((place / f"member-{number}.json").read_text()) for number in range(NUM_MEMBERS)]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    found = {file.name: file.read_bytes() for file in sorted(folder.glob("*.safetensors"))}
+    assert found
+    return found
+
+
+def converted(place: Path, name: str, tp: int) -> dict[str, bytes]:
+    output = place / f"{name}-tp{tp}"
+    if not output.exists():
+        relayout.convert(place / name, output, tp=tp)
+    return weights(output)
+
+
+CASES = {
+    **{f"{name}-fsdp": (name, 4) for name in NAMES},
+    **{f"{name}-fsdp-tp": (name, 2) for name in NAMES},
+    **{"pipeline": ("llama", 4), "replicas": ("llama", 8), "one-rank": ("llama", 1)},
+    **{"background": ("llama", 4), "behind": ("llama", 4)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_are_those_of_convert(place: Path, seen: list[dict[str, Any]], case: str) -> None:
+    assert [member[case] for member in seen] == [None] * NUM_MEMBERS
+    name, tp = CASES[case]
+    assert weights(place / case) == converted(place, name, tp)
+    assert relayout.verify(place / case).ok
+
+
+def test_the_files_of_a_store_are_those_of_convert(place: Path, seen: list[dict[str, Any]], url: str) -> None:
+    assert [member["store"] for member in seen] == [None] * NUM_MEMBERS
+    stored = s3_server.shared().objects
+    objects = {key: one.content for (bucket, key), one in stored.items() if bucket == place.name}
+    found = {name.removeprefix("saved/"): content for name, content in objects.items() if name.endswith(".safetensors")}
+    assert found == converted(place, "llama", 4)
+    assert not [name for name in objects if not name.startswith("saved/")]
+
+
+def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
+    found = [member[case] for member in seen]
+    assert None not in found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "what"),
+    [
+        ("again", "PlanError", "is not empty; --force replaces it"),
+        ("missing", "PlanError", "all processes that hold a part of it must save together"),
+        ("options", "PlanError", "the members of the group save with different options"),
+        ("dtypes", "PlanError", "expected BF16"),
+        ("sums", "PlanError", "a DTensor with partial sums"),
+        ("layout", "PlanError", "layout='whole' is not written by a group"),
+        ("full", "OSError", "No space left on device"),
+    ],
+)
+def test_what_fails_one_fails_all(seen: list[dict[str, Any]], case: str, kind: str, what: str) -> None:
+    for found_kind, message in errors_of(seen, case):
+        assert found_kind == kind
+        assert what in message
+
+
+def test_nothing_is_left_of_a_save_that_failed(place: Path, seen: list[dict[str, Any]]) -> None:
+    for case in ("missing", "options", "dtypes", "sums", "whole", "killed"):
+        assert not (place / case).exists()
+    assert [member["after"] for member in seen] == [None] * NUM_MEMBERS
+    assert weights(place / "full") == converted(place, "llama", 4)
+    assert [path.name for path in place.glob(".*")] == []
+
+
+def test_a_member_that_is_killed_fails_the_others(seen: list[dict[str, Any]]) -> None:
+    for kind, message in errors_of(seen[:3], "killed"):
+        assert kind == "ConnectionAbortedError"
+        assert "a member may be gone" in message
+    assert "killed" not in seen[3]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models")
+    imports = f"{IMPORTS},{prestarted.TRANSFORMERS},torch.distributed.fsdp"
+    done = prestarted.run(place, script=OF_MODELS, imports=imports, env=prestarted.ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+@pytest.mark.parametrize("name", models())
+def test_a_sharded_model_is_saved_as_transformers_saves_it(saved: Path, name: str) -> None:
+    found = [json.loads((saved / f"member-{number}.json").read_text())[name] for number in range(NUM_MEMBERS)]
+    assert found == [None] * NUM_MEMBERS
+    output, source = saved / f"{name}-saved", saved / name
+    model_of(name).save_pretrained(source, max_shard_size=SHARD)
+    relayout.restore(output, saved / f"{name}-restored")
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == {
+        file.name: file.read_bytes() for file in (saved / f"{name}-restored").iterdir()
+    }
+    relayout.convert(source, saved / f"{name}-tp4", tp=4)
+    assert weights(output) == weights(saved / f"{name}-tp4")

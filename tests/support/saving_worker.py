@@ -1,0 +1,206 @@
+"""Four processes that save together, one case after the other.
+
+`main` with `FOLDER` in sys.argv: FOLDER has a checkpoint of each of `NAMES`; each case makes a folder CASE there, and
+each process writes the errors that it saw to member-N.json. `of_models` does so with models of transformers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from support.group_worker import NUM_MEMBERS, forked, join
+from support.profile import sample
+
+NAMES = ("llama", "qwen3_moe", "phi3", "qwen2_tied")
+"""Families: dense; experts; fused query, key and value; one tensor for embedding and head."""
+SHARD = "300KB"
+
+
+def main() -> None:
+    codes = forked(partial(_member, Path(sys.argv[1])))
+    assert codes == [0, 0, 0, -signal.SIGKILL], codes
+
+
+def of_models() -> None:
+    codes = forked(partial(_saves_models, Path(sys.argv[1])))
+    assert codes == [0] * NUM_MEMBERS, codes
+
+
+def models() -> list[str]:
+    return sample(("llama", "tied", "qwen3_moe", "phi3", "gpt_oss"), ("tied", "qwen3_moe", "phi3"))
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+class Seen:
+    """The errors that this process saw, by case; also in its file."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._file = folder / f"member-{number}.json"
+        self._cases: dict[str, Any] = {}
+
+    def case(self, name: str, save: Callable[[], object]) -> None:
+        try:
+            save()
+            self._cases[name] = None
+        except Exception as error:
+            self._cases[name] = [type(error).__name__, str(error)]
+        self._file.write_text(json.dumps(self._cases))
+
+
+def _member(folder: Path, number: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    import relayout
+
+    join(folder, number)
+    world = dist.group.WORLD
+    line, square = init_device_mesh("cpu", (NUM_MEMBERS,)), init_device_mesh("cpu", (2, 2))
+    seen = Seen(folder, number)
+
+    def save(case: str, tensors: dict[str, Any], name: str = "llama", tp: int = 4, **options: Any) -> Callable[[], Any]:
+        options = {"config": folder / name, "group": world, "memory": "16MiB", "max_shard_size": SHARD, **options}
+        return lambda: relayout.save(tensors, folder / case, tp=tp, **options)
+
+    def two_axes(name: str, tensor: Any) -> Any:
+        rows = Shard(1) if any(part in name for part in ("o_proj", "down_proj")) else Shard(0)
+        return distribute_tensor(tensor, square, [Shard(0), Replicate() if tensor.dim() == 1 else rows])
+
+    for name in NAMES:
+        whole = tensors_of(folder / name)
+        parts = {key: distribute_tensor(tensor, line, [Shard(0)]) for key, tensor in whole.items()}
+        seen.case(f"{name}-fsdp", save(f"{name}-fsdp", parts, name))
+        parts = {key: two_axes(key, tensor) for key, tensor in whole.items()}
+        seen.case(f"{name}-fsdp-tp", save(f"{name}-fsdp-tp", parts, name, tp=2))
+    whole = tensors_of(folder / "llama")
+    mine = {key: tensor for index, (key, tensor) in enumerate(whole.items()) if index * 4 // len(whole) == number}
+    seen.case("pipeline", save("pipeline", mine))
+    seen.case("replicas", save("replicas", whole, tp=8))
+    parts = {key: distribute_tensor(tensor, line, [Shard(0)]) for key, tensor in whole.items()}
+    seen.case("one-rank", save("one-rank", parts, tp=1))
+    seen.case("again", save("one-rank", parts, tp=1))
+    changing = {key: distribute_tensor(tensor.clone(), line, [Shard(0)]) for key, tensor in whole.items()}
+    later = save("background", changing, background=True)()
+    for tensor in changing.values():
+        tensor.to_local().zero_()
+    behind = save("behind", parts)
+    seen.case("behind", behind)
+    seen.case("background", later.result)
+    some = {key: tensor for key, tensor in parts.items() if number != 1 or "layers.0" not in key}
+    seen.case("missing", save("missing", some))
+    seen.case("options", save("options", parts, tp=2 if number == 2 else 4))
+    other = {**whole, "model.norm.weight": whole["model.norm.weight"].float()} if number == 3 else whole
+    seen.case("dtypes", save("dtypes", other))
+    sum_of = DTensor.from_local(whole["model.norm.weight"], line, [Partial()])
+    sums = {**parts, "model.norm.weight": sum_of if number == 1 else whole["model.norm.weight"]}
+    seen.case("sums", save("sums", sums))
+    with _full_drive() if number == 2 else _nothing():
+        seen.case("full", save("full", parts))
+    seen.case("after", save("full", parts))
+    seen.case("layout", save("whole", parts, layout="whole"))
+    if url := os.environ.get("SAVE_URL"):
+        seen.case("store", lambda: relayout.save(parts, url, tp=4, config=folder / "llama", group=world))
+    if number == 3:
+        _kill_while_writing()
+    seen.case("killed", save("killed", parts))
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _full_drive() -> Iterator[None]:
+    """Writes fail, after some."""
+    true, num_left = os.pwrite, 0
+
+    def pwrite(*given: Any) -> int:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return true(*given)
+
+    os.pwrite = pwrite
+    try:
+        yield
+    finally:
+        os.pwrite = true
+
+
+def _kill_while_writing() -> None:
+    true, num_left = os.pwrite, 0
+
+    def pwrite(*given: Any) -> int:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return true(*given)
+
+    os.pwrite = pwrite
+
+
+def model_of(name: str) -> Any:
+    """A small model with random weights, the same in every process."""
+    import torch
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 500,
+    }
+    experts = {"num_experts_per_tok": 2, "head_dim": 16}
+    kinds: dict[str, Callable[[], Any]] = {
+        "llama": lambda: hf.LlamaConfig(**sizes),
+        "tied": lambda: hf.LlamaConfig(**sizes, tie_word_embeddings=True),
+        "qwen3_moe": lambda: hf.Qwen3MoeConfig(**sizes, **experts, num_experts=8, moe_intermediate_size=64),
+        "phi3": lambda: hf.Phi3Config(**sizes, pad_token_id=0, eos_token_id=1, bos_token_id=1),
+        "gpt_oss": lambda: hf.GptOssConfig(**sizes, **experts, num_local_experts=8),
+    }
+    model = hf.AutoModelForCausalLM.from_config(kinds[name]()).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def _saves_models(folder: Path, number: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import relayout
+
+    join(folder, number)
+    mesh = init_device_mesh("cpu", (NUM_MEMBERS,))
+    seen = Seen(folder, number)
+    for name in models():
+        model = model_of(name)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        seen.case(
+            name,
+            partial(relayout.transformers.save_pretrained, model, folder / f"{name}-saved", tp=4, max_shard_size=SHARD),
+        )

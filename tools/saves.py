@@ -1,0 +1,147 @@
+"""Measures `save_pretrained` of a sharded model against gathering it, saving it, and converting that.
+
+Four processes with FSDP2 on this machine, the ways in turns. Memory is beyond what a process held before; of the first
+process, which gathers, and of the others. Bytes are those that go to the drive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from filecmp import cmp
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import relayout
+
+NUM_PROCESSES, TP = 4, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=16, help="of a Llama with 2048 columns, about 0.1 GB each")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        given = (Path(folder), options.layers, options.turns)
+        torch.multiprocessing.start_processes(member, given, NUM_PROCESSES, start_method="spawn")
+        show([json.loads((Path(folder) / f"{number}.json").read_text()) for number in range(NUM_PROCESSES)])
+
+
+def member(number: int, folder: Path, num_layers: int, num_turns: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=number, world_size=NUM_PROCESSES)
+    model = sharded(num_layers)
+
+    def save(target: Path) -> None:
+        relayout.transformers.save_pretrained(model, target / "out", tp=TP)
+
+    def gather(target: Path) -> None:
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if number == 0:
+            model.save_pretrained(target / "plain", state_dict=whole)
+            del whole
+            relayout.convert(target / "plain", target / "out", tp=TP)
+        distributed.barrier()
+
+    ways: dict[str, Callable[[Path], None]] = {"relayout.save": save, "gather, save, convert": gather}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for turn in range(num_turns):
+        for way, work in ways.items():
+            target = folder / f"{way}-{turn}"
+            target.mkdir(exist_ok=True)
+            found[way].append(measured(work, target))
+        if number == 0:
+            one, other = (folder / f"{way}-{turn}" / "out" for way in ways)
+            for file in one.glob("*.safetensors"):
+                assert cmp(file, other / file.name, shallow=False), file
+            for way in ways:
+                shutil.rmtree(folder / f"{way}-{turn}")
+        distributed.barrier()
+    (folder / f"{number}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+def sharded(num_layers: int) -> Any:
+    """A model with random weights, of which no process ever has all."""
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        dtype=torch.bfloat16,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    mesh = init_device_mesh("cpu", (NUM_PROCESSES,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def measured(work: Callable[[Path], None], target: Path) -> dict[str, float]:
+    distributed.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
+    before, started, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+    written = written_nbytes()
+    work(target)
+    os.sync()
+    return {
+        "wall_s": time.perf_counter() - started,
+        "cpu_s": time.process_time() - cpu,
+        "peak_nbytes": memory("VmHWM") - before,
+        "written_nbytes": written_nbytes() - written,
+    }
+
+
+def memory(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def written_nbytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
+
+
+def show(members: list[dict[str, list[dict[str, float]]]]) -> None:
+    table = Table(*("way", "seconds", "CPU seconds", "first process, MiB", "others, MiB", "written, GB"))
+    for way in members[0]:
+        turns = list(zip(*(one[way] for one in members), strict=True))
+        table.add_row(
+            way,
+            f"{median(max(one['wall_s'] for one in turn) for turn in turns):.1f}",
+            f"{median(sum(one['cpu_s'] for one in turn) for turn in turns):.1f}",
+            f"{max(turn[0]['peak_nbytes'] for turn in turns) / 2**20:.0f}",
+            f"{max(one['peak_nbytes'] for turn in turns for one in turn[1:]) / 2**20:.0f}",
+            f"{median(sum(one['written_nbytes'] for one in turn) for turn in turns) / 1e9:.2f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

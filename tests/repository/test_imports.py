@@ -87,7 +87,8 @@ def module_files() -> dict[str, Path]:
 FILES = module_files()
 MODULES = sorted(FILES)
 IMPORTABLE = [name for name in MODULES if not name.endswith("__main__") and name not in WITH_TORCH]
-OFFLINE = [name for name in IMPORTABLE if not name.startswith(("relayout.loader", "relayout.engines"))]
+ONLINE = ("relayout.loader", "relayout.engines", "relayout.saving", "relayout.transformers")
+OFFLINE = [name for name in IMPORTABLE if not name.startswith(ONLINE)]
 
 
 def is_type_checking(node: ast.AST) -> bool:

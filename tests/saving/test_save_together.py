@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import prestarted, s3_server
 from support.checkpoints import write_family
 from support.families import FAMILIES
 from support.group_worker import NUM_MEMBERS
+from support.profile import sample
 from support.saving_worker import NAMES, SHARD, model_of, models
 
 import relayout
@@ -119,6 +121,36 @@ def test_a_member_that_is_killed_fails_the_others(seen: list[dict[str, Any]]) ->
         assert kind == "ConnectionAbortedError"
         assert "a member may be gone" in message
     assert "killed" not in seen[3]
+
+
+@pytest.mark.parametrize(
+    ("member", "num_calls"),
+    sample([(m, n) for m in (-1, 0, 3) for n in (0, 1, 3, 6, 10, 15, 20, 25, 30, 40, 60, 80)], [(-1, 6), (0, 25), (3, 3)]),
+)
+def test_of_a_save_that_is_killed_there_is_the_old_folder_or_the_new(
+    place: Path, tmp_path: Path, member: int, num_calls: int
+) -> None:
+    (tmp_path / "llama").symlink_to(place / "llama")
+    output = tmp_path / "out"
+    relayout.save({"x": torch.ones(4)}, output)
+    before = weights(output)
+    given = {"script": "from support.saving_worker import killed; killed()", "imports": IMPORTS}
+    done = prestarted.run(tmp_path, member, num_calls, env=prestarted.ONE_THREAD, **given)
+    assert done.returncode == 0, done.stderr
+    found = weights(output)
+    assert found == before or found.keys() == converted_parts(place).keys()
+    (tmp_path / "rendezvous").unlink()
+    done = prestarted.run(tmp_path, NUM_MEMBERS, 0, env=prestarted.ONE_THREAD, **given)
+    assert done.returncode == 0, done.stderr
+    assert weights(output) == converted_parts(place)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def converted_parts(place: Path) -> dict[str, bytes]:
+    output = place / "llama-parts"
+    if not output.exists():
+        relayout.convert(place / "llama", output, tp=8, max_part_nbytes="30KB")
+    return weights(output)
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,27 @@ def of_models() -> None:
     assert codes == [0] * NUM_MEMBERS, codes
 
 
+def killed() -> None:
+    """`FOLDER MEMBER CALLS`: all save FOLDER/llama, and MEMBER (-1: every process) is killed after so many calls."""
+    folder, member, num_calls = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    codes = forked(partial(_is_killed, folder, member, num_calls))
+    assert any(codes) or (folder / "out").exists(), codes
+    print(codes)
+
+
+def _is_killed(folder: Path, member: int, num_calls: int, number: int) -> None:
+    import torch.distributed as dist
+
+    import relayout
+
+    join(folder, number)
+    whole = tensors_of(folder / "llama")
+    if member in (number, -1):
+        _kill_after(num_calls)
+    options: dict[str, Any] = {"config": folder / "llama", "max_part_nbytes": "30KB", "threads": 1, "force": True}
+    relayout.save(whole, folder / "out", tp=8, group=dist.group.WORLD, **options)
+
+
 def models() -> list[str]:
     return sample(("llama", "tied", "qwen3_moe", "phi3", "gpt_oss"), ("tied", "qwen3_moe", "phi3"))
 
@@ -116,7 +137,7 @@ def _member(folder: Path, number: int) -> None:
     if url := os.environ.get("SAVE_URL"):
         seen.case("store", lambda: relayout.save(parts, url, tp=4, config=folder / "llama", group=world))
     if number == 3:
-        _kill_while_writing()
+        _kill_after(0)
     seen.case("killed", save("killed", parts))
 
 
@@ -144,17 +165,21 @@ def _full_drive() -> Iterator[None]:
         os.pwrite = true
 
 
-def _kill_while_writing() -> None:
-    true, num_left = os.pwrite, 0
+def _kill_after(num_calls: int) -> None:
+    """Kill this process at a call that writes, or brings to the drive what was written."""
+    num_left = num_calls
 
-    def pwrite(*given: Any) -> int:
-        nonlocal num_left
-        num_left -= 1
-        if num_left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return true(*given)
+    def mortal(true: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            nonlocal num_left
+            num_left -= 1
+            if num_left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return true(*given)
 
-    os.pwrite = pwrite
+        return call
+
+    os.pwrite, os.fsync = mortal(os.pwrite), mortal(os.fsync)  # type: ignore[assignment]
 
 
 def model_of(name: str) -> Any:

@@ -125,7 +125,9 @@ def test_a_member_that_is_killed_fails_the_others(seen: list[dict[str, Any]]) ->
 
 @pytest.mark.parametrize(
     ("member", "num_calls"),
-    sample([(m, n) for m in (-1, 0, 3) for n in (0, 1, 3, 6, 10, 15, 20, 25, 30, 40, 60, 80)], [(-1, 6), (0, 25), (3, 3)]),
+    sample(
+        [(m, n) for m in (-1, 0, 3) for n in (0, 1, 3, 6, 10, 15, 20, 25, 30, 40, 60, 80)], [(-1, 6), (0, 25), (3, 3)]
+    ),
 )
 def test_of_a_save_that_is_killed_there_is_the_old_folder_or_the_new(
     place: Path, tmp_path: Path, member: int, num_calls: int

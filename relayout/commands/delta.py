@@ -159,8 +159,8 @@ def delta(
         put_tables(before.store, staging, before.manifest, OLD)
         digests = (read_chunk_digests(after.store, after.manifest, index) for index in range(len(files)))
         put_index(after.store, staging, after.manifest, replace(after.record, side_files=changed), digests, NEW)
-        for side, blob in ((OLD, before.blob), (NEW, after.blob)):
-            staging.put(side + MANIFEST_NAME, [blob])
+        staging.put(OLD + MANIFEST_NAME, [before.blob])
+        staging.put(NEW + MANIFEST_NAME, [after.blob])
         manifest = DeltaManifest(
             generator=f"relayout {__version__}",
             base=digest_hex(before.blob),

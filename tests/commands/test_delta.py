@@ -85,6 +85,9 @@ def test_a_base_and_a_delta_make_each_kind_of_checkpoint(name: str, conversions:
         relayout.delta(place / "old", place / "new", place / "delta")
         relayout.apply_deltas(place / "old", place / "delta", place / "made")
         assert tree(place / "made") == tree(place / "new")
+        for rank in range(tp):
+            loaded = relayout.load(place / "old", rank, deltas=place / "delta")
+            assert_equal(loaded, relayout.load(place / "new", rank))
 
 
 def test_tied_tensors_and_several_parts_come_back(qwen2: Path, tmp_path: Path) -> None:
@@ -93,6 +96,10 @@ def test_tied_tensors_and_several_parts_come_back(qwen2: Path, tmp_path: Path) -
     relayout.delta(tmp_path / "old", tmp_path / "new", tmp_path / "delta")
     relayout.apply_deltas(tmp_path / "old", [tmp_path / "delta"], tmp_path / "made")
     assert tree(tmp_path / "made") == tree(tmp_path / "new")
+    for rank in range(2):
+        tensors = relayout.load(tmp_path / "old", rank)
+        relayout.apply(tmp_path / "delta", rank, tensors, verify=True)
+        assert_equal(tensors, stock(tmp_path / "new", rank))
 
 
 def test_tensors_of_any_dtype_and_odd_sizes_in_one_chunk_come_back(tmp_path: Path) -> None:
@@ -432,6 +439,19 @@ def test_force_replaces_what_the_same_command_wrote_and_nothing_else(steps: Path
     relayout.apply_deltas(steps / "0", steps / "0-to-1", tmp_path / "folder", force=True)
     assert tree(tmp_path / "delta") == tree(steps / "0-to-1")
     assert tree(tmp_path / "folder") == tree(steps / "1")
+
+
+@pytest.mark.parametrize("private", ["0", "1", "0-to-1"])
+def test_an_output_grants_no_more_than_any_of_its_inputs(private: str, steps: Path, tmp_path: Path) -> None:
+    names = ("0", "1", "0-to-1")
+    for name in names:
+        shutil.copytree(steps / name, tmp_path / name)
+        (tmp_path / name).chmod(0o700 if name == private else 0o755)
+    relayout.delta(tmp_path / "0", tmp_path / "1", tmp_path / "delta")
+    relayout.apply_deltas(tmp_path / "0", tmp_path / "0-to-1", tmp_path / "made")
+    assert [(tmp_path / name).stat().st_mode & 0o077 == 0 for name in ("delta", "made")] == [
+        private in names[:2], private in ("0", "0-to-1")
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("force", [False, True])

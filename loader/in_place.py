@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,8 +52,9 @@ def apply(
     """Change the tensors of one rank in place, from the content that a delta applies to, to the one that it makes.
 
     First every tensor is compared with its digest in the base, and what is read of the delta with its own digests:
-    damage is found before the first byte changes. Only a read that fails after that, or a delta that was forged with
-    its digests, leaves tensors changed in part; load them again then. Nothing else may use the tensors meanwhile.
+    damage is found before the first byte changes. Only a read that fails after that leaves tensors changed in part, and
+    without `verify` a delta that was forged with its digests; load them again then. Nothing else may use the tensors
+    meanwhile.
 
     Args:
         delta: a folder that `relayout.delta` wrote, or its URL.
@@ -61,7 +62,7 @@ def apply(
         tensors: as `relayout.load` returned them, at the degree of the conversion; all of the rank's, or some. They are
             contiguous and share no memory. On a device they pass through host memory to be compared, at most 16 MiB
             for each thread; only changes pass back.
-        verify: compare the digests of the changed tensors, too.
+        verify: decode everything before the first byte changes, too, and compare the digests of the changed tensors.
         threads: threads that compare and change. Default: as of `relayout.load`.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
@@ -99,9 +100,9 @@ def apply(
             if differing := change.differing("comparing with the base", old):
                 what = f"is not at the content that {read.store} applies to; nothing was changed"
                 raise PlanError(what, tensor=min(differing), code="option")
-            change.run("checking the delta", is_trial=True)
+            change.run("checking the delta", change.decode if verify else None)
             bump_versions(list(tensors.values()))
-            change.run("applying", is_trial=False)
+            change.run("applying", change.change)
             if verify and (differing := change.differing("verifying", new)):
                 raise FormatError(f"is not what {read.store} makes", tensor=min(differing), code="digest")
             _synchronize(tensors.values())
@@ -147,8 +148,8 @@ class _Change:
             Workers(self.threads, list(self.tensors), Buffer, work).run(report)
         return found
 
-    def run(self, phase: str, *, is_trial: bool) -> None:
-        """Read what changed, and change the tensors by it; as a trial, only check what is read.
+    def run(self, phase: str, use: Callable[[int, int, memoryview, Buffer], object] | None) -> None:
+        """Read what changed, compare its digests, and use it: file, piece, what is stored of that, and scratch memory.
 
         Raises:
             FormatError: it is damaged.
@@ -157,8 +158,8 @@ class _Change:
         def work(buffer: Buffer, item: tuple[int, range]) -> int:
             index, batch = item
             for piece, stored in self.changes[index].read(batch.start, batch.stop):
-                if not is_trial:
-                    self._change(index, piece, stored, buffer)
+                if use is not None:
+                    use(index, piece, stored, buffer)
             return self._stored_nbytes(index, batch)
 
         batches = [(index, batch) for index in self.changes for batch in self._batches(index)]
@@ -181,7 +182,20 @@ class _Change:
                 yield batch
                 first = end
 
-    def _change(self, index: int, piece: int, stored: memoryview, buffer: Buffer) -> None:
+    def decode(self, index: int, piece: int, stored: memoryview, buffer: Buffer) -> memoryview:
+        """The XOR of the two versions of a piece.
+
+        Raises:
+            FormatError: it cannot be decoded.
+        """
+        changes = self.changes[index]
+        change = buffer.reserve(changes.index.extents[piece].nbytes)
+        np.frombuffer(change, np.uint8)[:] = 0
+        changes.apply(stored, change)
+        return change
+
+    def change(self, index: int, piece: int, stored: memoryview, buffer: Buffer) -> None:
+        """Change the tensors by a piece; for errors see `decode`."""
         import torch
 
         changes, parts = self.changes[index], self.parts[index][piece]
@@ -189,9 +203,7 @@ class _Change:
         if parts[0].nbytes == nbytes and _is_on_host(whole):  # Most are: changed where they are.
             changes.apply(stored, whole.numpy()[parts[0].offset : parts[0].offset + nbytes].data)
             return
-        change = buffer.reserve(nbytes)
-        np.frombuffer(change, np.uint8)[:] = 0
-        changes.apply(stored, change)
+        change = self.decode(index, piece, stored, buffer)
         with torch.inference_mode():  # In which tensors that were made in it may be changed, too.
             for part in parts:
                 view = self.tensors[part.name][part.offset : part.offset + part.nbytes]

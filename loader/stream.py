@@ -78,10 +78,16 @@ def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) ->
     if largest is not None and bound < needed:
         raise PlanError(
             f"memory={options.memory} is too small for tensor {contents.names[largest]!r} of {sizes[largest]} bytes:"
-            f" use at least {needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))}",
+            f" use at least {least_memory(contents)}",
             code="option",
         )
     return budget, bound
+
+
+def least_memory(contents: TensorColumns) -> int:
+    """The least `Options.memory` that any backend needs to stream these tensors, in bytes."""
+    needed = max(contents.sizes(), default=0) + _SLACK
+    return needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))
 
 
 def _with_hints(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

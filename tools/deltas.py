@@ -1,14 +1,19 @@
 """Measures what deltas take: of BF16 elements that change anywhere, and of steps of AdamW on a small model.
 
 Each row compares forms of the same change: relayout's (format/sparse.py), planes of bytes with zstd, and zstd alone.
-Speeds are of one thread, on 1 MiB chunks, in bytes of the weights.
+Speeds are of one thread, on 1 MiB chunks, in bytes of the weights. Of xdelta3, where the
+machine has it, they are of the first 4 MiB: it is slow.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
@@ -81,10 +86,29 @@ def timed(work: Callable[[Words], bytes], chunks: list[Words]) -> tuple[list[byt
     return encoded, time.perf_counter() - started
 
 
+def by_xdelta3(old: Words, new: Words) -> list[str]:
+    """Share of the weights, and GB/s of making and applying; level 1, which is its fastest."""
+    if shutil.which("xdelta3") is None:
+        return ["-", "-", "-"]
+    old, new = old[: 2 * CHUNK], new[: 2 * CHUNK]
+    with TemporaryDirectory() as folder:
+        before, after, delta, made = (str(Path(folder, name)) for name in ("old", "new", "delta", "made"))
+        old.tofile(before)
+        new.tofile(after)
+        rates = []
+        for command in (["-e", "-1", "-s", before, after, delta], ["-d", "-s", before, delta, made]):
+            started = time.perf_counter()
+            subprocess.run(["xdelta3", "-B", str(old.nbytes), *command], check=True)
+            rates.append(f"{old.nbytes / (time.perf_counter() - started) / 1e9:.2f}")
+        assert Path(made).read_bytes() == new.tobytes()
+        return [f"{100 * Path(delta).stat().st_size / old.nbytes:.2f} %", *rates]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="MiB of elements that change anywhere")
-    table = Table("change", "elements", "delta", "planes", "zstd", "new, zstd", "encode GB/s", "decode GB/s")
+    names = "change", "elements", "delta", "planes", "zstd", "new, zstd", "encode GB/s", "decode GB/s"
+    table = Table(*names, "xdelta3", "encode GB/s", "decode GB/s")
     given = parser.parse_args()
     for what, old, new in [*random_changes(given.mib * 2**20), *optimizer_steps()]:
         pairs = [(old[at : at + CHUNK // 2], new[at : at + CHUNK // 2]) for at in range(0, old.size, CHUNK // 2)]
@@ -99,7 +123,8 @@ def main() -> None:
         others = [timed(planes, chunks)[0], timed(plain, chunks)[0], timed(plain, [after for _, after in pairs])[0]]
         sizes = [f"{100 * sum(map(len, each)) / old.nbytes:.2f} %" for each in (encoded, *others)]
         share = f"{100 * np.count_nonzero(old ^ new) / old.size:.1f} %"
-        table.add_row(what, share, *sizes, f"{old.nbytes / seconds / 1e9:.2f}", f"{old.nbytes / decoding / 1e9:.2f}")
+        rates = [f"{old.nbytes / each / 1e9:.2f}" for each in (seconds, decoding)]
+        table.add_row(what, share, *sizes, *rates, *by_xdelta3(old, new))
     Console(width=140).print(table)
 
 

@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
-from itertools import product
+from itertools import accumulate, chain, product
 from math import prod
 from operator import mul
 from pathlib import Path, PurePosixPath
@@ -33,18 +33,24 @@ from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
+from relayout.format.delta import DeltaFile, DeltaManifest, dump_delta, parse_delta
+from relayout.format.delta import parse_index as parse_delta_index
 from relayout.format.fields import parse_object
 from relayout.format.index import Manifest
 from relayout.format.manifest import compact_json, compress, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
+from relayout.format.sparse import encode, xor_into
 from relayout.plans.family import dump_rules, parse_family, parse_rules
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.local.store import LocalStore
 
 MAX_INPUT_NBYTES = 2**16
+ROOT = Path(__file__).parent.parent
+_GUARD = 64
+"""Bytes before and behind memory that is changed."""
 _MAX_DATA_NBYTES = 2**20
 """Length of the data section of a made-up file."""
 _STRICTER = (
@@ -71,9 +77,13 @@ class Target:
 
     first: str = "*"
     """Pattern of the place, BASE/NAME, of the one that is as it should be."""
+    made: Callable[[], list[bytes]] | None = None
+    """Makes the seeds, where the vectors have none."""
 
     def seeds(self) -> list[bytes]:
         """The inputs that the vectors give; the first is the good one."""
+        if self.made is not None:
+            return self.made()
         corpus = sorted(_corpus(), key=lambda file: not fnmatch(file[0], self.first))
         inputs = (self.to_input(blob) for name, blob in corpus if fnmatch(name.rpartition("/")[2], self.files))
         return [blob for blob in inputs if blob is not None and len(blob) <= MAX_INPUT_NBYTES]
@@ -210,13 +220,18 @@ def _check_plan(source: SourceCheckpoint, plan: Plan) -> None:
         assert held.all(), tensor.name
 
 
-def _manifest(data: bytes) -> None:
+def _signed(data: bytes) -> bytes:
+    """A manifest with its digest."""
     top = _object(data)
-    if top is not None:
-        top.pop("self_digest", None)
-        data = compact_json({**top, "self_digest": digest_hex(compact_json(top))})
+    if top is None:
+        return data
+    top.pop("self_digest", None)
+    return compact_json({**top, "self_digest": digest_hex(compact_json(top))})
+
+
+def _manifest(data: bytes) -> None:
     try:
-        manifest = parse_manifest(data, "x")
+        manifest = parse_manifest(_signed(data), "x")
     except FormatError:
         return
     for holder, entry in manifest.holders.items():
@@ -326,6 +341,89 @@ def _record(data: bytes) -> None:
         extents = sorted(tensor.extent for tensor in source.tensors if source.files[tensor.file] == file)
         assert sum(extent.nbytes for extent in extents) == file.nbytes - file.data_start
         assert all(extent.end <= file.nbytes for extent in extents)
+
+
+def _delta(data: bytes) -> None:
+    try:
+        manifest = parse_delta(_signed(data), "x")
+    except FormatError:
+        return
+    assert all(file.nbytes >= 0 for file in manifest.files)
+    assert all(_stays_inside(name) for name in manifest.side_files)
+    assert len(set(manifest.side_files)) == len(manifest.side_files)
+
+
+def _deltas() -> list[bytes]:
+    files = (DeltaFile(100, digest_hex(b"a")), DeltaFile(0, digest_hex(b"")))
+    sides = [tuple(f"sub/{side}.json" for side in range(number)) for number in range(10)]
+    return [dump_delta(DeltaManifest("x", digest_hex(b"b"), digest_hex(b"c"), files, names)) for names in sides]
+
+
+def _delta_index(data: bytes) -> None:
+    """Of a list of pieces: their bytes, and the bytes that are stored of them."""
+    try:
+        pieces = [(int(nbytes), int(stored)) for nbytes, stored in json.loads(data)]
+        rows = b"".join(stored.to_bytes(8, "little") + bytes(16) for _, stored in pieces)
+    except (ValueError, TypeError, RecursionError, OverflowError):
+        return
+    if not pieces or not all(0 <= nbytes < 2**50 for nbytes, _ in pieces):
+        return
+    ends = [0, *accumulate(nbytes for nbytes, _ in pieces)]
+    extents = [Extent(start, nbytes) for start, (nbytes, _) in zip(ends, pieces, strict=False)]
+    file = DeltaFile(len(rows) + sum(stored for _, stored in pieces) % 2**63, digest_hex(rows))
+    try:
+        index = parse_delta_index(rows, file, extents)
+    except FormatError:
+        return
+    assert [(extent.nbytes, place.nbytes) for extent, place in zip(extents, index.stored, strict=True)] == pieces
+    starts = [*(place.offset for place in index.stored), file.nbytes - len(rows)]
+    assert starts == [0, *(place.end for place in index.stored)]
+    assert all(place.nbytes <= 32 * extent.nbytes + 256 for extent, place in zip(extents, index.stored, strict=True))
+
+
+def _indexes() -> list[bytes]:
+    return [json.dumps([[64, 9], *[[999, number]] * number]).encode() for number in range(10)]
+
+
+def _change(data: bytes) -> None:
+    """What is stored of a piece, as its runs and the bytes in its frame; beside the decoder in FORMAT.md."""
+    top = _object(data) or {}
+    try:
+        runs = [list(map(int, run)) for run in top["runs"]]
+        stored = np.array([len(runs), *chain.from_iterable(runs)], "<u4").tobytes() + compress(bytes(list(top["body"])))
+        nbytes = sum(run[0] for run in runs)
+    except (LookupError, TypeError, ValueError, OverflowError):
+        stored, nbytes = data, 1000
+    if not 0 <= nbytes <= _MAX_DATA_NBYTES or not stored:
+        return
+    memory = bytearray(nbytes + 2 * _GUARD)
+    try:
+        xor_into(stored, memoryview(memory)[_GUARD : _GUARD + nbytes])
+    except FormatError:
+        assert not any(memory[:_GUARD] + memory[_GUARD + nbytes :])
+        return
+    assert memory == bytes(_GUARD) + _decoder()(stored) + bytes(_GUARD)
+
+
+@cache
+def _decoder() -> Callable[[bytes], bytes]:
+    names: dict[str, Any] = {}
+    text = (ROOT / "relayout" / "FORMAT.md").read_text().partition("## 15. Deltas")[2]
+    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    decoded: Callable[[bytes], bytes] = names["decoded"]
+    return decoded
+
+
+def _changes() -> list[bytes]:
+    made, random = [], np.random.default_rng(0)
+    for share in (0.002, 0.05, 0.1, 0.5, 1):
+        for runs in ([(600, 2)], [(300, 2), (7, 1), (320, 8), (40, 4)]):
+            nbytes = sum(run[0] for run in runs)
+            stored = encode(random.integers(1, 256, nbytes, np.uint8) * (random.random(nbytes) < share), runs)
+            words = np.frombuffer(stored, "<u4", 1 + 4 * len(runs))[1:].reshape(-1, 4).tolist()
+            body = list(ZstdDecompressor().decompress(stored[4 + 16 * len(runs) :]))
+            made.append(json.dumps({"runs": words, "body": body}).encode())
+    return made
 
 
 @cache
@@ -479,5 +577,8 @@ TARGETS: Mapping[str, Target] = {
     "table_beside_whole": Target("relayout.rank-*.json.zst", _table("whole", 0), _of_table, first="whole/*"),
     "whole": Target("relayout.*.json.zst", _table("whole", 2), _of_table, first="*relayout.whole.json.zst"),
     "record": Target("relayout.source.json.zst", _record, _of_table),
+    "delta": Target("", _delta, made=_deltas),
+    "delta_index": Target("", _delta_index, made=_indexes),
+    "change": Target("", _change, made=_changes),
     "plan": Target("plan*.toml", _plan, mutate=mutate_words),
 }

@@ -502,7 +502,7 @@ def delta(
     _begin_work()
     progress = progress_of("comparing", as_json=as_json, quiet=quiet, verbose=verbose)
     done = deltas.delta(old, new, output, force=force, threads=threads, progress=progress)
-    _show(done, partial(render.delta_done, verb="written"), as_json=as_json, quiet=quiet)
+    _show(done, render.delta_done, as_json=as_json, quiet=quiet)
 
 
 @_command("apply step-1 step-1-to-2 -o step-2", "apply step-1 step-1-to-2 step-2-to-3 -o step-3")
@@ -520,16 +520,17 @@ def apply(
 ) -> None:
     """Write the folder that deltas make of their base.
 
-    It is the same as the one that they were made from, byte for byte; every digest is compared.
+    It is the same as the one that they were made from, byte for byte; every digest is compared. After an interruption
+    the same command resumes.
     """
     from relayout.cli import render
     from relayout.cli.console import progress as progress_of
     from relayout.commands import delta as deltas
 
     _begin_work()
-    progress = progress_of("applying", as_json=as_json, quiet=quiet, verbose=verbose)
+    progress = progress_of("copying", as_json=as_json, quiet=quiet, verbose=verbose)
     done = deltas.apply_deltas(base, changes, output, force=force, threads=threads, progress=progress)
-    _show(done, partial(render.delta_done, verb="applied"), as_json=as_json, quiet=quiet)
+    _show(done, render.copied, as_json=as_json, quiet=quiet)
 
 
 @_command("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0")

@@ -64,12 +64,12 @@ def summary(done: Summary) -> Iterator[Block]:
 
 
 def copied(done: Copied) -> Iterator[Block]:
-    """Of `copy`."""
+    """Of `copy` and `apply`."""
     ranks, what = _ranks(done.ranks, done.num_ranks), _count(done.num_files, "file")
     yield Line(f"{done.output}: {what} for {ranks}, every byte compared with its digest", "done", "bold green")
     yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes - done.resumed_nbytes, done.seconds)}")
     if done.resumed_nbytes:
-        yield Line(f"{decimal(done.resumed_nbytes)} of it resumed from an interrupted copy, after verification")
+        yield Line(f"{decimal(done.resumed_nbytes)} of it resumed from an interrupted attempt, after verification")
 
 
 def units(done: ConvertedUnits) -> Iterator[Block]:
@@ -97,10 +97,10 @@ def restored(done: Restored) -> Iterator[Block]:
     )
 
 
-def delta_done(done: DeltaDone, verb: str) -> Iterator[Block]:
-    """Of `delta` and `apply`."""
+def delta_done(done: DeltaDone) -> Iterator[Block]:
+    """Of `delta`."""
     share = f"{decimal(done.delta_nbytes)}, {_percent(done.delta_nbytes, done.nbytes)} of {decimal(done.nbytes)}"
-    yield Line(f"{done.output}: {_count(done.num_deltas, 'delta')} of {share}", verb, "bold green")
+    yield Line(f"{done.output}: {share}", "written", "bold green")
     yield Line(
         f"{_count(done.num_files, 'file')} in {_time(done.nbytes, done.seconds)}, "
         f"peak memory {decimal(done.peak_nbytes)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from relayout.checkpoint.converted import (
@@ -26,7 +26,7 @@ from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.coalesce import split
 from relayout.core.digests import DIGEST_NBYTES, OrderedDigests, digest_hex
-from relayout.core.extents import BLOCK, Extent, align_up
+from relayout.core.extents import Extent, align_up
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of, chunks_over
@@ -159,14 +159,30 @@ def copy(
         >>> relayout.copy("llama-3.1-8b-tp8", "of-this-node", ranks="0-3").ranks
         (0, 1, 2, 3)
     """
+    source = find_input(path).snapshot()
+    return copy_from(source, [source], output, ranks, force, threads, memory, progress)
+
+
+def copy_from(
+    source: Store,
+    inputs: Sequence[Store],
+    output: str | os.PathLike[str],
+    ranks: Ranks,
+    force: bool,
+    threads: int,
+    memory: int | str,
+    progress: Progress,
+) -> Copied:
+    """As `copy`, of a store of which no file changes; `inputs` are those that its bytes come from."""
     started = time.monotonic()
-    source, target = find_input(path).snapshot(), find_store(output)
+    target = find_store(output)
     threads, piece_nbytes = share_memory(threads, memory, target)
     blob, manifest, kept = _kept(source, ranks)
     record = read_record(source, manifest)
-    target.check_output(source, CONVERTED, force=force)
+    for store in inputs:
+        target.check_output(store, CONVERTED, force=force)
     fingerprint = Fingerprint(digest_hex(blob), digest_hex(compact_json(["copy", kept.present])))
-    modes = modes_of(source, [file.name for file in kept.files])
+    modes = modes_of(inputs, [file.name for file in kept.files])
     with target.stage(CONVERTED, replace=force, modes=modes) as staging:
         noted = read_progress(staging, fingerprint, force=force)
         for name in set(staging.names()) - {file.name for file in kept.files}:
@@ -285,13 +301,14 @@ class _Copying:
     def _copy(self, buffer: Buffer, item: tuple[int, Extent]) -> int:
         index, piece = item
         file = self._files[index]
-        aligned = piece.aligned()
-        blocks = buffer.reserve(aligned.nbytes)
+        blocks = piece.aligned()  # As the output is written.
+        memory = buffer.reserve(blocks.nbytes)
         with self._inputs.use(index) as opened:
-            opened.read(aligned.offset, blocks)
-        view = blocks[piece.offset - aligned.offset : piece.end - aligned.offset]
+            wanted = piece.aligned(opened.alignment)
+            opened.read(wanted.offset, memory[wanted.offset - blocks.offset : wanted.end - blocks.offset])
+        view = memory[piece.offset - blocks.offset : piece.end - blocks.offset]
         with self._outputs.use(index) as output:
-            output.write(piece.offset, view, piece.offset - aligned.offset)
+            output.write(piece.offset, view, piece.offset - blocks.offset)
         for number, chunk, part in chunks_over(piece, file.data_start, file.nbytes, self._chunk_nbytes):
             inside = view[part.offset - piece.offset : part.end - piece.offset]
             digest = self._hashes.update((index, number), part.offset - chunk.offset, inside, chunk.nbytes)
@@ -307,8 +324,8 @@ class _Copying:
     def _complete(self, index: int) -> None:
         """Copy the header of a file, all else of which is there."""
         file = self._files[index]
-        head = memoryview(bytearray(align_up(file.data_start, BLOCK)))
         with self._inputs.use(index) as opened:
+            head = memoryview(bytearray(align_up(file.data_start, opened.alignment)))
             opened.read(0, head)
         head = head[: file.data_start]
         if digest_hex(head) != file.header_digest:
@@ -318,22 +335,31 @@ class _Copying:
 
 
 def put_index(
-    source: Store, staging: Staging, kept: Manifest, record: SourceRecord, chunk_digests: Iterable[bytes]
+    source: Store, staging: Staging, kept: Manifest, record: SourceRecord, chunk_digests: Iterable[bytes], to: str = ""
 ) -> None:
-    """Copy all but weight files and the manifest, as the manifest proves it.
+    """Copy all but weight files and the manifest, as the manifest proves it, with `to` in front of the names.
 
     Raises:
         FormatError: a file is missing or damaged.
     """
     expected = {SOURCE_RECORD_NAME: kept.record_digest}
-    expected |= {entry.table: entry.table_digest for entry in kept.holders.values()}
     if kept.hub_index_digest is not None:
         expected[HUB_INDEX_NAME] = kept.hub_index_digest
-    for name, digest in expected.items():
+    _put_proven(source, staging, expected, to)
+    put_tables(source, staging, kept, to)
+    staging.put(to + CHUNKS_NAME, chunk_digests)
+    for side in record.side_files:
+        copy_side_file(source, staging, side.name, side, to)
+
+
+def put_tables(source: Store, staging: Staging, kept: Manifest, to: str) -> None:
+    """Copy the tables of ranks and other holders; for errors see `put_index`."""
+    _put_proven(source, staging, {entry.table: entry.table_digest for entry in kept.holders.values()}, to)
+
+
+def _put_proven(source: Store, staging: Staging, digests: Mapping[str, str], to: str) -> None:
+    for name, digest in digests.items():
         blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_TABLE_NBYTES))
         if digest_hex(blob) != digest:
             raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
-        staging.put(name, [blob])
-    staging.put(CHUNKS_NAME, chunk_digests)
-    for side in record.side_files:
-        copy_side_file(source, staging, side.name, side)
+        staging.put(to + name, [blob])

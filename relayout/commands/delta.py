@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -15,8 +15,6 @@ import numpy as np
 
 from relayout import __version__
 from relayout.checkpoint.converted import (
-    CONVERTED,
-    names_of_index,
     read_chunk_digests,
     read_manifest_blob,
     read_record,
@@ -25,15 +23,14 @@ from relayout.checkpoint.converted import (
 from relayout.checkpoint.delta import DELTA_OUTPUT, Paths, read_deltas, with_deltas
 from relayout.checkpoint.proven import check_chunk, check_header
 from relayout.checkpoint.source import read_shard
-from relayout.commands.copy import put_index
+from relayout.commands.copy import Copied, copy_from, put_index, put_tables
 from relayout.commands.restore import refuse_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
-from relayout.conversion.side_files import copy_side_file, modes_of
-from relayout.core.coalesce import split
+from relayout.conversion.side_files import modes_of
 from relayout.core.digests import DIGEST_NBYTES, EMPTY_DIGEST, digest_hex
 from relayout.core.dtypes import BITS
-from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.core.workers import Workers, each
+from relayout.core.extents import Extent, align_down
+from relayout.core.workers import each
 from relayout.errors import PlanError
 from relayout.format.delta import (
     NEW,
@@ -47,8 +44,8 @@ from relayout.format.delta import (
     layout_difference,
     pieces_of,
 )
-from relayout.format.index import MANIFEST_NAME, IndexedFile, Manifest
-from relayout.format.manifest import MAX_TABLE_NBYTES, parse_manifest
+from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
 from relayout.format.sparse import encode
@@ -59,24 +56,21 @@ from relayout.storage.memory import peak_nbytes
 from relayout.storage.protocols import Access, ReadableFile, Staging, Store
 from relayout.storage.stores import find_input, find_store
 
-_BATCH_NBYTES = 4 * 2**20
-"""Of a weight file, which a thread copies at once; or one chunk."""
 _AHEAD = 4
 """Chunks that are compared for each thread before what changed in them is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaDone(Result):
-    """What `delta` or `apply` did."""
+    """What `delta` did."""
 
     output: str
-    num_deltas: int
     num_files: int
     """Weight files."""
     nbytes: int
     """Of all weight files."""
     delta_nbytes: int
-    """Of what changed in them, as stored in the deltas."""
+    """Of what changed in them, as stored in the delta."""
     seconds: float
     peak_nbytes: int
     """Peak resident memory of the process."""
@@ -109,13 +103,6 @@ class _Side:
         shard, header = read_shard(self.store, file.name)
         check_header(shard.header, file.header_digest, self.store.location(file.name))
         return shard.header, header
-
-    def copy_index(self, staging: Staging, prefix: str, names: Sequence[str]) -> None:
-        """Copy files beside weights and side files."""
-        for name in names:
-            staging.put(
-                prefix + name, [self.blob if name == MANIFEST_NAME else self.store.read(name, MAX_TABLE_NBYTES)]
-            )
 
 
 def delta(
@@ -156,7 +143,7 @@ def delta(
     total = sum(file.nbytes for file in files)
     for side in (before, after):
         target.check_output(side.store, DELTA_OUTPUT, force=force)
-    modes = modes_of(after.store, [file.name for file in files])
+    modes = modes_of([before.store, after.store], [file.name for file in files])
     with target.stage(DELTA_OUTPUT, replace=force, modes=modes) as staging:
         refuse_conversion(staging, force=force)
         staging.clear()
@@ -167,12 +154,13 @@ def delta(
                 written.append(_write_changes(before, after, index, staging, threads, on_progress))
                 done += file.nbytes
                 on_progress(file.nbytes)
-        before.copy_index(staging, OLD, [MANIFEST_NAME, *(holder.table for holder in before.manifest.holders.values())])
-        after.copy_index(staging, NEW, names_of_index(after.manifest))
         known = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}
-        changed = [side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in known]
-        for side_file in changed:
-            copy_side_file(after.store, staging, side_file.name, side_file, NEW)
+        changed = tuple(side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in known)
+        put_tables(before.store, staging, before.manifest, OLD)
+        digests = (read_chunk_digests(after.store, after.manifest, index) for index in range(len(files)))
+        put_index(after.store, staging, after.manifest, replace(after.record, side_files=changed), digests, NEW)
+        staging.put(OLD + MANIFEST_NAME, [before.blob])
+        staging.put(NEW + MANIFEST_NAME, [after.blob])
         manifest = DeltaManifest(
             generator=f"relayout {__version__}",
             base=digest_hex(before.blob),
@@ -181,7 +169,14 @@ def delta(
             side_files=tuple(side_file.name for side_file in changed),
         )
         staging.put(MANIFEST_NAME, [dump_delta(manifest)])
-    return _done(target, [manifest], total, started)
+    return DeltaDone(
+        output=str(target),
+        num_files=len(files),
+        nbytes=total,
+        delta_nbytes=sum(file.nbytes for file in written),
+        seconds=time.monotonic() - started,
+        peak_nbytes=peak_nbytes(),
+    )
 
 
 def apply_deltas(
@@ -192,72 +187,39 @@ def apply_deltas(
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     progress: Progress = None,
-) -> DeltaDone:
+) -> Copied:
     """Write the folder that deltas make of a converted checkpoint: byte for byte the one that they were made from.
 
     Args:
         base: the converted folder, or its URL, that the first delta applies to.
         deltas: folders that `delta` wrote, or their URLs; each applies to what those before it make.
         output: the folder to create. It is complete, with every digest compared, or absent.
-        force: replace an output folder that relayout converted.
-        threads: threads that read, change and write: some 8 MiB for each, and for each delta as much again.
+        force: replace an output folder that relayout converted, or discard an interrupted attempt at another.
+        threads: threads that read, change and write: some 4 MiB for each, and for each delta as much again.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
         FormatError: the base or a delta is damaged.
         PlanError: a delta applies to another checkpoint; or `output` cannot be written or replaced.
-        OSError: reading or writing failed; the output is deleted.
+        OSError: reading or writing failed.
+
+    If it fails or is interrupted, the same call resumes, as of `copy`.
 
     Example:
         >>> import relayout
-        >>> relayout.apply_deltas("step-1", ["step-1-to-2"], "made").num_deltas
-        1
+        >>> relayout.apply_deltas("step-1", ["step-1-to-2"], "made").ranks
+        (0, 1, 2, 3, 4, 5, 6, 7)
     """
-    started = time.monotonic()
-    threads, _ = share_memory(threads, DEFAULT_MEMORY)
-    found, read, target = find_input(base).snapshot(), read_deltas(deltas), find_store(output)
+    found, read = find_input(base).snapshot(), read_deltas(deltas)
     if not read:
         raise PlanError("no delta to apply", code="option")
-    store = with_deltas(found, read)
-    blob = read_manifest_blob(store)
-    manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
-    record = read_record(store, manifest)
-    for holder in manifest.holders:
-        read_table(store, manifest, holder)  # Proves it.
-    for source in (found, *(delta.store for delta in read)):
-        target.check_output(source, CONVERTED, force=force)
-    total = sum(file.nbytes for file in manifest.files)
-    modes = modes_of(found, [file.name for file in manifest.files])
-    with target.stage(CONVERTED, replace=force, modes=modes) as staging:
-        refuse_conversion(staging, force=force)
-        staging.clear()
-        staging.check_space(total + sum(side.nbytes for side in record.side_files))
-        done = 0
-        with reporting(progress, "applying", total) as report:
-            for file in manifest.files:
-                _copy_file(store, manifest, file, staging, threads, partial(_report, report, done))
-                done += file.nbytes
-        digests = (read_chunk_digests(store, manifest, index) for index in range(len(manifest.files)))
-        put_index(store, staging, manifest, record, digests)
-        staging.put(MANIFEST_NAME, [blob])
-    return _done(target, [delta.manifest for delta in read], total, started)
+    inputs = [found, *(delta.store for delta in read)]
+    return copy_from(with_deltas(found, read), inputs, output, None, force, threads, DEFAULT_MEMORY, progress)
 
 
 def _report(report: Callable[[int], None] | None, before: int, done: int) -> None:
     if report is not None:
         report(before + done)
-
-
-def _done(target: Store, deltas: Sequence[DeltaManifest], nbytes: int, started: float) -> DeltaDone:
-    return DeltaDone(
-        output=str(target),
-        num_deltas=len(deltas),
-        num_files=len(deltas[0].files),
-        nbytes=nbytes,
-        delta_nbytes=sum(file.nbytes for delta in deltas for file in delta.files),
-        seconds=time.monotonic() - started,
-        peak_nbytes=peak_nbytes(),
-    )
 
 
 def _check_layout(before: _Side, after: _Side) -> None:
@@ -350,26 +312,3 @@ class _Runs:
         for (start, stop), width in zip(pairwise(bounds), self._widths[first:end], strict=True):
             runs += [(align_down(stop - start, width), width), ((stop - start) % width, 1)]
         return [run for run in runs if run[0]]
-
-
-def _copy_file(
-    store: Store, manifest: Manifest, file: IndexedFile, staging: Staging, threads: int, report: Callable[[int], None]
-) -> None:
-    """Copy a weight file, whose bytes the store proves."""
-    body = Extent(file.data_start, file.nbytes - file.data_start)
-
-    def copy(buffer: Buffer, piece: Extent) -> int:
-        address = piece.offset % BLOCK  # As in the file, so that it can be written directly.
-        view = buffer.reserve(address + piece.nbytes)[address:]
-        source.read(piece.offset, view)
-        output.write(piece.offset, view, address)
-        return piece.nbytes
-
-    with store.open(file.name, file.nbytes) as source:
-        if body.nbytes:
-            with staging.write_file(file.name, file.nbytes, is_new=True) as output:
-                batches = split(body, align_up(_BATCH_NBYTES, manifest.chunk_nbytes))
-                Workers(threads, batches, Buffer, copy).run(report)
-        head = memoryview(bytearray(file.data_start))
-        source.read(0, head)
-        staging.write_head(file.name, bytes(head), file.nbytes)

@@ -95,7 +95,7 @@ def restore(
     record = read_record(folder, manifest)
     target.check_output(folder, CONVERTED, force=force)
     written = sum(file.nbytes for file in record.files)
-    modes = modes_of(folder, [file.name for file in manifest.files])
+    modes = modes_of([folder], [file.name for file in manifest.files])
     with target.stage(CONVERTED, replace=force, modes=modes) as staging:
         refuse_conversion(staging, force=force)
         staging.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import xxhash
 
@@ -17,24 +17,25 @@ from relayout.storage.protocols import Access, FileStat, Modes, Staging, Store, 
 _COPY_NBYTES = 2**20
 
 
-def modes_of(folder: Store, files: Iterable[str], *, with_folder: bool = True) -> Modes:
-    """What all of the files grant, and the folder, to others than the owner, who may always read and write.
+def modes_of(folders: Iterable[Store], files: Collection[str], *, with_folders: bool = True) -> Modes:
+    """What all of the files grant, and the folders, to others than the owner, who may always read and write.
 
     Files that are missing are ignored: whoever reads them complains.
     """
     folder_mode, file_mode = Modes().folder, Modes().file
-    if with_folder and (path := folder.path("")) is not None:
-        folder_mode &= path.stat().st_mode
-    for name in files:
-        status = folder.stat(name)
-        if status is not None:
-            file_mode &= status.mode
+    for folder in folders:
+        if with_folders and (path := folder.path("")) is not None:
+            folder_mode &= path.stat().st_mode
+        for name in files:
+            status = folder.stat(name)
+            if status is not None:
+                file_mode &= status.mode
     return Modes(folder_mode | stat.S_IRWXU, file_mode | stat.S_IRUSR | stat.S_IWUSR)
 
 
 def output_modes(source: SourceCheckpoint) -> Modes:
     """What an output grants: at most what its source does."""
-    return modes_of(source.folder, [file.name for file in source.files], with_folder=not source.is_file)
+    return modes_of([source.folder], [file.name for file in source.files], with_folders=not source.is_file)
 
 
 def copy_side_file(

@@ -298,11 +298,12 @@ class RankWeights:
 
     def _load_options(self) -> Options:
         from relayout.loader.loading import options_of
+        from relayout.loader.stream import least_memory
 
         settings, (source, contents, _) = self._options, self._found
         memory = settings.memory
         if memory is None and self._deltas is not None:
-            memory = max(_UPDATE_NBYTES, 2 * max(contents.sizes(), default=0))
+            memory = max(_UPDATE_NBYTES, least_memory(contents))
         # Slices that are put together cannot be mapped.
         backend = "mapped" if self._lazy and source.is_as_stored else settings.backend
         return options_of(self._device, backend, settings.verify, settings.threads, memory, self._progress)

@@ -41,6 +41,9 @@ CARELESS = {
         ("parse_table", lambda blob, manifest, rank, where: json.loads(blob)),
     ),
     "record": ("parse_record", lambda text, ranks, where: json.loads(text)),
+    "delta": ("parse_delta", lambda blob, where: json.loads(blob)),
+    "delta_index": ("parse_delta_index", lambda blob, file, extents: json.loads(blob)),
+    "change": ("xor_into", lambda encoded, target: None),
     "plan": ("parse_family", lambda text, where, name: json.loads(text)),
 }
 

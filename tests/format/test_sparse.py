@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,11 +98,22 @@ def test_what_is_of_other_bytes_is_refused() -> None:
         xor_into(b"\xff" * 9, memoryview(bytearray(4000)))
 
 
-def test_runs_of_no_bytes_are_refused() -> None:
-    """There may be millions of them, each of which takes memory and time."""
-    data = sparse_bytes(4000, 0.1, 0)
-    encoded = encode(data, [(4000, 2)])
-    (num_runs,) = np.frombuffer(encoded, "<u4", 1)
-    more = np.array([num_runs + 1, 0, 1, 0, 0], "<u4").tobytes() + encoded[4:]
-    with pytest.raises(FormatError, match="a run of 0 bytes"):
-        xor_into(more, memoryview(bytearray(4000)))
+@pytest.mark.parametrize(
+    ("runs", "body", "message"),
+    [
+        # There may be millions of these, each of which takes memory and time.
+        ([(4000, 2, 0, 0), (0, 1, 0, 0)], b"", "a run of 0 bytes"),
+        ([(4000, 3, 0, 0)], b"", "a run of 4000 bytes in elements of 3"),
+        ([(4000, 2, 0, 1)], b"\1\1", "0 gaps and 1 elements"),
+        ([(4000, 2, 1, 2)], b"\1\1\1\1\1", "1 gaps and 2 elements"),
+        ([(4000, 2, 1, 1)], b"\xff\1\1", "gaps lead beyond"),
+        ([(4000, 2, 9, 9)], b"\xfe" * 9 + bytes(18), "gaps lead beyond"),
+        ([(4000, 2, 0, 0)], b"\1", "another length than 0 bytes"),
+    ],
+)
+def test_runs_that_no_piece_has_are_refused(runs: list[tuple[int, int, int, int]], body: bytes, message: str) -> None:
+    head = np.array([len(runs), *(number for run in runs for number in run)], "<u4").tobytes()
+    with pytest.raises(FormatError, match=message):
+        xor_into(head + zstandard.compress(body), memoryview(bytearray(4000)))
+    with pytest.raises(FormatError, match="not a zstd frame"):
+        xor_into(np.array([1, 4000, 2, 0, 0], "<u4").tobytes() + body, memoryview(bytearray(4000)))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support.conversions import Conversions
 from support.profile import sample
 from support.training import next_step, tree
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -142,6 +142,31 @@ def test_a_file_of_any_length_takes_no_memory_before_its_delta_proves_it(steps: 
         relayout.apply(tmp_path / "delta", 0, relayout.load(steps / "0", 0))
 
 
+def test_with_verify_a_forged_delta_that_cannot_be_decoded_changes_nothing(steps: Path, tmp_path: Path) -> None:
+    """The last piece of a file is of another length than the piece, with digests that fit."""
+    shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    manifest = json.loads((steps / "1" / "relayout.json").read_bytes())
+    top = json.loads((tmp_path / "delta" / "relayout.json").read_bytes())
+    file, path = manifest["files"][0], tmp_path / "delta" / f"{manifest['files'][0]['name']}.delta"
+    num_pieces = 1 - (file["data_start"] - file["nbytes"]) // manifest["chunk_nbytes"]
+    blob = path.read_bytes()
+    pieces, rows = blob[: -24 * num_pieces], blob[-24 * num_pieces :]
+    last = bytearray(pieces[-int.from_bytes(rows[-24:-16], "little") :])
+    last[4] ^= 1  # Of the bytes of its first run.
+    rows = rows[:-16] + xxh3_128_digest(last)
+    path.write_bytes(pieces[: -len(last)] + last + rows)
+    top["files"][0]["index_digest"] = xxh3_128_hexdigest(rows)
+    del top["self_digest"]
+    (tmp_path / "delta" / "relayout.json").write_bytes(sealed(top))
+    tensors = relayout.load(steps / "0", 0)
+    before = copies(tensors)
+    with pytest.raises(FormatError, match=r"of \d+ bytes, expected"):
+        relayout.apply(tmp_path / "delta", 0, tensors, verify=True)
+    assert_equal(tensors, before)
+    with pytest.raises(FormatError, match=r"of \d+ bytes, expected"):
+        relayout.apply(tmp_path / "delta", 0, tensors)
+
+
 def test_a_damaged_delta_changes_nothing(steps: Path, tmp_path: Path) -> None:
     shutil.copytree(steps / "0-to-1", tmp_path / "delta")
     tensors = relayout.load(steps / "0", 0)
@@ -193,7 +218,7 @@ def test_tensors_that_cannot_be_changed_in_place_are_refused(name: str, steps: P
 
 def test_verify_finds_what_does_not_become_the_result(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = relayout.load(steps / "0", 0)
-    monkeypatch.setattr(in_place._Change, "_change", lambda *given: None)
+    monkeypatch.setattr(in_place._Change, "change", lambda *given: None)
     relayout.apply(steps / "0-to-1", 0, tensors)
     with pytest.raises(FormatError, match=r"is not what .*0-to-1 makes"):
         relayout.apply(steps / "0-to-1", 0, tensors, verify=True)

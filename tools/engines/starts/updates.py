@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+from support.checkpoints import write_family
+from support.families import FAMILIES
 
 import relayout
-from engines.cases import source_of
+from engines.cases import complete_config, source_of
 from engines.environments import Environment
 from engines.starts.starting import start
 
 TP = 2
-FAMILIES = ("llama", "qwen3_moe")
+NUM_TURNS = 5
+_V, _H = 2**17, 2048
+_LARGE = replace(FAMILIES["qwen2_tied"], sizes={"V": _V, "H": _H, "I": 5632, "L": 4, "A": 32, "K": 8, "D": 64})
+"""1 GB; half of it is the embedding."""
+UPDATED = ("llama", "qwen3_moe")
 NUM_STEPS = 20
 _SETTINGS: dict[str, Any] = {"tensor_parallel_size": TP}
 _LIVE = _SETTINGS | {"worker_extension_cls": "engines.starts.vllm_tokens.Fragile"}
@@ -52,10 +59,43 @@ _COMPARED = (_FIRST, "step-1", _LAST)
 
 def updates(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of each model: what one engine says to deltas and folders, right ones and wrong ones, and what it generates."""
-    for family in FAMILIES:
-        alone = environment.with_variables(VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    alone = environment.with_variables(VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    for family in UPDATED:
         for what, outcome in _updates_of(family, alone, work):
             yield f"{family}, {what}", outcome
+    yield "speed", _speed(alone, work)
+
+
+def _speed(environment: Environment, work: Path) -> dict[str, Any]:
+    """Seconds of each way to other weights, in turns, and the memory that a worker takes meanwhile."""
+    root = work / "updates" / "large"
+    shutil.rmtree(root, ignore_errors=True)
+    (root / "source").mkdir(parents=True)
+    write_family(_LARGE, root / "source")
+    complete_config(root / "source" / "config.json")
+    _write_steps(root / "source", root, num_steps=1)
+    ways = {
+        "a folder": f"{root / _FIRST}",
+        "a delta": f"{root / 'delta-1'}",
+        "vLLM's reload of a plain folder": f"{root / 'model-1'}#reload_by_itself",
+        "vLLM's reload of a converted folder": f"{root / _FIRST}#reload_by_itself",
+    }
+    settings = _LIVE | {"updates": [*ways.values()] * NUM_TURNS}
+    live = start(environment, root / _FIRST, settings, root / "live.log").result
+    if "error" in live:
+        return {"error": live["error"]}
+    result: dict[str, Any] = {"turns": NUM_TURNS}
+    for number, name in enumerate(ways):
+        runs = live["updates"][number :: len(ways)]
+        assert not any("refused" in run for run in runs), runs
+        seconds = sorted(round(run["seconds"], 2) for run in runs)
+        beside = round(max(run["beside_mib"] for run in runs))
+        result[name] = {"seconds": [seconds[0], median(seconds), seconds[-1]], "beside_mib": beside}
+    nbytes = {
+        name: sum(path.stat().st_size for path in (root / name).rglob("*")) for name in ("model-1", "step-1", "delta-1")
+    }
+    shutil.rmtree(root)
+    return result | {"nbytes": nbytes, "largest_slice_mib": _V * _H * 2 // TP // 2**20}
 
 
 def _updates_of(family: str, environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -107,9 +147,9 @@ def _said(update: _Update, outcome: dict[str, Any], root: Path) -> dict[str, Any
     return {"as_expected": not refused and len(set(outcome["contents"])) == 1}
 
 
-def _write_steps(source: Path, root: Path) -> None:
+def _write_steps(source: Path, root: Path, num_steps: int = NUM_STEPS) -> None:
     """Converted folders of some steps of a training, and deltas between them."""
-    for step in range(NUM_STEPS + 1):
+    for step in range(num_steps + 1):
         model = root / f"model-{step}"
         shutil.copytree(root / f"model-{step - 1}" if step else source, model)
         for shard in sorted(model.glob("*.safetensors")) if step else ():
@@ -121,7 +161,7 @@ def _write_steps(source: Path, root: Path) -> None:
         relayout.convert(model, root / f"step-{step}", tp=TP)
         if step:
             relayout.delta(root / f"step-{step - 1}", root / f"step-{step}", root / f"delta-{step}")
-    for name, damaged in (("delta-1", "damaged-delta"), (_LAST, "damaged-folder")):
+    for name, damaged in (("delta-1", "damaged-delta"), (f"step-{num_steps}", "damaged-folder")):
         shutil.copytree(root / name, root / damaged)
         file = max((root / damaged).glob("model-rank-1-*"), key=lambda one: one.stat().st_size)
         content = np.fromfile(file, np.uint8)

@@ -86,21 +86,30 @@ class Fragile(WeightUpdates):
 
 
 def _update(model: Any, source: str) -> dict[str, Any]:
-    """What the engine says to a source, the tokens that then come, and the memory of its largest worker in MiB."""
+    """What the engine says to a source, how long it takes, the tokens that then come, and memory of workers in MiB."""
     said: dict[str, Any] = {}
     source, _, method = source.partition("#")
+    workers = [Path("/proc", child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    for worker in workers:
+        (worker / "clear_refs").write_text("5")  # The peak is counted from here.
+    before, started = [_mib(worker, "VmRSS:") for worker in workers], time.perf_counter()
     try:
         said["contents"] = model.collective_rpc(method or "update_weights_from", args=(source,))
         model.reset_prefix_cache()
     except Exception as error:
         said["refused"] = str(error)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    pages = [int(Path(f"/proc/{child}/statm").read_text().split()[1]) for child in children]
-    said["mib"] = max(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    said["seconds"] = time.perf_counter() - started
+    said["mib"] = max(_mib(worker, "VmRSS:") for worker in workers)
+    said["beside_mib"] = max(_mib(worker, "VmHWM:") - held for worker, held in zip(workers, before, strict=True))
     try:
         return said | _tokens(model)
     except Exception as error:
         return said | {"died": str(error) or type(error).__name__}
+
+
+def _mib(process: Path, field: str) -> float:
+    lines = (process / "status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**10
 
 
 def _wait_until_filled(folder: str) -> None:

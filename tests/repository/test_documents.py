@@ -39,11 +39,13 @@ README_PATH = ROOT / "README.md"
 CONVERTING_PATH = ROOT / "relayout" / "conversion" / "CONVERTING.md"
 DELTAS_PATH = ROOT / "relayout" / "conversion" / "DELTAS.md"
 LOADING_PATH = ROOT / "loader" / "LOADING.md"
+TROUBLES_PATH = ROOT / ".github" / "TROUBLESHOOTING.md"
+HOWTO = ROOT / ".github" / "howto"
 MODELS_PATH = ROOT / "relayout" / "plans" / "MODELS.md"
 FORMAT, PLANS, README = FORMAT_PATH.read_text(), PLANS_PATH.read_text(), README_PATH.read_text()
 DOCUMENTS = [
     path
-    for folder in (".", ".github", "loader", "relayout", "relayout/*", "tools")
+    for folder in (".", ".github", ".github/howto", "loader", "relayout", "relayout/*", "tools")
     for path in sorted(ROOT.glob(f"{folder}/*.md"))
     if "relayout/loader" not in str(path)  # A link to loader/.
 ]
@@ -410,7 +412,7 @@ def test_every_document_is_checked_here_and_published_with_its_package() -> None
         pytest.skip("not a checkout")
     assert {ROOT / name for name in tracked if not name.startswith("tests/")} == set(DOCUMENTS)
     published = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    private = (ROOT, ROOT / ".github", ROOT / "tools")
+    private = (ROOT, ROOT / ".github", HOWTO, ROOT / "tools")
     names = {str(path.relative_to(ROOT)) for path in DOCUMENTS if path.parent not in private}
     assert names == {
         f"{package.replace('relayout.loader', 'loader').replace('.', '/')}/{name}"
@@ -527,6 +529,21 @@ def test_the_document_of_models_has_all_plans_and_full_size_models() -> None:
     for model in MODELS.values():
         what = f"| {model.name} ({model.config['model_type']}) | {model.num_tensors:,} | {model.nbytes / 1e9:.4g} |"
         assert f"{what} {model.tp} |" in text, what
+
+
+def test_messages_in_the_document_of_troubles_are_the_program_s() -> None:
+    sources = "".join(path.read_text() for package in ("relayout", "loader") for path in (ROOT / package).rglob("*.py"))
+    texts = re.sub(r'"\s*\n\s*f?"', "", sources)  # Of literals that are written in several lines.
+    rows = re.findall(r"^\| (.*?) \|", TROUBLES_PATH.read_text(), re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 30
+    assert [message for message in messages if message not in texts] == []
+
+
+def test_the_guides_fit_two_screens() -> None:
+    guides = sorted(HOWTO.glob("*.md"))
+    assert len(guides) >= 6
+    assert [path.name for path in guides if len(path.read_text().splitlines()) > 80] == []
 
 
 def test_the_readme_counts_the_plans() -> None:

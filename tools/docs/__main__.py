@@ -37,7 +37,7 @@ def build(contents: Iterable[tuple[str, bytes]], out: Path) -> int:
     command = [python, "-m", "mkdocs", "build", "--strict", "-f", _HERE / "mkdocs.yml", "-d", out / "site"]
     built = subprocess.run(command, env={**os.environ, "RELAYOUT_PAGES": str(sources), "NO_MKDOCS_2_WARNING": "1"})
     if built.returncode == 0:
-        print(out / "site" / "index.html")
+        print(f"to read it: python3 -m http.server -d {out / 'site'}")  # Search needs a server.
     return built.returncode
 
 

@@ -48,7 +48,7 @@ def pages() -> Iterator[tuple[str, bytes]]:
         elif path.suffix == ".md":
             text, linked = _with_links_of_pages(name, path.read_text())
             names += [one for one in linked if one not in names]
-            yield page, text.encode()
+            yield page, _indented(text).encode()
         else:
             yield page, path.read_bytes()
 
@@ -66,3 +66,12 @@ def _with_links_of_pages(name: str, text: str) -> tuple[str, list[str]]:
         return f"{start}{os.path.relpath(page_of(file), Path(page_of(name)).parent)}{anchor})"
 
     return _LINK.sub(replaced, text), linked
+
+
+def _indented(text: str) -> str:
+    """What belongs to an item of a numbered list, by four spaces: GitHub takes three, Python-Markdown does not."""
+    lines, in_code = [], False
+    for line in text.splitlines(keepends=True):
+        in_code ^= line.startswith("```")
+        lines.append(f" {line}" if line.startswith("   ") and not in_code else line)
+    return "".join(lines)

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from relayout.core.slices import Range, Slice
-from relayout.errors import PlanError
+from relayout.errors import PlanError, did_you_mean
 from relayout.loader.api import find_source, warn_if_slow
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena, options_of
@@ -203,7 +203,7 @@ class CheckpointView(Closable):
         reader, rows = state
         if name not in rows:
             whose = "" if self._is_whole else f"rank {self.rank} "
-            raise PlanError(f"{whose}has no tensor {name!r}", path=self.path, code="missing")
+            raise PlanError(f"{whose}has no tensor {name!r}{did_you_mean(name, rows)}", path=self.path, code="missing")
         return reader, rows[name]
 
     def close(self) -> None:

@@ -61,8 +61,8 @@ class FormatError(RelayoutError):
     """
 
 
-class PlanError(RelayoutError):
-    """The request is invalid, or cannot be carried out on this checkpoint.
+class PlanError(RelayoutError, ValueError):
+    """The request is invalid, or cannot be carried out on this checkpoint: what Python calls a ValueError.
 
     Codes: `option` (an argument has an invalid value), `no_plan` (for the model), `no_rule` (for a tensor),
     `indivisible` (at this degree), `config` (config.json lacks a size or contradicts the tensors), `unsupported` (a

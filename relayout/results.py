@@ -28,6 +28,8 @@ class Result:
         values, tables = [], []
         for field in fields(cast(Any, self)):
             value = getattr(self, field.name)
+            if value is None or value == ():  # As for another kind of folder.
+                continue
             if isinstance(value, tuple | list) and value and is_dataclass(value[0]):
                 names = [column.name for column in fields(value[0])]
                 rows = [[_text(name, getattr(record, name)) for name in names] for record in value]
@@ -54,6 +56,10 @@ def _text(name: str, value: object) -> str:
     """A value in words; what counts bytes by its name has a unit."""
     if isinstance(value, dict):
         return ", ".join(f"{key}: {_text(name, item)}" for key, item in value.items())
+    if name.endswith("shape") and value is not None:
+        return " x ".join(map(str, cast(Any, value)))
+    if is_dataclass(value):
+        return ", ".join(f"{_heading(one.name)} {_text(one.name, getattr(value, one.name))}" for one in fields(value))
     if isinstance(value, tuple | list):
         shown = ", ".join(_text(name, item) for item in value[:_MAX_ROWS])
         return shown + (f", ... and {len(value) - _MAX_ROWS:,} more" if len(value) > _MAX_ROWS else "")

@@ -81,7 +81,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "families": (_ROOT / "relayout" / "plans" / "MODELS.md", families),
     "commands": (_ROOT / "relayout" / "cli" / "COMMANDS.md", commands),
     "packages": (_ROOT / ".github" / "CONTRIBUTING.md", packages),
-    "fleet": (_ROOT / "relayout" / "conversion" / "CLUSTERS.md", fleet.tables),
+    "fleet": (_ROOT / "tools" / "ESTIMATES.md", fleet.tables),
 }
 
 

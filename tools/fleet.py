@@ -1,6 +1,6 @@
 """`tools/run fleet`: how a fleet of nodes gets one model, calculated: when ranks are ready, what leaves the storage.
 
-Prints the tables that `tools/run documents` writes into CLUSTERS.md. Bandwidths are shared fairly, and nothing else is
+Prints the tables that `tools/run documents` writes into ESTIMATES.md. Bandwidths are shared fairly, and nothing else is
 in the way: no engine, no latency of collectives, no congestion inside the network, no processor.
 """
 

@@ -184,10 +184,7 @@ def factory(access: Access) -> Factory:
             if any(file.folder.cost.is_remote for file in request.files):
                 how = "threads request ranges of the files, which go straight into memory"
             else:
-                how = (
-                    "threads read from the page cache what it holds, and all else directly where the file system"
-                    " allows it"
-                )
+                how = "bytes in the page cache are read there, all others by direct I/O where the file system allows it"
         if request.kind != "cpu":
             how += f"{separator}then copied to {request.device} in one piece"
         return Choice(HostBackend(access), request.reason(how))

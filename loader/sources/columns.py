@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 from relayout.core.dtypes import num_bytes
 from relayout.core.patterns import compile_glob, invalid_because
 from relayout.core.slices import Slice
-from relayout.errors import PlanError
+from relayout.errors import PlanError, did_you_mean
 from relayout.format.index import Read
 from relayout.loader.sources.stored import StoredFile
 
@@ -90,7 +90,9 @@ def select(names: Sequence[str], patterns: Sequence[str] | str) -> list[int]:
             match = compile_glob(pattern).match
             rows += [row for row, name in enumerate(names) if match(name)]
         if not rows:
-            hint = "; * is text without a dot, ** any text" if "*" in pattern and "**" not in pattern else ""
+            hint = "" if "*" in pattern else did_you_mean(pattern, names)
+            if "*" in pattern.replace("**", ""):
+                hint = "; * is text without a dot, ** any text"
             raise PlanError(
                 f"names: invalid pattern {pattern!r}: {reason}"
                 if reason

@@ -60,6 +60,10 @@ def summary(done: Summary) -> Iterator[Block]:
         yield Line(f"{decimal(done.resumed_nbytes)} of it resumed from an interrupted conversion, after verification")
     if done.num_ranks == 1:
         yield Line("1 rank: no tensor is cut, stock loaders read the folder too; --tp N cuts it for N ranks")
+    if done.is_private:
+        yield Line(
+            f"only you can read it, as with the source; for others: chmod -R a+rX {done.output}", "note", "yellow"
+        )
     yield from _exceptions(done)
 
 
@@ -162,7 +166,8 @@ def page(done: PageWritten) -> Iterator[Block]:
 
 def preview(planned: Preview) -> Iterator[Block]:
     """Of `convert --dry-run`."""
-    files = f"{_count(planned.num_files, 'file')} of {_count(planned.num_units, 'unit')}"
+    units = f" of {planned.num_units:,} units" if planned.num_units > 1 else ""
+    files = f"{_count(planned.num_files, 'file')}{units}"
     yield Line(
         f"{planned.source} ({decimal(planned.source_nbytes)}) -> {planned.output} "
         f"({decimal(planned.written_nbytes)} in {files}); nothing was written (--dry-run)"
@@ -192,7 +197,7 @@ def preview(planned: Preview) -> Iterator[Block]:
                 group.pattern,
                 str(group.count),
                 group.dtype,
-                _shape(group.shape),
+                unbroken(_shape(group.shape)),
                 group.cut,
                 " or ".join(map(_shape, group.rank_shapes[:3])),
                 decimal(group.rank_nbytes),
@@ -301,14 +306,16 @@ def inspection(result: Inspection) -> Iterator[Block]:
         rows = [(str(rank), f"{count:,}", decimal(nbytes), *map(str, more)) for rank, count, nbytes, *more in numbers]
         yield Table(_numbers("rank", "tensors", "bytes", "files", "reads to load"), rows, "ranks")
     if result.amplification:
-        headings = ("tp", "a rank needs", "reads by slices", "reads whole shards", "stored", "or whole")
+        headings = ("tp", "a rank needs", "reads by slices", "reads whole shards", "disk", "if whole")
         yield Table(_numbers(*headings), list(_amplification(result)), "degrees")
     columns = [Column("tensors", "name"), Column("count", "number"), Column("dtype", drop=1), Column("shape", "words")]
     groups = []
     for group in result.groups:
         what, bracket, shape = (group.cut or "").partition("[")
         cut = [f"{what}{unbroken(bracket + shape)}"] if result.converted else []
-        groups.append((group.pattern, str(group.count), group.dtype, _shape(group.shape), *cut, decimal(group.nbytes)))
+        groups.append(
+            (group.pattern, str(group.count), group.dtype, unbroken(_shape(group.shape)), *cut, decimal(group.nbytes))
+        )
     columns += [Column("part of", "words")] if result.converted else []
     yield Table([*columns, Column("bytes", "number")], groups, "groups")
     yield Listing(result.left_out, "files", "left out")
@@ -502,7 +509,7 @@ def _range(sizes: Sequence[int]) -> str:
 
 
 def _shape(shape: tuple[int, ...]) -> str:
-    return unbroken(" x ".join(map(str, shape)) or "scalar")
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _time(nbytes: int, seconds: float) -> str:

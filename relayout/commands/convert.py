@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import ParamSpec, TypedDict, TypeVar, Unpack
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
@@ -53,6 +54,23 @@ class PlanOptions(TypedDict, total=False):
     """Write only these ranks, such as range(4) or "0-3", and read only what they need of the source. Default: all."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _with_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Let `help` and completion show the keys of `PlanOptions` as the arguments that they are."""
+    known = inspect.signature(function)
+    given = [one for one in known.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind.__forward_arg__)
+        for name, kind in PlanOptions.__annotations__.items()
+    ]
+    function.__signature__ = known.replace(parameters=[*given, *options])  # type: ignore[attr-defined]
+    return function
+
+
+@_with_options
 def plan_conversion(
     source: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, **options: Unpack[PlanOptions]
 ) -> ConversionPlan:
@@ -62,7 +80,8 @@ def plan_conversion(
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
         output: the folder to make; default is `SOURCE-tpN` beside the source folder. A single file has no default: it
             would lie in the folder of the source.
-        options: see `PlanOptions`; sizes are bytes, or text such as "48GB".
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks: see
+            `PlanOptions`; sizes are bytes, or text such as "48GB".
 
     Returns:
         What `preview()` shows and `run()` carries out.
@@ -111,6 +130,7 @@ def plan_checkpoint(checkpoint: SourceCheckpoint, target: Store, **options: Unpa
     return ConversionPlan.lay_out(target, checkpoint, plan, *how)
 
 
+@_with_options
 def convert(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -133,8 +153,8 @@ def convert(
         threads: threads that read, copy and write.
         memory: bytes that they may use for copying, also as text, such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
-        options: `tp`, `align`, `plan`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`, `layout`, `ranks`:
-            see `PlanOptions`.
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks: see
+            `PlanOptions`.
 
     Raises:
         FormatError: the source is damaged.

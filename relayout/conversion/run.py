@@ -22,6 +22,7 @@ from relayout.results import Result
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
 from relayout.storage.memory import peak_nbytes
 from relayout.storage.protocols import Staging
+from relayout.storage.stores import scheme_of
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
 
@@ -58,6 +59,8 @@ class Summary(Result):
     """Tensors that no rule of the plan names, and that every rank therefore holds whole."""
     unused: tuple[str, ...]
     """Tensors that the engine does not take, from which the plan was observed."""
+    is_private: bool
+    """Whether only its owner can read the local output, as it is with a shard of the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> S
         left_out=source.left_out,
         unmatched=conversion.plan.unmatched,
         unused=conversion.plan.unused,
+        is_private=scheme_of(str(conversion.output)) is None and not output_modes(source).file & 0o044,
     )
 
 

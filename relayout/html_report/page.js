@@ -571,11 +571,12 @@
     const what = made ? `converted for ${plural(numRanks, "rank")}` : `forecast of a conversion to ${plural(numRanks, "rank")}; nothing was converted`;
     $("subtitle").textContent = `${what}${model}, plan ${content.plan}${content.layout === "whole" ? ", layout whole" : ""}`;
     const times = (nbytes) => (nbytes / Math.max(1, rank.nbytes)).toFixed(1);
+    const seconds = (nbytes) => `${+(nbytes / 1e9).toPrecision(2)} s`;
     $("answer").textContent = numRanks === 1
       ? `The one rank reads ${size(rank.nbytes)} in ${plural(bars[0].files.length, "file")}.`
       : `Rank 0 of ${numRanks} needs ${size(rank.nbytes)}. From the plain checkpoint a loader that slices rows reads ${size(rank.by_rows_nbytes)} (${times(rank.by_rows_nbytes)}x), ` +
         `one that reads whole shards ${size(content.whole_nbytes)} (${times(content.whole_nbytes)}x). ${made ? "From this folder" : "After the conversion"} relayout reads ${size(rank.nbytes)}` +
-        `${made && content.reads ? ` in ${plural(content.reads[0], "read")}` : ""}.` +
+        `${made && content.reads ? ` in ${plural(content.reads[0], "read")}` : ""}. At 1 GB/s: ${seconds(rank.nbytes)} instead of ${seconds(rank.by_rows_nbytes)} or ${seconds(content.whole_nbytes)}.` +
         (content.layout === "whole" ? " Ranks share the files of whole tensors; their own files have what is not contiguous there." : "");
     const stored = sum(files.map((file) => file.nbytes)), model_nbytes = sum(groups.map((g) => g.nbytes * g.count));
     const nbytes = ranks.map((one) => one.nbytes);

@@ -117,6 +117,15 @@ def test_side_files_go_along_with_their_modes_and_the_source_index_does_not(llam
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.parametrize(("mode", "is_private"), [(0o600, True), (0o640, False), (0o644, False)])
+def test_the_summary_says_if_only_the_owner_can_read(llama: Path, tmp_path: Path, mode: int, is_private: bool) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    for shard in source.glob("*.safetensors"):
+        shard.chmod(mode)
+    assert relayout.convert(source, tmp_path / "out", tp=2).is_private == is_private
+    assert (stat.S_IMODE((tmp_path / "out" / "relayout.json").stat().st_mode) & 0o044 == 0) == is_private
+
+
 def test_the_source_is_not_touched(llama: Path, tmp_path: Path) -> None:
     source = shutil.copytree(llama, tmp_path / "source")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in source.iterdir()}

@@ -297,6 +297,18 @@ def test_a_browser_shows_it_dark_and_on_paper(chromium: Browser, folder: Path, t
     assert chromium.messages == []
 
 
+def test_a_telephone_shows_it_without_a_scroll_bar(chromium: Browser, folder: Path, tmp_path: Path) -> None:
+    relayout.report(folder, tmp_path / "page.html")
+    try:
+        chromium.emulate(width=400)
+        chromium.open(tmp_path / "page.html")
+        assert chromium.run("document.documentElement.scrollWidth") == 400
+        columns = "getComputedStyle(document.getElementById('facts')).gridTemplateColumns"
+        assert len(chromium.run(columns).split()) == 3, "one above the other they hide the picture"
+    finally:
+        chromium.emulate()
+
+
 def test_hostile_names_are_text(chromium: Browser, tmp_path: Path) -> None:
     names = [
         '<img src=x onerror="document.title=1">',

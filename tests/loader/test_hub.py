@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -163,6 +166,15 @@ def test_a_plain_model_in_the_hubs_cache_needs_no_network(
     assert_equal(whole_tensors(tmp_path / "out", "model-rank-1-*"), whole_tensors(converted, "model-rank-1-*"))
     assert_equal(relayout.load(url, 0, tp=1), whole_tensors(model))
     assert not hub.hub.requests
+
+
+def test_the_place_of_the_hub_s_cache_is_known_without_a_variable(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "relayout", "inspect", "org/out"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "HF_HUB_OFFLINE is set" in done.stderr
 
 
 def test_offline_without_a_cache_it_says_what_to_do(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

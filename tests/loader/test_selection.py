@@ -78,6 +78,13 @@ def test_a_star_that_was_meant_for_several_parts_is_explained() -> None:
         PlanError, match=r"no tensor matches '\*\.bias' \(.*\); \* is text without a dot, \*\* any text$"
     ):
         select(NAMES, ["*.bias"])
+    with pytest.raises(PlanError, match=r"'\*\*\.moe\*' \(.*\); \* is text without a dot, \*\* any text$"):
+        select(NAMES, ["**.moe*"])
+
+
+def test_a_misspelled_name_is_corrected() -> None:
+    with pytest.raises(PlanError, match=r"\(there are 11\); did you mean 'model\.embed_tokens\.weight'\?$"):
+        select(NAMES, ["model.embed_tokens.weigth"])
 
 
 @pytest.mark.parametrize("pattern", ["a.{b", "a}", "{a,{b,c}}", "{*,b}"])

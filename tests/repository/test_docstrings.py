@@ -67,6 +67,17 @@ def test_everything_public_has_a_docstring_with_its_arguments(name: str) -> None
         assert name in pydoc.plain(pydoc.render_doc(found)).splitlines()[0]
 
 
+@pytest.mark.parametrize("function", [relayout.convert, relayout.plan_conversion])
+def test_help_shows_each_option_of_a_conversion(function: Any) -> None:
+    assert set(relayout.PlanOptions.__annotations__) < set(inspect.signature(function).parameters)
+    assert "tp: 'int'" in pydoc.plain(pydoc.render_doc(function))
+
+
+def test_a_wrong_argument_is_what_python_calls_a_value_error() -> None:
+    with pytest.raises(ValueError, match="align"):
+        relayout.plan_conversion("llama-3.1-8b", align=3)
+
+
 def test_dir_shows_what_is_public_and_nothing_else() -> None:
     assert sorted(dir(relayout)) == sorted([*relayout.__all__, "__version__", "__doc__"])
 
@@ -104,6 +115,7 @@ def test_results_are_tables_in_notebooks(with_llama: Path) -> None:
     for result, expected in results:
         parser = Balanced()
         parser.feed(result._repr_html_())
+        assert "Filesystem(" not in parser.text
         assert parser.open == []
         assert expected in parser.text
         assert len(result._repr_html_()) < 20_000

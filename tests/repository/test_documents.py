@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import zstandard
 from support import format_example, golden
 from support.hub_models import MODELS
 from support.models import as_integers
+from support.tools import built_command
 from support.training import next_step, tree
 from typer.testing import CliRunner
 
@@ -39,11 +41,13 @@ README_PATH = ROOT / "README.md"
 CONVERTING_PATH = ROOT / "relayout" / "conversion" / "CONVERTING.md"
 DELTAS_PATH = ROOT / "relayout" / "conversion" / "DELTAS.md"
 LOADING_PATH = ROOT / "loader" / "LOADING.md"
+TROUBLES_PATH = ROOT / ".github" / "TROUBLESHOOTING.md"
+HOWTO = ROOT / ".github" / "howto"
 MODELS_PATH = ROOT / "relayout" / "plans" / "MODELS.md"
 FORMAT, PLANS, README = FORMAT_PATH.read_text(), PLANS_PATH.read_text(), README_PATH.read_text()
 DOCUMENTS = [
     path
-    for folder in (".", ".github", "loader", "relayout", "relayout/*", "tools")
+    for folder in (".", ".github", ".github/howto", "loader", "relayout", "relayout/*", "tools")
     for path in sorted(ROOT.glob(f"{folder}/*.md"))
     if "relayout/loader" not in str(path)  # A link to loader/.
 ]
@@ -408,9 +412,9 @@ def test_every_document_is_checked_here_and_published_with_its_package() -> None
     tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     if not tracked:
         pytest.skip("not a checkout")
-    assert {ROOT / name for name in tracked if not name.startswith("tests/")} == set(DOCUMENTS)
+    assert {ROOT / name for name in tracked if not name.startswith(("tests/", "tools/docs/"))} == set(DOCUMENTS)
     published = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    private = (ROOT, ROOT / ".github", ROOT / "tools")
+    private = (ROOT, ROOT / ".github", HOWTO, ROOT / "tools")
     names = {str(path.relative_to(ROOT)) for path in DOCUMENTS if path.parent not in private}
     assert names == {
         f"{package.replace('relayout.loader', 'loader').replace('.', '/')}/{name}"
@@ -527,6 +531,33 @@ def test_the_document_of_models_has_all_plans_and_full_size_models() -> None:
     for model in MODELS.values():
         what = f"| {model.name} ({model.config['model_type']}) | {model.num_tensors:,} | {model.nbytes / 1e9:.4g} |"
         assert f"{what} {model.tp} |" in text, what
+
+
+def test_messages_in_the_document_of_troubles_are_the_program_s() -> None:
+    sources = "".join(path.read_text() for package in ("relayout", "loader") for path in (ROOT / package).rglob("*.py"))
+    texts = re.sub(r'"\s*\n\s*f?"', "", sources)  # Of literals that are written in several lines.
+    rows = re.findall(r"^\| (.*?) \|", TROUBLES_PATH.read_text(), re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 30
+    assert [message for message in messages if message not in texts] == []
+
+
+@pytest.mark.parametrize("path", [README_PATH, *sorted(HOWTO.glob("*.md"))], ids=lambda path: path.stem)
+def test_commands_in_guides_have_these_options(path: Path) -> None:
+    code = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    text = "".join(block for language, block in code if not language)
+    lines = re.findall(r"^(?:srun .*)?\brelayout ([a-z].*)", text, re.MULTILINE)
+    for line in lines:
+        name, *words = shlex.split(line, comments=True)
+        # An error of usage: no such option, or an argument is missing.
+        built_command().commands[name].make_context(name, [word.replace("${words[@]}", "SRC") for word in words])
+    assert lines
+
+
+def test_the_guides_fit_two_screens() -> None:
+    guides = sorted(HOWTO.glob("*.md"))
+    assert len(guides) >= 6
+    assert [path.name for path in guides if len(path.read_text().splitlines()) > 80] == []
 
 
 def test_the_readme_counts_the_plans() -> None:

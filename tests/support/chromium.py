@@ -111,8 +111,10 @@ class Browser:
         """Turn the wheel; negative zooms in."""
         self._send("Input.dispatchMouseEvent", {"type": "mouseWheel", "x": x, "y": y, "deltaX": 0, "deltaY": delta})
 
-    def emulate(self, *, media: str = "", scheme: str = "light") -> None:
-        """Show the page as it is printed ("print"), or in another color scheme."""
+    def emulate(self, *, media: str = "", scheme: str = "light", width: int = 1280) -> None:
+        """Show the page as it is printed ("print"), in another color scheme, or in a window of this width."""
+        size = {"width": width, "height": 1600, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._send("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._send("Emulation.setEmulatedMedia", {"media": media, "features": features})
 

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from xml.sax.saxutils import escape
 
 from support.hub_models import MODELS
 
@@ -18,6 +18,8 @@ MANY_RUNS = 100
 """As many are drawn as a hatched area: they cannot be told apart at this scale."""
 SMALL_NBYTES = 1_000_000
 """Smaller tensors, which have the width of a hair here, have no label."""
+WIDTH, HEIGHT, MARGIN, BAR = 960, 250, 10, 46
+"""Pixels of the picture, of the space left and right, of a bar's height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,67 +60,65 @@ def parts(folder: Path) -> list[Part]:
 
 
 def draw(path: Path) -> None:
-    """Write the picture, as SVG or PNG."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    """Write the picture as SVG."""
     with tempfile.TemporaryDirectory() as scratch:
         layer = parts(Path(scratch) / "model")
+    path.write_text("\n".join(_svg(layer)) + "\n")
+
+
+def _svg(layer: list[Part]) -> list[str]:
     total, mine = layer[-1].start + layer[-1].nbytes, sum(one.rank_nbytes for one in layer)
+    scale = (WIDTH - 2 * MARGIN) / total
     num_runs = sum(len(one.runs) for one in layer)
-    style = {
-        "font.family": "DejaVu Sans",
-        "font.size": 9,
-        "text.color": INK,
-        "svg.hashsalt": "relayout",
-        "hatch.linewidth": 0.4,
-    }
-    with pyplot.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(10.5, 2.9))
-        axes.set_xlim(-total * 0.005, total * 1.005)
-        axes.set_ylim(-0.35, 3.75)
-        axes.axis("off")
-        _say(axes, 3.6, f"Before: one layer in a shard, {total / 1e6:.0f} MB", _reads(num_runs, mine))
-        for one in layer:
-            _tensor(axes, one)
-        _say(axes, 1.35, f"After: the same layer in rank {RANK}'s file, {mine / 1e6:.0f} MB", "one read")
-        axes.add_patch(_box(0, 0.3, mine, facecolor=OURS, edgecolor="none"))
-        axes.text(
-            mine + total * 0.008, 0.6, "contiguous, 4 KiB-aligned, between the layers before and after it", va="center"
-        )
-        axes.text(0, -0.25, f"{MODEL}, tensor parallelism of {TP}; widths are to scale", color=PALE, fontsize=8)
-        figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.01)
-        figure.savefig(path, dpi=150, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else {})
-        pyplot.close(figure)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
+        f'<defs><pattern id="runs" width="3" height="{BAR}" patternUnits="userSpaceOnUse">'
+        f'<rect width="1" height="{BAR}" fill="{OURS}"/></pattern></defs>',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        _text(MARGIN, 22, f"Before: one layer in a shard, {total / 1e6:.0f} MB", "bold"),
+        _text(
+            WIDTH - MARGIN,
+            22,
+            f"rank {RANK} of {TP} needs {mine / 1e6:.0f} MB of it, in {num_runs:,} runs",
+            "bold",
+            "end",
+            OURS,
+        ),
+    ]
+    for one in layer:
+        lines += _tensor(one, scale)
+    what = f"After: the same layer in rank {RANK}'s file, {mine / 1e6:.0f} MB"
+    return [
+        *lines,
+        _text(MARGIN, 152, what, "bold"),
+        _text(WIDTH - MARGIN, 152, "one read", "bold", "end", OURS),
+        _box(0, 164, mine * scale, OURS),
+        _text(MARGIN + mine * scale + 8, 192, "contiguous, 4 KiB-aligned, between the layers before and after it"),
+        _text(MARGIN, 240, f"{MODEL}, tensor parallelism of {TP}; widths are to scale", color=PALE),
+        "</svg>",
+    ]
 
 
-def _reads(num_runs: int, nbytes: int) -> str:
-    return f"rank {RANK} of {TP} needs {nbytes / 1e6:.0f} MB of it, in {num_runs:,} runs"
-
-
-def _say(axes: Any, height: float, what: str, reads: str) -> None:
-    axes.text(0, height, what, fontsize=11, fontweight="bold", va="top")
-    axes.text(axes.get_xlim()[1], height, reads, fontsize=11, va="top", ha="right", color=OURS, fontweight="bold")
-
-
-def _tensor(axes: Any, one: Part) -> None:
-    axes.add_patch(_box(one.start, 2.35, one.nbytes, facecolor=THEIRS_LIGHT, edgecolor="white", linewidth=0.8))
+def _tensor(one: Part, scale: float) -> list[str]:
+    lines = [_box(one.start * scale, 34, max(one.nbytes * scale - 1, 0.5), THEIRS_LIGHT)]
     if len(one.runs) > MANY_RUNS:
-        area = _box(one.start, 2.35, one.nbytes, facecolor="none", edgecolor=OURS, linewidth=0, hatch="||||||||")
-        axes.add_patch(area)
+        lines.append(_box(one.start * scale, 34, one.nbytes * scale - 1, "url(#runs)"))
     else:
-        for start, nbytes in one.runs:
-            axes.add_patch(_box(start, 2.35, nbytes, facecolor=OURS, edgecolor="none"))
+        lines += [_box(start * scale, 34, nbytes * scale, OURS) for start, nbytes in one.runs]
     if one.nbytes >= SMALL_NBYTES:
-        middle = one.start + one.nbytes / 2
-        runs = f"\n{len(one.runs):,} runs" if len(one.runs) > MANY_RUNS else ""
+        middle = MARGIN + (one.start + one.nbytes / 2) * scale
         name = one.name if one.nbytes > 20 * SMALL_NBYTES else one.name.removesuffix("_proj")
-        axes.text(middle, 2.25, name + runs, ha="center", va="top", fontsize=8, color=PALE, linespacing=1.35)
+        lines.append(_text(middle, 96, name, anchor="middle", color=PALE))
+        if len(one.runs) > MANY_RUNS:
+            lines.append(_text(middle, 113, f"{len(one.runs):,} runs", anchor="middle", color=PALE))
+    return lines
 
 
-def _box(start: float, height: float, width: float, **style: Any) -> Any:
-    from matplotlib.patches import Rectangle
+def _box(x: float, y: int, width: float, fill: str) -> str:
+    return f'<rect x="{MARGIN + x:.2f}" y="{y}" width="{width:.2f}" height="{BAR}" fill="{fill}"/>'
 
-    return Rectangle((start, height), width, 0.62, **style)
+
+def _text(x: float, y: int, what: str, weight: str = "normal", anchor: str = "start", color: str = INK) -> str:
+    size = 16 if weight == "bold" else 13
+    style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{color}"'
+    return f'<text x="{x:.2f}" y="{y}" {style}>{escape(what)}</text>'

@@ -88,6 +88,7 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
     """
     from urllib3.exceptions import HTTPError
 
+    timeout = _timeout()
     for _ in range(_MAX_REDIRECTS):
         try:
             answer = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "").urlopen(
@@ -96,7 +97,7 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
                 headers={"accept-encoding": "identity", "user-agent": "relayout", **(headers or {})},
                 redirect=False,
                 retries=False,
-                timeout=_timeout(),
+                timeout=timeout,
                 preload_content=False,
                 decode_content=False,
             )

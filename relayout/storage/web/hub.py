@@ -368,7 +368,7 @@ def offer_model(path: str, not_found_message: Callable[[], str]) -> Store | None
 
 def _hub() -> Any:
     """The library; imported where it is used, as that takes a while."""
-    import huggingface_hub
+    import huggingface_hub.constants  # Which the package alone may not bring.
 
     return huggingface_hub
 

@@ -1,0 +1,47 @@
+"""The site of the documents: all of them are in it, and a link that leads nowhere is an error."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from docs.__main__ import build
+from docs.pages import ROOT, documents, page_of, pages
+
+import relayout
+
+pytestmark = [pytest.mark.documents, pytest.mark.xdist_group("site")]
+
+
+@pytest.fixture(scope="module")
+def contents() -> dict[str, bytes]:
+    if not documents():
+        pytest.skip("not a checkout")
+    return dict(pages())
+
+
+def test_the_menu_has_every_document() -> None:
+    listed = re.findall(
+        r"^ +- (?:\w+: )?([\w/]+\.md)$", (ROOT / "tools" / "docs" / "mkdocs.yml").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted({"api.md", *map(page_of, documents())})
+
+
+def test_the_reference_has_everything_public() -> None:
+    listed = re.findall(r"^::: relayout\.(\w+)$", (ROOT / "tools" / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(relayout.__all__)
+
+
+def test_the_site_is_built(contents: dict[str, bytes], tmp_path: Path) -> None:
+    assert build(contents.items(), tmp_path) == 0
+    site = tmp_path / "site"
+    assert "doctest" not in (site / "api.html").read_text()
+    assert (site / "index.html").is_file()
+    assert "relayout.json" in (site / "search" / "search_index.json").read_text()
+
+
+@pytest.mark.parametrize("target", ["nowhere.md", "format.md#no-such-section"])
+def test_a_broken_link_is_an_error(contents: dict[str, bytes], tmp_path: Path, target: str) -> None:
+    broken = contents | {"deltas.md": contents["deltas.md"] + f"\n[there]({target})\n".encode()}
+    assert build(broken.items(), tmp_path) == 1

@@ -16,6 +16,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 from relayout.engines.first_start import Filling, first_start, folder_of, loads_itself, source_url
+from relayout.engines.metrics import publish
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, listed, replicas, speculative
 from relayout.errors import PlanError
 
@@ -174,7 +175,7 @@ class _Loading:
                 return
             report = self._weights.report()
             self._check_written(model, model_config)
-        _LOGGER.info("%s", report)
+        publish(report, _LOGGER)
         if report.unused:
             _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
 

@@ -49,7 +49,8 @@ def register(observe: Callable[[], Observer] | None = None) -> None:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     formats = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-    if FORMAT not in formats:
+    if getattr(formats.get(FORMAT), "__module__", None) != __name__:
+        formats.pop(FORMAT, None)  # A vLLM that has the format calls `plugins.vllm_loader`: the same, with less.
         model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, observe=observe))
         if formats.get("auto") is DefaultModelLoader:  # Else it is another plugin's.
             formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False)

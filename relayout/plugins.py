@@ -18,6 +18,20 @@ def vllm() -> None:
     _register("vllm", _observer)
 
 
+def vllm_loader(load_config: Any) -> Any:
+    """The model loader of `--load-format relayout`, for a vLLM that has the format itself (.github/upstream/vllm).
+
+    Raises:
+        ImportError, TypeError: this vLLM is not as expected.
+        PlanError: an option is unknown.
+    """
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from relayout.engines.vllm import loader_class
+
+    return loader_class(DefaultModelLoader, observe=_observer)(load_config)
+
+
 def sglang() -> None:
     """Of the group `sglang.srt.plugins`: converted folders are recognized, and `--load-format relayout` made known."""
     _register("sglang")

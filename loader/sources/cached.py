@@ -86,6 +86,7 @@ class CachedStore(LocalStore):
         missing = [self.files[name] for name in names if not (self.folder / name).exists()]
         if not missing:
             return
+        self.lease.was_filled = True
         with reporting(progress, "fetching", sum(file.nbytes for file in missing)) as report:
             done = 0
             for file in missing:

@@ -126,6 +126,7 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease, progr
     Raises:
         FormatError, PlanError, OSError: as `cached_conversion`.
     """
+    lease.was_filled = True
     files = {f"{MODEL}/{file.name}": file.nbytes for file in planned.layout.files}
     sidecar_nbytes = _SIDECAR_NBYTES + _SIDECAR_NBYTES_PER_TENSOR * len(planned.source.tensors)
     reservation = cache.reserve(lease, files | {f"{MODEL}/{MANIFEST_NAME}": sidecar_nbytes})

@@ -11,6 +11,7 @@ from copy import copy
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+from relayout.engines.metrics import publish
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _update(worker: Any, source: str, group: Group) -> str:
     worker._relayout_is_mixed, worker.execute_model = True, _refuse
     with group.collective():
         worker.reload_weights(weights_iterator=iter(weights))
-        _LOGGER.info("%s", weights.report())
+        publish(weights.report(), _LOGGER)
     worker._relayout_is_mixed, worker._relayout_content = False, new
     del worker.execute_model  # Which hid the worker's own.
     return digest

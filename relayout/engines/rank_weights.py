@@ -152,6 +152,8 @@ class Report:
     seconds: float
     """From the first to the last tensor, with what the engine did between them."""
     backend: str
+    cache: str
+    """Whether the rank's files were in a cache on the drive: "hit", "miss", or "none": it has no cache."""
     num_whole: int
     """Whole tensors that had to be read from the files of all ranks."""
     whole_nbytes: int
@@ -168,7 +170,7 @@ class Report:
         return (
             f"relayout: rank {self.rank} of {self.num_ranks}: {self.nbytes / 1e9:.3f} GB in {self.seconds:.2f} s"
             f" ({rate / 1e9:.2f} GB/s), {self.num_tensors} tensors, backend {self.backend},"
-            f" {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB),"
+            f" cache {self.cache}, {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB),"
             f" {self.placed_nbytes / 1e9:.3f} GB straight into parameters{together}"
         )
 
@@ -255,6 +257,7 @@ class RankWeights:
         self._placement: Placement | None = None
         self._members = members
         self._backend = options.backend
+        self._lease = None if kept is None else kept.lease
         self._nbytes = self._placed_nbytes = self._num_tensors = 0
         self._seconds: float | None = None
         self._cut: list[str] = []
@@ -384,6 +387,7 @@ class RankWeights:
 
         verify, cache, deltas = self._options.verify, self._options.cache, self._deltas or ()
         source = find_source(self._path, self._rank, self._num_ranks, verify, cache, deltas=deltas)
+        self._lease = getattr(source.store, "lease", self._lease)
         contents = source.contents()
         rows = [row for row, name in enumerate(contents.names) if not self._is_skipped(name)]
         unused = {name for row in rows if contents.shapes[row] and self._is_unused(name := contents.names[row])}
@@ -406,6 +410,7 @@ class RankWeights:
             self._nbytes,
             self._seconds,
             self._backend,
+            "none" if self._lease is None else "miss" if self._lease.was_filled else "hit",
             self.usage.count,
             self.usage.nbytes,
             self._placed_nbytes,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from relayout.engines.first_start import Filling, first_start, folder_of, loads_itself, source_url
+from relayout.engines.metrics import publish
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, layer_of, speculative
 from relayout.errors import PlanError, RelayoutError
 
@@ -208,7 +209,7 @@ def _weights(
         _stock.add(path)
         yield from stock()
         return
-    _LOGGER.info("%s", weights.report())
+    publish(weights.report(), _LOGGER)
 
 
 def _check(path: str, folder: Folder, parallel: Any) -> None:

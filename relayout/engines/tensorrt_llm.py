@@ -11,6 +11,7 @@ import warnings
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
+from relayout.engines.metrics import publish
 from relayout.engines.rank_weights import EngineOptions, RankWeights, find_folder
 from relayout.errors import PlanError
 
@@ -69,5 +70,5 @@ class _Loading:
         only_held = mapping.moe_ep_size == 1
         weights = RankWeights(path, mapping.tp_rank, mapping.tp_size, self._options, only_held=only_held)
         tensors = dict(weights)
-        _LOGGER.info("%s", weights.report())
+        publish(weights.report(), _LOGGER)
         return tensors

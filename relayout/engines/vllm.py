@@ -16,6 +16,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 from relayout.engines.first_start import Filling, first_start, folder_of, loads_itself, source_url
+from relayout.engines.metrics import publish
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, listed, replicas, speculative
 from relayout.errors import PlanError
 
@@ -48,7 +49,8 @@ def register(observe: Callable[[], Observer] | None = None) -> None:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     formats = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-    if FORMAT not in formats:
+    if getattr(formats.get(FORMAT), "__module__", None) != __name__:
+        formats.pop(FORMAT, None)  # A vLLM that has the format calls `plugins.vllm_loader`: the same, with less.
         model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, observe=observe))
         if formats.get("auto") is DefaultModelLoader:  # Else it is another plugin's.
             formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False)
@@ -174,7 +176,7 @@ class _Loading:
                 return
             report = self._weights.report()
             self._check_written(model, model_config)
-        _LOGGER.info("%s", report)
+        publish(report, _LOGGER)
         if report.unused:
             _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
 

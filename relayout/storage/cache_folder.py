@@ -270,6 +270,8 @@ class Lease(Closable):
     def __init__(self, folder: Path, fd: int) -> None:
         self.folder = folder
         """The entry."""
+        self.was_filled = False
+        """Whether weights were missing, and came into the entry while it was in use."""
         self._fd = fd
 
     def keep(self, name: str, write: Callable[[str], None]) -> None:

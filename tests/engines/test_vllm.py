@@ -402,6 +402,16 @@ def test_a_vllm_that_is_not_as_expected_is_left_alone(
         loader_class(object)
 
 
+def test_a_vllm_that_has_the_format_itself_gets_the_same_loader(folders: Path, engine: Engine) -> None:
+    engine.formats["relayout"] = lambda load_config: plugins.vllm_loader(load_config)
+    whole = stock_tensors(folders / "llama")
+    model = Model(whole, 1, 2)
+    loader = engine.load(folders / "llama-tp2", model, strict=True)
+    model.assert_holds_what_it_cuts_of(whole)
+    plugins.vllm()
+    assert engine.formats["relayout"].__qualname__ == type(loader).__qualname__
+
+
 def test_registering_where_there_is_no_vllm_raises_nothing_and_loads_no_torch() -> None:
     script = "import sys\nfrom relayout import plugins\nplugins.vllm()\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)

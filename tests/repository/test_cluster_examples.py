@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from support.loader_fixtures import MIB, mlp_model
 from support.patience import PATIENCE
 
 import relayout
+from relayout.conversion.cached import CachedConversion
+from relayout.engines.first_start import first_start
+from relayout.engines.rank_weights import EngineOptions
 
 pytestmark = pytest.mark.documents
 
@@ -99,3 +103,24 @@ def test_the_jobs_of_kubernetes(models: Path, tmp_path: Path) -> None:
     code, said = ended(start(command(commit), {}, tmp_path))
     assert code == 0, said
     assert_same_folder(tmp_path / "out", models / "expected")
+
+
+def test_what_the_init_container_converts_is_what_the_engine_looks_for(models: Path, tmp_path: Path) -> None:
+    pod = yaml.safe_load((EXAMPLES / "kubernetes_serve.yaml").read_text())["spec"]["template"]["spec"]
+    ([convert], [serve]) = pod["initContainers"], pod["containers"]
+    assert pod["securityContext"]["runAsUser"] == 2001
+    assert "USER 2001" in (EXAMPLES.parents[1] / ".github" / "container" / "Dockerfile").read_text()
+    paths = {"/cache": str(tmp_path / "cache"), "/models/llama": str(models / "llama")}
+    cache, _, source, *_, degree = (paths.get(word, word) for word in convert["args"][1:])
+    words = [paths.get(word, word) for word in convert["args"]]
+    for _ in range(2):  # A pod that starts again finds it done.
+        code, said = ended(start(["relayout", *words], {}, tmp_path))
+        assert code == 0, said
+    served = dict(zip(serve["args"][1::2], serve["args"][2::2], strict=True))
+    assert served == {"-tp": degree, "--load-format": "relayout"}
+    assert [paths[serve["args"][0]], paths[serve["env"][0]["value"]]] == [source, cache]
+    assert {mount["name"] for mount in convert["volumeMounts"]} <= {mount["name"] for mount in serve["volumeMounts"]}
+    options = EngineOptions(cache=cache)
+    found = first_start(source, int(degree), options, "vLLM", logging.getLogger("vllm.relayout"))
+    assert isinstance(found, CachedConversion)
+    assert not found.lease.was_filled

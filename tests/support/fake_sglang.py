@@ -128,7 +128,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
     DefaultModelLoader.__module__ = "sglang.srt.model_loader.loader"
     formats: list[str] = ["auto", "safetensors"]
     engine = Engine(formats, LoadConfig, DefaultModelLoader)
-    registry = type("HookRegistry", (HookRegistry,), {"hooks": {}, "applied": set()})
+    home = {"__module__": "sglang.srt.plugins.hook_registry"}
+    registry = type("HookRegistry", (HookRegistry,), {"hooks": {}, "applied": set(), **home})
     modules: dict[str, dict[str, Any]] = {
         "sglang": {},
         "sglang.srt": {},

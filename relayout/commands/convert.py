@@ -58,7 +58,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _with_options(function: Callable[P, R]) -> Callable[P, R]:
+def with_options(function: Callable[P, R]) -> Callable[P, R]:
     """Let `help` and completion show the keys of `PlanOptions` as the arguments that they are."""
     known = inspect.signature(function)
     given = [one for one in known.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -70,7 +70,7 @@ def _with_options(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-@_with_options
+@with_options
 def plan_conversion(
     source: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, **options: Unpack[PlanOptions]
 ) -> ConversionPlan:
@@ -96,7 +96,7 @@ def plan_conversion(
         >>> len(plan.preview().rank_nbytes)
         4
     """
-    tp = integer(options.get("tp", 1), "tp")
+    tp, *_ = _layout_of(options)
     store = find_input(source)
     target = find_store(default_output(source, tp) if output is None else output)
     checkpoint = read_source(store)
@@ -111,13 +111,7 @@ def plan_conversion(
 
 def plan_checkpoint(checkpoint: SourceCheckpoint, target: Store, **options: Unpack[PlanOptions]) -> ConversionPlan:
     """As `plan_conversion`, of a checkpoint whose headers were read."""
-    tp = integer(options.get("tp", 1), "tp")
-    alignment = size(options.get("align", DEFAULT_ALIGNMENT), "align")
-    max_part_nbytes = size(options.get("max_part_nbytes", DEFAULT_MAX_PART_NBYTES), "max_part_nbytes")
-    check_alignment(alignment)
-    layout = options.get("layout", RANKS)
-    if layout not in (RANKS, WHOLE_TENSORS):
-        raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
+    tp, alignment, max_part_nbytes, layout = _layout_of(options)
     plan = find_plan(
         checkpoint,
         tp,
@@ -130,7 +124,23 @@ def plan_checkpoint(checkpoint: SourceCheckpoint, target: Store, **options: Unpa
     return ConversionPlan.lay_out(target, checkpoint, plan, *how)
 
 
-@_with_options
+def _layout_of(options: PlanOptions) -> tuple[int, int, int, str]:
+    """Degree, alignment, part size and layout.
+
+    Raises:
+        PlanError: one is invalid.
+    """
+    tp = integer(options.get("tp", 1), "tp")
+    alignment = size(options.get("align", DEFAULT_ALIGNMENT), "align")
+    max_part_nbytes = size(options.get("max_part_nbytes", DEFAULT_MAX_PART_NBYTES), "max_part_nbytes")
+    check_alignment(alignment)
+    layout = options.get("layout", RANKS)
+    if layout not in (RANKS, WHOLE_TENSORS):
+        raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
+    return tp, alignment, max_part_nbytes, layout
+
+
+@with_options
 def convert(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from relayout.checkpoint.shards import find_side_files
 from relayout.checkpoint.source import model_order, read_source
-from relayout.commands.convert import PlanOptions, plan_checkpoint
+from relayout.commands.convert import PlanOptions, plan_checkpoint, with_options
 from relayout.conversion.copy import share_memory
 from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import ConversionPlan, Summary, carry_out
@@ -58,6 +58,7 @@ class Index:
     """Of the index.json, if there are several."""
 
 
+@with_options
 def save(
     tensors: Mapping[str, torch.Tensor],
     output: str | os.PathLike[str],
@@ -91,7 +92,8 @@ def save(
         max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion.
         sha256, threads, memory, progress: as for `convert`.
-        options: `tp`, `plan`, `align` and so on: see `PlanOptions`.
+        options: `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`,
+            `layout`, `ranks`: see `PlanOptions`.
 
     Returns:
         What was written; with `background`, a future of that, which raises what this function would have.

@@ -18,7 +18,7 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from relayout.commands.convert import PlanOptions
+from relayout.commands.convert import PlanOptions, with_options
 from relayout.conversion.copy import DEFAULT_MEMORY
 from relayout.conversion.run import Summary
 from relayout.core.arguments import integer, size
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@with_options
 def save_pretrained(
     model: Any,
     output: str | os.PathLike[str],

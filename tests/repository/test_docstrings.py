@@ -67,7 +67,7 @@ def test_everything_public_has_a_docstring_with_its_arguments(name: str) -> None
         assert name in pydoc.plain(pydoc.render_doc(found)).splitlines()[0]
 
 
-@pytest.mark.parametrize("function", [relayout.convert, relayout.plan_conversion])
+@pytest.mark.parametrize("function", [relayout.convert, relayout.plan_conversion, relayout.save])
 def test_help_shows_each_option_of_a_conversion(function: Any) -> None:
     assert set(relayout.PlanOptions.__annotations__) < set(inspect.signature(function).parameters)
     assert "tp: 'int'" in pydoc.plain(pydoc.render_doc(function))

@@ -20,7 +20,7 @@ def documents() -> list[str]:
     """The documents of the repository, by their paths."""
     names = ["ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     listed = subprocess.run(["git", *names], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    return [name for name in listed if not name.startswith(("tests/", "tools/docs/"))]
+    return [name for name in listed if not name.startswith(("tests/", "tools/docs/", ".github/upstream/"))]
 
 
 def page_of(name: str) -> str:

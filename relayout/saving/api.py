@@ -92,8 +92,8 @@ def save(
         max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion.
         sha256, threads, memory, progress: as for `convert`.
-        options: `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`,
-            `layout`, `ranks`: see `PlanOptions`.
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks: see
+            `PlanOptions`.
 
     Returns:
         What was written; with `background`, a future of that, which raises what this function would have.

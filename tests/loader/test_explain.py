@@ -180,7 +180,7 @@ def test_what_was_asked_for_is_repeated(converted: Path) -> None:
     told = relayout.explain(str(converted), 1, "cpu", threads=3, memory=5 * MIB)
     assert (told.path, told.rank, told.device) == (str(converted), 1, "cpu")
     assert (told.threads, told.memory, told.gds) == (3, 5 * MIB, None)
-    assert "all else directly where the file system allows it" in told.reason
+    assert "all others by direct I/O where the file system allows it" in told.reason
     assert relayout.explain(converted, 1, backend="direct").reason.startswith("requested: read past the page cache")
 
 

@@ -41,7 +41,10 @@ def test_the_site_is_built(contents: dict[str, bytes], tmp_path: Path) -> None:
     assert "relayout.json" in (site / "search" / "search_index.json").read_text()
 
 
-@pytest.mark.parametrize("target", ["nowhere.md", "format.md#no-such-section"])
-def test_a_broken_link_is_an_error(contents: dict[str, bytes], tmp_path: Path, target: str) -> None:
-    broken = contents | {"deltas.md": contents["deltas.md"] + f"\n[there]({target})\n".encode()}
+def test_broken_links_are_errors(contents: dict[str, bytes], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    targets = ("nowhere.md", "format.md#no-such-section")
+    links = "\n".join(f"[there]({target})" for target in targets)
+    broken = contents | {"deltas.md": contents["deltas.md"] + f"\n{links}\n".encode()}
     assert build(broken.items(), tmp_path) == 1
+    told = capfd.readouterr().err
+    assert [target for target in targets if f"'{target}'" not in told] == []

@@ -53,7 +53,8 @@ def integer(value: object, what: str) -> int:
     Raises:
         PlanError: the value is a bool or not an integer. The message calls it `what`.
     """
-    if not isinstance(value, bool):
+    # Of numpy 1, bools are indices too.
+    if not isinstance(value, bool) and getattr(getattr(value, "dtype", None), "kind", "i") != "b":
         try:
             return operator.index(value)  # type: ignore[arg-type]
         except TypeError:

@@ -2,7 +2,7 @@
 
 Each row compares forms of the same change: relayout's (format/sparse.py), planes of bytes with zstd, and zstd alone.
 Speeds are of one thread, on 1 MiB chunks, in bytes of the weights. Of xdelta3, where the
-machine has it, they are of the first 4 MiB: it is slow.
+machine has it, they are of the first MiB: it is slow.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def by_xdelta3(old: Words, new: Words) -> list[str]:
     """Share of the weights, and GB/s of making and applying; level 1, which is its fastest."""
     if shutil.which("xdelta3") is None:
         return ["-", "-", "-"]
-    old, new = old[: 2 * CHUNK], new[: 2 * CHUNK]
+    old, new = old[: CHUNK // 2], new[: CHUNK // 2]
     with TemporaryDirectory() as folder:
         before, after, delta, made = (str(Path(folder, name)) for name in ("old", "new", "delta", "made"))
         old.tofile(before)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
+    from relayout.commands.sign import SignatureWritten, sign
     from relayout.commands.verify import verify
     from relayout.commands.warm import warm
     from relayout.conversion.preview import Preview
@@ -51,6 +52,7 @@ __all__ = [
     "RelayoutError",
     "Report",
     "Restored",
+    "SignatureWritten",
     "Summary",
     "TensorSlice",
     "apply",
@@ -69,6 +71,7 @@ __all__ = [
     "report",
     "restore",
     "safe_open",
+    "sign",
     "transformers",
     "verify",
     "warm",
@@ -82,6 +85,7 @@ _HOMES = {
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
     "commands.differences": ("Difference", "Report"),
+    "commands.sign": ("SignatureWritten", "sign"),
     "commands.verify": ("verify",),
     "commands.warm": ("warm",),
     "conversion.preview": ("Preview",),

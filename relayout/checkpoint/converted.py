@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
@@ -135,7 +134,7 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
     with about(path=where):
         refuse_lfs_pointer(blob)
-        if digest_hex(blob) != manifest.record_digest:
+        if manifest.digest.hex(blob) != manifest.record_digest:
             raise FormatError("digest differs from the one in the manifest", code="digest")
     return parse_record(decompress(blob, where), manifest.num_ranks, where)
 
@@ -175,7 +174,7 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
         OSError: it cannot be read.
     """
     file = manifest.files[index]
-    places = places_of_digests(manifest.files, manifest.chunk_nbytes)
+    places = places_of_digests(manifest.files, manifest.chunk_nbytes, manifest.digest)
     place = places[index]
     digests = memoryview(bytearray(place.nbytes))
     with folder.open(CHUNKS_NAME) as opened:
@@ -183,7 +182,7 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
             what = f"{opened.nbytes} bytes long, expected {places[-1].end}"
             raise FormatError(what, path=folder.location(CHUNKS_NAME), code="mismatch")
         opened.read(place.offset, digests)
-    if digest_hex(digests) != file.chunks_digest:
+    if manifest.digest.hex(digests) != file.chunks_digest:
         where = folder.location(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
     return bytes(digests)

@@ -220,9 +220,13 @@ def convert(
         ),
     ] = "ranks",
     ranks: RanksOption = None,
-    sha256: Annotated[
-        bool, typer.Option("--sha256", help="Store the SHA-256 of each rank file. Reads the files again.")
-    ] = False,
+    digest: Annotated[
+        Literal["xxh3_128", "sha256"],
+        typer.Option(
+            metavar="xxh3_128|sha256",
+            help="How stored bytes are hashed: xxh3_128 detects damage, sha256 is what a signature needs.",
+        ),
+    ] = "xxh3_128",
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
@@ -261,8 +265,8 @@ def convert(
     _check_engine(engine, address)
     if engine is not None and (unit is not None or commit):
         raise PlanError("--engine ray cannot be combined with --unit or --commit: it does both", code="option")
-    if unit is not None and (commit or sha256):
-        raise PlanError("--unit cannot be combined with --commit or --sha256: run --commit separately", code="option")
+    if unit is not None and commit:
+        raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
     options: PlanOptions = {
         "tp": tp,
         "align": align,
@@ -274,6 +278,7 @@ def convert(
         "dcp": dcp,
         "layout": layout,
         "ranks": ranks,
+        "digest": digest,
     }
     run: RunOptions = {"force": force, "threads": threads, "memory": memory}
     progress = progress_of("converting", as_json=as_json, quiet=quiet, verbose=verbose)
@@ -281,7 +286,7 @@ def convert(
         from relayout.clusters import on_ray
 
         _begin_work()
-        done = on_ray.convert(source, output, address=address, sha256=sha256, progress=progress, **run, **options)
+        done = on_ray.convert(source, output, address=address, progress=progress, **run, **options)
         _show(done, render.summary, as_json=as_json, quiet=quiet)
         return
     planned = plan_conversion(source, output, **options)
@@ -290,7 +295,7 @@ def convert(
         return
     _begin_work()
     if unit is None and not commit:
-        done = planned.run(sha256=sha256, progress=progress, **run)
+        done = planned.run(progress=progress, **run)
         _show(done, render.summary, as_json=as_json, quiet=quiet)
         return
     from relayout.conversion import jobs
@@ -299,7 +304,7 @@ def convert(
         share = jobs.convert_share(planned, unit, progress=progress, **run)
         _show(share, render.units, as_json=as_json, quiet=quiet)
     else:
-        done = jobs.commit_units(planned, sha256=sha256, **run)
+        done = jobs.commit_units(planned, force=force)
         _show(done, render.committed, as_json=as_json, quiet=quiet)
 
 

@@ -59,7 +59,6 @@ def convert(
     *,
     address: str | None = None,
     force: bool = False,
-    sha256: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -68,7 +67,7 @@ def convert(
     """Convert on a Ray cluster. After an interruption the same call goes on, on any number of nodes.
 
     Args:
-        source, output, force, sha256, progress, options: as for `relayout.convert`.
+        source, output, force, progress, options: as for `relayout.convert`.
         address: of the cluster; None: what RAY_ADDRESS says, or else a cluster of this machine alone.
         threads, memory: of each task.
 
@@ -82,7 +81,7 @@ def convert(
         what = f"converting {len(jobs)} units on {cluster.num_nodes} nodes"
         with reporting(progress, what, sum(job.source_nbytes for job in jobs)) as report:
             records = cluster.run(works, report)
-    summary = commit_jobs(jobs, sha256=sha256, threads=threads, memory=memory)
+    summary = commit_jobs(jobs)
     return replace(
         summary,
         resumed_nbytes=sum(record.source_nbytes - record.read_nbytes for record in records),

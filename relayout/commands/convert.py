@@ -12,7 +12,8 @@ from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, check_alignment
 from relayout.conversion.run import ConversionPlan, Summary
 from relayout.core.arguments import integer, size
-from relayout.errors import PlanError
+from relayout.core.digests import DigestAlgorithm
+from relayout.errors import PlanError, shown
 from relayout.format.index import RANKS, WHOLE_TENSORS
 from relayout.planning import find_plan
 from relayout.plans.plan import Plan
@@ -50,6 +51,8 @@ class PlanOptions(TypedDict, total=False):
     reads, and each rank's slices that are not contiguous in them; a third larger for a Llama."""
     ranks: str | Iterable[int] | None
     """Write only these ranks, such as range(4) or "0-3", and read only what they need of the source. Default: all."""
+    digest: str
+    """How stored bytes are hashed: "xxh3_128", the default, detects damage; "sha256" is what a signature needs."""
 
 
 def plan_conversion(
@@ -83,6 +86,10 @@ def plan_conversion(
     layout = options.get("layout", RANKS)
     if layout not in (RANKS, WHOLE_TENSORS):
         raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
+    named, known = options.get("digest", DigestAlgorithm.XXH3_128.value), [each.value for each in DigestAlgorithm]
+    if named not in known:
+        raise PlanError(f"digest={shown(named)}, expected {' or '.join(known)}", code="option")
+    digest = DigestAlgorithm(named)
     store = find_input(source)
     target = find_store(default_output(source, tp) if output is None else output)
     checkpoint = read_source(store)
@@ -100,7 +107,7 @@ def plan_conversion(
         unmatched=options.get("unmatched"),
         trust_remote_code=options.get("trust_remote_code", False),
     )
-    how = (alignment, max_part_nbytes, options.get("dcp"), layout, options.get("ranks"))
+    how = (alignment, max_part_nbytes, options.get("dcp"), layout, options.get("ranks"), digest)
     return ConversionPlan.lay_out(target, checkpoint, plan, *how)
 
 
@@ -109,7 +116,6 @@ def convert(
     output: str | os.PathLike[str] | None = None,
     *,
     force: bool = False,
-    sha256: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -122,12 +128,11 @@ def convert(
         output: the folder to make; default is `SOURCE-tpN` beside the source folder. It appears complete or not at all.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion that cannot be
             resumed.
-        sha256: store the SHA-256 of each rank file in the manifest, for hubs and signing tools. Reads the files again.
         threads: threads that read, copy and write.
         memory: bytes that they may use for copying, also as text, such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
-        options: `tp`, `align`, `plan`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`, `layout`, `ranks`:
-            see `PlanOptions`.
+        options: `tp`, `align`, `plan`, `expert_parallel`, `unmatched`, `max_part_nbytes`, `dcp`, `layout`, `ranks`,
+            `digest`: see `PlanOptions`.
 
     Raises:
         FormatError: the source is damaged.
@@ -145,7 +150,7 @@ def convert(
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
     planned = plan_conversion(source, output, **options)
-    return planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
+    return planned.run(force=force, threads=threads, memory=memory, progress=progress)
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:

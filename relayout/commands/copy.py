@@ -16,8 +16,9 @@ from relayout.checkpoint.converted import (
     read_manifest_blob,
     read_record,
 )
-from relayout.checkpoint.proven import check_chunk
+from relayout.checkpoint.proven import check_chunk, check_header
 from relayout.checkpoint.source import MAX_INDEX_NBYTES
+from relayout.checkpoint.trust import Trust, trusted
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.journal import Fingerprint, Journal, Written
 from relayout.conversion.resume import read_progress
@@ -25,7 +26,7 @@ from relayout.conversion.run import num_readers_of
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.coalesce import split
-from relayout.core.digests import DIGEST_NBYTES, OrderedDigests, digest_hex
+from relayout.core.digests import OrderedDigests, digest_hex
 from relayout.core.extents import BLOCK, Extent, align_up
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
@@ -131,6 +132,7 @@ def copy(
     *,
     ranks: Ranks = None,
     force: bool = False,
+    trust: Trust = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -142,6 +144,7 @@ def copy(
         output: the folder or prefix to make. It appears complete or not at all, and says which ranks it has.
         ranks: such as range(4) or "0-3"; None: all that the folder has.
         force: replace an output that relayout wrote, or discard an interrupted attempt at another.
+        trust: whose signature is wanted, as for `load`.
         threads: threads that read, hash and write.
         memory: bytes that they may use, also as text, such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
@@ -160,7 +163,7 @@ def copy(
         (0, 1, 2, 3)
     """
     started = time.monotonic()
-    source, target = find_input(path).snapshot(), find_store(output)
+    source, target = trusted(find_input(path).snapshot(), trust), find_store(output)
     threads, piece_nbytes = share_memory(threads, memory, target)
     blob, manifest, kept = _kept(source, ranks)
     record = read_record(source, manifest)
@@ -208,7 +211,7 @@ class _Copying:
         self._source = source
         self._staging = staging
         self._journal = journal
-        self._chunk_nbytes = manifest.chunk_nbytes
+        self._chunk_nbytes, self._digest = manifest.chunk_nbytes, manifest.digest
         self._files: tuple[IndexedFile, ...] = kept.files
         number = {file.name: index for index, file in enumerate(manifest.files)}
         self.digests = [read_chunk_digests(source, manifest, number[file.name]) for file in kept.files]
@@ -218,7 +221,7 @@ class _Copying:
         """Of each file: bytes to be copied."""
         self._lock = threading.Lock()
         self._stop = Stop()
-        self._hashes = OrderedDigests(self._stop)
+        self._hashes = OrderedDigests(self._stop, self._digest)
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
@@ -261,14 +264,14 @@ class _Copying:
         if not self._staging.can_read:  # Only complete files are there.
             return []
         try:
-            stored = HashedFile(lambda: self._staging.open(file.name, file.nbytes), chunks)
+            stored = HashedFile(lambda: self._staging.open(file.name, file.nbytes), (), chunks, self._digest)
             [found] = hash_files([stored], num_readers)
         except FormatError:  # It has another length.
             self._staging.remove(file.name)
             self._existing.discard(file.name)
             return chunks
         expected = self.digests[index].hex()
-        width = 2 * DIGEST_NBYTES
+        width = 2 * self._digest.nbytes
         return [chunk for n, chunk in enumerate(chunks) if found[n] != expected[width * n : width * (n + 1)]]
 
     def _open_input(self, index: int) -> ReadableFile:
@@ -311,9 +314,7 @@ class _Copying:
         with self._inputs.use(index) as opened:
             opened.read(0, head)
         head = head[: file.data_start]
-        if digest_hex(head) != file.header_digest:
-            what = "its header differs from what was written"
-            raise FormatError(what, path=self._source.location(file.name), code="digest")
+        check_header(head, file.header_digest, self._digest, self._source.location(file.name))
         self._staging.write_head(file.name, bytes(head), file.nbytes)
 
 
@@ -331,9 +332,9 @@ def put_index(
         expected[HUB_INDEX_NAME] = kept.hub_index_digest
     for name, digest in expected.items():
         blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_TABLE_NBYTES))
-        if digest_hex(blob) != digest:
+        if kept.digest.hex(blob) != digest:
             raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
         staging.put(name, [blob])
     staging.put(CHUNKS_NAME, chunk_digests)
     for side in record.side_files:
-        copy_side_file(source, staging, side.name, side)
+        copy_side_file(source, staging, side.name, kept.digest, side)

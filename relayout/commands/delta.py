@@ -25,12 +25,13 @@ from relayout.checkpoint.converted import (
 from relayout.checkpoint.delta import DELTA_OUTPUT, Paths, read_deltas, with_deltas
 from relayout.checkpoint.proven import check_chunk, check_header
 from relayout.checkpoint.source import read_shard
+from relayout.checkpoint.trust import refuse_deltas
 from relayout.commands.copy import put_index
 from relayout.commands.restore import refuse_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.core.coalesce import split
-from relayout.core.digests import DIGEST_NBYTES, EMPTY_DIGEST, digest_hex
+from relayout.core.digests import EMPTY_DIGEST, digest_hex
 from relayout.core.dtypes import BITS
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.workers import Workers, each
@@ -107,7 +108,7 @@ class _Side:
         """
         file = self.manifest.files[index]
         shard, header = read_shard(self.store, file.name)
-        check_header(shard.header, file.header_digest, self.store.location(file.name))
+        check_header(shard.header, file.header_digest, self.manifest.digest, self.store.location(file.name))
         return shard.header, header
 
     def copy_index(self, staging: Staging, prefix: str, names: Sequence[str]) -> None:
@@ -172,7 +173,7 @@ def delta(
         known = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}
         changed = [side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in known]
         for side_file in changed:
-            copy_side_file(after.store, staging, side_file.name, side_file, NEW)
+            copy_side_file(after.store, staging, side_file.name, after.manifest.digest, side_file, NEW)
         manifest = DeltaManifest(
             generator=f"relayout {__version__}",
             base=digest_hex(before.blob),
@@ -215,6 +216,7 @@ def apply_deltas(
     """
     started = time.monotonic()
     threads, _ = share_memory(threads, DEFAULT_MEMORY)
+    refuse_deltas()
     found, read, target = find_input(base).snapshot(), read_deltas(deltas), find_store(output)
     if not read:
         raise PlanError("no delta to apply", code="option")
@@ -279,9 +281,9 @@ def _write_changes(
         FormatError: one of them is damaged.
         PlanError: they have different tensors.
     """
-    file, sides = after.manifest.files[index], (before, after)
+    file, sides, algorithm = after.manifest.files[index], (before, after), after.manifest.digest
     digests = [read_chunk_digests(side.store, side.manifest, index) for side in sides]
-    rows = [np.frombuffer(each_side, np.uint8).reshape(-1, DIGEST_NBYTES) for each_side in digests]
+    rows = [np.frombuffer(each_side, np.uint8).reshape(-1, algorithm.nbytes) for each_side in digests]
     differing = np.flatnonzero((rows[0] != rows[1]).any(axis=1)).tolist()
     if not differing and before.manifest.files[index].header_digest == file.header_digest:
         return DeltaFile(0, EMPTY_DIGEST)
@@ -295,7 +297,9 @@ def _write_changes(
         views = []
         for side, opened, expected in zip(sides, files, digests, strict=True):
             views.append(np.frombuffer(_read(opened, pieces[1 + chunk]), np.uint8))
-            check_chunk(digest_hex(views[-1].data), expected, chunk, pieces[1 + chunk], side.store.location(file.name))
+            check_chunk(
+                algorithm.hex(views[-1].data), expected, chunk, pieces[1 + chunk], side.store.location(file.name)
+            )
         return encode(np.bitwise_xor(*views), runs.of(pieces[1 + chunk]))
 
     def changes() -> Iterator[tuple[int, bytes]]:

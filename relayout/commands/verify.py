@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -20,15 +19,14 @@ from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.digests import DIGEST_NBYTES
+from relayout.core.digests import DigestAlgorithm
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
-from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of
-from relayout.format.index import IndexedFile, Manifest, RankTable
+from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
-from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files, sha256_hex
+from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_input
 
@@ -104,10 +102,6 @@ def verify(
             num_readers = _num_readers(threads, memory)
             for holder, table in usable.items():
                 _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
-            if any(file.sha256 for file in manifest.files):
-                begin("checking SHA-256")
-            own = [index for holder in holders for index in own_files(manifest, holder)]
-            _check_sha256(folder, manifest, own, report, num_readers)
         else:
             for part in check(list(usable), report_nbytes):
                 report.merge(part)
@@ -140,28 +134,11 @@ def verify_holder(
     num_readers = _num_readers(integer(threads, "threads"), size(memory, "memory"))
     with reporting(progress, "verifying", sum(manifest.files[index].nbytes for index in own)) as report_nbytes:
         _check_digests(folder, manifest, holder, table, report, num_readers, report_nbytes)
-    _check_sha256(folder, manifest, own, report, num_readers)
     return report
 
 
 def _num_readers(threads: int, memory: int) -> int:
     return max(1, min(threads, memory // CHUNK_NBYTES))
-
-
-def _check_sha256(folder: Store, manifest: Manifest, indices: Iterable[int], report: Report, threads: int) -> None:
-    """Read the files that have a SHA-256 once more, and compare it."""
-
-    def sha256_of(file: IndexedFile) -> str:
-        try:
-            return sha256_hex(folder.open(file.name, file.nbytes, access=Access.ONCE))
-        except (FormatError, OSError) as error:
-            return str(error)
-
-    files = [manifest.files[index] for index in indices if manifest.files[index].sha256 is not None]
-    with ThreadPoolExecutor(threads) as pool:
-        for file, digest in zip(files, pool.map(sha256_of, files), strict=True):
-            if digest != file.sha256:
-                report.add(file.name, f"SHA-256 is {digest}, expected {file.sha256}")
 
 
 def _check_digests(
@@ -191,6 +168,7 @@ def _check_digests(
             partial(folder.open, file.name, file.nbytes, access=Access.ONCE),
             [extent for extent, _, _ in sorted(column)],
             extents,
+            manifest.digest,
         )
         for file, column, extents in zip(files, rows, chunks, strict=True)
     ]
@@ -211,7 +189,8 @@ def _chunk_digests(folder: Store, manifest: Manifest, index: int, report: Report
     """The digests of a file's chunks, in hex; none if they cannot be read."""
     with report.errors_of(CHUNKS_NAME):
         digests = read_chunk_digests(folder, manifest, index)
-        return [digests[start : start + DIGEST_NBYTES].hex() for start in range(0, len(digests), DIGEST_NBYTES)]
+        nbytes = manifest.digest.nbytes
+        return [digests[start : start + nbytes].hex() for start in range(0, len(digests), nbytes)]
     return []
 
 
@@ -255,11 +234,11 @@ def _compare(
         if None not in (of_tensor.source, record.digests[t]) and of_tensor.source != record.digests[t]:
             report.add(str(source.root), _CHANGED, name)
     if original is not None:
-        _compare_files(record, original, report)
+        _compare_files(record, original, manifest.digest, report)
     report.compared_with_source = original is not None
 
 
-def _compare_files(record: SourceRecord, source: SourceCheckpoint, report: Report) -> None:
+def _compare_files(record: SourceRecord, source: SourceCheckpoint, algorithm: DigestAlgorithm, report: Report) -> None:
     """Compare the rest of what is restored: names, lengths and headers of shards, the index, and side files."""
     expected = {file.name: (file.nbytes, file.header) for file in record.files}
     actual = {file.name: (file.nbytes, file.header) for file in source.files}
@@ -268,7 +247,7 @@ def _compare_files(record: SourceRecord, source: SourceCheckpoint, report: Repor
     if source.index != record.index:
         report.add(str(source.root), f"its index {_CHANGED}")
     for side in record.side_files:
-        check_copy(source.folder, side.name, side.nbytes, side.digest, _CHANGED, report)
+        check_copy(source.folder, side.name, side.nbytes, side.digest, algorithm, _CHANGED, report)
 
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:

@@ -15,7 +15,6 @@ from relayout.conversion.resume import changed, fingerprint_of, read_progress, v
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
-from relayout.errors import PlanError
 from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
@@ -79,7 +78,6 @@ class ConversionPlan(Conversion):
         self,
         *,
         force: bool = False,
-        sha256: bool = False,
         threads: int = DEFAULT_THREADS,
         memory: int | str = DEFAULT_MEMORY,
         progress: Progress = None,
@@ -92,9 +90,6 @@ class ConversionPlan(Conversion):
         self.output.check_output(source.root, CONVERTED, force=force)
         fingerprint = fingerprint_of(self)
         with self.output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
-            if sha256 and not staging.can_read:
-                what = "cannot read files before they are published: convert to a local folder, or without sha256"
-                raise PlanError(what, path=str(self.output), code="option")
             noted = read_progress(staging, fingerprint, force=force)
             staging.check_space(_needed_nbytes(self))
             with reporting(progress if noted.tensors else None, "checking finished work", self.nbytes_of()):
@@ -105,7 +100,7 @@ class ConversionPlan(Conversion):
                 reporting(progress, "converting", self.nbytes_of()) as report,
             ):
                 written = _run_units(self, staging, journal, headers, done, threads, chunk_nbytes, report)
-            write_sidecar(staging, self, written, headers.files, threads=num_readers, sha256=sha256)
+            write_sidecar(staging, self, written, headers.files)
             if fingerprint_of(self) != fingerprint:
                 staging.clear()
                 raise changed(self)
@@ -166,7 +161,7 @@ def _run_units(
         )
         tensors |= written.tensors
         unhashed = [file for file in layout.files_of_unit[index] if file not in {**chunks, **written.chunks}]
-        added = {**written.chunks, **hash_chunks(staging, layout, unhashed, num_readers)}
+        added = {**written.chunks, **hash_chunks(staging, conversion, unhashed, num_readers)}
         journal.add(Written(chunks=added))
         chunks |= added
         headers.write(index, Written(tensors, chunks))

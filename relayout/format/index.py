@@ -10,6 +10,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, overload
 
+from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Transfer
 from relayout.core.slices import Slice, slice_transfers
 
@@ -62,8 +63,6 @@ class IndexedFile:
     """Digest, in hex, of the bytes before the data section."""
     chunks_digest: str
     """Digest of its part of relayout.chunks."""
-    sha256: str | None = None
-    """SHA-256 of the whole file in hex, where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +111,9 @@ class Manifest:
     """All that hold tensors."""
     ranks: tuple[RankEntry | None, ...]
     """None for a rank that the folder does not have."""
+    digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
+    """Of stored bytes: of this file, tables, record, headers, chunks and side files. What names content (`content`,
+    `conversion`, digests of tensors and slices) is always XXH3-128."""
     whole: RankEntry | None = None
     """In the `whole` layout, the whole tensors, as if they were a rank's."""
     holders: Mapping[int, RankEntry] = field(init=False, repr=False, compare=False)

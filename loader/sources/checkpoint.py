@@ -244,9 +244,9 @@ def _kept(
         return None
     try:
         # Others may write to a cache, too: what is signed is proven when it is read there.
-        is_signed = isinstance(store, TrustedStore)
-        kept = cached(store.base if is_signed else store, manifest, blob, cache)
-        source = _rank_of(store.over(kept) if is_signed else kept, manifest, rank, tp)
+        signed = store if isinstance(store, TrustedStore) else None
+        kept = cached(store if signed is None else signed.base, manifest, blob, cache)
+        source = _rank_of(kept if signed is None else signed.over(kept), manifest, rank, tp)
         if keep(kept, cache, [file.name for file in source.used_files()], progress):
             return source
     except OSError as error:

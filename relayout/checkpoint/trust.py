@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, names_of_index
 from relayout.checkpoint.proven import Proven, ReadOnlyStore, proof_of
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
 from relayout.format.chunks import CHUNKS_NAME
-from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
 from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.protocols import Access, Closable, FileStat, ReadableFile, Store
@@ -26,12 +27,8 @@ from relayout.storage.stores import scheme_of
 Trust: TypeAlias = str | os.PathLike[str] | None
 """A policy file; None: what RELAYOUT_TRUST names, or no policy if that is not set."""
 
-SIGNATURE_NAME = "model.sig"
-"""Of the signature, beside what it signs. The name that `model_signing sign` writes by default."""
-
 _VARIABLE = "RELAYOUT_TRUST"
 _MAX_POLICY_NBYTES = 2**20
-_MAX_SIGNATURE_NBYTES = 2**26
 _MAX_SMALL_NBYTES = 2**30
 """Of a file that is proven whole, in memory: all but weight files."""
 _KINDS = ({"public_key"}, {"certificates"}, {"identity", "issuer"})
@@ -59,8 +56,9 @@ class Signer:
 
     def verifier(self) -> Any:
         """What verifies its signatures: a `model_signing.verifying.Config`. May raise anything."""
-        from model_signing.verifying import Config
+        from model_signing.verifying import Config as AnyConfig
 
+        Config: Any = AnyConfig  # Whose methods have no types.
         if "public_key" in self.how:
             return Config().use_elliptic_key_verifier(public_key=self.how["public_key"])
         if "certificates" in self.how:
@@ -89,6 +87,8 @@ class Signed:
     manifest: Manifest
     digests: Mapping[str, str]
     """SHA-256 in hex of each file that is signed, by its name."""
+    signature: bytes
+    """model.sig as stored."""
 
 
 def policy_of(trust: Trust) -> Policy | None:
@@ -182,7 +182,7 @@ def prove(store: Store, policy: Policy) -> Signed:
         raise PlanError(f"the policy {policy.path} has no signer for this place", path=str(store), code="option")
     signature, blob = (
         _read_signed(store, name, limit)
-        for name, limit in ((SIGNATURE_NAME, _MAX_SIGNATURE_NBYTES), (MANIFEST_NAME, MAX_MANIFEST_NBYTES))
+        for name, limit in ((SIGNATURE_NAME, MAX_SIGNATURE_NBYTES), (MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     )
     content = DigestAlgorithm.SHA256.hex(blob)
     reasons = []
@@ -199,19 +199,19 @@ def prove(store: Store, policy: Policy) -> Signed:
         elif signer.content and content not in signer.content:
             reasons.append(f"the content {content} is not one that the policy names")
         else:
-            return _signed(store, blob, digests)
+            return _signed(store, blob, digests, signature)
     what = f"no signature of a signer in {policy.path}: {'; '.join(reasons)}"
     raise FormatError(what, path=store.location(SIGNATURE_NAME), code="signature")
 
 
-def _signed(store: Store, blob: bytes, digests: Mapping[str, str]) -> Signed:
+def _signed(store: Store, blob: bytes, digests: Mapping[str, str], signature: bytes) -> Signed:
     manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
     if manifest.digest is not DigestAlgorithm.SHA256:
         what = (
             f"its digests are {manifest.digest.value}, which prove nothing of who made it: convert with --digest sha256"
         )
         raise FormatError(what, path=store.location(MANIFEST_NAME), code="signature")
-    return Signed(blob, manifest, digests)
+    return Signed(blob, manifest, digests, signature)
 
 
 def _read_signed(store: Store, name: str, limit: int) -> bytes:
@@ -255,12 +255,10 @@ class _Listing:
         return self
 
     def __ne__(self, signed: Any) -> bool:
-        rows = [
-            (each.identifier, each.digest.algorithm, each.digest.digest_hex) for each in signed.resource_descriptors()
-        ]
-        if signed.serialization_type["method"] != "files" or any(algorithm != "sha256" for _, algorithm, _ in rows):
-            raise ValueError("signed by other digests than the SHA-256 of each file")
-        self.digests = {name: digest for name, _, digest in rows}
+        files = {each.identifier: each.digest for each in signed.resource_descriptors()}
+        if signed.serialization_type["method"] != "files" or {each.algorithm for each in files.values()} != {"sha256"}:
+            raise ValueError("other digests are signed than the SHA-256 of each file")
+        self.digests = {name: digest.digest_hex for name, digest in files.items()}
         return False
 
     __hash__ = None  # type: ignore[assignment]
@@ -279,6 +277,16 @@ class TrustedStore(ReadOnlyStore):
         """The same, of a copy of the folder, such as in a cache."""
         return TrustedStore(other, self.signed)
 
+    def prove_side_files(self) -> None:
+        """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves.
+
+        Raises:
+            FormatError: one is missing, or is not the one that was signed.
+        """
+        own = {*names_of_index(self.signed.manifest), *(file.name for file in self.signed.manifest.files)}
+        for name in self.signed.digests.keys() - own:
+            self.read(name, _MAX_SMALL_NBYTES)
+
     def stat(self, name: str) -> FileStat | None:
         if name not in self.signed.digests:
             return None
@@ -288,8 +296,8 @@ class TrustedStore(ReadOnlyStore):
         return status
 
     def read(self, name: str, limit: int) -> bytes:
-        if name == MANIFEST_NAME:
-            return self.signed.blob
+        if name in (MANIFEST_NAME, SIGNATURE_NAME):
+            return self.signed.blob if name == MANIFEST_NAME else self.signed.signature
         self._check_listed(name)
         try:
             blob = self.base.read(name, limit)
@@ -316,12 +324,8 @@ class TrustedStore(ReadOnlyStore):
         access = access if file.data_start % BLOCK == 0 else Access.BUFFERED
         opened = self.base.open(name, nbytes, access=access, version=version)
         try:
-            fd = opened.fileno()
-            if (
-                access is Access.AUTO
-                and fd is not None
-                and (resident_nbytes(fd, 0, file.nbytes) or 0) > file.nbytes // 2
-            ):
+            fd = opened.fileno() if access is Access.AUTO else None
+            if fd is not None and (resident_nbytes(fd, 0, file.nbytes) or 0) > file.nbytes // 2:
                 opened.close()
                 opened = self.base.open(name, nbytes, version=version)
             return Proven(opened, proof_of(self, manifest, index, with_header=True), where)

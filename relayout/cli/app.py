@@ -90,6 +90,12 @@ PlanOption = Annotated[
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow vLLM to run the Python files of SRC for --plan vllm.")
 ]
+TrustFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--trust", metavar="FILE", help="Whose signatures count (TOML): all else is refused. Default: RELAYOUT_TRUST."
+    ),
+]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
 RankOption = Annotated[
@@ -112,6 +118,7 @@ class VerifyOptions(TypedDict):
 
     source: str | None
     ranks: str | None
+    trust: str | None
     threads: int
     memory: str
 
@@ -377,6 +384,7 @@ def verify(
         typer.Option(metavar="SRC", help="Also compare every slice with this source, by 128-bit digests."),
     ] = None,
     ranks: RanksOption = None,
+    trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     engine: EngineOption = None,
@@ -396,7 +404,13 @@ def verify(
     _check_engine(engine, address)
     _begin_work()
     progress = progress_of("verifying", as_json=as_json, quiet=quiet, verbose=verbose)
-    options: VerifyOptions = {"source": source, "ranks": ranks, "threads": threads, "memory": memory}
+    options: VerifyOptions = {
+        "source": source,
+        "ranks": ranks,
+        "trust": trust,
+        "threads": threads,
+        "memory": memory,
+    }
     if engine is None:
         report = verification.verify(path, progress=progress, **options)
     else:
@@ -408,10 +422,44 @@ def verify(
         raise typer.Exit(EXIT_DIFFERENCE)
 
 
+@_command(
+    "sign llama-3.1-8b-tp8 --key release.key",
+    "sign s3://bucket/llama-tp8 --key release.key --certificate release.crt --chain ca.crt",
+)
+def sign(
+    path: ConvertedArgument,
+    key: Annotated[str | None, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")] = None,
+    certificate: Annotated[str | None, typer.Option(metavar="FILE", help="Of that key, PEM.")] = None,
+    chain: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="A certificate between that one and a root; repeatable.")
+    ] = None,
+    sigstore: Annotated[bool, typer.Option("--sigstore", help="Sign by an identity, without a key.")] = False,
+    threads: ThreadsOption = 8,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Sign a folder that was converted with --digest sha256.
+
+    Reads every byte once, compares it, and writes model.sig, which `model_signing verify` accepts. A policy
+    (RELAYOUT_TRUST, --trust) then proves of the folder what is read, as it is read.
+    """
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands import sign as signing
+
+    _begin_work()
+    progress = progress_of("hashing", as_json=as_json, quiet=quiet, verbose=verbose)
+    how = {"key": key, "certificate": certificate}
+    done = signing.sign(path, **how, chain=chain or (), sigstore=sigstore, threads=threads, progress=progress)
+    _show(done, render.signed, as_json=as_json, quiet=quiet)
+
+
 @_command("restore llama-3.1-8b-tp8 -o llama-3.1-8b")
 def restore(
     path: ConvertedArgument,
     output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
+    trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
@@ -429,7 +477,8 @@ def restore(
 
     _begin_work()
     progress = progress_of("restoring", as_json=as_json, quiet=quiet, verbose=verbose)
-    done = restoration.restore(path, output, force=force, threads=threads, memory=memory, progress=progress)
+    options: RunOptions = {"force": force, "threads": threads, "memory": memory}
+    done = restoration.restore(path, output, trust=trust, progress=progress, **options)
     _show(done, render.restored, as_json=as_json, quiet=quiet)
 
 
@@ -438,6 +487,7 @@ def copy(
     path: Annotated[str, typer.Argument(metavar="SRC", help="A folder that `relayout convert` wrote, or its URL.")],
     output: Annotated[str, typer.Argument(metavar="DST", help="The folder or prefix to write.")],
     ranks: RanksOption = None,
+    trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     force: Annotated[
@@ -458,7 +508,8 @@ def copy(
 
     _begin_work()
     progress = progress_of("copying", as_json=as_json, quiet=quiet, verbose=verbose)
-    done = copying.copy(path, output, ranks=ranks, force=force, threads=threads, memory=memory, progress=progress)
+    options: RunOptions = {"force": force, "threads": threads, "memory": memory}
+    done = copying.copy(path, output, ranks=ranks, trust=trust, progress=progress, **options)
     _show(done, render.copied, as_json=as_json, quiet=quiet)
 
 

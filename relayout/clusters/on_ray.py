@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, Unpack
 
 import relayout
+from relayout.checkpoint.trust import Trust
 from relayout.commands.convert import PlanOptions, plan_conversion
 from relayout.commands.differences import Report
 from relayout.commands.verify import verify as verify_here
@@ -99,6 +100,7 @@ def verify(
     *,
     source: str | None = None,
     ranks: str | Iterable[int] | None = None,
+    trust: Trust = None,
     address: str | None = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
@@ -107,7 +109,7 @@ def verify(
     """Verify on a Ray cluster: each task reads the files of one rank. What `source` needs is read here.
 
     Args:
-        path, source, ranks, progress: as for `relayout.verify`.
+        path, source, ranks, trust, progress: as for `relayout.verify`.
         address: as for `convert`.
         threads, memory: of each task.
 
@@ -122,7 +124,8 @@ def verify(
             ]
             return cluster.run(works, report)
 
-        options: dict[str, Any] = {"source": source, "ranks": ranks, "threads": threads, "memory": memory}
+        options: dict[str, Any] = {"source": source, "ranks": ranks, "trust": trust}
+        options |= {"threads": threads, "memory": memory}
         return verify_here(path, progress=progress, check=check, **options)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from relayout.checkpoint.converted import (
     CONVERTED,
     check_present,
+    find_signature,
     names_of,
     read_chunk_digests,
     read_manifest_blob,
@@ -31,7 +32,7 @@ from relayout.core.extents import BLOCK, Extent, align_up
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of, chunks_over
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, IndexedFile, Manifest
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, IndexedFile, Manifest
 from relayout.format.manifest import (
     MAX_TABLE_NBYTES,
     SOURCE_RECORD_NAME,
@@ -180,6 +181,9 @@ def copy(
             copying = _Copying(source, manifest, kept, staging, journal)
             resumed_nbytes = copying.run(threads, min(piece_nbytes, source.cost.chunk_nbytes), progress)
         put_index(source, staging, kept, record, copying.digests)
+        signature = find_signature(source, blob) if kept is manifest else None  # Of another manifest it is none.
+        if signature is not None:
+            staging.put(SIGNATURE_NAME, [signature])
         staging.put(MANIFEST_NAME, [blob if kept is manifest else dump_manifest(kept)])
     return Copied(
         output=str(target),

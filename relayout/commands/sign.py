@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from relayout.checkpoint.converted import (
+    MAX_SIGNATURE_NBYTES,
     names_of,
     names_of_index,
     read_chunk_digests,
@@ -19,14 +20,14 @@ from relayout.checkpoint.converted import (
     read_record,
 )
 from relayout.checkpoint.proven import Proven, proof_of
-from relayout.checkpoint.trust import SIGNATURE_NAME, package_missing
+from relayout.checkpoint.trust import package_missing
 from relayout.core.arguments import integer
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.chunks import CHUNKS_NAME
 from relayout.format.fields import parse_object
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import SOURCE_RECORD_NAME, parse_manifest
 from relayout.progress import Progress, reporting
 from relayout.results import Result
@@ -35,7 +36,6 @@ from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_input
 
 _DEFAULT_THREADS = 8
-_MAX_SIGNATURE_NBYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _check_older(store: Store) -> None:
         PlanError: it is not.
     """
     try:
-        blob = store.read(SIGNATURE_NAME, _MAX_SIGNATURE_NBYTES)
+        blob = store.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
         is_signature = "dsseEnvelope" in parse_object(blob, SIGNATURE_NAME)
     except FormatError as error:
         if error.code == "missing":
@@ -210,9 +210,10 @@ def _signer(
         OSError: they cannot be read.
     """
     try:
-        from model_signing.signing import Config
+        from model_signing.signing import Config as AnyConfig
     except ImportError:
         raise package_missing() from None
+    Config: Any = AnyConfig  # Whose methods have no types.
     try:
         if key is None:
             ambient = identity_token is None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import check_present, read_chunk_digests, read_manifest, read_table
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
+from relayout.checkpoint.trust import Signed, Trust, policy_of, prove
 from relayout.commands.consistency import check_arenas, check_copy, check_holder, check_other_files, own_files
 from relayout.commands.differences import Report
 from relayout.commands.records import check_record, check_slices
@@ -22,11 +23,13 @@ from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
+from relayout.core.workers import each
+from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of
-from relayout.format.index import Manifest, RankTable
+from relayout.format.index import SIGNATURE_NAME, Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
-from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files
+from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files, sha256_hex
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_input
 
@@ -41,6 +44,7 @@ def verify(
     *,
     source: str | os.PathLike[str] | None = None,
     ranks: str | Iterable[int] | None = None,
+    trust: Trust = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -52,6 +56,8 @@ def verify(
         path: the converted folder.
         source: the source checkpoint; every slice is cut from it again and compared.
         ranks: only these, such as range(4) or "0-3", of which the files must be there; None: all that the folder has.
+        trust: whose signature is wanted, as for `load`; then all that is signed is compared, and nothing else may be
+            there, as `model_signing verify` has it. Reads the files again.
         threads: threads that read and hash.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
@@ -72,8 +78,9 @@ def verify(
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
     shared = share_memory(threads, memory)
-    folder = find_input(path)
-    manifest = read_manifest(folder)
+    folder, policy = find_input(path), policy_of(trust)
+    signed = None if policy is None else prove(folder, policy)
+    manifest = read_manifest(folder) if signed is None else signed.manifest
     wanted = manifest.present if ranks is None else parse_ranks(ranks, manifest.num_ranks)
     check_present(folder, manifest, wanted)
     holders = [holder for holder in manifest.holders if holder in wanted or holder == manifest.num_ranks]
@@ -105,6 +112,10 @@ def verify(
         else:
             for part in check(list(usable), report_nbytes):
                 report.merge(part)
+        if signed is not None:
+            begin("checking what is signed")
+            needed = {file.name for holder in holders for file in manifest.holder_files(holder)}
+            _check_signed(folder, signed, needed, report, _num_readers(threads, memory))
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
             begin("comparing with the source" if original is not None else "comparing the copies")
@@ -139,6 +150,25 @@ def verify_holder(
 
 def _num_readers(threads: int, memory: int) -> int:
     return max(1, min(threads, memory // CHUNK_NBYTES))
+
+
+def _check_signed(folder: Store, signed: Signed, needed: Container[str], report: Report, threads: int) -> None:
+    """Compare the SHA-256 of all signed files, but for weight files that are not needed; nothing else may be there."""
+    for entry in folder.walk():
+        if not entry.is_folder and entry.name not in signed.digests and entry.name != SIGNATURE_NAME:
+            report.add(entry.name, "is not signed")
+    weights = {file.name for file in signed.manifest.files}
+    names = [name for name in signed.digests if name in needed or name not in weights]
+
+    def sha256_of(name: str) -> str:
+        try:
+            return sha256_hex(folder.open(name, access=Access.ONCE))
+        except (FormatError, OSError) as error:
+            return str(error)
+
+    for name, digest in zip(names, each(sha256_of, names, threads), strict=True):
+        if digest != signed.digests[name]:
+            report.add(name, f"SHA-256 is {digest}, {signed.digests[name]} is signed")
 
 
 def _check_digests(

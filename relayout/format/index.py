@@ -17,6 +17,9 @@ from relayout.core.slices import Slice, slice_transfers
 MANIFEST_NAME = "relayout.json"
 """Its presence makes a folder a converted checkpoint."""
 
+SIGNATURE_NAME = "model.sig"
+"""Of a signature of all files, beside them. `model_signing sign` writes that name by default."""
+
 HUB_INDEX_NAME = "model.safetensors.index.json"
 """What stock loaders read to find out which tensor lies in which file."""
 

@@ -55,6 +55,7 @@ class StoredFile:
         Raises:
             FormatError: the file has neither a version nor a proof.
         """
+        access = Access.BUFFERED if self.is_proven else access
         opened = self.folder.open(self.name, self.nbytes, access=access, version=self.version)
         if (opened.version and not self.is_proven) or isinstance(opened, Proven):  # By the store, already.
             return opened

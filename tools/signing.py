@@ -1,0 +1,129 @@
+"""Measures what trust costs: loads of a signed folder with and without a policy, and after `model_signing verify`.
+
+In turns, in fresh processes: one rank of 8, and all at once; from memory and from the drive; with the processor's SHA
+instructions and without. GB read are of the drive, by all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from cryptography.hazmat.primitives import serialization as form
+from cryptography.hazmat.primitives.asymmetric import ec
+from rich.console import Console
+from rich.table import Table
+
+import relayout
+from relayout.benchmark.made import write_llama
+
+NUM_RANKS = 8
+WITHOUT_SHA = {"OPENSSL_ia32cap": ":~0x20000000"}
+"""OpenSSL then uses AVX2; of other processors than x86-64 it changes nothing."""
+CHILD = """
+import json, sys, time
+import torch, relayout
+from model_signing import verifying
+folder, rank, policy, key = json.loads(sys.argv[1])
+def counted():
+    return int(dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())["read_bytes"])
+print("ready", flush=True)
+sys.stdin.readline()
+before, started = counted(), time.perf_counter()
+if key:
+    verifying.Config().use_elliptic_key_verifier(public_key=key).verify(folder, folder + "/model.sig")
+tensors = relayout.load(folder, rank, trust=policy)
+print(json.dumps([time.perf_counter() - started, counted() - before, time.process_time()]), flush=True)
+"""
+WAYS: dict[str, tuple[bool, bool, dict[str, str]]] = {
+    "load": (False, False, {}),
+    "load(trust=)": (True, False, {}),
+    "load(trust=), no SHA instructions": (True, False, WITHOUT_SHA),
+    "model_signing verify, load": (False, True, {}),
+}
+"""Whether there is a policy, whether the stock verifier runs before, and variables."""
+
+
+def run(folder: Path, ranks: range, way: str) -> tuple[float, int]:
+    """Seconds of the slowest process, and the bytes that all have read from the drive."""
+    has_policy, is_verified, variables = WAYS[way]
+    beside = folder.parent
+    policy, key = str(beside / "policy.toml") if has_policy else None, str(beside / "key.pub") if is_verified else None
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, json.dumps([str(folder), rank, policy, key])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | variables | {"LOCAL_WORLD_SIZE": str(len(ranks))},
+        )
+        for rank in ranks
+    ]
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    results: list[Any] = []
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    for child in children:
+        results.append(json.loads(child.communicate()[0]))
+        assert child.returncode == 0
+    return max(seconds for seconds, *_ in results), sum(nbytes for _, nbytes, _ in results)
+
+
+def set_cache(folder: Path, *, is_cold: bool) -> None:
+    """Drop a folder's files from the page cache, or read them into it."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            if is_cold:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while file.read(2**24):
+                    pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=2, help="of a Llama-3.1-8B (default 2: 3.0 GB)")
+    parser.add_argument("--runs", type=int, default=3, help="of each way (default 3)")
+    parser.add_argument("--folder", help="where the checkpoint is made (default: the folder for temporary files)")
+    given = parser.parse_args()
+    with TemporaryDirectory(dir=given.folder) as name:
+        place = Path(name)
+        key = ec.generate_private_key(ec.SECP256R1())
+        (place / "key").write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
+        public = key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
+        (place / "key.pub").write_bytes(public)
+        (place / "policy.toml").write_text('[[signer]]\npublic_key = "key.pub"\n')
+        write_llama(place / "source", given.layers)
+        relayout.convert(place / "source", folder := place / "model", tp=NUM_RANKS, digest="sha256")
+        relayout.sign(folder, key=place / "key")
+        table = Table("from", "ranks", "way", "seconds", "times load", "GB read")
+        for is_cold in (True, False):
+            for ranks in (range(1), range(NUM_RANKS)):
+                found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
+                for _ in range(given.runs):
+                    for way in WAYS:  # In turns: what the machine does meanwhile concerns all alike.
+                        set_cache(folder, is_cold=is_cold)
+                        found[way].append(run(folder, ranks, way))
+                seconds = {way: statistics.median(each for each, _ in runs) for way, runs in found.items()}
+                for way, runs in found.items():
+                    read = statistics.median(nbytes for _, nbytes in runs) / 1e9
+                    ratio = seconds[way] / seconds["load"]
+                    where = "drive" if is_cold else "memory"
+                    table.add_row(where, str(len(ranks)), way, f"{seconds[way]:.3f}", f"{ratio:.2f}", f"{read:.2f}")
+        Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

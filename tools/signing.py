@@ -94,7 +94,7 @@ def set_cache(folder: Path, *, is_cold: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=2, help="of a Llama-3.1-8B (default 2: 3.0 GB)")
+    parser.add_argument("source", nargs="?", help="a checkpoint (default: made, 2 layers of a Llama-3.1-8B, 3.0 GB)")
     parser.add_argument("--runs", type=int, default=3, help="of each way (default 3)")
     parser.add_argument("--folder", help="where the checkpoint is made (default: the folder for temporary files)")
     given = parser.parse_args()
@@ -105,8 +105,10 @@ def main() -> None:
         public = key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
         (place / "key.pub").write_bytes(public)
         (place / "policy.toml").write_text('[[signer]]\npublic_key = "key.pub"\n')
-        write_llama(place / "source", given.layers)
-        relayout.convert(place / "source", folder := place / "model", tp=NUM_RANKS, digest="sha256")
+        source = Path(given.source or place / "source")
+        if given.source is None:
+            write_llama(source, 2)
+        relayout.convert(source, folder := place / "model", tp=NUM_RANKS, digest="sha256")
         relayout.sign(folder, key=place / "key")
         table = Table("from", "ranks", "way", "seconds", "times load", "GB read")
         for is_cold in (True, False):

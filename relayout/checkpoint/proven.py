@@ -28,6 +28,9 @@ from relayout.storage.protocols import (
     Store,
 )
 
+_NUM_KEPT, _MAX_KEPT_NBYTES = 4, 2**20
+"""Chunks that an open file keeps, and how large they may be."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileProof:
@@ -62,6 +65,8 @@ class Proven(Closable):
         self._proof = proof
         self._where = where
         self._digests = proof.chunk_digests()
+        self._recent: tuple[tuple[int, memoryview], ...] = ()
+        """Chunks of which parts were read, with their numbers."""
         self._head: memoryview | None = None
         """The header, if it is proven."""
 
@@ -97,12 +102,21 @@ class Proven(Closable):
             until = align_up(complete[-1].end, self.alignment)
             self._file.read(complete[0].offset, view[complete[0].offset - offset : until - offset])
         for index, chunk, part in touched:
-            whole = target = view[part.offset - offset : part.end - offset]
-            if part != chunk:
-                whole = self._read_alone(chunk)
+            target = view[part.offset - offset : part.end - offset]
+            if part == chunk:
+                check_chunk(self._proof.digest.hex(target), self._digests, index, chunk, self._where)
+            else:
+                target[:] = self._whole(index, chunk)[part.offset - chunk.offset : part.end - chunk.offset]
+
+    def _whole(self, index: int, chunk: Extent) -> memoryview:
+        """A chunk, proven, of which only a part is wanted: its other parts are often wanted next."""
+        whole = next((kept for number, kept in self._recent if number == index), None)
+        if whole is None:
+            whole = self._read_alone(chunk)
             check_chunk(self._proof.digest.hex(whole), self._digests, index, chunk, self._where)
-            if part != chunk:
-                target[:] = whole[part.offset - chunk.offset : part.end - chunk.offset]
+            if chunk.nbytes <= _MAX_KEPT_NBYTES:  # Threads replace the tuple: one that is lost is read again.
+                self._recent = (*self._recent[1 - _NUM_KEPT :], (index, whole))
+        return whole
 
     def _read_head(self, offset: int, view: memoryview) -> None:
         """Fill `view` with a part of the header: as it is, if the manifest's other digests are enough."""

@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.loader_fixtures import assert_equal, mlp_model
 from support.models import Array, as_integers, expected_slice, llama_files, read_tensors
+from support.page_cache import drop
+from support.remote import HEAD
 from support.signing import Keys, make_keys, stock_accepts
 from support.toy_store import shelf
 from typer.testing import CliRunner
@@ -421,6 +424,25 @@ def test_a_store_that_lies_is_refused(copy_of: Path, source: Path, keys: Keys) -
         with pytest.raises(FormatError):
             relayout.load(url, 1, trust=keys.policy)
         shelf("lying").put(f"model/{name}", (copy_of / name).read_bytes())
+
+
+def test_each_rank_reads_its_own_bytes_once(keys: Keys, tmp_path: Path) -> None:
+    """Where `model_signing verify` reads all of them for each; from a drive directly, as without a policy."""
+    folder = tmp_path / "out"
+    mlp_model(tmp_path / "source", num_layers=8)
+    relayout.convert(tmp_path / "source", folder, tp=4, digest="sha256")
+    relayout.sign(folder, key=keys.key)
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    small = sum(path.stat().st_size for path in folder.iterdir()) - weights
+    url = in_store(folder, "counted")
+    before = shelf("counted").read_nbytes
+    for rank in range(4):
+        expected = relayout.load(folder, rank)
+        assert_equal(relayout.load(url, rank, trust=keys.policy, threads=1), expected)
+        for path in folder.glob("*.safetensors"):
+            drop(path)
+        assert_equal(relayout.load(folder, rank, trust=keys.policy), expected)
+    assert weights < shelf("counted").read_nbytes - before <= weights + 4 * (small + HEAD)
 
 
 def test_a_store_is_signed_where_it_is(copy_of: Path, keys: Keys) -> None:

@@ -108,8 +108,10 @@ def policy_of(trust: Trust) -> Policy | None:
     with open(path, "rb") as file:
         text = file.read(_MAX_POLICY_NBYTES + 1)
     with about(path=path):
+        if len(text) > _MAX_POLICY_NBYTES:
+            raise PlanError(f"more than {_MAX_POLICY_NBYTES} bytes", code="limit")
         try:
-            top = tomllib.loads(text[:_MAX_POLICY_NBYTES].decode())
+            top = tomllib.loads(text.decode())
         except (ValueError, RecursionError) as error:
             raise PlanError(f"not a policy: {error}", code="option") from None
         signers = top.get("signer")

@@ -115,9 +115,10 @@ def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:
         'relayout.json'
     """
     folder = find_input(path)
-    _, manifest, kept = _kept(folder, ranks)
+    blob, manifest, kept = _kept(folder, ranks)
     sizes = {file.name: file.nbytes for file in kept.files}
-    for name in sorted(names_of(kept, read_record(folder, manifest)) - sizes.keys()):
+    signature = [] if find_signature(folder, blob) is None else [SIGNATURE_NAME]
+    for name in sorted(names_of(kept, read_record(folder, manifest)).union(signature) - sizes.keys()):
         status = folder.stat(name)
         if status is None:
             raise FormatError("is missing", path=folder.location(name), code="missing")

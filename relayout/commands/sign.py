@@ -86,8 +86,10 @@ def sign(
 
     Example:
         >>> import relayout
-        >>> relayout.sign("llama-3.1-8b-tp8-sha256", key="release.key").num_files
-        22
+        >>> relayout.convert("llama-3.1-8b", "with-sha256", tp=8, digest="sha256").num_ranks
+        8
+        >>> relayout.sign("with-sha256", key="release.key").signature
+        'with-sha256/model.sig'
     """
     started = time.monotonic()
     if (key is None) != sigstore or (key is None and (certificate or chain)) or (chain and not certificate):

@@ -556,6 +556,18 @@ def test_a_copy_of_all_ranks_keeps_its_signature_and_is_replaced_with_it(
     assert len(relayout.load(tmp_path / "one", 0, trust=keys.policy)) > 5
 
 
+def test_the_files_of_some_ranks_are_enough_for_them(signed: Path, source: Path, keys: Keys, tmp_path: Path) -> None:
+    """As a tool copies them, by the names that `files` gives: with the whole manifest, and its signature."""
+    (tmp_path / "one").mkdir()
+    for file in relayout.files(signed, ranks=[1]).files:
+        shutil.copyfile(signed / file.name, tmp_path / "one" / file.name)
+    assert (tmp_path / "one" / "model.sig").exists()
+    assert not (tmp_path / "one" / "model-rank-0-part-0.safetensors").exists()
+    assert_rank(relayout.load(tmp_path / "one", 1, trust=keys.policy), read_tensors(source), 1, NUM_RANKS)
+    with pytest.raises(FormatError, match="is missing"):
+        relayout.load(tmp_path / "one", 0, trust=keys.policy)
+
+
 def test_only_what_is_as_it_was_written_is_signed(copy_of: Path, keys: Keys) -> None:
     (copy_of / "model.sig").unlink()
     for name in [*FILES[:3], "relayout.chunks", "relayout.rank-0.json.zst"]:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -27,21 +26,38 @@ from relayout.benchmark.made import write_llama
 NUM_RANKS = 8
 WITHOUT_SHA = {"OPENSSL_ia32cap": ":~0x20000000"}
 """OpenSSL then uses AVX2; of other processors than x86-64 it changes nothing."""
-CHILD = """
-import json, sys, time
+SERVER = """
+import json, os, sys, time
 import torch, relayout
+import relayout.loader.api, relayout.loader.loading, relayout.checkpoint.trust
 from model_signing import verifying
-folder, rank, policy, key = json.loads(sys.argv[1])
 def counted():
     return int(dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())["read_bytes"])
-print("ready", flush=True)
-sys.stdin.readline()
-before, started = counted(), time.perf_counter()
-if key:
-    verifying.Config().use_elliptic_key_verifier(public_key=key).verify(folder, folder + "/model.sig")
-tensors = relayout.load(folder, rank, trust=policy)
-print(json.dumps([time.perf_counter() - started, counted() - before, time.process_time()]), flush=True)
+def load(folder, rank, policy, key):
+    before, started = counted(), time.perf_counter()
+    if key:
+        verifying.Config().use_elliptic_key_verifier(public_key=key).verify(folder, folder + "/model.sig")
+    tensors = relayout.load(folder, rank, trust=policy)
+    return time.perf_counter() - started, counted() - before
+torch.set_num_threads(1)
+for line in sys.stdin:
+    folder, num_ranks, policy, key = json.loads(line)
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    ends = []
+    for rank in range(num_ranks):
+        end, begin = os.pipe()
+        ends.append(end)
+        if not os.fork():
+            os.write(begin, json.dumps(load(folder, rank, policy, key)).encode())
+            os._exit(0)
+        os.close(begin)
+    results = [json.loads(os.read(end, 1000)) for end in ends]
+    for end in ends:
+        os.close(end)
+        os.wait()
+    print(json.dumps(results), flush=True)
 """
+"""Imports once, and forks a process for each rank."""
 WAYS: dict[str, tuple[bool, bool, dict[str, str]]] = {
     "load": (False, False, {}),
     "load(trust=)": (True, False, {}),
@@ -51,33 +67,23 @@ WAYS: dict[str, tuple[bool, bool, dict[str, str]]] = {
 """Whether there is a policy, whether the stock verifier runs before, and variables."""
 
 
-def run(folder: Path, ranks: range, way: str) -> tuple[float, int]:
+def run(server: subprocess.Popen[str], folder: Path, ranks: range, way: str) -> tuple[float, int]:
     """Seconds of the slowest process, and the bytes that all have read from the drive."""
-    has_policy, is_verified, variables = WAYS[way]
-    beside = folder.parent
-    policy, key = str(beside / "policy.toml") if has_policy else None, str(beside / "key.pub") if is_verified else None
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, json.dumps([str(folder), rank, policy, key])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | variables | {"LOCAL_WORLD_SIZE": str(len(ranks))},
-        )
-        for rank in ranks
-    ]
-    for child in children:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-    results: list[Any] = []
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("\n")
-        child.stdin.flush()
-    for child in children:
-        results.append(json.loads(child.communicate()[0]))
-        assert child.returncode == 0
-    return max(seconds for seconds, *_ in results), sum(nbytes for _, nbytes, _ in results)
+    has_policy, is_verified, _ = WAYS[way]
+    policy, key = (str(folder.parent / name) for name in ("policy.toml", "key.pub"))
+    asked = [str(folder), len(ranks), policy if has_policy else None, key if is_verified else None]
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(asked) + "\n")
+    server.stdin.flush()
+    results = json.loads(server.stdout.readline())
+    return max(seconds for seconds, _ in results), sum(nbytes for _, nbytes in results)
+
+
+def serve(variables: dict[str, str]) -> subprocess.Popen[str]:
+    """A process that answers `run`."""
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | variables}
+    return subprocess.Popen([sys.executable, "-c", SERVER], **how)  # type: ignore[call-overload,no-any-return]
 
 
 def set_cache(folder: Path, *, is_cold: bool) -> None:
@@ -110,6 +116,7 @@ def main() -> None:
             write_llama(source, 2)
         relayout.convert(source, folder := place / "model", tp=NUM_RANKS, digest="sha256")
         relayout.sign(folder, key=place / "key")
+        servers = {way: serve(variables) for way, (_, _, variables) in WAYS.items()}
         table = Table("from", "ranks", "way", "seconds", "times load", "GB read")
         for is_cold in (True, False):
             for ranks in (range(1), range(NUM_RANKS)):
@@ -117,13 +124,15 @@ def main() -> None:
                 for _ in range(given.runs):
                     for way in WAYS:  # In turns: what the machine does meanwhile concerns all alike.
                         set_cache(folder, is_cold=is_cold)
-                        found[way].append(run(folder, ranks, way))
+                        found[way].append(run(servers[way], folder, ranks, way))
                 seconds = {way: statistics.median(each for each, _ in runs) for way, runs in found.items()}
                 for way, runs in found.items():
                     read = statistics.median(nbytes for _, nbytes in runs) / 1e9
                     ratio = seconds[way] / seconds["load"]
                     where = "drive" if is_cold else "memory"
                     table.add_row(where, str(len(ranks)), way, f"{seconds[way]:.3f}", f"{ratio:.2f}", f"{read:.2f}")
+        for server in servers.values():
+            server.communicate()
         Console(width=110).print(table)
 
 

@@ -424,7 +424,7 @@ def verify(
 
 @_command(
     "sign llama-3.1-8b-tp8 --key release.key",
-    "sign s3://bucket/llama-tp8 --key my.key --certificate my.crt --chain ca.crt",
+    "sign s3://bucket/llama-tp8 --key my.key --certificate my.crt",
 )
 def sign(
     path: ConvertedArgument,

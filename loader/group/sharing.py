@@ -73,7 +73,7 @@ def stream_together(
             proving = files if _believes_none(source) else ()
             tensors = stream(contents, options, Sharing(group, grids, proving) if _shares(source, options) else None)
             columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
-            mine = _what(source, options), _identity(files, columns, grids, _kind_of(options))
+            mine = _what(source, options), _identity(files, columns, grids, _kind_of(options), _believes_none(source))
         _check_same(group, mine)
         yield from tensors
         group.is_over = True
@@ -109,7 +109,10 @@ def load_together(
             if choice.backend.reads_when_used:
                 raise not_shared(choice.backend)
             portions = assign_reads(plan.reads, group.num_members, grids)
-            mine = _what(source, options), _identity(files, plan.arena_nbytes, portions, _kind_of(options))
+            mine = (
+                _what(source, options),
+                _identity(files, plan.arena_nbytes, portions, _kind_of(options), _believes_none(source)),
+            )
     _check_same(group, mine)
     if not _shares(source, options):
         with group.collective():
@@ -195,6 +198,7 @@ def _kind_of(options: Options) -> str:
 
 def _what(source: RankSource, options: Options) -> str:
     what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {_kind_of(options)}"
+    what = f"{what}, signed" if _believes_none(source) else what
     return f"{what}, verified" if options.verify else what
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from relayout.checkpoint.delta import Paths
+    from relayout.checkpoint.trust import Trust
     from relayout.loader.sources.columns import TensorColumns
     from relayout.storage.cache_folder import CacheOption
 
@@ -40,6 +41,7 @@ def load(
     group: ProcessGroup | None = None,
     cache: CacheOption = None,
     deltas: Paths = (),
+    trust: Trust = None,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of one tensor-parallel rank.
 
@@ -82,6 +84,8 @@ def load(
             RELAYOUT_CACHE, if that is set; "" is no cache.
         deltas: folders that `relayout.delta` wrote, or their URLs: load what they make of the converted checkpoint,
             one after the other. Every byte is proven, with or without `verify`. The backend is "auto" or "buffered".
+        trust: a policy file (TOML) that names whose signatures count. What is not signed so is an error before a tensor
+            is returned; every byte is proven in host memory. Default: RELAYOUT_TRUST, if that is set.
 
     Returns:
         This rank's slice of each tensor, by its name in the source checkpoint; with `into`, the given tensors.
@@ -105,7 +109,7 @@ def load(
         if into is not None:
             raise PlanError("group cannot be combined with into: a group loads into new memory", code="option")
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = _shared_source(path, rank, tp, verify, cache, deltas)
+        source = _shared_source(path, rank, tp, verify, cache, deltas, trust)
         return source, source.arena(names), options
 
     with error_hints():
@@ -114,7 +118,7 @@ def load(
 
             return load_together(prepare, group, names)
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify, cache, progress, deltas)
+        source = find_source(path, rank, tp, verify, cache, progress, deltas, trust)
         if into is None:
             plan = source.arena(names)
             warn_if_slow(source)
@@ -141,6 +145,7 @@ def iter_load(
     group: ProcessGroup | None = None,
     cache: CacheOption = None,
     deltas: Paths = (),
+    trust: Trust = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of one rank in file order, as they arrive.
 
@@ -154,7 +159,8 @@ def iter_load(
     After a fork, the child may close the iterator and use the tensors that were yielded, but cannot continue.
 
     Args:
-        path, rank, device, backend, names, verify, threads, progress, tp, cache, deltas: as for `load`. "mapped" yields
+        path, rank, device, backend, names, verify, threads, progress, tp, cache, deltas, trust: as for
+            `load`. "mapped" yields
             tensors that are read when they are used.
         memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
             Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
@@ -175,7 +181,7 @@ def iter_load(
 
     def prepare() -> tuple[RankSource, TensorColumns, Options]:
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = _shared_source(path, rank, tp, verify, cache, deltas)
+        source = _shared_source(path, rank, tp, verify, cache, deltas, trust)
         return source, source.contents(names), options
 
     with error_hints():
@@ -187,7 +193,7 @@ def iter_load(
         from relayout.loader.stream import stream
 
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify, cache, progress, deltas)
+        source = find_source(path, rank, tp, verify, cache, progress, deltas, trust)
         contents = source.contents(names)
         warn_if_slow(source)
         return stream(contents, options)
@@ -201,6 +207,7 @@ def find_source(
     cache: CacheOption = None,
     progress: Progress = None,
     deltas: Paths = (),
+    trust: Trust = None,
 ) -> RankSource:
     """The rank's source.
 
@@ -208,14 +215,20 @@ def find_source(
         FormatError, OSError: as `find_rank`, and `changed_rank` of deltas.
         PlanError: the same; or `verify` is set and the source has no digests.
     """
-    source = find_rank(path, rank, tp, cache, progress)
+    source = find_rank(path, rank, tp, cache, progress, trust)
     if deltas:
         source = changed_rank(source, tp, deltas)
     return source.verified() if verify else source
 
 
 def _shared_source(
-    path: str | os.PathLike[str], rank: int, tp: int | None, verify: bool, cache: CacheOption, deltas: Paths
+    path: str | os.PathLike[str],
+    rank: int,
+    tp: int | None,
+    verify: bool,
+    cache: CacheOption,
+    deltas: Paths,
+    trust: Trust,
 ) -> RankSource:
     """The source of a load that a group shares.
 
@@ -227,7 +240,7 @@ def _shared_source(
             "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it",
             code="option",
         )
-    return find_source(path, rank, tp, verify, cache="", deltas=deltas)
+    return find_source(path, rank, tp, verify, cache="", deltas=deltas, trust=trust)
 
 
 def warn_if_slow(source: RankSource) -> None:

@@ -13,6 +13,7 @@ import xxhash
 
 from relayout.checkpoint.converted import check_present, check_rank
 from relayout.checkpoint.delta import Changes, read_deltas
+from relayout.checkpoint.trust import refuse_deltas
 from relayout.core.arguments import integer
 from relayout.core.coalesce import split
 from relayout.core.digests import digest_hex
@@ -78,6 +79,7 @@ def apply(
         >>> relayout.apply("step-1-to-2", 3, tensors)
     """
     with error_hints():
+        refuse_deltas()
         [read] = read_deltas(os.fspath(delta))
         rank = integer(rank, "rank")
         check_rank(read.store, rank, read.new.num_ranks)

@@ -263,6 +263,8 @@ def _stream(
                 memory = window.take(index)
                 if group is not None and rounds is not None:
                     group.broadcast(rounds[index].within(memory, part.start))
+                    assert sharing is not None
+                    sharing.prove(part.layout.reads, rounds[index], memory, part.start, budget.threads)
                 views = make_views(to_device(memory, options.device), part.tensors)
                 del memory
                 done += part.nbytes

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from relayout.checkpoint.delta import Paths
+    from relayout.checkpoint.trust import Trust
     from relayout.storage.cache_folder import CacheOption
 
 
@@ -304,6 +305,7 @@ def open(
     verify: bool = False,
     tp: int | None = None,
     cache: CacheOption = None,
+    trust: Trust = None,
 ) -> CheckpointView:
     """Open one rank of a checkpoint, as `safetensors.safe_open` opens a file.
 
@@ -312,7 +314,7 @@ def open(
     each tensor or slice is read when it is requested.
 
     Args:
-        path, rank, device, names, tp, cache: as for `load`.
+        path, rank, device, names, tp, cache, trust: as for `load`. With a policy, nothing is mapped.
         verify: read all tensors now and compare them with their digests.
 
     Returns:
@@ -331,7 +333,7 @@ def open(
     """
     with error_hints():
         options = options_of(device, verify=verify)
-        source = find_source(path, rank, tp, verify, cache)
+        source = find_source(path, rank, tp, verify, cache, trust=trust)
         pieces = source.pieces(names)
         warn_if_slow(source)
         reader = _reader(source, names, pieces, options)
@@ -356,6 +358,7 @@ def safe_open(
     device: str | torch.device = "cpu",
     *,
     deltas: Paths = (),
+    trust: Trust = None,
 ) -> CheckpointView:
     """Open a converted checkpoint as if it were the source: whole tensors, assembled from the ranks' files.
 
@@ -363,7 +366,7 @@ def safe_open(
     are read now. Threads may share the result.
 
     Args:
-        path, device, deltas: as for `load`.
+        path, device, deltas, trust: as for `load`.
         framework: "pt".
 
     Returns:
@@ -383,5 +386,5 @@ def safe_open(
         raise PlanError(f"framework {framework!r}, expected 'pt'", code="option")
     with error_hints():
         options = options_of(device)
-        pieces = find_whole(path, deltas)
+        pieces = find_whole(path, deltas, trust)
         return CheckpointView(os.fspath(path), 0, 1, pieces, _OnDemand(pieces, options), is_whole=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
+    from relayout.commands.sign import SignatureWritten, sign
     from relayout.commands.verify import verify
     from relayout.commands.warm import warm
     from relayout.conversion.preview import Preview
@@ -52,6 +53,7 @@ __all__ = [
     "RelayoutError",
     "Report",
     "Restored",
+    "SignatureWritten",
     "Summary",
     "TensorSlice",
     "apply",
@@ -71,6 +73,7 @@ __all__ = [
     "restore",
     "safe_open",
     "save",
+    "sign",
     "transformers",
     "verify",
     "warm",
@@ -84,6 +87,7 @@ _HOMES = {
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
     "commands.differences": ("Difference", "Report"),
+    "commands.sign": ("SignatureWritten", "sign"),
     "commands.verify": ("verify",),
     "commands.warm": ("warm",),
     "conversion.preview": ("Preview",),

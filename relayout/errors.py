@@ -57,7 +57,7 @@ class FormatError(RelayoutError):
     or has a wrong type or value), `coverage` (holes, overlaps, trailing bytes), `limit` (exceeds a size or depth
     limit), `version` (unknown format version), `missing` (a file or tensor), `unsafe` (a link or path that leaves the
     folder, or not a regular file), `owner` (belongs to another rank or conversion), `digest` (bytes have changed),
-    `mismatch` (two files disagree), `invalid` (all else).
+    `signature` (not signed as the trust policy wants), `mismatch` (two files disagree), `invalid` (all else).
     """
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from relayout.checkpoint.trust import TrustedStore
 from relayout.core.digests import digest_hex
 from relayout.core.workers import Stop
 from relayout.errors import PlanError
@@ -14,7 +15,8 @@ from relayout.loader.backends.base import Arena, ReadJob, RunningJob
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.group.assign import Grid, Portion, Round, assign_reads
 from relayout.loader.group.collectives import Group
-from relayout.loader.loading import Options
+from relayout.loader.group.received import prove_received
+from relayout.loader.loading import Options, load_arena
 from relayout.loader.pack import ArenaPlan
 from relayout.loader.sources.base import RankSource
 from relayout.loader.sources.columns import Names, TensorColumns
@@ -35,10 +37,18 @@ class Sharing:
     group: Group
     grids: Sequence[Grid]
     """Of each file."""
+    files: tuple[StoredFile, ...] = ()
+    """Those that prove what others have read; none: it is believed."""
 
     def round(self, reads: Sequence[Read], start: int) -> Round:
         """Who reads what of the reads that fill the arena from an offset on."""
         return Round(self.group.index, assign_reads(reads, self.group.num_members, self.grids, start=start))
+
+    def prove(self, reads: Sequence[Read], shared: Round, memory: torch.Tensor, start: int, num_threads: int) -> None:
+        """Prove what others have read, where that is wanted; see `received.prove_received`."""
+        if self.files:
+            with self.group.collective():
+                prove_received(self.files, reads, [shared], memory.numpy().data, start, num_threads)
 
 
 def stream_together(
@@ -60,9 +70,10 @@ def stream_together(
             files, grids = _provable(source, contents.files, options)
             digests = None if options.verify else contents.digests  # By chunks: each member has only parts of tensors.
             contents = replace(contents, files=files, digests=digests)
-            tensors = stream(contents, options, Sharing(group, grids))
+            proving = files if _believes_none(source) else ()
+            tensors = stream(contents, options, Sharing(group, grids, proving) if _shares(source, options) else None)
             columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
-            mine = _what(source, options), _identity(files, columns, grids, _kind_of(options))
+            mine = _what(source, options), _identity(files, columns, grids, _kind_of(options), _believes_none(source))
         _check_same(group, mine)
         yield from tensors
         group.is_over = True
@@ -98,8 +109,14 @@ def load_together(
             if choice.backend.reads_when_used:
                 raise not_shared(choice.backend)
             portions = assign_reads(plan.reads, group.num_members, grids)
-            mine = _what(source, options), _identity(files, plan.arena_nbytes, portions, _kind_of(options))
+            mine = (
+                _what(source, options),
+                _identity(files, plan.arena_nbytes, portions, _kind_of(options), _believes_none(source)),
+            )
     _check_same(group, mine)
+    if not _shares(source, options):
+        with group.collective():
+            return load_arena(plan, options)
     if source.is_plain:
         return exchange.load_exchanged(source, plan, names, options, group)
     arena: Arena[Any] | None = None
@@ -126,6 +143,8 @@ def load_together(
                     report(done)
             with group.collective():
                 running.join()
+                if _believes_none(source):
+                    prove_received(files, plan.reads, rounds, base.numpy().data, num_threads=budget.threads)
                 return make_views(to_device(base, options.device), plan.tensors())
     except BaseException as error:
         if running is not None:
@@ -140,6 +159,16 @@ def _rounds(portions: Sequence[Portion], group: Group) -> list[Round]:
     """Portions that all members read at the same time, one each."""
     size = group.num_members
     return [Round(group.index, tuple(portions[first : first + size])) for first in range(0, len(portions), size)]
+
+
+def _believes_none(source: RankSource) -> bool:
+    """Whether each member proves what others have read."""
+    return isinstance(source.store, TrustedStore)
+
+
+def _shares(source: RankSource, options: Options) -> bool:
+    """Whether members send each other what they read: what must be proven arrives in host memory, or is not sent."""
+    return not _believes_none(source) or _kind_of(options) == "cpu"
 
 
 def _provable(
@@ -157,7 +186,7 @@ def _provable(
             code="unsupported",
         )
     proofs = [file.proof for file in files if file.proof is not None]
-    if not options.verify:
+    if not options.verify and not _believes_none(source):
         return files, [Grid()] * len(files)
     return tuple(file.proven() for file in files), [Grid(proof.data_start, proof.chunk_nbytes) for proof in proofs]
 
@@ -169,6 +198,7 @@ def _kind_of(options: Options) -> str:
 
 def _what(source: RankSource, options: Options) -> str:
     what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {_kind_of(options)}"
+    what = f"{what}, signed" if _believes_none(source) else what
     return f"{what}, verified" if options.verify else what
 
 

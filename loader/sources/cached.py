@@ -163,7 +163,7 @@ def _fetch_file(folder: Path, file: StoredFile, on_progress: Callable[[int], Non
             source.read(piece.offset, view)
             for index, chunk, part in chunks_over(piece, proof.data_start, file.nbytes, proof.chunk_nbytes):
                 whole = view[part.offset - piece.offset : part.end - piece.offset]
-                check_chunk(digest_hex(whole), digests, index, chunk, file.where)
+                check_chunk(proof.digest.hex(whole), digests, index, chunk, file.where)
             output.write(piece.offset, view)
             return piece.nbytes
 

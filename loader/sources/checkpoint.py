@@ -19,6 +19,7 @@ from relayout.checkpoint.converted import (
     read_manifest,
     read_table,
 )
+from relayout.checkpoint.trust import TrustedStore, refuse_deltas, trusted
 from relayout.core.arguments import integer
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
@@ -36,6 +37,7 @@ from relayout.storage.stores import check_exists, find_input
 
 if TYPE_CHECKING:
     from relayout.checkpoint.delta import Paths
+    from relayout.checkpoint.trust import Trust
     from relayout.storage.cache_folder import CacheOption
 
 # What a load of a rank as stored does not need is imported where it is used.
@@ -149,12 +151,14 @@ def find_rank(
     tp: int | None,
     cache: CacheOption = None,
     progress: Progress = None,
+    trust: Trust = None,
 ) -> RankSource:
     """The rank of the checkpoint at a path or URL.
 
     Args:
         cache: keeps what is in a remote store; what it lacks is fetched now.
         progress: of that.
+        trust: whose signature is wanted; see `trust.trusted`, also for errors.
 
     Raises:
         FormatError: relayout.json is damaged; or as `CachedStore.fetch`.
@@ -167,7 +171,7 @@ def find_rank(
         tp = integer(tp, "tp")
         if tp < 1:
             raise PlanError(f"tp={tp}, expected 1 or more", code="option")
-    store = find_input(path).snapshot()
+    store = trusted(find_input(path).snapshot(), trust)
     blob = find_manifest_blob(store)
     if blob is not None:
         manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
@@ -201,6 +205,7 @@ def changed_rank(base: RankSource, tp: int | None, deltas: Paths) -> RankSource:
     """
     from relayout.checkpoint.delta import read_deltas, with_deltas
 
+    refuse_deltas(base.store)
     store = with_deltas(base.store, read_deltas(deltas))
     return _rank_of(store, read_manifest(store), base.rank, tp)
 
@@ -238,8 +243,10 @@ def _kept(
     if cache is None:
         return None
     try:
-        kept = cached(store, manifest, blob, cache)
-        source = _rank_of(kept, manifest, rank, tp)
+        # Others may write to a cache, too: what is signed is proven when it is read there.
+        signed = store if isinstance(store, TrustedStore) else None
+        kept = cached(store if signed is None else signed.base, manifest, blob, cache)
+        source = _rank_of(kept if signed is None else signed.over(kept), manifest, rank, tp)
         if keep(kept, cache, [file.name for file in source.used_files()], progress):
             return source
     except OSError as error:
@@ -267,14 +274,14 @@ def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSou
     return None
 
 
-def find_whole(path: str | os.PathLike[str], deltas: Paths = ()) -> Pieces:
+def find_whole(path: str | os.PathLike[str], deltas: Paths = (), trust: Trust = None) -> Pieces:
     """The whole tensors of a converted checkpoint, assembled from all ranks.
 
     Raises:
         FormatError: the manifest or the source record is damaged.
-        PlanError: `path` does not exist, or was not converted.
+        PlanError: `path` does not exist, or was not converted; or as `trust.trusted`.
     """
-    store = find_input(path).snapshot()
+    store = trusted(find_input(path).snapshot(), trust)
     manifest = find_manifest(store)
     if manifest is None:
         check_exists(store)
@@ -288,6 +295,7 @@ def find_whole(path: str | os.PathLike[str], deltas: Paths = ()) -> Pieces:
     if deltas:
         from relayout.checkpoint.delta import read_deltas, with_deltas
 
+        refuse_deltas(store)
         store = with_deltas(store, read_deltas(deltas))
         manifest = read_manifest(store)
     return whole_pieces(store, manifest)

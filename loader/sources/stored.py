@@ -57,7 +57,7 @@ class StoredFile:
         """
         access = Access.BUFFERED if self.is_proven else access
         opened = self.folder.open(self.name, self.nbytes, access=access, version=self.version)
-        if opened.version and not self.is_proven:
+        if (opened.version and not self.is_proven) or isinstance(opened, Proven):  # By the store, already.
             return opened
         try:
             if self.proof is None:

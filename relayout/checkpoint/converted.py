@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import digest_hex
+from relayout.core.digests import DigestAlgorithm
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
+from relayout.format.fields import Fields, parse_object
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest, RankTable
 from relayout.format.manifest import (
     MAX_MANIFEST_NBYTES,
     MAX_TABLE_NBYTES,
@@ -24,6 +26,8 @@ from relayout.storage.protocols import Kind, Replaceable, Store
 
 if TYPE_CHECKING:
     from relayout.format.source_record import SourceRecord
+
+MAX_SIGNATURE_NBYTES = 2**26
 
 HEAD_NBYTES = 512
 """More than what `check_head` looks at, and less than any file has: its header fills at least one block."""
@@ -135,7 +139,7 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
     with about(path=where):
         refuse_lfs_pointer(blob)
-        if digest_hex(blob) != manifest.record_digest:
+        if manifest.digest.hex(blob) != manifest.record_digest:
             raise FormatError("digest differs from the one in the manifest", code="digest")
     return parse_record(decompress(blob, where), manifest.num_ranks, where)
 
@@ -146,8 +150,25 @@ def names_of_output(folder: Store) -> frozenset[str]:
     Raises:
         FormatError: one of them is missing, damaged, or foreign.
     """
-    manifest = read_manifest(folder)
-    return names_of(manifest, read_record(folder, manifest))
+    blob = read_manifest_blob(folder)
+    manifest = parse_manifest(blob, folder.location(MANIFEST_NAME))
+    signature = [] if find_signature(folder, blob) is None else [SIGNATURE_NAME]
+    return names_of(manifest, read_record(folder, manifest)).union(signature)
+
+
+def find_signature(folder: Store, blob: bytes) -> bytes | None:
+    """The signature beside a manifest, given as stored, if it lists the SHA-256 of that; not verified. None: no other.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        signature = folder.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
+        envelope = Fields(Fields(parse_object(signature, SIGNATURE_NAME)).object("dsseEnvelope"))
+        payload = b64decode(envelope.text("payload"), validate=True)
+    except (FormatError, ValueError):
+        return None
+    return signature if DigestAlgorithm.SHA256.hex(blob).encode() in payload else None
 
 
 def names_of(manifest: Manifest, record: SourceRecord) -> frozenset[str]:
@@ -175,7 +196,7 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
         OSError: it cannot be read.
     """
     file = manifest.files[index]
-    places = places_of_digests(manifest.files, manifest.chunk_nbytes)
+    places = places_of_digests(manifest.files, manifest.chunk_nbytes, manifest.digest)
     place = places[index]
     digests = memoryview(bytearray(place.nbytes))
     with folder.open(CHUNKS_NAME) as opened:
@@ -183,7 +204,7 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
             what = f"{opened.nbytes} bytes long, expected {places[-1].end}"
             raise FormatError(what, path=folder.location(CHUNKS_NAME), code="mismatch")
         opened.read(place.offset, digests)
-    if digest_hex(digests) != file.chunks_digest:
+    if manifest.digest.hex(digests) != file.chunks_digest:
         where = folder.location(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
     return bytes(digests)

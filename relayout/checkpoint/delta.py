@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 from relayout.checkpoint.converted import find_manifest_blob, names_of_index, names_of_output, read_manifest
-from relayout.checkpoint.proven import Proven, check_header, proof_of
+from relayout.checkpoint.proven import Proven, ReadOnlyStore, check_header, proof_of
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.delta import (
@@ -35,12 +34,8 @@ from relayout.storage.protocols import (
     Closable,
     Entry,
     FileStat,
-    Kind,
-    Modes,
     ReadableFile,
     Replaceable,
-    RequestCost,
-    Staging,
     Store,
 )
 from relayout.storage.stores import check_exists, find_input
@@ -215,15 +210,10 @@ def with_deltas(base: Store, deltas: Sequence[Delta]) -> Store:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaStore:
+class DeltaStore(ReadOnlyStore):
     """What a delta makes of its base. Thread-safe. All bytes of weight files are proven when they are read."""
 
-    base: Store
     delta: Delta
-
-    @property
-    def cost(self) -> RequestCost:
-        return self.base.cost
 
     def __str__(self) -> str:
         return f"{self.base} + {self.delta.store}"
@@ -231,21 +221,6 @@ class DeltaStore:
     def location(self, name: str) -> str:
         store, there = self._place(name)
         return store.location(there)
-
-    def path(self, name: str) -> Path | None:
-        return None
-
-    def kind(self) -> Kind:
-        return Kind.FOLDER
-
-    def not_found_message(self) -> str:
-        return self.base.not_found_message()
-
-    def parent(self) -> tuple[Store, str]:
-        return self.base.parent()
-
-    def snapshot(self) -> Store:
-        return self
 
     def walk(self) -> Iterator[Entry]:
         return map(Entry, names_of_output(self))
@@ -282,22 +257,6 @@ class DeltaStore:
             changed.close()
             raise
 
-    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> NoReturn:
-        raise self._read_only()
-
-    def stage(
-        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
-    ) -> AbstractContextManager[Staging]:
-        raise self._read_only()
-
-    def stage_part(
-        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
-    ) -> AbstractContextManager[Staging]:
-        raise self._read_only()
-
-    def _read_only(self) -> PlanError:
-        return PlanError("a base and its deltas can only be read", path=str(self), code="unsupported")
-
     def _index(self, name: str) -> int | None:
         """The position of a weight file in the manifests; None: it is another file."""
         files = self.delta.new.files
@@ -331,9 +290,9 @@ class _Changed(Closable):
             self._head = memoryview(bytearray(self._file.data_start))
             self._base.read(0, self._head)
             where = base.location(self._file.name)
-            check_header(self._head, delta.old.files[index].header_digest, where)
+            check_header(self._head, delta.old.files[index].header_digest, delta.old.digest, where)
             self._change(0, 1, 0, self._head)
-            check_header(self._head, self._file.header_digest, f"{where}, changed by {delta.store}")
+            check_header(self._head, self._file.header_digest, delta.new.digest, f"{where}, changed by {delta.store}")
             self._stack = stack.pop_all()
 
     @property

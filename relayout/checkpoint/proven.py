@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import NoReturn, Self
 
 from relayout.checkpoint.converted import read_chunk_digests
-from relayout.core.digests import DIGEST_NBYTES, digest_hex
-from relayout.core.extents import Extent
-from relayout.errors import FormatError
+from relayout.core.digests import DigestAlgorithm
+from relayout.core.extents import BLOCK, Extent, align_up
+from relayout.errors import FormatError, PlanError
 from relayout.format.chunks import chunks_over
 from relayout.format.index import Manifest
-from relayout.storage.protocols import Closable, ReadableFile, Store
+from relayout.storage.buffers import Buffer
+from relayout.storage.protocols import (
+    Closable,
+    Entry,
+    Kind,
+    Modes,
+    ReadableFile,
+    Replaceable,
+    RequestCost,
+    Staging,
+    Store,
+)
+
+_NUM_KEPT, _MAX_KEPT_NBYTES = 4, 2**20
+"""Chunks that an open file keeps, and how large they may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +43,32 @@ class FileProof:
     chunk_nbytes: int
     chunk_digests: Callable[[], bytes]
     """Reads the digests of the chunks of its data section. FormatError: they are damaged."""
+    digest: DigestAlgorithm
+    header_digest: str | None = None
+    """Of the bytes before the data section, where these are to be proven, too."""
 
 
-def proof_of(folder: Store, manifest: Manifest, index: int) -> FileProof:
-    """The proof of a file of a converted checkpoint, by its position in the manifest."""
+def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool = False) -> FileProof:
+    """The proof of a file of a converted checkpoint, by its position in the manifest; of its header, too, if asked."""
     file = manifest.files[index]
     digests = partial(read_chunk_digests, folder, manifest, index)
-    return FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests)
+    header_digest = file.header_digest if with_header else None
+    return FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests, manifest.digest, header_digest)
 
 
 class Proven(Closable):
     """Reads whole chunks, and compares their digests. Thread-safe."""
 
-    alignment = 1
-
     def __init__(self, file: ReadableFile, proof: FileProof, where: str) -> None:
-        """`where` names the file in messages."""
+        """`where` names the file in messages. Where its alignment is a block, its data section starts at one."""
         self._file = file
         self._proof = proof
         self._where = where
         self._digests = proof.chunk_digests()
+        self._recent: tuple[tuple[int, memoryview], ...] = ()
+        """Chunks of which parts were read, with their numbers."""
+        self._head: memoryview | None = None
+        """The header, if it is proven."""
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +78,10 @@ class Proven(Closable):
     def version(self) -> str:
         return self._file.version
 
+    @property
+    def alignment(self) -> int:
+        return self._file.alignment
+
     def fileno(self) -> None:
         return
 
@@ -62,25 +89,53 @@ class Proven(Closable):
         """Fill `view`; for other errors see `ReadableFile.read`.
 
         Raises:
-            FormatError: the digest of a chunk differs.
+            FormatError: the digest of a chunk differs, or of the header, if that is proven.
         """
         start, end = self._proof.data_start, min(offset + view.nbytes, self.nbytes)
-        if offset < start:  # The header, which the manifest's other digests are of.
-            self._file.read(offset, view[: min(start, end) - offset])
+        if offset < start:
+            self._read_head(offset, view[: min(start, end) - offset])
         first = max(offset, start)
         wanted = Extent(first, max(0, end - first))
         touched = list(chunks_over(wanted, start, self.nbytes, self._proof.chunk_nbytes))
         complete = [chunk for _, chunk, part in touched if part == chunk]
         if complete:  # All in one request: a store may be remote.
-            self._file.read(complete[0].offset, view[complete[0].offset - offset : complete[-1].end - offset])
+            until = align_up(complete[-1].end, self.alignment)
+            self._file.read(complete[0].offset, view[complete[0].offset - offset : until - offset])
         for index, chunk, part in touched:
-            whole = target = view[part.offset - offset : part.end - offset]
-            if part != chunk:
-                whole = memoryview(bytearray(chunk.nbytes))
-                self._file.read(chunk.offset, whole)
-            check_chunk(digest_hex(whole), self._digests, index, chunk, self._where)
-            if part != chunk:
-                target[:] = whole[part.offset - chunk.offset : part.end - chunk.offset]
+            target = view[part.offset - offset : part.end - offset]
+            if part == chunk:
+                check_chunk(self._proof.digest.hex(target), self._digests, index, chunk, self._where)
+            else:
+                target[:] = self._whole(index, chunk)[part.offset - chunk.offset : part.end - chunk.offset]
+
+    def _whole(self, index: int, chunk: Extent) -> memoryview:
+        """A chunk, proven, of which only a part is wanted: its other parts are often wanted next."""
+        whole = next((kept for number, kept in self._recent if number == index), None)
+        if whole is None:
+            whole = self._read_alone(chunk)
+            check_chunk(self._proof.digest.hex(whole), self._digests, index, chunk, self._where)
+            if chunk.nbytes <= _MAX_KEPT_NBYTES:  # Threads replace the tuple: one that is lost is read again.
+                self._recent = (*self._recent[1 - _NUM_KEPT :], (index, whole))
+        return whole
+
+    def _read_head(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with a part of the header: as it is, if the manifest's other digests are enough."""
+        if self._proof.header_digest is None:
+            self._file.read(offset, view)
+            return
+        head = self._head
+        if head is None:
+            head = self._read_alone(Extent(0, self._proof.data_start))
+            check_header(head, self._proof.header_digest, self._proof.digest, self._where)
+            self._head = head
+        view[:] = head[offset : offset + view.nbytes]
+
+    def _read_alone(self, extent: Extent) -> memoryview:
+        """An extent in memory of its own, as direct I/O wants it."""
+        blocks = Buffer().reserve(align_up(extent.nbytes, BLOCK))
+        view = blocks[: extent.nbytes]
+        self._file.read(extent.offset, view if self.alignment == 1 else blocks)
+        return view
 
     def close(self) -> None:
         self._file.close()
@@ -98,7 +153,8 @@ def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: s
     Raises:
         FormatError: it differs.
     """
-    expected = digests[DIGEST_NBYTES * index : DIGEST_NBYTES * (index + 1)].hex()
+    nbytes = len(digest) // 2
+    expected = digests[nbytes * index : nbytes * (index + 1)].hex()
     if digest != expected:
         raise FormatError(
             f"bytes {chunk.offset} to {chunk.end} do not match digest {expected}: damaged",
@@ -108,7 +164,7 @@ def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: s
         )
 
 
-def check_header(header: bytes | memoryview, digest: str, where: str) -> None:
+def check_header(header: bytes | memoryview, digest: str, algorithm: DigestAlgorithm, where: str) -> None:
     """Compare the digest of a file's header with that of the manifest.
 
     Args:
@@ -117,5 +173,59 @@ def check_header(header: bytes | memoryview, digest: str, where: str) -> None:
     Raises:
         FormatError: it differs.
     """
-    if digest_hex(header) != digest:
+    if algorithm.hex(header) != digest:
         raise FormatError("its header does not match the manifest: damaged", path=where, code="digest")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOnlyStore:
+    """What a store over another one has in common with others that show no path, and cannot be written to."""
+
+    base: Store
+
+    @property
+    def cost(self) -> RequestCost:
+        return self.base.cost
+
+    def __str__(self) -> str:
+        return str(self.base)
+
+    def location(self, name: str) -> str:
+        return self.base.location(name)
+
+    def path(self, name: str) -> Path | None:
+        return None
+
+    def kind(self) -> Kind:
+        return Kind.FOLDER
+
+    def not_found_message(self) -> str:
+        return self.base.not_found_message()
+
+    def parent(self) -> tuple[Store, str]:
+        return self.base.parent()
+
+    def snapshot(self) -> Self:
+        return self
+
+    def walk(self) -> Iterator[Entry]:
+        return self.base.walk()
+
+    def add(self, name: str, content: bytes) -> NoReturn:
+        raise self._read_only()
+
+    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> NoReturn:
+        raise self._read_only()
+
+    def stage(
+        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
+    ) -> AbstractContextManager[Staging]:
+        raise self._read_only()
+
+    def stage_part(
+        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
+    ) -> AbstractContextManager[Staging]:
+        raise self._read_only()
+
+    def _read_only(self) -> PlanError:
+        return PlanError("can only be read", path=str(self), code="unsupported")

@@ -90,6 +90,12 @@ PlanOption = Annotated[
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow vLLM to run the Python files of SRC for --plan vllm.")
 ]
+TrustFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--trust", metavar="FILE", help="Whose signatures count (TOML): all else is refused. Default: RELAYOUT_TRUST."
+    ),
+]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
 RankOption = Annotated[
@@ -112,6 +118,7 @@ class VerifyOptions(TypedDict):
 
     source: str | None
     ranks: str | None
+    trust: str | None
     threads: int
     memory: str
 
@@ -220,9 +227,13 @@ def convert(
         ),
     ] = "ranks",
     ranks: RanksOption = None,
-    sha256: Annotated[
-        bool, typer.Option("--sha256", help="Store the SHA-256 of each rank file. Reads the files again.")
-    ] = False,
+    digest: Annotated[
+        Literal["xxh3_128", "sha256"],
+        typer.Option(
+            metavar="xxh3_128|sha256",
+            help="How stored bytes are hashed: xxh3_128 detects damage, sha256 is what a signature needs.",
+        ),
+    ] = "xxh3_128",
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
@@ -261,8 +272,8 @@ def convert(
     _check_engine(engine, address)
     if engine is not None and (unit is not None or commit):
         raise PlanError("--engine ray cannot be combined with --unit or --commit: it does both", code="option")
-    if unit is not None and (commit or sha256):
-        raise PlanError("--unit cannot be combined with --commit or --sha256: run --commit separately", code="option")
+    if unit is not None and commit:
+        raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
     options: PlanOptions = {
         "tp": tp,
         "align": align,
@@ -274,6 +285,7 @@ def convert(
         "dcp": dcp,
         "layout": layout,
         "ranks": ranks,
+        "digest": digest,
     }
     run: RunOptions = {"force": force, "threads": threads, "memory": memory}
     progress = progress_of("converting", as_json=as_json, quiet=quiet, verbose=verbose)
@@ -281,7 +293,7 @@ def convert(
         from relayout.clusters import on_ray
 
         _begin_work()
-        done = on_ray.convert(source, output, address=address, sha256=sha256, progress=progress, **run, **options)
+        done = on_ray.convert(source, output, address=address, progress=progress, **run, **options)
         _show(done, render.summary, as_json=as_json, quiet=quiet)
         return
     planned = plan_conversion(source, output, **options)
@@ -290,7 +302,7 @@ def convert(
         return
     _begin_work()
     if unit is None and not commit:
-        done = planned.run(sha256=sha256, progress=progress, **run)
+        done = planned.run(progress=progress, **run)
         _show(done, render.summary, as_json=as_json, quiet=quiet)
         return
     from relayout.conversion import jobs
@@ -299,7 +311,7 @@ def convert(
         share = jobs.convert_share(planned, unit, progress=progress, **run)
         _show(share, render.units, as_json=as_json, quiet=quiet)
     else:
-        done = jobs.commit_units(planned, sha256=sha256, **run)
+        done = jobs.commit_units(planned, force=force)
         _show(done, render.committed, as_json=as_json, quiet=quiet)
 
 
@@ -372,6 +384,7 @@ def verify(
         typer.Option(metavar="SRC", help="Also compare every slice with this source, by 128-bit digests."),
     ] = None,
     ranks: RanksOption = None,
+    trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     engine: EngineOption = None,
@@ -391,7 +404,13 @@ def verify(
     _check_engine(engine, address)
     _begin_work()
     progress = progress_of("verifying", as_json=as_json, quiet=quiet, verbose=verbose)
-    options: VerifyOptions = {"source": source, "ranks": ranks, "threads": threads, "memory": memory}
+    options: VerifyOptions = {
+        "source": source,
+        "ranks": ranks,
+        "trust": trust,
+        "threads": threads,
+        "memory": memory,
+    }
     if engine is None:
         report = verification.verify(path, progress=progress, **options)
     else:
@@ -403,10 +422,44 @@ def verify(
         raise typer.Exit(EXIT_DIFFERENCE)
 
 
+@_command(
+    "sign llama-3.1-8b-tp8 --key release.key",
+    "sign s3://bucket/llama-tp8 --key my.key --certificate my.crt",
+)
+def sign(
+    path: ConvertedArgument,
+    key: Annotated[str | None, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")] = None,
+    certificate: Annotated[str | None, typer.Option(metavar="FILE", help="Of that key, PEM.")] = None,
+    chain: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="A certificate between that one and a root; repeatable.")
+    ] = None,
+    sigstore: Annotated[bool, typer.Option("--sigstore", help="Sign by an identity, without a key.")] = False,
+    threads: ThreadsOption = 8,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Sign a folder that was converted with --digest sha256.
+
+    Reads every byte once, compares it, and writes model.sig, which `model_signing verify` accepts. A policy
+    (RELAYOUT_TRUST, --trust) then proves of the folder what is read, as it is read.
+    """
+    from relayout.cli import render
+    from relayout.cli.console import progress as progress_of
+    from relayout.commands import sign as signing
+
+    _begin_work()
+    progress = progress_of("hashing", as_json=as_json, quiet=quiet, verbose=verbose)
+    how = {"key": key, "certificate": certificate}
+    done = signing.sign(path, **how, chain=chain or (), sigstore=sigstore, threads=threads, progress=progress)
+    _show(done, render.signed, as_json=as_json, quiet=quiet)
+
+
 @_command("restore llama-3.1-8b-tp8 -o llama-3.1-8b")
 def restore(
     path: ConvertedArgument,
     output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
+    trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
@@ -424,7 +477,8 @@ def restore(
 
     _begin_work()
     progress = progress_of("restoring", as_json=as_json, quiet=quiet, verbose=verbose)
-    done = restoration.restore(path, output, force=force, threads=threads, memory=memory, progress=progress)
+    options: RunOptions = {"force": force, "threads": threads, "memory": memory}
+    done = restoration.restore(path, output, trust=trust, progress=progress, **options)
     _show(done, render.restored, as_json=as_json, quiet=quiet)
 
 
@@ -433,6 +487,7 @@ def copy(
     path: Annotated[str, typer.Argument(metavar="SRC", help="A folder that `relayout convert` wrote, or its URL.")],
     output: Annotated[str, typer.Argument(metavar="DST", help="The folder or prefix to write.")],
     ranks: RanksOption = None,
+    trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     force: Annotated[
@@ -453,7 +508,8 @@ def copy(
 
     _begin_work()
     progress = progress_of("copying", as_json=as_json, quiet=quiet, verbose=verbose)
-    done = copying.copy(path, output, ranks=ranks, force=force, threads=threads, memory=memory, progress=progress)
+    options: RunOptions = {"force": force, "threads": threads, "memory": memory}
+    done = copying.copy(path, output, ranks=ranks, trust=trust, progress=progress, **options)
     _show(done, render.copied, as_json=as_json, quiet=quiet)
 
 

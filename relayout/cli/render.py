@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from relayout.commands.differences import Report
     from relayout.commands.plan_check import PlanCheck
     from relayout.commands.restore import Restored
+    from relayout.commands.sign import SignatureWritten
     from relayout.commands.warm import Warmed
     from relayout.conversion.jobs import ConvertedUnits
     from relayout.conversion.preview import Preview
@@ -89,6 +90,12 @@ def committed(done: Summary) -> Iterator[Block]:
     """Of `convert --commit`."""
     size = f"{decimal(done.written_nbytes)}, in {done.seconds:.1f} s"
     yield Line(f"{done.output}: {_tensors_of_ranks(done)}, {size}", "published", "bold green")
+
+
+def signed(done: SignatureWritten) -> Iterator[Block]:
+    """Of `sign`."""
+    yield Line(f"{done.signature}: {_count(done.num_files, 'file')}", "signed", "bold green")
+    yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes, done.seconds)}; content {done.content}")
 
 
 def restored(done: Restored) -> Iterator[Block]:

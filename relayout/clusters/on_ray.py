@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, Unpack
 
 import relayout
+from relayout.checkpoint.trust import Trust
 from relayout.commands.convert import PlanOptions, plan_conversion
 from relayout.commands.differences import Report
 from relayout.commands.verify import verify as verify_here
@@ -59,7 +60,6 @@ def convert(
     *,
     address: str | None = None,
     force: bool = False,
-    sha256: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -68,7 +68,7 @@ def convert(
     """Convert on a Ray cluster. After an interruption the same call goes on, on any number of nodes.
 
     Args:
-        source, output, force, sha256, progress, options: as for `relayout.convert`.
+        source, output, force, progress, options: as for `relayout.convert`.
         address: of the cluster; None: what RAY_ADDRESS says, or else a cluster of this machine alone.
         threads, memory: of each task.
 
@@ -82,7 +82,7 @@ def convert(
         what = f"converting {len(jobs)} units on {cluster.num_nodes} nodes"
         with reporting(progress, what, sum(job.source_nbytes for job in jobs)) as report:
             records = cluster.run(works, report)
-    summary = commit_jobs(jobs, sha256=sha256, threads=threads, memory=memory)
+    summary = commit_jobs(jobs)
     return replace(
         summary,
         resumed_nbytes=sum(record.source_nbytes - record.read_nbytes for record in records),
@@ -100,6 +100,7 @@ def verify(
     *,
     source: str | None = None,
     ranks: str | Iterable[int] | None = None,
+    trust: Trust = None,
     address: str | None = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
@@ -108,7 +109,7 @@ def verify(
     """Verify on a Ray cluster: each task reads the files of one rank. What `source` needs is read here.
 
     Args:
-        path, source, ranks, progress: as for `relayout.verify`.
+        path, source, ranks, trust, progress: as for `relayout.verify`.
         address: as for `convert`.
         threads, memory: of each task.
 
@@ -123,7 +124,8 @@ def verify(
             ]
             return cluster.run(works, report)
 
-        options: dict[str, Any] = {"source": source, "ranks": ranks, "threads": threads, "memory": memory}
+        options: dict[str, Any] = {"source": source, "ranks": ranks, "trust": trust}
+        options |= {"threads": threads, "memory": memory}
         return verify_here(path, progress=progress, check=check, **options)
 
 

@@ -15,7 +15,7 @@ from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model
 from relayout.commands.differences import Report
 from relayout.conversion.layout import file_metadata, rows_of_files
 from relayout.conversion.side_files import read_side_file
-from relayout.core.digests import digest_hex
+from relayout.core.digests import DigestAlgorithm
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.errors import FormatError, shown
@@ -70,7 +70,7 @@ def _check_header(
         if header.data_start != file.data_start:
             what = f"its data section starts at {header.data_start}, {MANIFEST_NAME} says {file.data_start}"
             raise FormatError(what, path=where, code="mismatch")
-        if digest_hex(shard.header) != file.header_digest:
+        if manifest.digest.hex(shard.header) != file.header_digest:
             report.add(file.name, "its header differs from what was written", extent=Extent(0, file.data_start))
         if file.data_start % manifest.alignment:
             report.add(file.name, f"its data section starts at {file.data_start}, alignment {manifest.alignment}")
@@ -222,7 +222,15 @@ def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, Ra
     if manifest.whole is None and manifest.num_ranks > 1:
         report.add(MANIFEST_NAME, "has a hub_index_digest, but no rank has whole tensors")
         return
-    check_copy(folder, HUB_INDEX_NAME, None, manifest.hub_index_digest, "differs from what was written", report)
+    check_copy(
+        folder,
+        HUB_INDEX_NAME,
+        None,
+        manifest.hub_index_digest,
+        manifest.digest,
+        "differs from what was written",
+        report,
+    )
     holder = max(manifest.holders)  # With whole tensors.
     if holder in tables:
         _check_hub_index(folder, manifest, holder, tables[holder], report)
@@ -246,9 +254,11 @@ def _check_hub_index(folder: Store, manifest: Manifest, holder: int, table: Rank
             report.add(HUB_INDEX_NAME, f"total_size {total}, expected {manifest.source_nbytes}")
 
 
-def check_copy(folder: Store, name: str, nbytes: int | None, digest: str, what: str, report: Report) -> None:
+def check_copy(
+    folder: Store, name: str, nbytes: int | None, digest: str, algorithm: DigestAlgorithm, what: str, report: Report
+) -> None:
     """Check a file's digest, and its length if it is not None; report `what` if they differ."""
     with report.errors_of(name):
-        side = read_side_file(folder, name)
+        side = read_side_file(folder, name, algorithm)
         if side.digest != digest or nbytes not in (None, side.nbytes):
             report.add(name, what)

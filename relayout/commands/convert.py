@@ -13,7 +13,8 @@ from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, check_alignment
 from relayout.conversion.run import ConversionPlan, Summary
 from relayout.core.arguments import integer, size
-from relayout.errors import PlanError
+from relayout.core.digests import DigestAlgorithm
+from relayout.errors import PlanError, shown
 from relayout.format.index import RANKS, WHOLE_TENSORS
 from relayout.planning import find_plan
 from relayout.plans.plan import Plan
@@ -52,6 +53,8 @@ class PlanOptions(TypedDict, total=False):
     reads, and each rank's slices that are not contiguous in them; a third larger for a Llama."""
     ranks: str | Iterable[int] | None
     """Write only these ranks, such as range(4) or "0-3", and read only what they need of the source. Default: all."""
+    digest: str
+    """How stored bytes are hashed: "xxh3_128", the default, detects damage; "sha256" is what a signature needs."""
 
 
 P = ParamSpec("P")
@@ -111,7 +114,7 @@ def plan_conversion(
 
 def plan_checkpoint(checkpoint: SourceCheckpoint, target: Store, **options: Unpack[PlanOptions]) -> ConversionPlan:
     """As `plan_conversion`, of a checkpoint whose headers were read."""
-    tp, alignment, max_part_nbytes, layout = _layout_of(options)
+    tp, alignment, max_part_nbytes, layout, digest = _layout_of(options)
     plan = find_plan(
         checkpoint,
         tp,
@@ -120,12 +123,12 @@ def plan_checkpoint(checkpoint: SourceCheckpoint, target: Store, **options: Unpa
         unmatched=options.get("unmatched"),
         trust_remote_code=options.get("trust_remote_code", False),
     )
-    how = (alignment, max_part_nbytes, options.get("dcp"), layout, options.get("ranks"))
+    how = (alignment, max_part_nbytes, options.get("dcp"), layout, options.get("ranks"), digest)
     return ConversionPlan.lay_out(target, checkpoint, plan, *how)
 
 
-def _layout_of(options: PlanOptions) -> tuple[int, int, int, str]:
-    """Degree, alignment, part size and layout.
+def _layout_of(options: PlanOptions) -> tuple[int, int, int, str, DigestAlgorithm]:
+    """Degree, alignment, part size, layout, and how stored bytes are hashed.
 
     Raises:
         PlanError: one is invalid.
@@ -137,7 +140,10 @@ def _layout_of(options: PlanOptions) -> tuple[int, int, int, str]:
     layout = options.get("layout", RANKS)
     if layout not in (RANKS, WHOLE_TENSORS):
         raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
-    return tp, alignment, max_part_nbytes, layout
+    named, known = options.get("digest", DigestAlgorithm.XXH3_128.value), [each.value for each in DigestAlgorithm]
+    if named not in known:
+        raise PlanError(f"digest={shown(named)}, expected {' or '.join(known)}", code="option")
+    return tp, alignment, max_part_nbytes, layout, DigestAlgorithm(named)
 
 
 @with_options
@@ -146,7 +152,6 @@ def convert(
     output: str | os.PathLike[str] | None = None,
     *,
     force: bool = False,
-    sha256: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -159,12 +164,11 @@ def convert(
         output: the folder to make; default is `SOURCE-tpN` beside the source folder. It appears complete or not at all.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion that cannot be
             resumed.
-        sha256: store the SHA-256 of each rank file in the manifest, for hubs and signing tools. Reads the files again.
         threads: threads that read, copy and write.
         memory: bytes that they may use for copying, also as text, such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks: see
-            `PlanOptions`.
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks, digest:
+            see `PlanOptions`.
 
     Raises:
         FormatError: the source is damaged.
@@ -182,7 +186,7 @@ def convert(
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
     planned = plan_conversion(source, output, **options)
-    return planned.run(force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
+    return planned.run(force=force, threads=threads, memory=memory, progress=progress)
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:

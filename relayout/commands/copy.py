@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from relayout.checkpoint.converted import (
     CONVERTED,
     check_present,
+    find_signature,
     names_of,
     read_chunk_digests,
     read_manifest_blob,
     read_record,
 )
-from relayout.checkpoint.proven import check_chunk
+from relayout.checkpoint.proven import check_chunk, check_header
 from relayout.checkpoint.source import MAX_INDEX_NBYTES
+from relayout.checkpoint.trust import Trust, trusted
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.journal import Fingerprint, Journal, Written
 from relayout.conversion.resume import read_progress
@@ -25,12 +27,12 @@ from relayout.conversion.run import num_readers_of
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.coalesce import split
-from relayout.core.digests import DIGEST_NBYTES, OrderedDigests, digest_hex
+from relayout.core.digests import DigestAlgorithm, OrderedDigests, digest_hex
 from relayout.core.extents import Extent, align_up
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of, chunks_over
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, IndexedFile, Manifest
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, IndexedFile, Manifest
 from relayout.format.manifest import (
     MAX_TABLE_NBYTES,
     SOURCE_RECORD_NAME,
@@ -113,9 +115,10 @@ def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:
         'relayout.json'
     """
     folder = find_input(path)
-    _, manifest, kept = _kept(folder, ranks)
+    blob, manifest, kept = _kept(folder, ranks)
     sizes = {file.name: file.nbytes for file in kept.files}
-    for name in sorted(names_of(kept, read_record(folder, manifest)) - sizes.keys()):
+    signature = [] if find_signature(folder, blob) is None else [SIGNATURE_NAME]
+    for name in sorted(names_of(kept, read_record(folder, manifest)).union(signature) - sizes.keys()):
         status = folder.stat(name)
         if status is None:
             raise FormatError("is missing", path=folder.location(name), code="missing")
@@ -131,6 +134,7 @@ def copy(
     *,
     ranks: Ranks = None,
     force: bool = False,
+    trust: Trust = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -142,6 +146,7 @@ def copy(
         output: the folder or prefix to make. It appears complete or not at all, and says which ranks it has.
         ranks: such as range(4) or "0-3"; None: all that the folder has.
         force: replace an output that relayout wrote, or discard an interrupted attempt at another.
+        trust: whose signature is wanted, as for `load`.
         threads: threads that read, hash and write.
         memory: bytes that they may use, also as text, such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
@@ -159,7 +164,7 @@ def copy(
         >>> relayout.copy("llama-3.1-8b-tp8", "of-this-node", ranks="0-3").ranks
         (0, 1, 2, 3)
     """
-    source = find_input(path).snapshot()
+    source = trusted(find_input(path).snapshot(), trust)
     return copy_from(source, [source], output, ranks, force, threads, memory, progress)
 
 
@@ -193,6 +198,9 @@ def copy_from(
             copying = _Copying(source, manifest, kept, staging, journal)
             resumed_nbytes = copying.run(threads, min(piece_nbytes, source.cost.chunk_nbytes), progress)
         put_index(source, staging, kept, record, copying.digests)
+        signature = find_signature(source, blob) if kept is manifest else None  # Of another manifest it is none.
+        if signature is not None:
+            staging.put(SIGNATURE_NAME, [signature])
         staging.put(MANIFEST_NAME, [blob if kept is manifest else dump_manifest(kept)])
     return Copied(
         output=str(target),
@@ -224,7 +232,7 @@ class _Copying:
         self._source = source
         self._staging = staging
         self._journal = journal
-        self._chunk_nbytes = manifest.chunk_nbytes
+        self._chunk_nbytes, self._digest = manifest.chunk_nbytes, manifest.digest
         self._files: tuple[IndexedFile, ...] = kept.files
         number = {file.name: index for index, file in enumerate(manifest.files)}
         self.digests = [read_chunk_digests(source, manifest, number[file.name]) for file in kept.files]
@@ -234,7 +242,7 @@ class _Copying:
         """Of each file: bytes to be copied."""
         self._lock = threading.Lock()
         self._stop = Stop()
-        self._hashes = OrderedDigests(self._stop)
+        self._hashes = OrderedDigests(self._stop, self._digest)
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
@@ -277,14 +285,14 @@ class _Copying:
         if not self._staging.can_read:  # Only complete files are there.
             return []
         try:
-            stored = HashedFile(lambda: self._staging.open(file.name, file.nbytes), chunks)
+            stored = HashedFile(lambda: self._staging.open(file.name, file.nbytes), (), chunks, self._digest)
             [found] = hash_files([stored], num_readers)
         except FormatError:  # It has another length.
             self._staging.remove(file.name)
             self._existing.discard(file.name)
             return chunks
         expected = self.digests[index].hex()
-        width = 2 * DIGEST_NBYTES
+        width = 2 * self._digest.nbytes
         return [chunk for n, chunk in enumerate(chunks) if found[n] != expected[width * n : width * (n + 1)]]
 
     def _open_input(self, index: int) -> ReadableFile:
@@ -328,9 +336,7 @@ class _Copying:
             head = memoryview(bytearray(align_up(file.data_start, opened.alignment)))
             opened.read(0, head)
         head = head[: file.data_start]
-        if digest_hex(head) != file.header_digest:
-            what = "its header differs from what was written"
-            raise FormatError(what, path=self._source.location(file.name), code="digest")
+        check_header(head, file.header_digest, self._digest, self._source.location(file.name))
         self._staging.write_head(file.name, bytes(head), file.nbytes)
 
 
@@ -345,21 +351,24 @@ def put_index(
     expected = {SOURCE_RECORD_NAME: kept.record_digest}
     if kept.hub_index_digest is not None:
         expected[HUB_INDEX_NAME] = kept.hub_index_digest
-    _put_proven(source, staging, expected, to)
+    _put_proven(source, staging, kept.digest, expected, to)
     put_tables(source, staging, kept, to)
     staging.put(to + CHUNKS_NAME, chunk_digests)
     for side in record.side_files:
-        copy_side_file(source, staging, side.name, side, to)
+        copy_side_file(source, staging, side.name, kept.digest, side, to)
 
 
 def put_tables(source: Store, staging: Staging, kept: Manifest, to: str) -> None:
     """Copy the tables of ranks and other holders; for errors see `put_index`."""
-    _put_proven(source, staging, {entry.table: entry.table_digest for entry in kept.holders.values()}, to)
+    digests = {entry.table: entry.table_digest for entry in kept.holders.values()}
+    _put_proven(source, staging, kept.digest, digests, to)
 
 
-def _put_proven(source: Store, staging: Staging, digests: Mapping[str, str], to: str) -> None:
+def _put_proven(
+    source: Store, staging: Staging, algorithm: DigestAlgorithm, digests: Mapping[str, str], to: str
+) -> None:
     for name, digest in digests.items():
         blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_TABLE_NBYTES))
-        if digest_hex(blob) != digest:
+        if algorithm.hex(blob) != digest:
             raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
         staging.put(to + name, [blob])

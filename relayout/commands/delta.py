@@ -23,11 +23,12 @@ from relayout.checkpoint.converted import (
 from relayout.checkpoint.delta import DELTA_OUTPUT, Paths, read_deltas, with_deltas
 from relayout.checkpoint.proven import check_chunk, check_header
 from relayout.checkpoint.source import read_shard
+from relayout.checkpoint.trust import refuse_deltas
 from relayout.commands.copy import Copied, copy_from, put_index, put_tables
 from relayout.commands.restore import refuse_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.side_files import modes_of
-from relayout.core.digests import DIGEST_NBYTES, EMPTY_DIGEST, digest_hex
+from relayout.core.digests import EMPTY_DIGEST, digest_hex
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent, align_down
 from relayout.core.workers import each
@@ -101,7 +102,7 @@ class _Side:
         """
         file = self.manifest.files[index]
         shard, header = read_shard(self.store, file.name)
-        check_header(shard.header, file.header_digest, self.store.location(file.name))
+        check_header(shard.header, file.header_digest, self.manifest.digest, self.store.location(file.name))
         return shard.header, header
 
 
@@ -210,6 +211,7 @@ def apply_deltas(
         >>> relayout.apply_deltas("step-1", ["step-1-to-2"], "made").ranks
         (0, 1, 2, 3, 4, 5, 6, 7)
     """
+    refuse_deltas()
     found, read = find_input(base).snapshot(), read_deltas(deltas)
     if not read:
         raise PlanError("no delta to apply", code="option")
@@ -241,9 +243,9 @@ def _write_changes(
         FormatError: one of them is damaged.
         PlanError: they have different tensors.
     """
-    file, sides = after.manifest.files[index], (before, after)
+    file, sides, algorithm = after.manifest.files[index], (before, after), after.manifest.digest
     digests = [read_chunk_digests(side.store, side.manifest, index) for side in sides]
-    rows = [np.frombuffer(each_side, np.uint8).reshape(-1, DIGEST_NBYTES) for each_side in digests]
+    rows = [np.frombuffer(each_side, np.uint8).reshape(-1, algorithm.nbytes) for each_side in digests]
     differing = np.flatnonzero((rows[0] != rows[1]).any(axis=1)).tolist()
     if not differing and before.manifest.files[index].header_digest == file.header_digest:
         return DeltaFile(0, EMPTY_DIGEST)
@@ -257,7 +259,9 @@ def _write_changes(
         views = []
         for side, opened, expected in zip(sides, files, digests, strict=True):
             views.append(np.frombuffer(_read(opened, pieces[1 + chunk]), np.uint8))
-            check_chunk(digest_hex(views[-1].data), expected, chunk, pieces[1 + chunk], side.store.location(file.name))
+            check_chunk(
+                algorithm.hex(views[-1].data), expected, chunk, pieces[1 + chunk], side.store.location(file.name)
+            )
         return encode(np.bitwise_xor(*views), runs.of(pieces[1 + chunk]))
 
     def changes() -> Iterator[tuple[int, bytes]]:

@@ -63,7 +63,8 @@ def _check_side_files(folder: Store, manifest: Manifest, record: SourceRecord, r
     for side in record.side_files:
         if side.name in own or side.name.startswith("relayout."):
             report.add(SOURCE_RECORD_NAME, f"side file {shown(side.name)} has the name of a file that relayout writes")
-        check_copy(folder, side.name, side.nbytes, side.digest, "differs from the file that was copied", report)
+        what = "differs from the file that was copied"
+        check_copy(folder, side.name, side.nbytes, side.digest, manifest.digest, what, report)
 
 
 def _check_cuts(record: SourceRecord, report: Report) -> None:

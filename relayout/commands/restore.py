@@ -15,6 +15,7 @@ from itertools import chain
 
 from relayout.checkpoint.converted import CONVERTED, check_present, read_manifest, read_record, read_table
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
+from relayout.checkpoint.trust import Trust, trusted
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.journal import read_journal
 from relayout.conversion.layout import Conversion, as_one_rank, stored_conversion
@@ -57,6 +58,7 @@ def restore(
     output: str | os.PathLike[str],
     *,
     force: bool = False,
+    trust: Trust = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -69,6 +71,7 @@ def restore(
         path: the converted folder.
         output: the folder to create. It is complete, with every digest verified, or absent.
         force: replace an output folder that relayout wrote.
+        trust: whose signature is wanted, as for `load`.
         threads: threads that read, copy and write.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
@@ -87,7 +90,7 @@ def restore(
         'restored'
     """
     started = time.monotonic()
-    folder, target = find_input(path), find_store(output)
+    folder, target = trusted(find_input(path), trust), find_store(output)
     threads, chunk_nbytes = share_memory(threads, memory, target)
     manifest = read_manifest(folder)
     if manifest.whole is None:
@@ -109,7 +112,7 @@ def restore(
         if record.index is not None:
             staging.put(record.index[0], [record.index[1]])
         for side in record.side_files:
-            copy_side_file(folder, staging, side.name, side)
+            copy_side_file(folder, staging, side.name, manifest.digest, side)
     return Restored(
         output=str(target),
         num_files=len(record.files),

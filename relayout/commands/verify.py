@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import check_present, read_chunk_digests, read_manifest, read_table
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
+from relayout.checkpoint.trust import Signed, Trust, policy_of, prove
 from relayout.commands.consistency import check_arenas, check_copy, check_holder, check_other_files, own_files
 from relayout.commands.differences import Report
 from relayout.commands.records import check_record, check_slices
@@ -20,12 +20,13 @@ from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import integer, size
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.digests import DIGEST_NBYTES
+from relayout.core.digests import DigestAlgorithm
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
+from relayout.core.workers import each
 from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of
-from relayout.format.index import IndexedFile, Manifest, RankTable
+from relayout.format.index import SIGNATURE_NAME, Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
 from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files, sha256_hex
@@ -43,6 +44,7 @@ def verify(
     *,
     source: str | os.PathLike[str] | None = None,
     ranks: str | Iterable[int] | None = None,
+    trust: Trust = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -54,6 +56,8 @@ def verify(
         path: the converted folder.
         source: the source checkpoint; every slice is cut from it again and compared.
         ranks: only these, such as range(4) or "0-3", of which the files must be there; None: all that the folder has.
+        trust: whose signature is wanted, as for `load`; then all that is signed is compared, and nothing else may be
+            there, as `model_signing verify` has it. Reads the files again.
         threads: threads that read and hash.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
@@ -74,8 +78,9 @@ def verify(
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
     shared = share_memory(threads, memory)
-    folder = find_input(path)
-    manifest = read_manifest(folder)
+    folder, policy = find_input(path), policy_of(trust)
+    signed = None if policy is None else prove(folder, policy)
+    manifest = read_manifest(folder) if signed is None else signed.manifest
     wanted = manifest.present if ranks is None else parse_ranks(ranks, manifest.num_ranks)
     check_present(folder, manifest, wanted)
     holders = [holder for holder in manifest.holders if holder in wanted or holder == manifest.num_ranks]
@@ -104,13 +109,13 @@ def verify(
             num_readers = _num_readers(threads, memory)
             for holder, table in usable.items():
                 _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
-            if any(file.sha256 for file in manifest.files):
-                begin("checking SHA-256")
-            own = [index for holder in holders for index in own_files(manifest, holder)]
-            _check_sha256(folder, manifest, own, report, num_readers)
         else:
             for part in check(list(usable), report_nbytes):
                 report.merge(part)
+        if signed is not None:
+            begin("checking what is signed")
+            needed = {file.name for holder in holders for file in manifest.holder_files(holder)}
+            _check_signed(folder, signed, needed, report, _num_readers(threads, memory))
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
             begin("comparing with the source" if original is not None else "comparing the copies")
@@ -140,7 +145,6 @@ def verify_holder(
     num_readers = _num_readers(integer(threads, "threads"), size(memory, "memory"))
     with reporting(progress, "verifying", sum(manifest.files[index].nbytes for index in own)) as report_nbytes:
         _check_digests(folder, manifest, holder, table, report, num_readers, report_nbytes)
-    _check_sha256(folder, manifest, own, report, num_readers)
     return report
 
 
@@ -148,20 +152,23 @@ def _num_readers(threads: int, memory: int) -> int:
     return max(1, min(threads, memory // CHUNK_NBYTES))
 
 
-def _check_sha256(folder: Store, manifest: Manifest, indices: Iterable[int], report: Report, threads: int) -> None:
-    """Read the files that have a SHA-256 once more, and compare it."""
+def _check_signed(folder: Store, signed: Signed, needed: Container[str], report: Report, threads: int) -> None:
+    """Compare the SHA-256 of all signed files, but for weight files that are not needed; nothing else may be there."""
+    for entry in folder.walk():
+        if not entry.is_folder and entry.name not in signed.digests and entry.name != SIGNATURE_NAME:
+            report.add(entry.name, "is not signed")
+    weights = {file.name for file in signed.manifest.files}
+    names = [name for name in signed.digests if name in needed or name not in weights]
 
-    def sha256_of(file: IndexedFile) -> str:
+    def sha256_of(name: str) -> str:
         try:
-            return sha256_hex(folder.open(file.name, file.nbytes, access=Access.ONCE))
+            return sha256_hex(folder.open(name, access=Access.ONCE))
         except (FormatError, OSError) as error:
             return str(error)
 
-    files = [manifest.files[index] for index in indices if manifest.files[index].sha256 is not None]
-    with ThreadPoolExecutor(threads) as pool:
-        for file, digest in zip(files, pool.map(sha256_of, files), strict=True):
-            if digest != file.sha256:
-                report.add(file.name, f"SHA-256 is {digest}, expected {file.sha256}")
+    for name, digest in zip(names, each(sha256_of, names, threads), strict=True):
+        if digest != signed.digests[name]:
+            report.add(name, f"SHA-256 is {digest}, {signed.digests[name]} is signed")
 
 
 def _check_digests(
@@ -191,6 +198,7 @@ def _check_digests(
             partial(folder.open, file.name, file.nbytes, access=Access.ONCE),
             [extent for extent, _, _ in sorted(column)],
             extents,
+            manifest.digest,
         )
         for file, column, extents in zip(files, rows, chunks, strict=True)
     ]
@@ -211,7 +219,8 @@ def _chunk_digests(folder: Store, manifest: Manifest, index: int, report: Report
     """The digests of a file's chunks, in hex; none if they cannot be read."""
     with report.errors_of(CHUNKS_NAME):
         digests = read_chunk_digests(folder, manifest, index)
-        return [digests[start : start + DIGEST_NBYTES].hex() for start in range(0, len(digests), DIGEST_NBYTES)]
+        nbytes = manifest.digest.nbytes
+        return [digests[start : start + nbytes].hex() for start in range(0, len(digests), nbytes)]
     return []
 
 
@@ -255,11 +264,11 @@ def _compare(
         if None not in (of_tensor.source, record.digests[t]) and of_tensor.source != record.digests[t]:
             report.add(str(source.root), _CHANGED, name)
     if original is not None:
-        _compare_files(record, original, report)
+        _compare_files(record, original, manifest.digest, report)
     report.compared_with_source = original is not None
 
 
-def _compare_files(record: SourceRecord, source: SourceCheckpoint, report: Report) -> None:
+def _compare_files(record: SourceRecord, source: SourceCheckpoint, algorithm: DigestAlgorithm, report: Report) -> None:
     """Compare the rest of what is restored: names, lengths and headers of shards, the index, and side files."""
     expected = {file.name: (file.nbytes, file.header) for file in record.files}
     actual = {file.name: (file.nbytes, file.header) for file in source.files}
@@ -268,7 +277,7 @@ def _compare_files(record: SourceRecord, source: SourceCheckpoint, report: Repor
     if source.index != record.index:
         report.add(str(source.root), f"its index {_CHANGED}")
     for side in record.side_files:
-        check_copy(source.folder, side.name, side.nbytes, side.digest, _CHANGED, report)
+        check_copy(source.folder, side.name, side.nbytes, side.digest, algorithm, _CHANGED, report)
 
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:

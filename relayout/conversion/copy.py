@@ -12,10 +12,10 @@ from typing import Self
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.journal import TensorDigests, Written
-from relayout.conversion.layout import Conversion, Layout, RankFile
+from relayout.conversion.layout import Conversion, RankFile
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, SourceRange, Span, Step, Target
 from relayout.core.arguments import integer, size
-from relayout.core.digests import DIGEST_NBYTES, EMPTY_DIGEST, OrderedDigests
+from relayout.core.digests import EMPTY_DIGEST, DigestAlgorithm, OrderedDigests
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.slices import CutTensor
 from relayout.core.strided import copy_runs
@@ -45,13 +45,13 @@ class FileSink:
     Each file is written from front to back, except for writes that are under way at the same time.
     """
 
-    def __init__(self, staging: Staging, layout: Layout, hashed: Iterable[int], stop: Stop) -> None:
+    def __init__(self, staging: Staging, conversion: Conversion, hashed: Iterable[int], stop: Stop) -> None:
         """Files that are there already must have their full length; `hashed` are those whose chunks are hashed."""
         self._staging = staging
-        self._layout = layout
+        self._layout = layout = conversion.layout
         self._existing = set(staging.names())
         self._files = OpenFiles(self._open_file, num_descriptors=2)
-        self._chunks = {file: _FileChunks(layout.files[file], stop) for file in hashed}
+        self._chunks = {file: _FileChunks(layout.files[file], conversion.digest, stop) for file in hashed}
 
     def put(self, target: Target, view: memoryview, address: int) -> None:
         """Write the bytes for one place. Their memory, at `address` modulo a block, is reused after the call."""
@@ -82,11 +82,12 @@ class FileSink:
 class _FileChunks:
     """Hashes the chunks of a file that is written. Thread-safe."""
 
-    def __init__(self, file: RankFile, stop: Stop) -> None:
+    def __init__(self, file: RankFile, digest: DigestAlgorithm, stop: Stop) -> None:
         self._file = file
-        self._ordered = OrderedDigests(stop)
+        self._width = digest.nbytes
+        self._ordered = OrderedDigests(stop, digest)
         self.num_left = num_chunks(file.data_start, file.nbytes, DIGESTED_NBYTES)
-        self.digests = bytearray(DIGEST_NBYTES * self.num_left)
+        self.digests = bytearray(self._width * self.num_left)
         self._lock = threading.Lock()
 
     def update(self, offset: int, view: memoryview) -> None:
@@ -97,7 +98,7 @@ class _FileChunks:
             digest = self._ordered.update(index, part.offset - chunk.offset, piece, chunk.nbytes)
             if digest is not None:
                 with self._lock:
-                    self.digests[DIGEST_NBYTES * index : DIGEST_NBYTES * (index + 1)] = bytes.fromhex(digest)
+                    self.digests[self._width * index : self._width * (index + 1)] = bytes.fromhex(digest)
                     self.num_left -= 1
 
 
@@ -234,7 +235,7 @@ def run_unit(
     layout, stop = plan.conversion.layout, Stop()
     # What is done is not hashed again here, so that chunks of these files would never be complete.
     hashed = [file for file in layout.files_of_unit[unit] if done.isdisjoint(layout.files[file].tensors)]
-    sink = FileSink(staging, layout, hashed, stop)
+    sink = FileSink(staging, plan.conversion, hashed, stop)
     try:
         tensors = run_steps(
             plan.conversion,
@@ -250,17 +251,20 @@ def run_unit(
     return Written(tensors, sink.chunks())
 
 
-def hash_chunks(staging: Staging, layout: Layout, indices: Sequence[int], threads: int) -> dict[int, bytes]:
+def hash_chunks(staging: Staging, conversion: Conversion, indices: Sequence[int], threads: int) -> dict[int, bytes]:
     """The digests of the chunks of files that are written, from what is stored. Those without data need not be there.
 
     Raises:
         FormatError, OSError: a read failed.
     """
-    files = {index: layout.files[index] for index in indices}
+    files = {index: conversion.layout.files[index] for index in indices}
     with_data = {index: file for index, file in files.items() if file.nbytes > file.data_start}
     stored = [
         HashedFile(
-            partial(staging.open, file.name, file.nbytes), chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES)
+            partial(staging.open, file.name, file.nbytes),
+            (),
+            chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES),
+            conversion.digest,
         )
         for file in with_data.values()
     ]

@@ -22,10 +22,11 @@ from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, 
 from relayout.conversion.journal import Fingerprint, Journal, Written, read_journal
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import changed, fingerprint_of
-from relayout.conversion.run import ConversionPlan, Summary, num_readers_of, summary_of
+from relayout.conversion.run import ConversionPlan, Summary, summary_of
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
+from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
@@ -50,6 +51,8 @@ class UnitJob:
     options: ConversionOptions
     ranks: tuple[int, ...]
     """That are converted."""
+    digest: str
+    """How stored bytes are hashed: a `DigestAlgorithm`."""
     fingerprint: Fingerprint
     """Of the conversion when the job was made."""
     unit: int
@@ -91,7 +94,14 @@ class UnitJob:
         source_changed = FormatError("has changed since the job was made", path=self.source, code="mismatch")
         if len(checkpoint.tensors) != len(plan.cut_of):
             raise source_changed
-        how = (options.alignment, options.max_part_nbytes, options.dcp, options.layout, self.ranks)
+        how = (
+            options.alignment,
+            options.max_part_nbytes,
+            options.dcp,
+            options.layout,
+            self.ranks,
+            DigestAlgorithm(self.digest),
+        )
         planned = ConversionPlan.lay_out(find_store(self.output), checkpoint, plan, *how)
         fingerprint = fingerprint_of(planned)
         if fingerprint.source != self.fingerprint.source:
@@ -130,7 +140,7 @@ def unit_jobs(planned: ConversionPlan, *, force: bool = False) -> list[UnitJob]:
     planned.output.check_output(planned.source.root, CONVERTED, force=force)
     units = planned.layout.units
     where = absolute(str(planned.source.root)), absolute(str(planned.output))
-    what = *where, planned.plan, planned.options, planned.ranks, fingerprint_of(planned)
+    what = *where, planned.plan, planned.options, planned.ranks, planned.digest.value, fingerprint_of(planned)
     return [UnitJob(*what, unit, len(units), planned.nbytes_of(tensors), force) for unit, tensors in enumerate(units)]
 
 
@@ -219,18 +229,15 @@ def convert_share(planned: ConversionPlan, share: str, **options: Any) -> Conver
     return ConvertedUnits(str(planned.output), num_units, records)
 
 
-def commit_jobs(jobs: list[UnitJob], **options: Any) -> Summary:
-    """Publish the output of jobs that are all of one conversion; arguments, result and errors as for `commit_units`."""
-    return commit_units(jobs[0].planned(), force=jobs[0].force, **options)
+def commit_jobs(jobs: list[UnitJob]) -> Summary:
+    """Publish the output of jobs that are all of one conversion; result and errors as for `commit_units`."""
+    return commit_units(jobs[0].planned(), force=jobs[0].force)
 
 
 def commit_units(
     planned: ConversionPlan,
     *,
     force: bool = False,
-    sha256: bool = False,
-    threads: int = DEFAULT_THREADS,
-    memory: int | str = DEFAULT_MEMORY,
 ) -> Summary:
     """Publish the output, if all units are done.
 
@@ -238,7 +245,7 @@ def commit_units(
     manifest last. Deletes what lost processes and an interrupted commit have left in the place of this conversion.
 
     Args:
-        force, sha256, threads, memory: as for `convert`.
+        force: as for `convert`.
 
     Raises:
         FormatError: the source has changed since the units were converted, or a file differs from its unit's record.
@@ -246,7 +253,6 @@ def commit_units(
         OSError: reading or writing failed.
     """
     started = time.monotonic()
-    num_readers = num_readers_of(*share_memory(threads, memory, planned.output))
     source, layout, fingerprint = planned.source, planned.layout, fingerprint_of(planned)
     planned.output.check_output(source.root, CONVERTED, force=force)
     with planned.output.stage(
@@ -264,18 +270,17 @@ def commit_units(
             staging.remove(name)  # Of a commit that was interrupted.
         tensors = {t: digests for record in records.values() for t, digests in record.tensors.items()}
         chunks = {file: digests for record in records.values() for file, digests in record.chunks.items()}
-        complete_parts(staging, planned, Written(tensors, chunks), num_readers, sha256=sha256)
+        complete_parts(staging, planned, Written(tensors, chunks))
         if fingerprint_of(planned) != fingerprint:
             raise changed(planned)
     return summary_of(planned, 0, time.monotonic() - started)
 
 
-def complete_parts(staging: Staging, conversion: Conversion, written: Written, threads: int, *, sha256: bool) -> None:
+def complete_parts(staging: Staging, conversion: Conversion, written: Written) -> None:
     """Compare the length and the header of each file that parts have added, and write what belongs beside them.
 
     Args:
         written: all tensors with bytes, and all files.
-        threads, sha256: as for `write_sidecar`.
 
     Raises:
         FormatError: a file differs from what is known of it.
@@ -286,7 +291,7 @@ def complete_parts(staging: Staging, conversion: Conversion, written: Written, t
         for file, header in headers.headers(unit, written):
             if staging.can_read:
                 _check_head(staging, file.name, file.nbytes, header)
-    write_sidecar(staging, conversion, written, headers.files, threads=threads, sha256=sha256)
+    write_sidecar(staging, conversion, written, headers.files)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

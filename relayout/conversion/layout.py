@@ -26,6 +26,7 @@ import numpy as np
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.journal import TensorDigests
 from relayout.core.arguments import ranks as parse_ranks
+from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
 from relayout.errors import FormatError, PlanError
@@ -135,6 +136,8 @@ class Conversion:
     options: ConversionOptions
     ranks: tuple[int, ...]
     """That are converted, rising: usually all. The others hold nothing in `cut`, and have no files in `layout`."""
+    digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
+    """Of stored bytes."""
 
     @classmethod
     def lay_out(
@@ -147,6 +150,7 @@ class Conversion:
         dcp: bool | None = None,
         layout: str = RANKS,
         ranks: str | Iterable[int] | None = None,
+        digest: DigestAlgorithm = DigestAlgorithm.XXH3_128,
     ) -> Self:
         """Choose order, files and offsets; `dcp`, `layout` and `ranks` as for `convert`.
 
@@ -175,7 +179,7 @@ class Conversion:
         everything = Layout(tuple(files), (), tuple(units), tuple(files_of_unit))
         where = everything.only(range(num_holders), num_holders)
         all_ranks = tuple(range(plan.num_ranks))
-        planned = cls(output, source, plan, tensors, where, options, all_ranks)
+        planned = cls(output, source, plan, tensors, where, options, all_ranks, digest)
         return planned if ranks is None else planned.only(ranks)
 
     def only(self, ranks: str | Iterable[int]) -> Self:
@@ -479,7 +483,7 @@ def stored_conversion(
         for holder in range(plan.num_ranks + (options.layout == WHOLE_TENSORS))
     )
     layout = Layout(tuple(files), holders, (order,), (range(len(files)),))
-    return Conversion(folder, source, plan, cut, layout, options, manifest.present)
+    return Conversion(folder, source, plan, cut, layout, options, manifest.present, manifest.digest)
 
 
 def as_one_rank(manifest: Manifest, record: SourceRecord) -> tuple[Manifest, SourceRecord]:

@@ -9,7 +9,7 @@ from dataclasses import astuple
 
 from relayout.conversion.journal import Fingerprint, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion, RankFile
-from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
 from relayout.format.chunks import DIGESTED_NBYTES, num_chunks
@@ -38,7 +38,8 @@ def fingerprint_of(conversion: Conversion) -> Fingerprint:
     tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in checkpoint.tensors]
     index = None if checkpoint.index is None else digest_hex(checkpoint.index[1])
     cuts = [list(map(dump_slice, cut.slices)) for cut in plan.cuts]
-    options = [FORMAT_VERSION, *astuple(conversion.options), plan.cut_of, cuts, conversion.ranks]
+    chosen = [*astuple(conversion.options), conversion.digest.value]
+    options = [FORMAT_VERSION, *chosen, plan.cut_of, cuts, conversion.ranks]
     return Fingerprint(digest_hex(compact_json([files, tensors, index])), digest_hex(compact_json(options)))
 
 
@@ -77,7 +78,7 @@ def verified_progress(staging: Staging, written: Written, conversion: Conversion
     """
     if not written.tensors:
         return Written()
-    files = conversion.layout.files
+    files, width = conversion.layout.files, conversion.digest.nbytes
     index_of = {file.name: index for index, file in enumerate(files)}
     stored = set(staging.names())
     for name in stored - index_of.keys():
@@ -98,7 +99,7 @@ def verified_progress(staging: Staging, written: Written, conversion: Conversion
         index: digests
         for index, digests in written.chunks.items()
         if 0 <= index < len(files)
-        and len(digests) == DIGEST_NBYTES * num_chunks(files[index].data_start, files[index].nbytes, DIGESTED_NBYTES)
+        and len(digests) == width * num_chunks(files[index].data_start, files[index].nbytes, DIGESTED_NBYTES)
         and all(t in verified or not conversion.cut[t].rank_nbytes(files[index].holder) for t in files[index].tensors)
     }
     if not staging.can_read:

@@ -16,7 +16,6 @@ from relayout.conversion.resume import changed, fingerprint_of, read_progress, v
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
-from relayout.errors import PlanError
 from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
@@ -83,20 +82,18 @@ class ConversionPlan(Conversion):
         self,
         *,
         force: bool = False,
-        sha256: bool = False,
         threads: int = DEFAULT_THREADS,
         memory: int | str = DEFAULT_MEMORY,
         progress: Progress = None,
     ) -> Summary:
         """Carry out the plan; arguments, result and errors as for `convert`."""
-        return carry_out(self, force=force, sha256=sha256, threads=threads, memory=memory, progress=progress)
+        return carry_out(self, force=force, threads=threads, memory=memory, progress=progress)
 
 
 def carry_out(
     conversion: Conversion,
     *,
     force: bool,
-    sha256: bool,
     threads: int,
     memory: int | str,
     progress: Progress,
@@ -114,9 +111,6 @@ def carry_out(
     output.check_output(source.root, CONVERTED, force=force)
     fingerprint = fingerprint_of(conversion)
     with output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
-        if sha256 and not staging.can_read:
-            what = "cannot read files before they are published: convert to a local folder, or without sha256"
-            raise PlanError(what, path=str(output), code="option")
         noted = read_progress(staging, fingerprint, force=force)
         staging.check_space(needed_nbytes(conversion))
         with reporting(progress if noted.tensors else None, "checking finished work", conversion.nbytes_of()):
@@ -127,7 +121,7 @@ def carry_out(
             reporting(progress, "converting" if resumable else "saving", conversion.nbytes_of()) as report,
         ):
             written = _run_units(conversion, staging, journal, headers, done, threads, chunk_nbytes, report)
-        write_sidecar(staging, conversion, written, headers.files, threads=num_readers, sha256=sha256)
+        write_sidecar(staging, conversion, written, headers.files)
         if fingerprint_of(conversion) != fingerprint:
             staging.clear()
             raise changed(conversion)
@@ -189,7 +183,7 @@ def _run_units(
         )
         tensors |= written.tensors
         unhashed = [file for file in layout.files_of_unit[index] if file not in {**chunks, **written.chunks}]
-        added = {**written.chunks, **hash_chunks(staging, layout, unhashed, num_readers)}
+        added = {**written.chunks, **hash_chunks(staging, conversion, unhashed, num_readers)}
         if journal is not None:
             journal.add(Written(chunks=added))
         chunks |= added

@@ -7,9 +7,8 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
 
-import xxhash
-
 from relayout.checkpoint.source import SourceCheckpoint
+from relayout.core.digests import DigestAlgorithm, Hash
 from relayout.errors import FormatError
 from relayout.format.source_record import SideFile
 from relayout.storage.protocols import Access, FileStat, Modes, Staging, Store, unversioned
@@ -39,7 +38,12 @@ def output_modes(source: SourceCheckpoint) -> Modes:
 
 
 def copy_side_file(
-    source: Store, staging: Staging, name: str, expected: SideFile | None = None, prefix: str = ""
+    source: Store,
+    staging: Staging,
+    name: str,
+    algorithm: DigestAlgorithm,
+    expected: SideFile | None = None,
+    prefix: str = "",
 ) -> SideFile:
     """Copy a file into an output, with `prefix` in front of its name and as much of its mode as the umask leaves.
 
@@ -52,7 +56,7 @@ def copy_side_file(
     differs = FormatError("differs from the file that was copied", path=source.location(name), code="digest")
     if expected is not None and expected.nbytes != status.nbytes:
         raise differs
-    mode, digest = status.mode if expected is None else expected.mode, xxhash.xxh3_128()
+    mode, digest = status.mode if expected is None else expected.mode, algorithm.new()
     staging.put(prefix + name, _pieces(source, name, status.version, digest), mode)
     copied = SideFile(name, status.nbytes, digest.hexdigest(), mode)
     if expected is not None and copied.digest != expected.digest:
@@ -60,13 +64,13 @@ def copy_side_file(
     return copied
 
 
-def read_side_file(folder: Store, name: str) -> SideFile:
+def read_side_file(folder: Store, name: str, algorithm: DigestAlgorithm) -> SideFile:
     """Length and digest of a file, and its permission bits.
 
     Raises:
         FormatError: it cannot be read.
     """
-    status, digest = _status(folder, name), xxhash.xxh3_128()
+    status, digest = _status(folder, name), algorithm.new()
     if not status.version:
         raise unversioned(folder.location(name))
     for _ in _pieces(folder, name, status.version, digest):
@@ -81,7 +85,7 @@ def _status(folder: Store, name: str) -> FileStat:
     return status
 
 
-def _pieces(folder: Store, name: str, version: str, digest: xxhash.xxh3_128) -> Iterator[bytes]:
+def _pieces(folder: Store, name: str, version: str, digest: Hash) -> Iterator[bytes]:
     """The bytes of a file, in order, which pass once and are hashed."""
     with folder.open(name, access=Access.BUFFERED, version=version) as file:
         for offset in range(0, file.nbytes, _COPY_NBYTES):

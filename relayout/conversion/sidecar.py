@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from relayout import __version__
 from relayout.conversion.journal import TensorDigests, Written
 from relayout.conversion.layout import Conversion, HeaderBuilder, RankFile, is_stored
 from relayout.conversion.side_files import copy_side_file
-from relayout.core.digests import EMPTY_DIGEST, digest_hex
+from relayout.core.digests import EMPTY_DIGEST
 from relayout.core.extents import Transfer
 from relayout.format.arena import place, plan_arena
 from relayout.format.chunks import CHUNKS_NAME, DIGESTED_NBYTES
@@ -36,7 +35,6 @@ from relayout.format.source_record import (
     dump_record,
 )
 from relayout.plans.family import dump_rules
-from relayout.storage.hashing import sha256_hex
 from relayout.storage.protocols import Staging
 
 
@@ -64,8 +62,8 @@ class HeaderWriter:
             header = self._headers.build(file, content)
             assert len(header) == file.data_start
             yield file, header
-            digest, chunks_digest = digest_hex(header), digest_hex(written.chunks[index])
-            indexed = IndexedFile(file.name, file.nbytes, file.data_start, content, digest, chunks_digest)
+            digests_of_file = map(self._conversion.digest.hex, (header, written.chunks[index]))
+            indexed = IndexedFile(file.name, file.nbytes, file.data_start, content, *digests_of_file)
             self._files[index] = indexed
 
     @property
@@ -79,28 +77,21 @@ def write_sidecar(
     conversion: Conversion,
     written: Written,
     files: Sequence[IndexedFile],
-    *,
-    threads: int = 1,
-    sha256: bool = False,
 ) -> None:
     """Write everything but the files with the tensors, the manifest last.
 
     Args:
         written: all tensors with bytes, and all files.
         files: the same files, with their headers.
-        threads: threads that read files again for `sha256`.
-        sha256: store SHA-256 of whole files, too.
     """
-    source, options = conversion.source, conversion.options
-    side_files = [copy_side_file(source.folder, staging, name) for name in source.side_files]
+    source, options, digest = conversion.source, conversion.options, conversion.digest
+    side_files = [copy_side_file(source.folder, staging, name, digest) for name in source.side_files]
     digests = digests_of_all(conversion, written.tensors)
     record = _source_record(conversion, [tensor.source for tensor in digests], side_files)
     conversion_id, plan_name = conversion_digest(record), "none" if record.plan is None else record.plan.full_name
     stored_record = compress(dump_record(record))
     staging.put(SOURCE_RECORD_NAME, [stored_record])
     del record, side_files
-    if sha256:
-        files = with_sha256(staging, files, threads)
     staging.put(CHUNKS_NAME, [written.chunks[index] for index in range(len(files))])
     num_ranks, holders = conversion.plan.num_ranks, dict[int, RankEntry]()
     for holder in (*conversion.ranks, *([num_ranks] if conversion.has_whole else [])):
@@ -117,12 +108,13 @@ def write_sidecar(
         expert_parallel=options.expert_parallel,
         alignment=options.alignment,
         dcp=options.dcp,
-        record_digest=digest_hex(stored_record),
+        record_digest=digest.hex(stored_record),
         source_nbytes=source.nbytes,
-        hub_index_digest=None if hub_index is None else digest_hex(hub_index),
+        hub_index_digest=None if hub_index is None else digest.hex(hub_index),
         chunk_nbytes=DIGESTED_NBYTES,
         files=tuple(files),
         ranks=tuple(map(holders.get, range(num_ranks))),
+        digest=digest,
         whole=holders.get(num_ranks),
     )
     staging.put(MANIFEST_NAME, [dump_manifest(manifest)])
@@ -141,16 +133,6 @@ def _digests_of(conversion: Conversion, t: int, written: Mapping[int, TensorDige
     assert not conversion.extents_of(t), f"tensor {tensor.name!r}: was not hashed to its end"
     source = None if tensor.extent.nbytes else EMPTY_DIGEST
     return TensorDigests(source, (EMPTY_DIGEST,) * len(conversion.cut[t].cut.distinct))
-
-
-def with_sha256(staging: Staging, files: Sequence[IndexedFile], threads: int) -> tuple[IndexedFile, ...]:
-    """The files with the SHA-256 of what is stored, which is read again."""
-
-    def hashed(file: IndexedFile) -> IndexedFile:
-        return replace(file, sha256=sha256_hex(staging.open(file.name, file.nbytes)))
-
-    with ThreadPoolExecutor(threads) as pool:
-        return tuple(pool.map(hashed, files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +169,7 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
     table = dump_table(_table(conversion, holder, rows, arena_offsets, digests))
     entry = RankEntry(
         table=WHOLE_TABLE_NAME if holder == num_ranks else table_name(holder),
-        table_digest=digest_hex(table),
+        table_digest=conversion.digest.hex(table),
         num_tensors=len(rows),
         nbytes=sum(read.transfer.total_nbytes for read in reads),
         files=numbers,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
+from enum import Enum
+from typing import Protocol
 
 import xxhash
 
@@ -11,7 +14,7 @@ from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped
 
 DIGEST_NBYTES = 16
-"""Of a digest in its binary form: the canonical one, big-endian."""
+"""Of an XXH3-128 in its binary form: the canonical one, big-endian."""
 
 EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 """Digest of zero bytes."""
@@ -22,6 +25,40 @@ def digest_hex(blob: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(blob)
 
 
+class Hash(Protocol):
+    """A running hash."""
+
+    def update(self, view: bytes | bytearray | memoryview, /) -> None:
+        """Hash more bytes."""
+
+    def hexdigest(self) -> str:
+        """The digest of all bytes so far."""
+
+
+class DigestAlgorithm(Enum):
+    """How the stored bytes of a converted checkpoint are hashed. The value is its name in relayout.json."""
+
+    XXH3_128 = "xxh3_128"
+    """Detects damage and stale copies, not forgery."""
+    SHA256 = "sha256"
+    """Cryptographic: a signature of relayout.json proves all that hangs on it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of a digest in its binary form."""
+        return DIGEST_NBYTES if self is DigestAlgorithm.XXH3_128 else 32
+
+    def new(self) -> Hash:
+        """A running hash of nothing."""
+        return xxhash.xxh3_128() if self is DigestAlgorithm.XXH3_128 else hashlib.sha256()
+
+    def hex(self, blob: bytes | bytearray | memoryview) -> str:
+        """The digest of the bytes, in hex."""
+        running = self.new()
+        running.update(blob)
+        return running.hexdigest()
+
+
 class OrderedDigests:
     """Digests of several streams; each stream is hashed in byte order, by the thread that holds the next piece.
 
@@ -29,10 +66,11 @@ class OrderedDigests:
     Keeps state only for streams that have arrived in part.
     """
 
-    def __init__(self, stop: Stop) -> None:
+    def __init__(self, stop: Stop, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128) -> None:
         """`stop` wakes waiting threads when the work is canceled."""
         self._stop = stop
-        self._partial: dict[Hashable, tuple[int, xxhash.xxh3_128]] = {}
+        self._algorithm = algorithm
+        self._partial: dict[Hashable, tuple[int, Hash]] = {}
         """For each stream that has arrived in part: number of bytes hashed, and the running hash."""
 
     def update(self, stream: Hashable, start: int, view: memoryview, nbytes: int) -> str | None:
@@ -45,9 +83,9 @@ class OrderedDigests:
             Stopped: the work was canceled.
         """
         if view.nbytes == nbytes:
-            return digest_hex(view)
+            return self._algorithm.hex(view)
         with self._stop.condition:
-            while (known := self._partial.get(stream) or (0, xxhash.xxh3_128()))[0] != start:
+            while (known := self._partial.get(stream) or (0, self._algorithm.new()))[0] != start:
                 if self._stop.requested:
                     raise Stopped
                 self._stop.condition.wait()
@@ -69,13 +107,15 @@ class ExtentDigests:
     Each extent is hashed in byte order by `OrderedDigests`; the same rules apply to threads.
     """
 
-    def __init__(self, extents: Sequence[Extent], stop: Stop) -> None:
+    def __init__(
+        self, extents: Sequence[Extent], stop: Stop, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128
+    ) -> None:
         """`extents` must not overlap, in any order. Empty extents may have any offset."""
         self._order = sorted((n for n, extent in enumerate(extents) if extent.nbytes), key=lambda n: extents[n].offset)
         self._starts = [extents[n].offset for n in self._order]
         self._ends = [extents[n].end for n in self._order]
-        self._ordered = OrderedDigests(stop)
-        self.digests = ["" if extent.nbytes else EMPTY_DIGEST for extent in extents]
+        self._ordered = OrderedDigests(stop, algorithm)
+        self.digests = ["" if extent.nbytes else algorithm.hex(b"") for extent in extents]
         """For each extent its digest in hex; "" until its last byte is hashed."""
 
     @property

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from relayout.checkpoint.converted import find_manifest, is_converted, read_manifest_blob
+from relayout.checkpoint.trust import TrustedStore, trusted
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.protocols import Kind
@@ -115,12 +116,15 @@ def find_folder(path: str, engine: str) -> Folder | None:
         engine: how to ask the engine for its own way to load, for messages.
 
     Raises:
-        FormatError: relayout.json is damaged, or missing from what was a converted folder.
+        FormatError: relayout.json is damaged, or missing from what was a converted folder; or RELAYOUT_TRUST wants a
+            signature that is missing, or not of all that is there.
         PlanError: there is no such folder.
     """
     try:
-        store = find_input(path)
+        store = trusted(find_input(path), None)
         manifest = find_manifest(store)
+        if isinstance(store, TrustedStore):
+            store.prove_side_files()  # The engine reads them itself.
         if manifest is not None:
             return Folder(manifest.num_ranks, manifest.expert_parallel)
         reason = None if store.kind() is Kind.FOLDER else store.not_found_message()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from relayout.core.coalesce import split
-from relayout.core.digests import DIGEST_NBYTES
+from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent
 from relayout.format.index import IndexedFile
 
@@ -41,7 +41,7 @@ def num_chunks(data_start: int, nbytes: int, chunk_nbytes: int) -> int:
     return -(-(nbytes - data_start) // chunk_nbytes)
 
 
-def places_of_digests(files: Sequence[IndexedFile], chunk_nbytes: int) -> list[Extent]:
+def places_of_digests(files: Sequence[IndexedFile], chunk_nbytes: int, digest: DigestAlgorithm) -> list[Extent]:
     """Where the chunk digests of each file lie in relayout.chunks."""
-    sizes = [DIGEST_NBYTES * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
+    sizes = [digest.nbytes * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
     return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.digests import DIGEST_NBYTES, DigestAlgorithm, digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, about
 from relayout.format.chunks import chunks_of, num_chunks
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, IndexedFile, Manifest, RankTable
-from relayout.format.manifest import DELTA, DIGEST, check_top, digest_field, sealed
+from relayout.format.manifest import DELTA, check_top, digest_field, sealed
 from relayout.format.names import check_apart, check_path
 
 OLD, NEW = "old/", "new/"
@@ -65,7 +65,7 @@ def dump_delta(manifest: DeltaManifest) -> bytes:
         "relayout": FORMAT_VERSION,
         "requires": [DELTA],
         "generator": manifest.generator,
-        "digest": DIGEST,
+        "digest": DigestAlgorithm.XXH3_128.value,
         "base": manifest.base,
         "makes": manifest.makes,
         "files": [{"nbytes": file.nbytes, "index_digest": file.index_digest} for file in manifest.files],
@@ -103,6 +103,7 @@ def layout_difference(old: Manifest, new: Manifest) -> str | None:
     pairs = {
         "tensor-parallel degree": (old.num_ranks, new.num_ranks),
         "layout": (old.whole is None, new.whole is None),
+        "digest algorithm": (old.digest, new.digest),
         "size of chunks": (old.chunk_nbytes, new.chunk_nbytes),
         "files": tuple([(file.name, file.nbytes, file.data_start) for file in side.files] for side in (old, new)),
         "ranks": tuple(

@@ -10,11 +10,15 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, overload
 
+from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Transfer
 from relayout.core.slices import Slice, slice_transfers
 
 MANIFEST_NAME = "relayout.json"
 """Its presence makes a folder a converted checkpoint."""
+
+SIGNATURE_NAME = "model.sig"
+"""Of a signature of all files, beside them. `model_signing sign` writes that name by default."""
 
 HUB_INDEX_NAME = "model.safetensors.index.json"
 """What stock loaders read to find out which tensor lies in which file."""
@@ -62,8 +66,6 @@ class IndexedFile:
     """Digest, in hex, of the bytes before the data section."""
     chunks_digest: str
     """Digest of its part of relayout.chunks."""
-    sha256: str | None = None
-    """SHA-256 of the whole file in hex, where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,9 @@ class Manifest:
     """All that hold tensors."""
     ranks: tuple[RankEntry | None, ...]
     """None for a rank that the folder does not have."""
+    digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
+    """Of stored bytes: of this file, tables, record, headers, chunks and side files. What names content (`content`,
+    `conversion`, digests of tensors and slices) is always XXH3-128."""
     whole: RankEntry | None = None
     """In the `whole` layout, the whole tensors, as if they were a rank's."""
     holders: Mapping[int, RankEntry] = field(init=False, repr=False, compare=False)

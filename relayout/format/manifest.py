@@ -10,7 +10,7 @@ from typing import Any
 
 import zstandard
 
-from relayout.core.digests import digest_hex
+from relayout.core.digests import DigestAlgorithm, digest_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError, about, shown
@@ -31,8 +31,6 @@ from relayout.format.safetensors import LENGTH_NBYTES, MAX_AXES, MAX_HEADER_NBYT
 from relayout.format.slices import dump_slice
 
 SOURCE_RECORD_NAME = "relayout.source.json.zst"
-DIGEST = "xxh3_128"
-"""The algorithm of every digest: detects damage and stale copies, not forgery."""
 
 MAX_MANIFEST_NBYTES = 64 * 2**20
 MAX_TABLE_NBYTES = 2**27
@@ -46,8 +44,7 @@ DELTA = "delta"
 """What the manifest of a delta requires of its readers; that of a converted checkpoint requires nothing."""
 
 _SELF_DIGEST = b'"self_digest"'
-_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
-_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+_DIGESTS = {algorithm: re.compile(rf"[0-9a-f]{{{2 * algorithm.nbytes}}}\Z") for algorithm in DigestAlgorithm}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,242}\.(safetensors|slices)\Z")
 
 
@@ -137,7 +134,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "requires": [],
         "generator": manifest.generator,
         "conversion": manifest.conversion,
-        "digest": DIGEST,
+        "digest": manifest.digest.value,
         "model_type": manifest.model_type,
         "plan": manifest.plan,
         "expert_parallel": manifest.expert_parallel,
@@ -147,9 +144,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "source": {"record_digest": manifest.record_digest, "nbytes": manifest.source_nbytes},
         "hub_index_digest": manifest.hub_index_digest,
         "chunk_nbytes": manifest.chunk_nbytes,
-        "files": [
-            {name: value for name, value in asdict(file).items() if value is not None} for file in manifest.files
-        ],
+        "files": [asdict(file) for file in manifest.files],
         "ranks": [None if entry is None else _dump_holder(entry) for entry in manifest.ranks],
         "whole": None if manifest.whole is None else _dump_holder(manifest.whole),
     }
@@ -159,7 +154,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
 def sealed(top: Mapping[str, Any]) -> bytes:
     """A manifest as stored: indented, for people, and with the digest of all that is in front of it."""
     text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}").encode() + b",\n  "
-    return text + _SELF_DIGEST + f': "{digest_hex(text)}"\n}}\n'.encode()
+    return text + _SELF_DIGEST + f': "{DigestAlgorithm(top["digest"]).hex(text)}"\n}}\n'.encode()
 
 
 def parse_manifest(blob: bytes, where: str) -> Manifest:
@@ -173,7 +168,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
 
 
 def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
-    check_top(blob, top)
+    digest = check_top(blob, top)
     fields = Fields(top)
     ranks = fields.objects_or_nulls("ranks")
     if len(ranks) != fields.size("num_ranks") or not ranks:
@@ -181,7 +176,7 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     if not any(entry is not None for entry in ranks):
         raise FormatError("every entry in 'ranks' is null, expected one rank or more", code="field")
     source = Fields(fields.object("source"))
-    files = _parse_files(fields)
+    files = _parse_files(fields, digest)
     whole = fields.object_or_null("whole")
     manifest = Manifest(
         generator=fields.text("generator"),
@@ -191,13 +186,16 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
         expert_parallel=fields.flag("expert_parallel"),
         alignment=_power_of_two(fields, "alignment", MIN_ALIGNMENT, MAX_ALIGNMENT),
         dcp=fields.flag("dcp"),
-        record_digest=digest_field(source, "record_digest"),
+        record_digest=digest_field(source, "record_digest", digest),
         source_nbytes=source.size("nbytes"),
-        hub_index_digest=digest_or_null(fields, "hub_index_digest"),
+        hub_index_digest=digest_or_null(fields, "hub_index_digest", digest),
         chunk_nbytes=_power_of_two(fields, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES),
         files=files,
-        ranks=tuple(_parse_holder(entry, table_name(rank), files, f"rank {rank}") for rank, entry in enumerate(ranks)),
-        whole=_parse_holder(whole, WHOLE_TABLE_NAME, files, "whole"),
+        ranks=tuple(
+            _parse_holder(entry, table_name(rank), files, digest, f"rank {rank}") for rank, entry in enumerate(ranks)
+        ),
+        digest=digest,
+        whole=_parse_holder(whole, WHOLE_TABLE_NAME, files, digest, "whole"),
     )
     unused = set(range(len(files))).difference(*(entry.files for entry in manifest.holders.values()))
     if unused:
@@ -207,17 +205,24 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def check_top(blob: bytes, top: Mapping[str, Any], *, is_delta: bool = False) -> None:
+def check_top(blob: bytes, top: Mapping[str, Any], *, is_delta: bool = False) -> DigestAlgorithm:
     """Check what comes before all other fields of a manifest: version, requirements, and the digests.
+
+    Returns:
+        How stored bytes are hashed; those of a delta always by XXH3-128.
 
     Raises:
         FormatError: it is of another version or kind, or damaged.
     """
     check_version(top)
     _check_requirements(top.get("requires"), is_delta)
-    _check_self_digest(blob, top)
-    if top.get("digest") != DIGEST:
-        raise FormatError(f"digest algorithm {shown(top.get('digest'))}, expected {DIGEST!r}", code="version")
+    named = top.get("digest")
+    known = [algorithm.value for algorithm in DigestAlgorithm][: 1 if is_delta else None]
+    algorithm = DigestAlgorithm(named) if named in known else None
+    _check_self_digest(blob, top, algorithm or DigestAlgorithm.XXH3_128)
+    if algorithm is None:
+        raise FormatError(f"digest algorithm {shown(named)}, expected one of {', '.join(known)}", code="version")
+    return algorithm
 
 
 def check_version(top: Mapping[str, Any]) -> None:
@@ -248,35 +253,35 @@ def _check_requirements(requires: object, is_delta: bool) -> None:
         raise FormatError(what, code="version")
 
 
-def _check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:
+def _check_self_digest(blob: bytes, top: Mapping[str, Any], algorithm: DigestAlgorithm) -> None:
     """Compare the last field with the digest of all bytes before it."""
     place = blob.rfind(_SELF_DIGEST)
-    if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != digest_hex(blob[:place]):
+    if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != algorithm.hex(blob[:place]):
         raise FormatError(
             f"its self_digest is {shown(top.get('self_digest'))}, which does not match its bytes: damaged or edited",
             code="digest",
         )
 
 
-def digest_field(fields: Fields, name: str, pattern: re.Pattern[str] = _DIGEST) -> str:
+def digest_field(fields: Fields, name: str, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128) -> str:
     """A digest in hex.
 
     Raises:
         FormatError: it is not.
     """
     value = fields.text(name)
-    if not pattern.match(value):
+    if not _DIGESTS[algorithm].match(value):
         raise FormatError(f"{name!r} is {shown(value)}, not a digest", code="field")
     return value
 
 
-def digest_or_null(fields: Fields, name: str) -> str | None:
+def digest_or_null(fields: Fields, name: str, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128) -> str | None:
     """A digest in hex, or null.
 
     Raises:
         FormatError: it is neither.
     """
-    return None if fields.text_or_null(name) is None else digest_field(fields, name)
+    return None if fields.text_or_null(name) is None else digest_field(fields, name, algorithm)
 
 
 def _power_of_two(fields: Fields, name: str, low: int, high: int) -> int:
@@ -326,7 +331,7 @@ def _parse_read(row: Mapping[str, Any]) -> Read:
     return Read(fields.size("file"), Transfer(source, target, nbytes, count, *strides))
 
 
-def _parse_files(fields: Fields) -> tuple[IndexedFile, ...]:
+def _parse_files(fields: Fields, digest: DigestAlgorithm) -> tuple[IndexedFile, ...]:
     files = []
     for row in fields.objects("files"):
         file = Fields(row)
@@ -341,9 +346,8 @@ def _parse_files(fields: Fields) -> tuple[IndexedFile, ...]:
                 nbytes=file.size("nbytes"),
                 data_start=file.size("data_start"),
                 content=digest_field(file, "content"),
-                header_digest=digest_field(file, "header_digest"),
-                chunks_digest=digest_field(file, "chunks_digest"),
-                sha256=digest_field(file, "sha256", _SHA256) if "sha256" in row else None,
+                header_digest=digest_field(file, "header_digest", digest),
+                chunks_digest=digest_field(file, "chunks_digest", digest),
             )
         )
         if files[-1].data_start > min(files[-1].nbytes, LENGTH_NBYTES + MAX_HEADER_NBYTES):
@@ -357,15 +361,19 @@ def _parse_files(fields: Fields) -> tuple[IndexedFile, ...]:
 
 
 def _parse_holder(
-    entry: Mapping[str, Any] | None, table: str, files: Sequence[IndexedFile], what: str
+    entry: Mapping[str, Any] | None,
+    table: str,
+    files: Sequence[IndexedFile],
+    digest: DigestAlgorithm,
+    what: str,
 ) -> RankEntry | None:
     if entry is None:
         return None
     with about(part=what):
-        return _parse_entry(Fields(entry), table, files)
+        return _parse_entry(Fields(entry), table, files, digest)
 
 
-def _parse_entry(fields: Fields, table: str, files: Sequence[IndexedFile]) -> RankEntry:
+def _parse_entry(fields: Fields, table: str, files: Sequence[IndexedFile], digest: DigestAlgorithm) -> RankEntry:
     if fields.text("table") != table:
         raise FormatError(f"table {shown(fields.text('table'))}, expected {table!r}", code="field")
     indices = fields.column("files", int)
@@ -373,7 +381,7 @@ def _parse_entry(fields: Fields, table: str, files: Sequence[IndexedFile]) -> Ra
         raise FormatError(f"files {shown(indices)}, expected distinct indices below {len(files)}", code="mismatch")
     parsed = RankEntry(
         table=fields.text("table"),
-        table_digest=digest_field(fields, "table_digest"),
+        table_digest=digest_field(fields, "table_digest", digest),
         num_tensors=fields.size("num_tensors"),
         nbytes=fields.size("nbytes"),
         files=tuple(indices),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from relayout.core.digests import digest_hex
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.extents import Transfer
 from relayout.core.slices import Slice
@@ -76,7 +75,7 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
 def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
     entry = manifest.holders[rank]
     refuse_lfs_pointer(blob)
-    if digest_hex(blob) != entry.table_digest:
+    if manifest.digest.hex(blob) != entry.table_digest:
         raise FormatError(
             f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another rank or conversion", code="digest"
         )

@@ -68,7 +68,6 @@ def save(
     background: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
     force: bool = False,
-    sha256: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -91,9 +90,9 @@ def save(
         background: copy the tensors to host memory, and return at once.
         max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion.
-        sha256, threads, memory, progress: as for `convert`.
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks: see
-            `PlanOptions`.
+        threads, memory, progress: as for `convert`.
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks, digest:
+            see `PlanOptions`.
 
     Returns:
         What was written; with `background`, a future of that, which raises what this function would have.
@@ -117,7 +116,6 @@ def save(
         index=None,
         max_shard_nbytes=size(max_shard_size, "max_shard_size"),
         force=force,
-        sha256=sha256,
         threads=integer(threads, "threads"),
         memory=size(memory, "memory"),
         progress=progress,
@@ -139,7 +137,6 @@ class Saving:
     """None: by the order of the tensors, and `max_shard_nbytes`."""
     max_shard_nbytes: int
     force: bool
-    sha256: bool
     threads: int
     memory: int
     progress: Progress
@@ -176,7 +173,6 @@ class Saving:
         return carry_out(
             planned,
             force=self.force,
-            sha256=self.sha256,
             threads=self.threads,
             memory=self.memory,
             progress=self.progress,
@@ -206,7 +202,6 @@ class Saving:
             group,
             token=token,
             force=self.force,
-            sha256=self.sha256,
             threads=threads,
             chunk_nbytes=min(chunk_nbytes, nbytes // self.threads),
             progress=self.progress,

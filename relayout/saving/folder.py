@@ -89,6 +89,9 @@ class MemoryFolder:
         stat.check(self.location(name), nbytes, version)
         return _MemoryFile(self, name, stat)
 
+    def add(self, name: str, content: bytes) -> None:
+        self._refuse()
+
     def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         self._refuse()
 

@@ -41,7 +41,6 @@ def save_pretrained(
     background: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
     force: bool = False,
-    sha256: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
@@ -55,7 +54,7 @@ def save_pretrained(
 
     Args:
         model: of transformers 5; not quantized, and without adapters.
-        output, background, max_shard_size, force, sha256, threads, memory, progress, options: as for `relayout.save`.
+        output, background, max_shard_size, force, threads, memory, progress, options: as for `relayout.save`.
 
     Raises:
         PlanError: the model cannot be saved like this; or as `relayout.save`.
@@ -78,7 +77,6 @@ def save_pretrained(
         index=index,
         max_shard_nbytes=0,
         force=force,
-        sha256=sha256,
         threads=integer(threads, "threads"),
         memory=size(memory, "memory"),
         progress=progress,

@@ -38,7 +38,6 @@ def save_together(
     *,
     token: str,
     force: bool,
-    sha256: bool,
     threads: int,
     chunk_nbytes: int,
     progress: Progress,
@@ -66,9 +65,6 @@ def save_together(
                     planned.output.check_output(planned.source.root, CONVERTED, force=force)
                     staged = planned.output.stage(CONVERTED, replace=force, modes=modes, shared=shared)
                     staging = stack.enter_context(staged)
-                    if sha256 and not staging.can_read:
-                        what = "cannot read files before they are published: save without sha256"
-                        raise PlanError(what, path=str(planned.output), code="option")
                     staging.check_space(needed_nbytes(planned))
             with planned.output.stage_part(CONVERTED, shared, part, replace=True, modes=modes) as own:
                 with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
@@ -80,7 +76,7 @@ def save_together(
             with group.collective():
                 if staging is not None:
                     staging.take_parts()
-                    complete_parts(staging, planned, _merged(planned, shares, gathered), threads, sha256=sha256)
+                    complete_parts(staging, planned, _merged(planned, shares, gathered))
                     stack.close()  # Publishes.
             return summary_of(planned, 0, time.monotonic() - started)
     except BaseException as error:

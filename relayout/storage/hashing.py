@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import merge
 
 from relayout.core.coalesce import coalesce, split
-from relayout.core.digests import ExtentDigests
+from relayout.core.digests import DigestAlgorithm, ExtentDigests
 from relayout.core.extents import BLOCK, Extent, align_up
 from relayout.core.workers import Stop, Workers
 from relayout.storage.buffers import Buffer
@@ -28,6 +28,8 @@ class HashedFile:
     """In rising order, without overlap. Empty extents may be at any offset."""
     chunks: Sequence[Extent] = ()
     """More extents, likewise, which may overlap the others."""
+    chunk_digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
+    """Of the chunks; the extents are hashed by XXH3-128."""
 
 
 def hash_files(
@@ -40,7 +42,9 @@ def hash_files(
         OSError: a read failed.
     """
     stop = Stop()
-    hashed = [[ExtentDigests(extents, stop) for extents in (file.extents, file.chunks)] for file in files]
+    hashed = [
+        [ExtentDigests(file.extents, stop), ExtentDigests(file.chunks, stop, file.chunk_digest)] for file in files
+    ]
 
     def requests() -> Iterator[tuple[int, Extent]]:
         for index, file in enumerate(files):

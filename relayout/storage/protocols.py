@@ -460,6 +460,14 @@ class Store(Protocol):
             OSError: the file cannot be opened, or not with this `access`.
         """
 
+    def add(self, name: str, content: bytes) -> None:
+        """Write a small file beside what is published, in place of an older one.
+
+        Raises:
+            PlanError: the store is read-only.
+            OSError: writing failed.
+        """
+
     def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         """Check that an output here would not destroy other files; delete what a killed process of this user left.
 

@@ -15,6 +15,7 @@ import pytest
 import typer.main
 from safetensors.numpy import save_file
 from support.patience import PATIENCE
+from support.signing import make_keys
 from support.traps import caught_in, set_traps
 
 import relayout
@@ -47,6 +48,7 @@ COMMANDS = {
     "plans": ["plans", "--observe", ".", "-o", "../plan.toml"],
     "inspect": ["inspect", "."],
     "verify": ["verify", "../out", "--source", "."],
+    "sign": ["sign", "../signed", "--key", "../signer.key"],
     "restore": ["restore", "../out", "-o", "../restored"],
     "copy": ["copy", "../out", "../copied", "--ranks", "0"],
     "files": ["files", "../out"],
@@ -70,6 +72,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"model.embed_tokens.weight": np.arange(64, dtype=np.float32).reshape(8, 8)}, model / "model.safetensors")
     (model / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8}')
     relayout.convert(model, place / "out", tp=2)
+    relayout.convert(model, place / "signed", tp=2, digest="sha256")
+    make_keys(place)
     relayout.delta(place / "out", place / "out", place / "same")
     set_traps(model, place / "caught")
     (place / "main.py").write_text(MAIN)

@@ -204,7 +204,7 @@ def test_verification_reads_each_rank_in_a_task(
 ) -> None:
     use(FakeRay([{"CPU": 2.0}]))
     out = tmp_path / "out"
-    relayout.convert(source, out, sha256=True, **OPTIONS)
+    relayout.convert(source, out, digest="sha256", **OPTIONS)
     here = relayout.verify(out, source=source)
     assert on_ray.verify(str(out), source=str(source)).as_json() == here.as_json()
     verify_holder, paths = on_ray.verify_holder, []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.patience import in_time
 
-from relayout.core.digests import EMPTY_DIGEST, ExtentDigests, OrderedDigests, digest_hex
+from relayout.core.digests import EMPTY_DIGEST, DigestAlgorithm, ExtentDigests, OrderedDigests, digest_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped, Workers
 
@@ -26,6 +29,17 @@ def expected(extent: Extent) -> str:
 def test_the_digest_is_xxh3_128_in_hex() -> None:
     assert digest_hex(b"") == EMPTY_DIGEST == "99aa06d3014798d86001c324468d497f"  # As xxHash's own test vector has it.
     assert len(digest_hex(BYTES)) == 32
+
+
+@pytest.mark.parametrize(("algorithm", "digest"), [("xxh3_128", xxhash.xxh3_128), ("sha256", hashlib.sha256)])
+def test_an_algorithm_is_the_one_of_its_name(algorithm: str, digest: Callable[[bytes], Any]) -> None:
+    found = DigestAlgorithm(algorithm)
+    assert found.hex(VIEW) == digest(BYTES).hexdigest()
+    assert len(digest(BYTES).digest()) == found.nbytes
+    digests = ExtentDigests([Extent(0, 300), Extent(300, 0)], Stop(), found)
+    digests.update(0, VIEW[:100])
+    digests.update(100, VIEW[100:300])
+    assert digests.digests == [digest(BYTES[:300]).hexdigest(), digest(b"").hexdigest()]
 
 
 def test_a_streams_digest_comes_with_its_last_bytes() -> None:

@@ -287,11 +287,10 @@ def test_a_manifest_is_json_as_the_format_says() -> None:
     [
         MANIFEST,
         replace(MANIFEST, model_type=None, dcp=True),
-        replace(MANIFEST, files=tuple(replace(file, sha256="5" * 64) for file in MANIFEST.files)),
         MANIFEST.only([1]),
         replace(MANIFEST.only([0]), conversion=None),
     ],
-    ids=["a model type", "none, and dcp", "SHA-256", "one rank", "one rank, and no conversion"],
+    ids=["a model type", "none, and dcp", "one rank", "one rank, and no conversion"],
 )
 def test_a_manifest_survives_a_round_trip(manifest: Manifest) -> None:
     assert parse_manifest(dump_manifest(manifest), WHERE) == manifest

@@ -15,6 +15,7 @@ from support.conversions import stock_tensors, stored_in
 from support.group_worker import NUM_MEMBERS, PIECE_NBYTES, digests
 from support.loader_fixtures import MIB, mlp_model
 from support.remote import HEAD
+from support.signing import make_keys
 
 import relayout
 from relayout.core.extents import BLOCK, Transfer
@@ -115,6 +116,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("out", "foreign")):
         source = mlp_model(place / f"source{seed or ''}", num_layers=4, width=6144, seed=seed)
         relayout.convert(source, place / name, tp=2, max_part_nbytes=9 * MIB)
+    relayout.convert(place / "source", place / "signed", tp=2, max_part_nbytes=9 * MIB, digest="sha256")
+    relayout.sign(place / "signed", key=make_keys(place).key)
     return place
 
 
@@ -139,6 +142,26 @@ def test_every_member_has_the_tensors_of_the_rank(place: Path, group: list[dict[
     expected = digests(stored_in(place / "out", 1))
     assert len(expected) > 20
     assert [member[case]["tensors"] for member in group] == [expected] * NUM_MEMBERS
+
+
+@pytest.mark.parametrize("by", ["trusted", "streamed, trusted"])
+def test_what_others_have_read_is_proven(place: Path, group: list[dict[str, Any]], by: str) -> None:
+    expected = digests(stored_in(place / "out", 1))
+    some = {name: one for name, one in expected.items() if ".0.mlp." in name}
+    quarter = digests(relayout.load(place / "out", 2, tp=4))
+    for case, found in ((by, expected), (f"{by}, some", some), (f"{by}, four ranks", quarter)):
+        assert [member[case].get("tensors", member[case]) for member in group] == [found] * NUM_MEMBERS
+
+
+def test_a_member_that_lies_is_not_believed(place: Path, group: list[dict[str, Any]]) -> None:
+    for case in ("a member lies", "streamed, a member lies"):
+        for number, member in enumerate(group):
+            assert (member[case]["kind"], member[case]["code"]) == ("FormatError", "digest"), (case, number)
+            assert "do not match digest" in member[case]["error"]
+    for member in group:  # Their ends are in chunks that go on in others: each reads those itself.
+        assert member["streamed in small batches, a member lies"]["tensors"] == digests(stored_in(place / "out", 1))
+    believed = [member["a member lies, and is believed"]["tensors"] for member in group]
+    assert all(found != digests(stored_in(place / "out", 1)) for found in believed)  # So that the lie was one.
 
 
 def test_at_another_degree_too(place: Path, group: list[dict[str, Any]]) -> None:

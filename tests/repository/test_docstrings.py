@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.signing import make_keys
 from support.training import next_step
 
 import relayout
@@ -39,6 +40,7 @@ def test_the_examples_of_docstrings_are_right(with_llama: Path, capsys: pytest.C
     Path("step-1").symlink_to("llama-3.1-8b-tp8")
     relayout.convert(next_step(Path("llama-3.1-8b"), Path("llama-3.1-8b-trained"), 2), "step-2", tp=8)
     relayout.delta("step-1", "step-2", "step-1-to-2")
+    make_keys(Path(), "release")
     runner = doctest.DocTestRunner()
     count = 0
     for name in relayout.__all__:

@@ -445,12 +445,6 @@ def test_what_is_complete_is_neither_read_nor_sent_again(
     assert there(server) == expected
 
 
-def test_sha256_needs_files_that_can_be_read_again(server: Server) -> None:
-    with pytest.raises(PlanError, match="s3://models/out: cannot read files before they are published"):
-        convert(sha256=True)
-    assert nothing_is_left(server)
-
-
 def test_without_credentials_the_message_says_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

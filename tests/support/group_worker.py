@@ -157,6 +157,7 @@ def _member(folder: Path, number: int) -> None:
     from relayout.loader.api import iter_load, load
     from relayout.loader.group import sharing
     from relayout.loader.group.assign import assign_reads
+    from relayout.loader.group.collectives import Group
 
     join(folder, number)
     sharing.assign_reads = partial(assign_reads, most_nbytes=PIECE_NBYTES)  # type: ignore[assignment]
@@ -232,6 +233,24 @@ def _member(folder: Path, number: int) -> None:
     case("damaged", verify=True)
     case("streamed, damaged", by=stream, memory=memory, verify=True)
     mine.write(name, good)
+    signed, trust = str(folder / "signed"), str(folder / "signer.toml")
+    for name, options in {"": {}, ", some": {"names": "**.0.mlp.**"}, ", four ranks": {"rank": 2, "tp": 4}}.items():
+        case(f"trusted{name}", signed, trust=trust, **options)
+        case(f"streamed, trusted{name}", signed, trust=trust, by=stream, memory=memory, **options)
+    broadcast = Group.broadcast
+
+    def lie(group: Group, portions: list[tuple[int, Any]]) -> None:
+        for owner, sent in portions:
+            if owner == number == 2:
+                sent[len(sent) // 2] ^= 1
+        broadcast(group, portions)
+
+    Group.broadcast = lie  # type: ignore[method-assign]
+    case("a member lies", signed, trust=trust)
+    case("streamed, a member lies", signed, trust=trust, by=stream)
+    case("streamed in small batches, a member lies", signed, trust=trust, by=stream, memory=memory)
+    case("a member lies, and is believed", signed)
+    Group.broadcast = broadcast  # type: ignore[method-assign]
     case("afterwards", verify=True)
     fault_of(3, after=4, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
     case("killed")

@@ -116,6 +116,9 @@ class CloudStore:
         FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)
         return file
 
+    def add(self, name: str, content: bytes) -> None:
+        self._output().client.put(self.full_name(name), content)
+
     def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         from relayout.storage.cloud.output import prefix
 

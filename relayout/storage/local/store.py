@@ -106,6 +106,11 @@ class LocalStore:
     def _resolve(self, name: str) -> Path:
         return self.folder / name if name == self.named else resolve_inside(self.folder, name)
 
+    def add(self, name: str, content: bytes) -> None:
+        from relayout.storage.local.open_folder import write_file
+
+        write_file(self.folder / name, content)
+
     def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
         from relayout.storage.local.staging import check_place, remove_leftovers
 

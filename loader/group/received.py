@@ -1,0 +1,102 @@
+"""The proof of bytes that other members have read and sent: by the digests of chunks, in the memory they arrived in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+
+from relayout.checkpoint.proven import check_chunk
+from relayout.core.extents import Extent, Transfer
+from relayout.core.strided import copy_runs
+from relayout.core.workers import each
+from relayout.format.chunks import chunks_over
+from relayout.format.index import Read
+from relayout.loader.group.assign import Round
+from relayout.loader.sources.stored import StoredFile
+from relayout.storage.protocols import Access, ReadableFile
+
+
+def prove_received(
+    files: Sequence[StoredFile],
+    reads: Sequence[Read],
+    rounds: Sequence[Round],
+    memory: memoryview,
+    start: int = 0,
+    num_threads: int = 1,
+) -> None:
+    """Prove what others have read; what this member has read is proven already, as its files prove what they read.
+
+    A chunk of which all bytes are there is hashed. Of any other chunk this member reads its bytes itself.
+
+    Args:
+        files: of a signed checkpoint.
+        reads: that fill the memory, from the arena's offset `start` on.
+        rounds: in which members have read them.
+
+    Raises:
+        FormatError: the bytes are not those that were signed.
+        OSError: a read failed.
+    """
+    own = [
+        (portion.start, portion.end)
+        for each_round in rounds
+        for portion in each_round.portions
+        if portion.member == each_round.member
+    ]
+    chunks: dict[tuple[int, int, Extent], list[Transfer]] = defaultdict(list)
+    for read in reads:
+        proof, transfer = files[read.file].proof, read.transfer
+        assert proof is not None
+        span = Extent(transfer.source, transfer.source_end - transfer.source)
+        for number, chunk, part in chunks_over(span, proof.data_start, files[read.file].nbytes, proof.chunk_nbytes):
+            pieces = transfer.clipped(part.offset, part.end)
+            if pieces:
+                chunks[read.file, number, chunk] += pieces
+    received = [
+        (*where, pieces)
+        for where, pieces in chunks.items()
+        if not all(any(low <= piece.target and piece.target_end <= high for low, high in own) for piece in pieces)
+    ]
+    with ExitStack() as stack:
+
+        @cache
+        def opened(file: int) -> ReadableFile:
+            return stack.enter_context(files[file].open(Access.BUFFERED))
+
+        @cache
+        def digests(file: int) -> bytes:
+            proof = files[file].proof
+            assert proof is not None
+            return proof.chunk_digests()
+
+        for file in {file for file, *_ in received}:
+            digests(file)
+            opened(file)
+        each(partial(_prove, files, opened, digests, memory, start), received, num_threads)
+
+
+def _prove(
+    files: Sequence[StoredFile],
+    opened: Callable[[int], ReadableFile],
+    digests: Callable[[int], bytes],
+    memory: memoryview,
+    start: int,
+    item: tuple[int, int, Extent, list[Transfer]],
+) -> None:
+    file, number, chunk, pieces = item
+    proof = files[file].proof
+    assert proof is not None
+    if sum(piece.total_nbytes for piece in pieces) < chunk.nbytes:
+        own = memoryview(bytearray(chunk.nbytes))
+        opened(file).read(chunk.offset, own)
+        for piece in pieces:
+            copy_runs(own, memory, piece, -chunk.offset, -start)
+        return
+    whole = memory[pieces[0].target - start : pieces[0].target_end - start]
+    if pieces[0].count > 1 or len(pieces) > 1:
+        whole = memoryview(bytearray(chunk.nbytes))
+        for piece in pieces:
+            copy_runs(memory, whole, piece.inverted(), -start, -chunk.offset)
+    check_chunk(proof.digest.hex(whole), digests(file), number, chunk, files[file].where)

@@ -1,0 +1,370 @@
+"""Trust: a policy that names signers, the proof of a signature, and a store of which every byte is proven.
+
+The package model-signing makes and verifies signatures (OpenSSF Model Signing), which list the SHA-256 of every file.
+That of relayout.json proves all that is read of a rank, chunk by chunk, if its own digests are SHA-256.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, names_of_index
+from relayout.checkpoint.proven import Proven, ReadOnlyStore, proof_of
+from relayout.core.digests import DigestAlgorithm
+from relayout.core.extents import BLOCK
+from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
+from relayout.format.chunks import CHUNKS_NAME
+from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
+from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
+from relayout.storage.local.page_cache import resident_nbytes
+from relayout.storage.protocols import Access, Closable, FileStat, ReadableFile, Store
+from relayout.storage.stores import scheme_of
+
+Trust: TypeAlias = str | os.PathLike[str] | None
+"""A policy file; None: what RELAYOUT_TRUST names, or no policy if that is not set."""
+
+_VARIABLE = "RELAYOUT_TRUST"
+_MAX_POLICY_NBYTES = 2**20
+_MAX_SMALL_NBYTES = 2**30
+"""Of a file that is proven whole, in memory: all but weight files."""
+_KINDS = ({"public_key"}, {"certificates"}, {"identity", "issuer"})
+"""Keys of a signer, of which it has one set."""
+_OPTIONAL = {"prefixes", "content", "trust_config"}
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """Somebody whose signature counts."""
+
+    how: Mapping[str, Any]
+    """The keys of one of `_KINDS`, and maybe `trust_config`; paths are absolute."""
+    prefixes: tuple[str, ...]
+    """Folders and URLs that it is good for, with all below them; empty: any."""
+    content: frozenset[str]
+    """SHA-256 of relayout.json, in hex, that it is good for; empty: any."""
+
+    def is_for(self, store: Store) -> bool:
+        """Whether it is good for what is at the store's path or URL."""
+        place = _place(str(store))
+        return not self.prefixes or any(
+            place == prefix or place.startswith(prefix.rstrip("/") + "/") for prefix in map(_place, self.prefixes)
+        )
+
+    def verifier(self) -> Any:
+        """What verifies its signatures: a `model_signing.verifying.Config`. May raise anything."""
+        from model_signing.verifying import Config as AnyConfig
+
+        Config: Any = AnyConfig  # Whose methods have no types.
+        if "public_key" in self.how:
+            return Config().use_elliptic_key_verifier(public_key=self.how["public_key"])
+        if "certificates" in self.how:
+            return Config().use_certificate_verifier(certificate_chain=self.how["certificates"])
+        config = self.how.get("trust_config")
+        trust_config = None if config is None else Path(config)
+        names = {"identity": self.how["identity"], "oidc_issuer": self.how["issuer"]}
+        return Config().use_sigstore_verifier(**names, trust_config=trust_config)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Whose signatures count."""
+
+    path: str
+    """Of its file, for messages."""
+    signers: tuple[Signer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """What a signature proves of a folder."""
+
+    blob: bytes
+    """relayout.json as stored."""
+    manifest: Manifest
+    digests: Mapping[str, str]
+    """SHA-256 in hex of each file that is signed, by its name."""
+    signature: bytes
+    """model.sig as stored."""
+
+
+def policy_of(trust: Trust) -> Policy | None:
+    """The policy of an argument, or else of the environment; None: there is none, and any folder is read.
+
+    Raises:
+        PlanError: the policy is invalid, or RELAYOUT_TRUST is empty.
+        OSError: it cannot be read.
+    """
+    if trust is None and _VARIABLE not in os.environ:
+        return None
+    path = os.fspath(os.environ[_VARIABLE] if trust is None else trust)
+    if not path:  # Of a variable that was meant to be set: no reason to trust everybody.
+        raise PlanError(f"{_VARIABLE if trust is None else 'trust'} is empty, expected a policy file", code="option")
+    import tomllib  # A load without a policy does not need it.
+
+    with open(path, "rb") as file:
+        text = file.read(_MAX_POLICY_NBYTES + 1)
+    with about(path=path):
+        if len(text) > _MAX_POLICY_NBYTES:
+            raise PlanError(f"more than {_MAX_POLICY_NBYTES} bytes", code="limit")
+        try:
+            top = tomllib.loads(text.decode())
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"not a policy: {error}", code="option") from None
+        signers = top.get("signer")
+        if set(top) != {"signer"} or not isinstance(signers, list) or not signers:
+            raise PlanError("not a policy: expected [[signer]], once or more, and nothing else", code="option")
+        return Policy(path, tuple(_parse_signer(signer, Path(path).absolute().parent) for signer in signers))
+
+
+def _parse_signer(top: object, folder: Path) -> Signer:
+    if not isinstance(top, dict):
+        raise PlanError("a signer is not a table", code="option")
+    known = set().union(*_KINDS, _OPTIONAL)
+    for name, value in top.items():
+        if name not in known:
+            raise PlanError(f"a signer has no {shown(name)}{did_you_mean(name, known)}", code="option")
+        is_list = name in ("certificates", "prefixes", "content")
+        texts = value if is_list and isinstance(value, list) else [value] if not is_list else [None]
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise PlanError(
+                f"{name} is {shown(value)}, expected {'texts in a list' if is_list else 'a text'}", code="option"
+            )
+    how = top.keys() - _OPTIONAL
+    if how not in _KINDS or ("trust_config" in top and "identity" not in top):
+        raise PlanError("a signer needs public_key, or certificates, or identity and issuer", code="option")
+    paths = {name: str(folder / top[name]) for name in ("public_key", "trust_config") if name in top}
+    if "certificates" in top:
+        paths["certificates"] = [folder / name for name in top["certificates"]]  # type: ignore[assignment]
+    prefixes = (prefix if scheme_of(prefix) else str(folder / prefix) for prefix in top.get("prefixes", ()))
+    names = {name: top[name] for name in ("identity", "issuer") if name in top}
+    return Signer(names | paths, tuple(prefixes), frozenset(top.get("content", ())))
+
+
+def _place(path: str) -> str:
+    return path if scheme_of(path) else os.path.realpath(path)
+
+
+def trusted(store: Store, trust: Trust) -> Store:
+    """The store of a converted checkpoint, of which only proven bytes are handed out; as it is without a policy.
+
+    Raises:
+        FormatError: it is not signed as the policy says.
+        PlanError: as `policy_of`, or the policy has no signer for this place; or the package is missing.
+        OSError: a read failed.
+    """
+    policy = policy_of(trust)
+    return store if policy is None else TrustedStore(store, prove(store, policy))
+
+
+def package_missing() -> PlanError:
+    """The error where what makes and verifies signatures is not installed."""
+    what = "signatures need the package model-signing: pip install 'safetensors-relayout[sign]'"
+    return PlanError(what, code="unsupported")
+
+
+def refuse_deltas(store: Store | None = None) -> None:
+    """Refuse to change what a store has, or tensors in memory, by a delta: nobody has signed it.
+
+    Raises:
+        PlanError: the store is trusted; without one: RELAYOUT_TRUST is set.
+    """
+    if isinstance(store, TrustedStore) or (store is None and policy_of(None) is not None):
+        what = "a delta is not signed, so that a trust policy excludes it: apply it elsewhere, and sign what it makes"
+        raise PlanError(what, code="unsupported")
+
+
+def prove(store: Store, policy: Policy) -> Signed:
+    """Prove a folder's signature, before anything else of it is believed; for errors see `trusted`."""
+    signers = [signer for signer in policy.signers if signer.is_for(store)]
+    if not signers:
+        raise PlanError(f"the policy {policy.path} has no signer for this place", path=str(store), code="option")
+    signature, blob = (
+        _read_signed(store, name, limit)
+        for name, limit in ((SIGNATURE_NAME, MAX_SIGNATURE_NBYTES), (MANIFEST_NAME, MAX_MANIFEST_NBYTES))
+    )
+    content = DigestAlgorithm.SHA256.hex(blob)
+    reasons = []
+    for signer in signers:
+        try:
+            digests = _listed(signature, signer.verifier())
+        except ImportError:
+            raise package_missing() from None
+        except Exception as error:  # Whatever the package or its parsers raise of foreign bytes: not proven.
+            reasons.append(f"{type(error).__name__}: {shown(str(error))}")
+            continue
+        if digests.get(MANIFEST_NAME) != content:
+            reasons.append(f"{MANIFEST_NAME} is not the one that was signed")
+        elif signer.content and content not in signer.content:
+            reasons.append(f"the content {content} is not one that the policy names")
+        else:
+            return _signed(store, blob, digests, signature)
+    what = f"no signature of a signer in {policy.path}: {'; '.join(reasons)}"
+    raise FormatError(what, path=store.location(SIGNATURE_NAME), code="signature")
+
+
+def _signed(store: Store, blob: bytes, digests: Mapping[str, str], signature: bytes) -> Signed:
+    manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
+    if manifest.digest is not DigestAlgorithm.SHA256:
+        what = (
+            f"its digests are {manifest.digest.value}, which prove nothing of who made it: convert with --digest sha256"
+        )
+        raise FormatError(what, path=store.location(MANIFEST_NAME), code="signature")
+    return Signed(blob, manifest, digests, signature)
+
+
+def _read_signed(store: Store, name: str, limit: int) -> bytes:
+    try:
+        return store.read(name, limit)
+    except FormatError as error:
+        if error.code != "missing":
+            raise
+        what = f"is not signed ({name} is missing), and the policy wants that: relayout sign"
+        raise FormatError(what, path=str(store), code="signature") from None
+
+
+def _listed(signature: bytes, verifier: Any) -> Mapping[str, str]:
+    """SHA-256 of each file that a signature lists, if it is the verifier's. May raise anything."""
+    from tempfile import TemporaryDirectory
+
+    listing = _Listing()
+    with TemporaryDirectory(prefix="relayout-") as folder:  # The package takes files only.
+        path = Path(folder) / SIGNATURE_NAME
+        path.write_bytes(signature)
+        verifier.set_hashing_config(listing).verify(Path(folder), path)
+    if listing.digests is None:
+        raise ValueError("the package compared nothing")
+    return listing.digests
+
+
+class _Listing:
+    """Stands for the hashes of a folder's files where the package compares them with those that are signed.
+
+    It takes what is signed, and says that there is no difference: each file is compared when it is read.
+    """
+
+    def __init__(self) -> None:
+        self.digests: Mapping[str, str] | None = None
+
+    def add_ignored_paths(self, **ignored: object) -> None:
+        """What the signer left out is not signed."""
+
+    def hash(self, model_path: object, *, files_to_hash: object = None) -> _Listing:
+        """No file is read here."""
+        return self
+
+    def __ne__(self, signed: Any) -> bool:
+        files = {each.identifier: each.digest for each in signed.resource_descriptors()}
+        if signed.serialization_type["method"] != "files" or {each.algorithm for each in files.values()} != {"sha256"}:
+            raise ValueError("other digests are signed than the SHA-256 of each file")
+        self.digests = {name: digest.digest_hex for name, digest in files.items()}
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedStore(ReadOnlyStore):
+    """A signed folder. Every byte is proven in the memory that it is handed out in. Thread-safe.
+
+    It shows no path and no descriptor. A file that is not signed is not there.
+    """
+
+    signed: Signed
+
+    def over(self, other: Store) -> TrustedStore:
+        """The same, of a copy of the folder, such as in a cache."""
+        return TrustedStore(other, self.signed)
+
+    def prove_side_files(self) -> None:
+        """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves.
+
+        Raises:
+            FormatError: one is missing, or is not the one that was signed.
+        """
+        own = {*names_of_index(self.signed.manifest), *(file.name for file in self.signed.manifest.files)}
+        for name in self.signed.digests.keys() - own:
+            self.read(name, _MAX_SMALL_NBYTES)
+
+    def stat(self, name: str) -> FileStat | None:
+        if name not in self.signed.digests:
+            return None
+        status = self.base.stat(name)
+        if status is None and self._index(name) is None:  # Of ranks that are elsewhere, files may be missing.
+            raise self._missing(name)
+        return status
+
+    def read(self, name: str, limit: int) -> bytes:
+        if name in (MANIFEST_NAME, SIGNATURE_NAME):
+            return self.signed.blob if name == MANIFEST_NAME else self.signed.signature
+        self._check_listed(name)
+        try:
+            blob = self.base.read(name, limit)
+        except FormatError as error:
+            raise self._missing(name) if error.code == "missing" else error from None
+        if DigestAlgorithm.SHA256.hex(blob) != self.signed.digests[name]:
+            raise FormatError("is not the file that was signed", path=self.location(name), code="digest")
+        return blob
+
+    def open(
+        self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
+    ) -> ReadableFile:
+        self._check_listed(name)
+        index = self._index(name)
+        if index is None and name != CHUNKS_NAME:  # Its parts are proven by the manifest.
+            status = self.base.stat(name)
+            if status is not None:
+                status.check(self.location(name), nbytes, version)
+            return _InMemory(self.read(name, _MAX_SMALL_NBYTES), "" if status is None else status.version)
+        if index is None:
+            return self.base.open(name, nbytes, access=access, version=version)
+        manifest, where = self.signed.manifest, self.location(name)
+        file = manifest.files[index]
+        access = access if file.data_start % BLOCK == 0 else Access.BUFFERED
+        opened = self.base.open(name, nbytes, access=access, version=version)
+        try:
+            fd = opened.fileno() if access is Access.AUTO else None
+            if fd is not None and (resident_nbytes(fd, 0, file.nbytes) or 0) > file.nbytes // 2:
+                opened.close()
+                opened = self.base.open(name, nbytes, version=version)
+            return Proven(opened, proof_of(self, manifest, index, with_header=True), where)
+        except BaseException:
+            opened.close()
+            raise
+
+    def _index(self, name: str) -> int | None:
+        """The position of a weight file in the manifest; None: it is another file."""
+        files = self.signed.manifest.files
+        return next((index for index, file in enumerate(files) if file.name == name), None)
+
+    def _check_listed(self, name: str) -> None:
+        if name not in self.signed.digests:
+            raise FormatError("is not signed", path=self.location(name), code="missing")
+
+    def _missing(self, name: str) -> FormatError:
+        return FormatError("is missing, and was signed", path=self.location(name), code="mismatch")
+
+
+class _InMemory(Closable):
+    """A file whose bytes are in memory."""
+
+    alignment = 1
+
+    def __init__(self, content: bytes, version: str) -> None:
+        self._content = content
+        self.nbytes = len(content)
+        self.version = version
+
+    def fileno(self) -> None:
+        return
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """Fill `view`."""
+        part = self._content[offset : offset + view.nbytes]
+        view[: len(part)] = part
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,271 @@
+"""`sign`: signs a converted checkpoint, in the format of OpenSSF Model Signing, by the package model-signing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from relayout.checkpoint.converted import (
+    MAX_SIGNATURE_NBYTES,
+    names_of,
+    names_of_index,
+    read_chunk_digests,
+    read_manifest_blob,
+    read_record,
+)
+from relayout.checkpoint.proven import Proven, proof_of
+from relayout.checkpoint.trust import package_missing
+from relayout.core.arguments import integer
+from relayout.core.digests import DigestAlgorithm
+from relayout.core.workers import each
+from relayout.errors import FormatError, PlanError, shown
+from relayout.format.chunks import CHUNKS_NAME
+from relayout.format.fields import parse_object
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
+from relayout.format.manifest import SOURCE_RECORD_NAME, parse_manifest
+from relayout.progress import Progress, reporting
+from relayout.results import Result
+from relayout.storage.hashing import sha256_hex
+from relayout.storage.protocols import Access, Store
+from relayout.storage.stores import find_input
+
+_DEFAULT_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureWritten(Result):
+    """What was signed."""
+
+    signature: str
+    """Where the signature is."""
+    content: str
+    """SHA-256 of relayout.json, by which a policy can name this version."""
+    num_files: int
+    nbytes: int
+    """Of all files, which were read once."""
+    seconds: float
+
+
+def sign(
+    path: str | os.PathLike[str],
+    *,
+    key: str | os.PathLike[str] | None = None,
+    certificate: str | os.PathLike[str] | None = None,
+    chain: Sequence[str | os.PathLike[str]] = (),
+    sigstore: bool = False,
+    identity_token: str | None = None,
+    threads: int = _DEFAULT_THREADS,
+    progress: Progress = None,
+) -> SignatureWritten:
+    """Sign all files of a converted checkpoint, and write model.sig beside them, in place of an older signature.
+
+    Only what is as its digests say is signed: every byte is read once, and compared. `model_signing verify` accepts the
+    folder; `trust` of `load` and others proves what they read of it.
+
+    Args:
+        path: a folder that `convert` wrote with `digest="sha256"`, or its URL.
+        key: a private key (PEM, an elliptic curve).
+        certificate: of that key (PEM).
+        chain: of certificates that lead to a root.
+        sigstore: sign by an identity instead (keyless, Sigstore): that of the workload, else a browser asks.
+        identity_token: of that identity.
+        threads: files that are read at the same time.
+        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
+
+    Raises:
+        FormatError: the folder is damaged, or its digests are not SHA-256.
+        PlanError: no key or two ways to sign; the key cannot be used; model.sig is no signature; or the package is
+            missing.
+        OSError: reading or writing failed.
+
+    Example:
+        >>> import relayout
+        >>> relayout.convert("llama-3.1-8b", "with-sha256", tp=8, digest="sha256").num_ranks
+        8
+        >>> relayout.sign("with-sha256", key="release.key").signature
+        'with-sha256/model.sig'
+    """
+    started = time.monotonic()
+    if (key is None) != sigstore or (key is None and (certificate or chain)) or (chain and not certificate):
+        raise PlanError("sign with a key, a key and its certificate, or sigstore", code="option")
+    store = find_input(path)
+    blob = read_manifest_blob(store)
+    manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
+    if manifest.digest is not DigestAlgorithm.SHA256:
+        what = f"its digests are {manifest.digest.value}, and anybody can forge what has them: convert --digest sha256"
+        raise PlanError(what, path=str(store), code="option")
+    _check_older(store)
+    signer = _signer(key, certificate, chain, identity_token)
+    expected = _expected(store, manifest, blob)
+    sizes = _sizes(store, expected)
+    digests: dict[str, str] = {}
+    with reporting(progress, "hashing", sum(sizes.values())) as report:
+
+        def digest(name: str) -> None:
+            digests[name] = _digest(store, manifest, name, expected.get(name))
+            if report is not None:
+                report(sum(sizes[done] for done in list(digests)))
+
+        each(digest, list(sizes), integer(threads, "threads"))
+    signature = _signed(signer, Path(str(path)).name, digests)
+    store.add(SIGNATURE_NAME, signature)
+    return SignatureWritten(
+        signature=store.location(SIGNATURE_NAME),
+        content=digests[MANIFEST_NAME],
+        num_files=len(digests),
+        nbytes=sum(sizes.values()),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _check_older(store: Store) -> None:
+    """Check that what is to be replaced is a signature.
+
+    Raises:
+        PlanError: it is not.
+    """
+    try:
+        blob = store.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
+        is_signature = "dsseEnvelope" in parse_object(blob, SIGNATURE_NAME)
+    except FormatError as error:
+        if error.code == "missing":
+            return
+        is_signature = False
+    if not is_signature:
+        raise PlanError("is there and is no signature: remove it", path=store.location(SIGNATURE_NAME), code="exists")
+
+
+def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | None]:
+    """The SHA-256 of each file that manifest and record name; None for weight files, of which they prove the pieces.
+
+    Raises:
+        FormatError: the source record or relayout.chunks is damaged.
+    """
+    record = read_record(store, manifest)
+    expected: dict[str, str | None] = dict.fromkeys(names_of(manifest, record))
+    expected |= {side.name: side.digest for side in record.side_files}
+    expected |= {holder.table: holder.table_digest for holder in manifest.holders.values()}
+    expected |= {MANIFEST_NAME: hashlib.sha256(blob).hexdigest(), SOURCE_RECORD_NAME: manifest.record_digest}
+    if HUB_INDEX_NAME in names_of_index(manifest):
+        expected[HUB_INDEX_NAME] = manifest.hub_index_digest
+    chunks = (read_chunk_digests(store, manifest, index) for index in range(len(manifest.files)))
+    expected[CHUNKS_NAME] = hashlib.sha256(b"".join(chunks)).hexdigest()
+    return expected
+
+
+def _sizes(store: Store, expected: Mapping[str, object]) -> dict[str, int]:
+    """The length of each file to be signed: all that is there but an older signature, hidden files and caches.
+
+    Raises:
+        FormatError: one is missing, or is there and cannot be read as a file.
+    """
+    names = set(expected)
+    for entry in store.walk():
+        if entry.refusal is not None:
+            raise FormatError(entry.refusal, path=store.location(entry.name), code="unsafe")
+        if not entry.is_folder:
+            names.add(entry.name)
+    sizes = {}
+    for name in sorted(names - {SIGNATURE_NAME}):
+        status = store.stat(name)
+        if status is None:
+            raise FormatError("is missing", path=store.location(name), code="missing")
+        sizes[name] = status.nbytes
+    return sizes
+
+
+def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -> str:
+    """The SHA-256 of a file that is as manifest and record say."""
+    index = next((index for index, file in enumerate(manifest.files) if file.name == name), None)
+    opened = store.open(name, access=Access.BUFFERED)
+    where = store.location(name)
+    if index is not None:
+        try:
+            if opened.nbytes != manifest.files[index].nbytes:
+                raise FormatError(f"{opened.nbytes} bytes long, expected {manifest.files[index].nbytes}", path=where)
+            opened = Proven(opened, proof_of(store, manifest, index, with_header=True), where)
+        except BaseException:
+            opened.close()
+            raise
+    digest = sha256_hex(opened)
+    if expected not in (None, digest):
+        raise FormatError("differs from what was written: damaged", path=where, code="digest")
+    return digest
+
+
+def _signer(
+    key: str | os.PathLike[str] | None,
+    certificate: str | os.PathLike[str] | None,
+    chain: Sequence[str | os.PathLike[str]],
+    identity_token: str | None,
+) -> Any:
+    """What signs: a `model_signing.signing.Config`.
+
+    Raises:
+        PlanError: the package refuses the key or certificates, or is missing.
+        OSError: they cannot be read.
+    """
+    try:
+        from model_signing.signing import Config as AnyConfig
+    except ImportError:
+        raise package_missing() from None
+    Config: Any = AnyConfig  # Whose methods have no types.
+    try:
+        if key is None:
+            ambient = identity_token is None
+            return Config().use_sigstore_signer(use_ambient_credentials=ambient, identity_token=identity_token)
+        if certificate is None:
+            return Config().use_elliptic_key_signer(private_key=key)
+        return Config().use_certificate_signer(
+            private_key=key, signing_certificate=certificate, certificate_chain=chain
+        )
+    except OSError:
+        raise
+    except Exception as error:  # The package and its parsers raise many kinds, and none has a common base.
+        what = f"cannot sign with it: {type(error).__name__}: {shown(str(error))}"
+        raise PlanError(what, path=key, code="option") from None
+
+
+def _signed(signer: Any, name: str, digests: Mapping[str, str]) -> bytes:
+    """The signature of a folder of these files, by their SHA-256."""
+    with TemporaryDirectory(prefix="relayout-") as folder:  # The package writes files only.
+        path = Path(folder) / SIGNATURE_NAME
+        signer.set_hashing_config(_Hashes(name, digests)).sign(Path(folder), path)
+        return path.read_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class _Digest:
+    """A digest as the package wants it."""
+
+    algorithm: str
+    digest_hex: str
+
+    @property
+    def digest_value(self) -> bytes:
+        return bytes.fromhex(self.digest_hex)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hashes:
+    """Stands for the package's own hashing of a folder, which reads local files only."""
+
+    name: str
+    digests: Mapping[str, str]
+
+    def hash(self, model_path: object) -> Any:
+        """The manifest to be signed."""
+        from model_signing.manifest import FileManifestItem, Manifest, SerializationType
+
+        items = [
+            FileManifestItem(path=Path(name), digest=_Digest("sha256", digest))  # type: ignore[arg-type]
+            for name, digest in self.digests.items()
+        ]
+        how = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": [SIGNATURE_NAME]}
+        return Manifest(self.name, items, SerializationType.from_args(how))

@@ -1,0 +1,680 @@
+"""Signed folders: stock model_signing accepts them, and with a policy nothing else is handed out."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.loader_fixtures import assert_equal, mlp_model
+from support.models import Array, as_integers, expected_slice, llama_files, read_tensors
+from support.page_cache import drop
+from support.remote import HEAD
+from support.signing import Keys, make_keys, stock_accepts
+from support.toy_store import shelf
+from typer.testing import CliRunner
+
+import relayout
+from relayout import FormatError, PlanError
+from relayout.cli.app import app
+from relayout.engines.rank_weights import find_folder
+from relayout.errors import RelayoutError
+from relayout.storage.local.files import InputFile
+from relayout.storage.protocols import LOCAL_COST
+
+NUM_RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return make_keys(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "llama"
+    folder.mkdir()
+    for name, blob in llama_files(64, 8, 96, 2, 80).items():
+        (folder / name).write_bytes(blob)
+    (folder / "tokenizer.json").write_text('{"model": "words"}')
+    return folder
+
+
+def make_signed(source: Path, folder: Path, keys: Keys, **options: Any) -> Path:
+    relayout.convert(source, folder, tp=NUM_RANKS, digest="sha256", max_part_nbytes=60_000, **options)
+    relayout.sign(folder, key=keys.key)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def signed(source: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_signed(source, tmp_path_factory.mktemp("signed") / "model", keys)
+
+
+@pytest.fixture
+def copy_of(signed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(signed, tmp_path / "model"))
+
+
+def assert_rank(loaded: dict[str, Any], whole: dict[str, Array], rank: int, tp: int) -> None:
+    assert loaded.keys() == whole.keys()
+    for name, tensor in loaded.items():
+        assert np.array_equal(as_integers(tensor), expected_slice(name, whole[name], rank, tp, kv_heads=4)), name
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+WAYS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "load": lambda folder, policy: relayout.load(folder, 1, trust=policy),
+    "buffered": lambda folder, policy: relayout.load(folder, 1, trust=policy, backend="buffered", verify=True),
+    "iter_load": lambda folder, policy: dict(relayout.iter_load(folder, 1, trust=policy)),
+    "open": lambda folder, policy: {
+        name: view.get_tensor(name) for view in [relayout.open(folder, 1, trust=policy)] for name in view.offset_keys()
+    },
+}
+
+
+@pytest.mark.parametrize("layout", ["ranks", "whole"])
+def test_what_is_signed_is_loaded(source: Path, keys: Keys, tmp_path: Path, layout: str) -> None:
+    folder = make_signed(source, tmp_path / "model", keys, layout=layout)
+    whole = read_tensors(source)
+    assert stock_accepts(folder, keys)
+    assert relayout.verify(folder, source=source, trust=keys.policy).ok
+    for way in WAYS.values():
+        assert_rank(way(folder, keys.policy), whole, 1, NUM_RANKS)
+    for tp in (1, 4):
+        assert_rank(relayout.load(folder, 0, tp=tp, trust=keys.policy), whole, 0, tp)
+    with relayout.safe_open(folder, trust=keys.policy) as view:
+        assert_rank({name: view.get_tensor(name) for name in view.offset_keys()}, whole, 0, 1)
+    relayout.restore(folder, tmp_path / "restored", trust=keys.policy)
+    assert content(tmp_path / "restored") == content(source)
+
+
+# What somebody may do to a folder who has no key. `other` is the folder of another model, signed by the same signer.
+
+Attack = Callable[[Path, Path, Keys], None]
+
+
+def edit(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+    path = folder / name
+    before = path.read_bytes()
+    path.write_bytes(change(before))
+    assert path.read_bytes() != before
+
+
+def flip(where: float) -> Callable[[bytes], bytes]:
+    def flipped(blob: bytes) -> bytes:
+        at = min(int(len(blob) * where), len(blob) - 1)
+        return blob[:at] + bytes([blob[at] ^ 4]) + blob[at + 1 :]
+
+    return flipped
+
+
+def sealed(top: dict[str, Any]) -> bytes:
+    """A manifest whose own digest is right: somebody who forges it computes that, too."""
+    hashed = hashlib.sha256 if top["digest"] == "sha256" else _xxh3
+    text = json.dumps({**top, "self_digest": ""}).encode()
+    text = text[: text.rindex(b'"self_digest"')]
+    return text + b'"self_digest": "' + hashed(text).hexdigest().encode() + b'"}'
+
+
+def _xxh3(text: bytes) -> Any:
+    import xxhash
+
+    return xxhash.xxh3_128(text)
+
+
+def manifest_edit(change: Callable[[dict[str, Any]], object]) -> Attack:
+    def attack(folder: Path, other: Path, keys: Keys) -> None:
+        top = json.loads((folder / "relayout.json").read_bytes())
+        change(top)
+        (folder / "relayout.json").write_bytes(sealed(top))
+
+    return attack
+
+
+def signature_edit(change: Callable[[dict[str, Any]], object]) -> Attack:
+    def attack(folder: Path, other: Path, keys: Keys) -> None:
+        bundle = json.loads((folder / "model.sig").read_bytes())
+        change(bundle)
+        (folder / "model.sig").write_text(json.dumps(bundle))
+
+    return attack
+
+
+def payload_edit(change: Callable[[dict[str, Any]], object]) -> Attack:
+    def on_bundle(bundle: dict[str, Any]) -> None:
+        statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+        change(statement)
+        bundle["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(statement).encode()).decode()
+
+    return signature_edit(on_bundle)
+
+
+def put_in(*names: str) -> Attack:
+    def attack(folder: Path, other: Path, keys: Keys) -> None:
+        for name in names:
+            assert (folder / name).read_bytes() != (other / name).read_bytes(), name
+            shutil.copyfile(other / name, folder / name)
+
+    return attack
+
+
+def forged(folder: Path, other: Path, keys: Keys) -> None:
+    """Weights changed, and every digest of the folder with them."""
+    name = "model-rank-0-part-0.safetensors"
+    edit(folder, name, flip(0.9))
+    edit(folder, "relayout.chunks", lambda blob: bytes(len(blob)))
+    top = json.loads((folder / "relayout.json").read_bytes())
+    chunks = b""
+    for file in top["files"]:
+        blob, start = (folder / file["name"]).read_bytes(), file["data_start"]
+        pieces = range(start, len(blob), top["chunk_nbytes"])
+        part = b"".join(hashlib.sha256(blob[at : at + top["chunk_nbytes"]]).digest() for at in pieces)
+        file["chunks_digest"] = hashlib.sha256(part).hexdigest()
+        chunks += part
+    (folder / "relayout.chunks").write_bytes(chunks)
+    (folder / "relayout.json").write_bytes(sealed(top))
+
+
+def signed_by_another(folder: Path, other: Path, keys: Keys) -> None:
+    stranger = make_keys(folder.parent, "stranger")
+    forged(folder, other, keys)
+    relayout.sign(folder, key=stranger.key)
+    assert stock_accepts(folder, stranger)
+
+
+def signed_by_another_in_its_name(folder: Path, other: Path, keys: Keys) -> None:
+    hint = json.loads((folder / "model.sig").read_bytes())["verificationMaterial"]
+    signed_by_another(folder, other, keys)
+    signature_edit(lambda bundle: bundle.update(verificationMaterial=hint))(folder, other, keys)
+
+
+def downgraded(folder: Path, other: Path, keys: Keys) -> None:
+    """The same content by digests that anybody can forge, with the signature left where it was."""
+    signature = (folder / "model.sig").read_bytes()
+    shutil.rmtree(folder)
+    relayout.convert(folder.parent / "source", folder, tp=NUM_RANKS, max_part_nbytes=60_000)
+    (folder / "model.sig").write_bytes(signature)
+
+
+def chunk_digests_of_other_chunks(folder: Path, other: Path, keys: Keys) -> None:
+    edit(folder, "relayout.chunks", lambda blob: blob[32:64] + blob[:32] + blob[64:])
+
+
+FIELDS = {
+    "relayout": 2,
+    "requires": ["x"],
+    "generator": "forged",
+    "conversion": "0" * 32,
+    "digest": "xxh3_128",
+    "model_type": "qwen2",
+    "plan": "builtin:qwen2",
+    "expert_parallel": True,
+    "alignment": 512,
+    "dcp": False,
+    "source": {"record_digest": "0" * 64, "nbytes": 1},
+    "hub_index_digest": "0" * 64,
+    "chunk_nbytes": 2**21,
+    "files": [],
+    "ranks": [],
+    "whole": {},
+}
+FILE_FIELDS = {"name": "x.safetensors", "nbytes": 8192, "data_start": 8, "content": "0" * 32, "header_digest": "0" * 64}
+RANK_FIELDS = {"table_digest": "0" * 64, "num_tensors": 1, "nbytes": 5, "files": [0], "arena_nbytes": 1, "reads": []}
+
+ATTACKS: dict[str, Attack] = {
+    **{
+        f"field {name}": manifest_edit(lambda top, n=name, v=value: top.update({n: v}))
+        for name, value in FIELDS.items()
+    },
+    **{
+        f"field files/0/{name}": manifest_edit(lambda top, n=name, v=value: top["files"][0].update({n: v}))
+        for name, value in {**FILE_FIELDS, "chunks_digest": "0" * 64}.items()
+    },
+    **{
+        f"field ranks/1/{name}": manifest_edit(lambda top, n=name, v=value: top["ranks"][1].update({n: v}))
+        for name, value in RANK_FIELDS.items()
+    },
+    "field x_unknown": manifest_edit(lambda top: top.update(x_unknown=1)),
+    "unknown algorithm": manifest_edit(lambda top: top.update(digest="sha1")),
+    "white space": lambda folder, other, keys: edit(folder, "relayout.json", lambda blob: blob + b" "),
+    "no signature": lambda folder, other, keys: (folder / "model.sig").unlink(),
+    "no manifest": lambda folder, other, keys: (folder / "relayout.json").unlink(),
+    "empty signature": lambda folder, other, keys: edit(folder, "model.sig", lambda blob: b""),
+    "no JSON": lambda folder, other, keys: edit(folder, "model.sig", lambda blob: b"\xff\xfe" + blob),
+    "deep JSON": lambda folder, other, keys: edit(folder, "model.sig", lambda blob: b"[" * 100_000),
+    "a list": lambda folder, other, keys: edit(folder, "model.sig", lambda blob: b"[]"),
+    "signature of the other": put_in("model.sig"),
+    "manifest of the other": put_in("relayout.json"),
+    "rank file of the other": put_in("model-rank-1-part-0.safetensors"),
+    "table of the other": put_in("relayout.rank-1.json.zst"),
+    "record of the other": put_in("relayout.source.json.zst"),
+    "chunks of the other": put_in("relayout.chunks"),
+    "side file of the other": put_in("tokenizer.json"),
+    "all but the signature of the other": put_in(
+        "relayout.json", "relayout.chunks", "relayout.source.json.zst", "relayout.rank-1.json.zst"
+    ),
+    "forged": forged,
+    "signed by another": signed_by_another,
+    "signed by another in its name": signed_by_another_in_its_name,
+    "downgraded": downgraded,
+    "chunk digests exchanged": chunk_digests_of_other_chunks,
+    "signature: of nothing": signature_edit(lambda bundle: bundle["dsseEnvelope"].update(signatures=[])),
+    "signature: no envelope": signature_edit(lambda bundle: bundle.pop("dsseEnvelope")),
+    "signature: no key": signature_edit(lambda bundle: bundle.pop("verificationMaterial")),
+    "signature: media type": signature_edit(lambda bundle: bundle.update(mediaType="text/plain")),
+    "signature: payload type": signature_edit(lambda bundle: bundle["dsseEnvelope"].update(payloadType="text/plain")),
+    "signature: another payload": signature_edit(lambda bundle: bundle["dsseEnvelope"].update(payload="e30=")),
+    "payload: the same again": payload_edit(lambda statement: statement.update(x=1)),
+    "payload: subject": payload_edit(lambda statement: statement["subject"][0].update(name="x")),
+    "payload: predicate type": payload_edit(lambda statement: statement.update(predicateType="x")),
+    "payload: no files": payload_edit(lambda statement: statement["predicate"].update(resources=[])),
+    "payload: digest": payload_edit(lambda statement: statement["predicate"]["resources"][0].update(digest="0" * 64)),
+    "payload: shards": payload_edit(lambda statement: statement["predicate"]["serialization"].update(method="shards")),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_is_refused_before_a_tensor_is_returned(
+    copy_of: Path, source: Path, keys: Keys, tmp_path: Path, attack: str
+) -> None:
+    (tmp_path / "source").symlink_to(source)
+    ATTACKS[attack](copy_of, other_model(source, keys, tmp_path), keys)
+    refused(copy_of, keys, tmp_path)
+
+
+def other_weights(blob: bytes) -> bytes:
+    start = 8 + int.from_bytes(blob[:8], "little")
+    return blob[:start] + bytes(byte ^ 1 for byte in blob[start:])
+
+
+_OTHER: dict[Path, Path] = {}
+
+
+def other_model(source: Path, keys: Keys, tmp_path: Path) -> Path:
+    """Equal names, other weights, signed by the same signer; made once."""
+    if source not in _OTHER:
+        changed = source.parent / "other-source"
+        shutil.copytree(source, changed)
+        for path in changed.glob("*.safetensors"):
+            edit(changed, path.name, other_weights)
+        (changed / "tokenizer.json").write_text('{"model": "other"}')
+        _OTHER[source] = make_signed(changed, source.parent / "other", keys)
+    return _OTHER[source]
+
+
+def refused(folder: Path, keys: Keys, tmp_path: Path) -> None:
+    """All of a folder is read: it is refused, here as by the stock verifier."""
+    assert not stock_accepts(folder, keys)
+    with pytest.raises(RelayoutError):
+        relayout.restore(folder, tmp_path / "restored", trust=keys.policy)
+    assert not (tmp_path / "restored").exists()
+    with suppress(RelayoutError):
+        assert not relayout.verify(folder, trust=keys.policy).ok
+
+
+FILES = [
+    "config.json",
+    "tokenizer.json",
+    *(f"model-rank-{rank}-part-{part}.safetensors" for rank in range(NUM_RANKS) for part in range(2)),
+    "relayout.chunks",
+    "relayout.json",
+    "relayout.rank-0.json.zst",
+    "relayout.rank-1.json.zst",
+    "relayout.source.json.zst",
+]
+
+
+def test_the_files_are_those_that_are_flipped(signed: Path) -> None:
+    assert sorted(path.name for path in signed.iterdir()) == sorted([*FILES, "model.sig"])
+
+
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_refused_anywhere(
+    copy_of: Path, source: Path, keys: Keys, tmp_path: Path, name: str, place: float
+) -> None:
+    edit(copy_of, name, flip(place))
+    if place == 0 and name.startswith("model-rank"):  # In its header, which `restore` does not read.
+        assert not stock_accepts(copy_of, keys)
+        assert not relayout.verify(copy_of, trust=keys.policy).ok
+        relayout.restore(copy_of, tmp_path / "restored", trust=keys.policy)
+        assert content(tmp_path / "restored") == content(source)
+    else:
+        refused(copy_of, keys, tmp_path)
+    own = ("rank-1", "relayout.json")  # All that rank 1 needs, and relayout.chunks, of which it needs a part.
+    for way in WAYS.values():
+        if any(part in name for part in own):
+            with pytest.raises(FormatError):
+                way(copy_of, keys.policy)
+        elif name != "relayout.chunks":
+            assert_rank(way(copy_of, keys.policy), read_tensors(source), 1, NUM_RANKS)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "relayout.chunks", "relayout.source.json.zst"])
+def test_a_missing_file_is_refused(copy_of: Path, keys: Keys, tmp_path: Path, name: str) -> None:
+    (copy_of / name).unlink()
+    refused(copy_of, keys, tmp_path)
+
+
+def test_a_file_that_was_added_is_not_there(copy_of: Path, source: Path, keys: Keys) -> None:
+    """It would say how weights are quantized, and another degree would be cut by it."""
+    (copy_of / "quantize_config.json").write_text('{"bits": 4}')
+    assert not stock_accepts(copy_of, keys)
+    found = relayout.verify(copy_of, trust=keys.policy).differences
+    assert [(each.file, each.what) for each in found] == [("quantize_config.json", "is not signed")]
+    assert_rank(relayout.load(copy_of, 0, tp=1, trust=keys.policy), read_tensors(source), 0, 1)
+
+
+def test_a_config_that_was_removed_is_no_other_config(copy_of: Path, keys: Keys) -> None:
+    (copy_of / "config.json").unlink()
+    with pytest.raises(FormatError, match=r"config\.json: is missing, and was signed"):
+        relayout.load(copy_of, 0, tp=4, trust=keys.policy)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    copy_of: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two reads of it, with its length and time as they were: the proof is of the bytes in memory."""
+    path = copy_of / "model-rank-1-part-0.safetensors"
+    status, read = path.stat(), InputFile.read
+    num_reads = 0
+
+    def read_then_change(file: InputFile, offset: int, view: memoryview) -> None:
+        nonlocal num_reads
+        read(file, offset, view)
+        if file.path == path:
+            num_reads += 1
+            if num_reads == 1:
+                blob = bytearray(path.read_bytes())
+                blob[5000] ^= 1
+                path.write_bytes(blob)
+                os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    monkeypatch.setattr(InputFile, "read", read_then_change)
+    with pytest.raises(FormatError, match="do not match digest"):
+        relayout.load(copy_of, 1, trust=keys.policy, backend="buffered")
+    assert num_reads > 1
+
+
+def in_store(folder: Path, name: str) -> str:
+    objects = shelf(name)
+    for path in folder.iterdir():
+        objects.put(f"model/{path.name}", path.read_bytes())
+    return f"toy://{name}/model"
+
+
+def test_a_store_that_lies_is_refused(copy_of: Path, source: Path, keys: Keys) -> None:
+    url = in_store(copy_of, "lying")
+    assert_rank(relayout.load(url, 1, trust=keys.policy), read_tensors(source), 1, NUM_RANKS)
+    for name in ("model-rank-1-part-1.safetensors", "relayout.rank-1.json.zst", "relayout.json", "model.sig"):
+        shelf("lying").put(f"model/{name}", flip(0.7)((copy_of / name).read_bytes()))
+        with pytest.raises(FormatError):
+            relayout.load(url, 1, trust=keys.policy)
+        shelf("lying").put(f"model/{name}", (copy_of / name).read_bytes())
+
+
+def test_each_rank_reads_its_own_bytes_once(keys: Keys, tmp_path: Path) -> None:
+    """Where `model_signing verify` reads all of them for each; from a drive directly, as without a policy."""
+    folder = tmp_path / "out"
+    mlp_model(tmp_path / "source", num_layers=8)
+    relayout.convert(tmp_path / "source", folder, tp=4, digest="sha256")
+    relayout.sign(folder, key=keys.key)
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    small = sum(path.stat().st_size for path in folder.iterdir()) - weights
+    url = in_store(folder, "counted")
+    before = shelf("counted").read_nbytes
+    for rank in range(4):
+        expected = relayout.load(folder, rank)
+        assert_equal(relayout.load(url, rank, trust=keys.policy, threads=1), expected)
+        for path in folder.glob("*.safetensors"):
+            drop(path)
+        assert_equal(relayout.load(folder, rank, trust=keys.policy), expected)
+    assert weights < shelf("counted").read_nbytes - before <= weights + 4 * (small + HEAD)
+
+
+def test_a_store_is_signed_where_it_is(copy_of: Path, keys: Keys) -> None:
+    url = in_store(copy_of, "signing")
+    expected = (copy_of / "model.sig").read_bytes()
+    shelf("signing").delete(["model/model.sig"])
+    with pytest.raises(FormatError, match="is not signed"):
+        relayout.load(url, 0, trust=keys.policy)
+    relayout.sign(url, key=keys.key)
+    (copy_of / "model.sig").write_bytes(shelf("signing").get("model/model.sig", 0, None, None).content())
+    assert (copy_of / "model.sig").read_bytes() != expected  # ECDSA draws a number.
+    assert stock_accepts(copy_of, keys)
+    assert len(relayout.load(url, 0, trust=keys.policy)) > 5
+
+
+def test_a_cache_that_lies_is_refused(copy_of: Path, source: Path, keys: Keys, tmp_path: Path) -> None:
+    url, cache = in_store(copy_of, "cached"), tmp_path / "cache"
+    shelf("cached").cost = replace(LOCAL_COST, is_remote=True)
+    for _ in range(2):
+        assert_rank(relayout.load(url, 1, trust=keys.policy, cache=cache), read_tensors(source), 1, NUM_RANKS)
+    for name in ("model-rank-1-part-0.safetensors", "relayout.chunks", "relayout.rank-1.json.zst"):
+        [path] = cache.rglob(name)
+        before = path.read_bytes()
+        path.write_bytes(flip(0.5)(before)[::-1] if name == "relayout.chunks" else flip(0.5)(before))
+        with pytest.raises(FormatError):
+            relayout.load(url, 1, trust=keys.policy, cache=cache)
+        path.write_bytes(before)
+
+
+def test_a_plain_checkpoint_is_refused(
+    source: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for way in (
+        lambda: relayout.load(source, 0, tp=2, trust=keys.policy),
+        lambda: relayout.load(source, 0, tp=2, trust=keys.policy, cache=tmp_path / "cache"),
+        lambda: relayout.open(source, 0, tp=1, trust=keys.policy),
+        lambda: relayout.safe_open(source, trust=keys.policy),
+    ):
+        with pytest.raises(FormatError, match="is not signed") as error:
+            way()
+        assert error.value.code == "signature"
+
+
+def test_deltas_are_refused(signed: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    relayout.delta(signed, signed, tmp_path / "delta")
+    with pytest.raises(PlanError, match="a delta is not signed"):
+        relayout.load(signed, 0, trust=keys.policy, deltas=tmp_path / "delta")
+    with pytest.raises(PlanError, match="a delta is not signed"):
+        relayout.safe_open(signed, trust=keys.policy, deltas=tmp_path / "delta")
+    tensors = relayout.load(signed, 0)
+    monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
+    with pytest.raises(PlanError, match="a delta is not signed"):
+        relayout.apply(tmp_path / "delta", 0, tensors)
+    with pytest.raises(PlanError, match="a delta is not signed"):
+        relayout.apply_deltas(signed, tmp_path / "delta", tmp_path / "made")
+
+
+def test_the_environment_names_a_policy_for_everything(
+    signed: Path, source: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = make_keys(tmp_path, "stranger")
+    monkeypatch.setenv("RELAYOUT_TRUST", str(stranger.policy))
+    for way in (
+        lambda: relayout.load(signed, 0),
+        lambda: next(relayout.iter_load(signed, 0)),
+        lambda: relayout.open(signed, 0),
+        lambda: relayout.safe_open(signed),
+        lambda: relayout.restore(signed, tmp_path / "restored"),
+        lambda: relayout.copy(signed, tmp_path / "copied"),
+        lambda: relayout.verify(signed),
+        lambda: find_folder(str(signed), "stock"),
+        lambda: find_folder(str(source), "stock"),
+    ):
+        with pytest.raises(FormatError) as error:
+            way()
+        assert error.value.code == "signature"
+    monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
+    assert len(relayout.load(signed, 0)) > 5
+    found = find_folder(str(signed), "stock")
+    assert found is not None
+    assert found.num_ranks == NUM_RANKS
+    monkeypatch.setenv("RELAYOUT_TRUST", "")
+    with pytest.raises(PlanError, match="RELAYOUT_TRUST is empty"):
+        relayout.load(signed, 0)
+
+
+def test_side_files_are_proven_before_an_engine_loads(
+    copy_of: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
+    edit(copy_of, "tokenizer.json", flip(0.5))
+    with pytest.raises(FormatError, match=r"tokenizer\.json: is not the file that was signed"):
+        find_folder(str(copy_of), "stock")
+
+
+def test_a_copy_of_all_ranks_keeps_its_signature_and_is_replaced_with_it(
+    signed: Path, keys: Keys, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        relayout.copy(signed, tmp_path / "copied", trust=keys.policy, force=True)
+    assert content(tmp_path / "copied") == content(signed)
+    (tmp_path / "copied" / "model.sig").write_text("notes of mine")
+    with pytest.raises(PlanError, match=r"holds files that relayout did not write.*model\.sig"):
+        relayout.copy(signed, tmp_path / "copied", force=True)
+    with pytest.raises(PlanError, match=r"model\.sig: is there and is no signature"):
+        relayout.sign(tmp_path / "copied", key=keys.key)
+    assert (tmp_path / "copied" / "model.sig").read_text() == "notes of mine"
+    relayout.copy(signed, tmp_path / "one", ranks=[0], trust=keys.policy)
+    assert not (tmp_path / "one" / "model.sig").exists()  # It would be of another manifest.
+    relayout.sign(tmp_path / "one", key=keys.key)
+    assert len(relayout.load(tmp_path / "one", 0, trust=keys.policy)) > 5
+
+
+def test_the_files_of_some_ranks_are_enough_for_them(signed: Path, source: Path, keys: Keys, tmp_path: Path) -> None:
+    """As a tool copies them, by the names that `files` gives: with the whole manifest, and its signature."""
+    (tmp_path / "one").mkdir()
+    for file in relayout.files(signed, ranks=[1]).files:
+        shutil.copyfile(signed / file.name, tmp_path / "one" / file.name)
+    assert (tmp_path / "one" / "model.sig").exists()
+    assert not (tmp_path / "one" / "model-rank-0-part-0.safetensors").exists()
+    assert_rank(relayout.load(tmp_path / "one", 1, trust=keys.policy), read_tensors(source), 1, NUM_RANKS)
+    with pytest.raises(FormatError, match="is missing"):
+        relayout.load(tmp_path / "one", 0, trust=keys.policy)
+
+
+def test_only_what_is_as_it_was_written_is_signed(copy_of: Path, keys: Keys) -> None:
+    (copy_of / "model.sig").unlink()
+    for name in [*FILES[:3], "relayout.chunks", "relayout.rank-0.json.zst"]:
+        before = (copy_of / name).read_bytes()
+        edit(copy_of, name, flip(0.9))
+        with pytest.raises(FormatError):
+            relayout.sign(copy_of, key=keys.key)
+        (copy_of / name).write_bytes(before)
+        assert not (copy_of / "model.sig").exists()
+
+
+def test_what_anybody_can_forge_is_not_signed(source: Path, keys: Keys, tmp_path: Path) -> None:
+    relayout.convert(source, tmp_path / "out", tp=2)
+    with pytest.raises(PlanError, match="convert --digest sha256"):
+        relayout.sign(tmp_path / "out", key=keys.key)
+
+
+def test_a_signature_of_digests_that_anybody_can_forge_counts_for_nothing(
+    source: Path, keys: Keys, tmp_path: Path
+) -> None:
+    """Made by the stock package, which does not know what they are."""
+    from model_signing.signing import Config
+
+    relayout.convert(source, tmp_path / "out", tp=2)
+    Config().use_elliptic_key_signer(private_key=keys.key).sign(tmp_path / "out", tmp_path / "out" / "model.sig")
+    with pytest.raises(FormatError, match="its digests are xxh3_128"):
+        relayout.load(tmp_path / "out", 0, trust=keys.policy)
+
+
+def test_a_signature_by_the_stock_package_counts(copy_of: Path, source: Path, keys: Keys) -> None:
+    from model_signing import hashing
+    from model_signing.signing import Config
+
+    (copy_of / "model.sig").unlink()
+    signer = Config().use_elliptic_key_signer(private_key=keys.key)
+    signer.sign(copy_of, copy_of.parent / "model.sig")
+    shutil.move(copy_of.parent / "model.sig", copy_of / "model.sig")
+    assert_rank(relayout.load(copy_of, 1, trust=keys.policy), read_tensors(source), 1, NUM_RANKS)
+    other = hashing.Config().use_shard_serialization().set_ignored_paths(paths=[copy_of / "model.sig"])
+    signer.set_hashing_config(other).sign(copy_of, copy_of / "model.sig")
+    with pytest.raises(FormatError, match="other digests are signed"):
+        relayout.load(copy_of, 1, trust=keys.policy)
+
+
+def test_a_certificate_counts_if_the_policy_has_its_root(copy_of: Path, keys: Keys, tmp_path: Path) -> None:
+    relayout.sign(copy_of, key=keys.key, certificate=keys.certificate, chain=[keys.root])
+    stranger = make_keys(tmp_path, "stranger")
+    for root, counts in ((keys.root, True), (stranger.root, False)):
+        (tmp_path / "policy.toml").write_text(f'[[signer]]\ncertificates = ["{root}"]\n')
+        if counts:
+            assert len(relayout.load(copy_of, 0, trust=tmp_path / "policy.toml")) > 5
+        else:
+            with pytest.raises(FormatError, match="no signature of a signer"):
+                relayout.load(copy_of, 0, trust=tmp_path / "policy.toml")
+    with pytest.raises(FormatError, match="no signature of a signer"):
+        relayout.load(copy_of, 0, trust=keys.policy)  # Which trusts the bare key.
+
+
+def test_a_policy_names_places_and_contents(signed: Path, keys: Keys, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    content = hashlib.sha256((signed / "relayout.json").read_bytes()).hexdigest()
+    stranger = make_keys(tmp_path, "stranger")
+    for more, counts in (
+        (f'prefixes = ["{signed.parent}"]', True),
+        (f'prefixes = ["{signed}"]', True),
+        (f'prefixes = ["s3://models", "{signed}x", "{signed.parent}/../signed"]', False),
+        (f'content = ["{content}"]', True),
+        ('content = ["00"]', False),
+        (f'[[signer]]\npublic_key = "{stranger.public}"', True),
+    ):
+        policy.write_text(f'[[signer]]\npublic_key = "{keys.public}"\n{more}\n')
+        if counts:
+            assert len(relayout.load(signed, 0, trust=policy)) > 5, more
+        else:
+            with pytest.raises(RelayoutError, match="policy"):
+                relayout.load(signed, 0, trust=policy)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "expected"),
+        ("[[signer]]", "a signer needs public_key, or certificates, or identity and issuer"),
+        ("signer = 5", "expected"),
+        ("[[signer]]\npublic_key = 5", "public_key is 5, expected a text"),
+        ('[[signer]]\npublic_keys = "x"', "a signer has no 'public_keys'; did you mean 'public_key'"),
+        ('[[signer]]\npublic_key = "x"\nidentity = "y"', "a signer needs"),
+        ('[[signer]]\npublic_key = "x"\nprefixes = "y"', "prefixes is 'y', expected texts in a list"),
+        ("[[signer]]\ncertificates = []", "certificates is .*, expected texts in a list"),
+        ('[[signer]]\nidentity = "x"', "a signer needs"),
+        ('other = 1\n[[signer]]\npublic_key = "x"', "and nothing else"),
+        ("[[signer", "not a policy"),
+    ],
+)
+def test_a_policy_that_says_something_else_is_no_policy(signed: Path, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(PlanError, match=says):
+        relayout.load(signed, 0, trust=tmp_path / "policy.toml")
+
+
+def test_the_command_signs_and_verifies(copy_of: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    (copy_of / "model.sig").unlink()
+    words = ["verify", str(copy_of), "--trust", str(keys.policy)]
+    assert CliRunner().invoke(app, words).exit_code == 2
+    done = CliRunner().invoke(app, ["sign", str(copy_of), "--key", str(keys.key), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["num_files"] == len(FILES)
+    assert CliRunner().invoke(app, words).exit_code == 0
+    edit(copy_of, "tokenizer.json", flip(0.5))
+    assert CliRunner().invoke(app, words).exit_code == 1

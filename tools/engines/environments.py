@@ -65,7 +65,6 @@ _VLLM = _vllm("0.32.0")
 ENGINES = {
     "vllm": _VLLM,
     "vllm-0.31": _vllm("0.31.0"),
-    "vllm-0.30": _vllm("0.30.0"),
     # There is no CPU build of it.
     "vllm-0.33": replace(
         _VLLM,

@@ -211,4 +211,3 @@ def _basis(look: _Look, is_lazy: bool, plan: ArenaPlan, budget: Budget) -> str:
     kinds = " and ".join(sorted({file.filesystem.kind for file in refused or look.files}))
     direct = f"{kinds} refuses direct I/O: {refused[0].refuses_direct}" if refused else f"{kinds} supports direct I/O"
     return f"here {direct}, {percent} of the bytes come from the page cache"
-

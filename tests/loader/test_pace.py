@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable
 
 from hypothesis import example, given
@@ -91,7 +92,7 @@ def test_steps_never_leave_their_bounds(threads: int, more: int, size: int, larg
     ladder = steps(threads, threads + more, size, size + larger)
     assert ladder[0] == Step(threads, size)
     assert ladder[-1] == Step(threads + more, size + larger)
-    for low, high in zip(ladder, ladder[1:], strict=False):
+    for low, high in itertools.pairwise(ladder):
         in_flight = low.threads * low.request_nbytes
         assert in_flight < high.threads * high.request_nbytes <= 2 * in_flight
 

@@ -117,9 +117,8 @@ def _process(target: Any, *arguments: Any) -> Iterator[Any]:
     try:
         yield counter
     finally:
-        process.terminate()
-        process.join(5)
         process.kill()
+        process.join()
 
 
 def _mount(folder: str, mount_point: str, link: Link, counter: Any) -> None:
@@ -143,7 +142,7 @@ def _mount(folder: str, mount_point: str, link: Link, counter: Any) -> None:
             }
 
         def readdir(self, path: str, fh: int) -> list[str]:
-            return [".", "..", *os.listdir(folder + path)]
+            return [".", "..", *(one.name for one in Path(folder + path).iterdir())]
 
         def open(self, path: str, flags: int) -> int:
             time.sleep(link.latency_seconds)

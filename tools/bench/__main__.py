@@ -21,6 +21,7 @@ from bench import chart as charts
 from bench import convert as conversions
 from bench import idea as ideas
 from bench import load as loads
+from bench import memory as memories
 from bench import remote as remotes
 from bench import slow as slows
 from bench.drive import machine, need_fio, total_nbytes
@@ -191,6 +192,20 @@ def slow(
                     rows.append(row)
                     _write(out, about | {"rows": rows}, Path(scratch))  # What is done is kept, should the rest fail.
     slows.print_table(console, rows)
+
+
+@app.command()
+def memory(
+    folder: DirOption = None,
+    size: SizeOption = 3.0,
+    out: OutOption = None,
+    limit: Annotated[float, typer.Option(help="Seconds that a load or command may take.")] = 600,
+) -> None:
+    """Load one rank of 8, convert, verify and restore, in a cgroup of the rank's tensors and 256 MiB."""
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        rows = memories.measure(_make_source(Path(scratch), size), limit, progress.print)
+        _write(out, {"rows": rows}, Path(scratch))
+    memories.print_table(console, rows)
 
 
 def _make_source(folder: Path, size: float) -> Path:

@@ -204,7 +204,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, li
             now = time.monotonic()
             ready_at = max(ready_at, now) + link.latency_seconds * len(content) / window
             window = min(MAX_WINDOW, window + len(content))
-            left = wire.reserve(len(content), ready_at) - now
+            left = max(wire.reserve(len(content), now), ready_at) - now
             if left > 0:
                 await asyncio.sleep(left)
             writer.write(content)

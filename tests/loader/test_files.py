@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -142,9 +142,9 @@ def measure(source: Path, limit: float, tell: Callable[[str], None]) -> list[dic
             run(LOADERS[name].title, lambda job=job: _load(job, expected, limit))
     again = source.with_name("again")
     for words in (
-        ("convert", source, again, "--tp", TP),
+        ("convert", source, "--tp", TP, "--output", again),
         ("verify", converted, "--source", source),
-        ("restore", converted, restored),
+        ("restore", converted, "--output", restored),
     ):
         run(f"relayout {words[0]}", lambda words=words: _command(words, limit))
     return rows

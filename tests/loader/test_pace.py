@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
+import relayout
+from relayout.loader.backends import host
+from relayout.loader.backends.files import Sources
 from relayout.loader.pace import Pace, Step, steps
 
 MIB = 2**20
@@ -108,3 +117,35 @@ def test_requests_of_an_earlier_step_do_not_count() -> None:
     for _ in range(4):
         pace.finished(Step(4, MIB), MIB, 2.0)
     assert pace.step == Step(2, MIB)
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+def test_a_load_from_slow_storage_has_more_in_flight_than_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int | None
+) -> None:
+    """Requests take a fifth of a second each, whatever their size and number."""
+    weight = np.arange(48 * MIB // 4, dtype=np.int32)
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    source.mkdir()
+    save_file({"weight": weight}, source / "model.safetensors")
+    (source / "config.json").write_text("{}")
+    relayout.convert(source, folder, tp=1)
+    lock, flying, sizes = threading.Lock(), [0], list[tuple[int, int]]()
+    true_read = Sources.read
+
+    def slow(self: Sources, file: int, offset: int, view: memoryview) -> None:
+        with lock:
+            flying[0] += 1
+            sizes.append((flying[0], view.nbytes))
+        time.sleep(0.2)
+        true_read(self, file, offset, view)
+        with lock:
+            flying[0] -= 1
+
+    monkeypatch.setattr(Sources, "read", slow)
+    monkeypatch.setattr(host, "_FIRST_NBYTES", MIB)
+    first = threads or relayout.explain(folder, 0).threads
+    loaded = relayout.load(folder, 0, threads=threads)
+    assert np.array_equal(loaded["weight"].numpy(), weight)
+    most = max(number for number, _ in sizes)
+    assert most == first if threads else 2 * first <= most <= 32

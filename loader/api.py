@@ -61,7 +61,7 @@ def load(
         verify: compare digests while bytes arrive: of every tensor, or, at another degree than the conversion's, of
             all chunks of the files (1 MiB each) that have bytes of it.
         threads: requests in flight. Default: twice the processors, at most 8, divided among the ranks of the node if
-            LOCAL_WORLD_SIZE is set.
+            LOCAL_WORLD_SIZE is set; more if that is measured to be faster while bytes arrive.
         memory: bytes of buffers, or text such as "64MiB", beside the tensors; pinned memory for a CUDA device.
             Default: at most 32 MiB, pinned 128 MiB; all ranks of a node together 1 GiB.
         progress: True for a bar on stderr, or a function to call with (bytes that have arrived, total bytes).

@@ -13,7 +13,10 @@ MAX_THREADS = 8
 """Of one rank: so many requests of 8 MiB keep any one drive busy."""
 
 MAX_CONNECTIONS = 16
-"""Of one rank to a remote store; each takes some 2 MiB."""
+"""Of one rank to a remote store, at first; each takes some 2 MiB."""
+
+MAX_REQUESTS = 32
+"""Most requests of one rank in flight, where measuring shows that they help."""
 
 NODE_BUFFERS = 2**30
 """Default bytes of bounce buffers, pinned or not, of all ranks of a node together."""
@@ -39,11 +42,13 @@ class Budget:
     """What a load may use."""
 
     threads: int
-    """Requests in flight."""
+    """Requests in flight at first."""
     memory: int
     """Bytes of bounce buffers, of all threads together."""
     cost: RequestCost = LOCAL_COST
     """What requests should look like."""
+    max_threads: int = 0
+    """Most requests in flight, where measuring shows that more than `threads` help."""
 
     @property
     def buffer_nbytes(self) -> int:
@@ -60,23 +65,27 @@ def local_world_size() -> int:
 def plan_budget(threads: int | None, memory: int | None, most: int, cost: RequestCost = LOCAL_COST) -> Budget:
     """The budget that was asked for; by default a share of the node's, `most` bytes at most.
 
+    `threads` that were asked for are not changed by measuring.
+
     Raises:
         PlanError: `threads` or `memory` is too small.
     """
-    ranks = local_world_size()
+    ranks, max_threads = local_world_size(), 0
     if threads is None:
         if cost.concurrency is None:
             wanted = min(MAX_THREADS, 2 * num_cpus() // ranks)
         else:
             wanted = min(MAX_CONNECTIONS, cost.concurrency // ranks)
         threads = max(1, wanted)
+        max_threads = min(MAX_REQUESTS, (cost.concurrency or MAX_REQUESTS) // ranks)
     if memory is None:
         memory = max(MIN_BUFFER, min(most, NODE_BUFFERS // ranks))
     if threads < 1:
         raise PlanError(f"{threads} threads, expected 1 or more", code="option")
     if memory < MIN_BUFFER:
         raise PlanError(f"{memory} bytes of memory, expected {MIN_BUFFER} or more", code="option")
-    return Budget(min(threads, memory // MIN_BUFFER), memory, cost)
+    limit = memory // MIN_BUFFER
+    return Budget(min(threads, limit), memory, cost, min(max_threads, limit))
 
 
 def num_cpus() -> int:

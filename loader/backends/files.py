@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from relayout.checkpoint.converted import check_head
 from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.errors import FormatError
+from relayout.loader.budgets import local_world_size
 from relayout.loader.sources.stored import StoredFile, check_hole
 from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file, populate, unmap
@@ -33,13 +34,17 @@ class Sources:
             OSError: a file cannot be opened with this access.
         """
         self._stored = files
-        self._is_mappable = access is not Access.DIRECT
+        self._is_alone = local_world_size() == 1
+        self._is_mappable = access is not Access.DIRECT and not self._is_alone
         self._files: list[ReadableFile] = []
         self._cached: list[ReadableFile | None] = []
         self._read_ahead = 0
         try:
             for file in files:
                 opened = file.open(access)
+                if access is Access.AUTO and self._is_cold(file, opened):
+                    opened.close()
+                    opened = file.open(Access.ONCE)
                 self._files.append(opened)
                 self._cached.append(self._open_cached(file, opened) if access is Access.AUTO else None)
                 self._check_proof(len(self._files) - 1, file)
@@ -97,8 +102,11 @@ class Sources:
         """The bytes of a file in the page cache, not copied, inside the block; None if they must be read.
 
         For runs with gaps between them, of a plain checkpoint: all ranks of a node need its bytes, each other ones, and
-        the first to come reads them from the drive. The kernel reads ahead in large folios, which are mapped at a tenth
-        of the cost of a copy. (posix_fadvise(WILLNEED) would fill the page cache with single pages.)
+        the first to come reads them from the drive. None if this rank is alone: nobody shares the page cache, which is
+        left as it was, and through which a file system with a long latency reads in small requests.
+
+        The kernel reads ahead in large folios, which are mapped at a tenth of the cost of a copy.
+        (posix_fadvise(WILLNEED) would fill the page cache with single pages.)
 
         What cannot be read when the block begins is None. Inside the block, using a page that was truncated since then,
         or evicted from the cache and cannot be read again, kills the process.
@@ -152,6 +160,13 @@ class Sources:
         for file in (*self._files, *self._cached):
             if file is not None:
                 file.close()
+
+    def _is_cold(self, file: StoredFile, opened: ReadableFile) -> bool:
+        """Whether a file that cannot be read directly is to leave the page cache as it was, which has nothing of it."""
+        fd = opened.fileno()
+        if fd is None or opened.alignment > 1 or not (self._is_alone or file.proof):
+            return False  # Ranks of a node share what they read of a plain checkpoint.
+        return resident_nbytes(fd, 0, file.nbytes) == 0
 
     def _check_proof(self, index: int, file: StoredFile) -> None:
         # Read the header by the descriptor that is used for the load: the file at a path may be replaced at any time.

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from relayout.core.extents import BLOCK, Extent, align_up
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Workers
 from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
 from relayout.loader.backends.base import Backend, Choice, Factory, Memory, ReadJob, Request
 from relayout.loader.backends.files import Sources, closed_on_error
+from relayout.loader.budgets import MIN_BUFFER, Budget
+from relayout.loader.pace import Pace, steps
 from relayout.loader.read_plan import Chunk
 from relayout.storage.buffers import Buffer
 from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
     import torch
+
+_FIRST_NBYTES = 8 * 2**20
+"""The largest request before anything is measured."""
 
 State = TypeVar("State")
 Item = TypeVar("Item")
@@ -41,12 +49,10 @@ class HostBackend(Backend[memoryview]):
     def wrap(self, tensors: Sequence[torch.Tensor]) -> Scattered:
         return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
 
-    def start(self, memory: Memory[memoryview], job: ReadJob) -> ThreadedJob[Buffer, Chunk]:
+    def start(self, memory: Memory[memoryview], job: ReadJob) -> _PacedJob:
         with closed_on_error(Sources(job.files, self.access)) as sources:
             chunks = self.chunks(job.reads, sources.alignment, job.budget)
-            buffers = Buffers()
-            read = Copier(memory, sources, job).read
-            return ThreadedJob(job, sources, buffers.make, read, chunks, buffers.discard)
+            return _PacedJob(memory, job, sources, chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,39 @@ class Copier:
         if self.job.checks is not None:
             self.job.checks.update(offset, span)
         self.job.on_arrival(offset, nbytes)
+
+
+class Requests(Collection[Chunk]):
+    """The chunks of a job, cut to the size that its pace says."""
+
+    def __init__(self, chunks: Sequence[Chunk], budget: Budget) -> None:
+        self._chunks = chunks
+        nbytes = sum(chunk.extent.nbytes for chunk in chunks)
+        # The buffers of all threads fit into the memory of the budget.
+        bounced = max((chunk.extent.nbytes for chunk in chunks if chunk.arena_offset is None), default=0)
+        most = max(budget.threads, min(budget.max_threads, budget.memory // max(bounced, MIN_BUFFER)))
+        largest = budget.cost.chunk_nbytes
+        first = min(largest, _FIRST_NBYTES)
+        if budget.cost.is_remote:  # A small rank, too, is read by all threads at once.
+            first = min(first, max(MIN_BUFFER, align_up(-(-nbytes // budget.threads), BLOCK)))
+        self.pace = Pace(steps(budget.threads, most, first, largest))
+
+    def __len__(self) -> int:
+        """How many there are at the first size."""
+        first = self.pace.step.request_nbytes
+        return sum(1 if chunk.arena_offset is None else -(-chunk.extent.nbytes // first) for chunk in self._chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self._chunks:
+            while chunk.arena_offset is not None and chunk.extent.nbytes > (size := self.pace.step.request_nbytes):
+                offset, end = chunk.extent.offset, chunk.extent.end
+                yield replace(chunk, extent=Extent(offset, size))
+                rest = Extent(offset + size, end - offset - size)
+                chunk = replace(chunk, extent=rest, arena_offset=chunk.arena_offset + size)
+            yield chunk
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._chunks
 
 
 def reserve(buffer: Buffer, nbytes: int) -> memoryview:
@@ -126,7 +165,7 @@ class ThreadedJob(Generic[State, Item]):
         sources: Sources,
         make_state: Callable[[], State],
         work: Callable[[State, Item], int],
-        items: Sequence[Item],
+        items: Collection[Item],
         discard: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the threads; `work` returns the number of bytes that it filled. The job closes `sources`.
@@ -143,6 +182,10 @@ class ThreadedJob(Generic[State, Item]):
         except BaseException:
             sources.close()
             raise
+
+    def resize(self, num_threads: int) -> None:
+        """As `Workers.resize`."""
+        self._workers.resize(num_threads)
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         try:
@@ -168,6 +211,28 @@ class ThreadedJob(Generic[State, Item]):
         self._workers.cancel()
         self.sources.close()
         self._discard()
+
+
+class _PacedJob(ThreadedJob[Buffer, Chunk]):
+    """Reads chunks into memory; requests in flight, and their size, follow what is measured meanwhile."""
+
+    def __init__(self, memory: Memory[memoryview], job: ReadJob, sources: Sources, chunks: Sequence[Chunk]) -> None:
+        """Start the threads."""
+        self._copier = Copier(memory, sources, job)
+        self._lock = threading.Lock()
+        requests, buffers = Requests(chunks, job.budget), Buffers()
+        self._pace = requests.pace
+        super().__init__(job, sources, buffers.make, self._read, requests, buffers.discard)
+
+    def _read(self, buffer: Buffer, chunk: Chunk) -> int:
+        step, began = self._pace.step, time.perf_counter()
+        nbytes = self._copier.read(buffer, chunk)
+        with self._lock:
+            self._pace.finished(step, chunk.extent.nbytes, time.perf_counter() - began)
+            threads = self._pace.step.threads
+        if threads != step.threads:
+            self.resize(threads)
+        return nbytes
 
 
 def factory(access: Access) -> Factory:

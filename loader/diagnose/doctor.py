@@ -31,7 +31,7 @@ class Diagnosis(Result):
     """Name and memory of each CUDA device."""
     ranks: tuple[Explanation, ...]
     network: Network | None = None
-    """How fast the store answers; None for files of this machine."""
+    """How fast the store or file system answers; None for files of this machine."""
 
 
 def diagnose(
@@ -67,8 +67,13 @@ def diagnose(
         torch=version,
         gpus=gpus,
         ranks=explained,
-        network=_network(path, explained[0], tp) if store.cost.is_remote else None,
+        network=None if _is_on_drive(explained[0]) else _network(path, explained[0], tp),
     )
+
+
+def _is_on_drive(explained: Explanation) -> bool:
+    """Whether all files are on drives of this machine. A file system over the network has no block device."""
+    return all(file.filesystem.drive_block_nbytes is not None for file in explained.files)
 
 
 def _network(path: str | os.PathLike[str], explained: Explanation, tp: int) -> Network | None:

@@ -200,7 +200,8 @@ def _basis(look: _Look, is_lazy: bool, plan: ArenaPlan, budget: Budget) -> str:
     if any(file.folder.cost.is_remote for file in plan.files):
         kinds = " and ".join(sorted({file.filesystem.kind for file in look.files}))
         chunk = budget.cost.chunk_nbytes // 2**20
-        return f"here {kinds} brings them by at most {chunk} MiB each, {budget.threads} at a time"
+        more = f", up to {budget.max_threads} where that reads faster" if budget.max_threads > budget.threads else ""
+        return f"here {kinds} brings them by at most {chunk} MiB each, {budget.threads} at a time{more}"
     total = plan.nbytes if is_lazy else look.requested_nbytes
     percent = f"{100 * look.resident_nbytes / max(1, total):.0f} %"
     if is_lazy:

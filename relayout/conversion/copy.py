@@ -25,6 +25,7 @@ from relayout.format.chunks import DIGESTED_NBYTES, chunks_of, chunks_over, num_
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
+from relayout.storage.memory import available_nbytes
 from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
 
 DEFAULT_THREADS = 8
@@ -34,6 +35,8 @@ DEFAULT_MEMORY = 2 * DEFAULT_THREADS * CHUNK_NBYTES
 """Bytes for copying: each thread holds what it has read, and what it puts together of it."""
 
 _MIN_CHUNK_NBYTES = 2**20
+_SHARE_OF_AVAILABLE = 0.75
+"""Of the memory that the system could give; the rest is for what is not counted, such as headers and the journal."""
 
 SOURCE = -1
 """In place of a slice: the whole tensor, as stored in the source."""
@@ -187,7 +190,7 @@ def _streams(tensor: CutTensor, *, with_source: bool) -> tuple[list[int | None],
 
 
 def share_memory(threads: int, memory: int | str, output: Store | None = None) -> tuple[int, int]:
-    """Share memory for copying among threads.
+    """Share memory for copying among threads: at most `memory`, or three quarters of what the system could give.
 
     What goes to a remote store is in memory a third time: in parts of uploads that are not full yet.
 
@@ -204,6 +207,7 @@ def share_memory(threads: int, memory: int | str, output: Store | None = None) -
     if memory < num_copies * _MIN_CHUNK_NBYTES:
         what = f"{memory} bytes of memory, expected at least {num_copies * _MIN_CHUNK_NBYTES}"
         raise PlanError(what, code="option")
+    memory = max(num_copies * _MIN_CHUNK_NBYTES, min(memory, int(available_nbytes() * _SHARE_OF_AVAILABLE)))
     threads = min(threads, memory // (num_copies * _MIN_CHUNK_NBYTES))
     return threads, align_down(memory // (num_copies * threads), BLOCK)
 

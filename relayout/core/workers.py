@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 from relayout.core.children import remake_in_child
@@ -115,7 +116,10 @@ def _no_state() -> Any:
 
 
 class Workers(Generic[Item, State]):
-    """`num_threads` threads that take items in order and call `work(state, item)`, each with its own state."""
+    """`num_threads` threads that take items in order and call `work(state, item)`, each with its own state.
+
+    `resize` changes their number.
+    """
 
     def __init__(
         self,
@@ -136,6 +140,8 @@ class Workers(Generic[Item, State]):
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
+        self._num_running = 0
+        """Threads that take items."""
         self._num_working = 0
         self._num_ended = 0
         self._num_started = 0
@@ -160,16 +166,33 @@ class Workers(Generic[Item, State]):
         """
         _live.add(weakref.ref(self, _live.discard))
         try:
-            for index in range(self._num_threads):
-                thread = threading.Thread(target=self._run, name=f"relayout-{index}", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:  # Python raises RuntimeError if pthread_create fails.
-                    raise OSError(errno.EAGAIN, str(error)) from None
-                self._threads.append(thread)
+            for _ in range(self._num_threads):
+                with self._lock:
+                    if self._num_running >= self._num_threads:
+                        break
+                    self._start_thread()
         except BaseException:
             self.cancel()
             raise
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"relayout-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # Python raises RuntimeError if pthread_create fails.
+            raise OSError(errno.EAGAIN, str(error)) from None
+        self._num_running += 1
+        self._threads.append(thread)
+
+    def resize(self, num_threads: int) -> None:
+        """Have so many threads from now on. Called by `work`.
+
+        New ones are started, if the system can; those that are too many end after their item.
+        """
+        with self._lock, suppress(OSError):
+            self._num_threads = num_threads
+            while self._num_running < num_threads and not (self._stop.requested or self._is_exhausted):
+                self._start_thread()
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         """Wait for all items and call `on_progress` with the bytes done so far; no thread is working on return.
@@ -247,6 +270,9 @@ class Workers(Generic[Item, State]):
         while True:
             with self._lock:
                 if self._stop.requested:
+                    return
+                if self._num_running > self._num_threads:
+                    self._num_running -= 1
                     return
                 try:
                     item = next(self._items)

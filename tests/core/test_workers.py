@@ -115,3 +115,45 @@ threading.Thread(target=go_on, daemon=True).start()
         False,
         ["the work was canceled before it was complete: the interpreter is shutting down"],
     ]
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 5), (5, 1), (2, 2)])
+def test_the_number_of_threads_is_what_work_says(first: int, then: int) -> None:
+    lock, seen, working = threading.Lock(), list[int](), set[int]()
+    changed = threading.Event()
+    met = threading.Barrier(then)
+
+    def work(state: None, item: int) -> int:
+        if item == 0:
+            workers.resize(then)
+            changed.set()
+        changed.wait(PATIENCE)
+        if item < first:  # Those that are too many end after these.
+            return 1
+        with lock:
+            working.add(threading.get_ident())
+            seen.append(item)
+        met.wait(PATIENCE)  # All threads at the same time, or never.
+        return 1
+
+    workers = Workers(first, range(first + 4 * then), lambda: None, work)
+    in_time(workers.run)
+    assert workers.done_nbytes == first + 4 * then
+    assert sorted(seen) == list(range(first, first + 4 * then))
+    assert len(working) == then
+
+
+def test_no_more_threads_than_the_system_gives_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(state: None, item: int) -> int:
+        if item == 0:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+            workers.resize(8)
+        return 1
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workers = Workers(1, range(50), lambda: None, work)
+    workers.start()
+    workers.join()  # Here, as `in_time` needs another thread.
+    assert workers.done_nbytes == 50

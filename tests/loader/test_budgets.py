@@ -46,7 +46,8 @@ def test_a_rank_takes_its_share_of_the_node(
     monkeypatch: pytest.MonkeyPatch, cpus: int, ranks: int, most: int, threads: int, memory: int
 ) -> None:
     on_a_node(monkeypatch, cpus, ranks)
-    assert plan_budget(None, None, most) == Budget(threads, memory)
+    budget = plan_budget(None, None, most)
+    assert (budget.threads, budget.memory) == (threads, memory)
 
 
 def test_a_process_that_nobody_started_with_others_is_alone() -> None:
@@ -69,7 +70,7 @@ def test_the_number_of_ranks_is_torchruns_where_it_is_a_number(
 def test_what_was_asked_for_is_taken_however_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_node(monkeypatch, 2, 8)
     assert plan_budget(20, 3 * GIB, HOST) == Budget(20, 3 * GIB)
-    assert plan_budget(None, 3 * GIB, HOST) == Budget(1, 3 * GIB)
+    assert plan_budget(None, 3 * GIB, HOST) == Budget(1, 3 * GIB, max_threads=4)
     assert plan_budget(3, None, HOST) == Budget(3, HOST)
 
 
@@ -106,6 +107,10 @@ def test_all_ranks_together_stay_in_bounds(
         assert ranks * budget.memory <= max(GIB, ranks * MIB)
     if threads is None:
         assert ranks * budget.threads <= max(2 * cpus, ranks)
+        assert ranks * budget.max_threads <= 32
+        assert budget.max_threads * MIB <= budget.memory
+    else:
+        assert not budget.max_threads
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")

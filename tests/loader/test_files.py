@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -134,7 +135,10 @@ def test_just_what_is_not_there_is_read_from_the_drive(
         assert [number for number in range(7) if resident_nbytes(fd, number * MIB, MIB)] == list(there_then)
 
 
-def test_mapped_bytes_come_once_from_the_drive_for_all_who_want_them(tmp_path: Path, written: Bytes) -> None:
+def test_mapped_bytes_come_once_from_the_drive_for_all_who_want_them(
+    tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     counts = []
     for offset, nbytes in ((3, NBYTES - 3), (0, NBYTES), (4096, 2 * MIB), (NBYTES - 1, 1), (NBYTES - 1, 4096)):
         with sources_of(tmp_path / "file", Access.AUTO) as sources:
@@ -159,13 +163,58 @@ def test_what_has_been_cut_off_is_not_mapped_and_fails_when_it_is_read(tmp_path:
             read(sources, 0, 0, align_up(NBYTES, 4096))
 
 
-def test_a_rank_of_a_plain_checkpoint_finds_what_another_has_read(tmp_path: Path) -> None:
-    weight = write_cold(tmp_path / "bytes", 16 * MIB).reshape(4096, 4096)
-    model = tmp_path / "model"
+def plain_model(folder: Path) -> tuple[Path, Bytes]:
+    """A checkpoint of one row-parallel tensor, not in the page cache, and the tensor."""
+    weight = write_cold(folder / "bytes", 16 * MIB).reshape(4096, 4096)
+    model = folder / "model"
     model.mkdir()
     save_file({"model.layers.0.mlp.down_proj.weight": weight}, model / "model.safetensors")
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1}))
     drop(model / "model.safetensors")
+    return model, weight
+
+
+def test_a_rank_that_is_alone_leaves_nothing_of_a_plain_checkpoint_in_the_page_cache(tmp_path: Path) -> None:
+    model, weight = plain_model(tmp_path)
+    with pytest.warns(UserWarning, match="a plain checkpoint"):
+        loaded = relayout.load(model, 1, tp=4)["model.layers.0.mlp.down_proj.weight"]
+    assert np.array_equal(loaded.numpy(), weight[:, 1024:2048])
+    with opened(model / "model.safetensors") as fd:
+        there = resident_nbytes(fd, 0, NBYTES)
+    assert there is not None
+    assert there < SLACK  # The header is read through it.
+
+
+@pytest.mark.usefixtures("unmarked")
+@pytest.mark.parametrize("there", [[], [2, 3]])
+def test_without_direct_io_a_file_that_was_cold_is_cold_again(
+    tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch, there: Sequence[int]
+) -> None:
+    true_open = os.open
+
+    def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+        return true_open(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for number in there:
+        warm(tmp_path / "file", number * MIB, MIB)
+    with sources_of(tmp_path / "file", Access.AUTO) as sources:
+        for offset in range(0, NBYTES, MIB):
+            nbytes = min(MIB, NBYTES - offset)
+            assert read(sources, 0, offset, nbytes) == written[offset : offset + nbytes].tobytes()
+    with opened(tmp_path / "file") as fd:
+        stayed = {number for number in range(7) if resident_nbytes(fd, number * MIB, MIB)}
+    assert stayed.issuperset(there)
+    assert bool(stayed) == bool(there)
+
+
+def test_a_rank_of_a_plain_checkpoint_finds_what_another_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    model, weight = plain_model(tmp_path)
     counts = []
     for rank in range(4):
         before = process_drive_nbytes()

@@ -112,8 +112,8 @@ def test_what_a_load_would_do_is_told(server: Server, converted: Path) -> None:
     assert found.nbytes == relayout.explain(converted, 1).nbytes
     assert {file.filesystem.kind for file in found.files} == {"s3"}
     assert found.reason == (
-        "threads request ranges of the files, which go straight into memory; here s3 brings them by at most 8 MiB each,"
-        " 16 at a time"
+        "threads request ranges of the files, which go straight into memory; here s3 brings them by at most 16 MiB"
+        " each, 16 at a time, up to 32 where that reads faster"
     )
     assert server.sent_nbytes < found.nbytes
 
@@ -128,7 +128,7 @@ def test_the_doctor_measures_the_network(server: Server, converted: Path) -> Non
     text = prestarted.run("doctor", URL, imports=prestarted.LOADER).stdout
     said = " ".join(text.split())
     assert re.search(r"network [0-9.]+ ms .* byte, [0-9.]+ GB/s over 16 connections .*: rank 0 would take", said)
-    assert f"on {URL}, in ranges of at most 8 MiB" in said
+    assert f"on {URL}, in ranges of at most 16 MiB" in said
     assert diagnose(converted, device="cpu").network is None
 
 

@@ -21,9 +21,12 @@ from bench import chart as charts
 from bench import convert as conversions
 from bench import idea as ideas
 from bench import load as loads
+from bench import memory as memories
 from bench import remote as remotes
+from bench import slow as slows
 from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import LOADERS
+from bench.slow_storage import Link
 from relayout.benchmark.machine import describe
 from relayout.benchmark.made import layers_of, write_llama
 from relayout.benchmark.verdict import verdict, warnings_of
@@ -150,6 +153,59 @@ def remote(
         described = _write(out, results, Path(scratch))
     if chart_path is not None:
         remotes.draw(described, chart_path)
+
+
+@app.command()
+def slow(
+    folder: DirOption = None,
+    size: SizeOption = 1.0,
+    runs: RunsOption = 3,
+    out: OutOption = None,
+    storage: Annotated[str, typer.Option(help="fuse, s3 (SeaweedFS), or both.")] = "fuse,s3",
+    latency: Annotated[str, typer.Option(help="Round trips in ms. Default: 0,1,10 of FUSE, 1,20,80 of S3.")] = "",
+    rate: Annotated[str, typer.Option(help="Gbit/s; 0: no limit. Default: 0 of FUSE, 1,10 of S3.")] = "",
+    ranks: Annotated[str, typer.Option(help="How many of the 8 ranks load at once.")] = "1,8",
+    request: Annotated[int, typer.Option(help="KiB of FUSE's largest request.")] = 1024,
+    direct: Annotated[bool, typer.Option(help="Whether FUSE takes O_DIRECT.")] = True,
+    peers: Annotated[str, typer.Option(help="Comma-separated. Default: all that are installed.")] = "",
+    limit: Annotated[float, typer.Option(help="Seconds that a load may take.")] = 600,
+) -> None:
+    """Load over a slow link: from a FUSE file system, and from S3 through a proxy; bytes as the link counts them.
+
+    For a real mount: `load --dir MOUNT`.
+    """
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        source = _make_source(Path(scratch), size)
+        about = {"size_gb": round(total_nbytes(source) / 1e9, 2)}
+        for kind in storage.split(","):
+            latencies, rates = (latency or slows.DEFAULTS[kind][0]).split(","), rate or slows.DEFAULTS[kind][1]
+            links = [
+                Link(float(ms) / 1e3, float(gbits) * 1e9 / 8 or None, request * 1024, direct)
+                for gbits in rates.split(",")
+                for ms in latencies
+            ]
+            names = peers.split(",") if peers else slows.PEERS[kind]
+            with slows.PLACES[kind](Path(scratch), source, progress.print) as place:
+                groups = [int(number) for number in ranks.split(",")]
+                for row in slows.measure(place, links, groups, names, runs, limit, progress.print):
+                    rows.append(row)
+                    _write(out, about | {"rows": rows}, Path(scratch))  # What is done is kept, should the rest fail.
+    slows.print_table(console, rows)
+
+
+@app.command()
+def memory(
+    folder: DirOption = None,
+    size: SizeOption = 3.0,
+    out: OutOption = None,
+    limit: Annotated[float, typer.Option(help="Seconds that a load or command may take.")] = 600,
+) -> None:
+    """Load one rank of 8, convert, verify and restore, in a cgroup of the rank's tensors and 256 MiB."""
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        rows = memories.measure(_make_source(Path(scratch), size), limit, progress.print)
+        _write(out, {"rows": rows}, Path(scratch))
+    memories.print_table(console, rows)
 
 
 def _make_source(folder: Path, size: float) -> Path:

@@ -158,6 +158,15 @@ LOADERS: dict[str, Loader] = {
         )
         for backend in ("pinned", "gds")
     },
+    **{
+        f"relayout_{backend}": replace(
+            _KNOWN["relayout"],
+            load=partial(loaders.relayout, backend=backend),
+            title=f"relayout, {backend}",
+            devices=(),
+        )
+        for backend in ("direct", "buffered", "mapped")
+    },
     "load_file": _KNOWN["load_file"],
     "load_file_pread": replace(
         _KNOWN["load_file"], load=load_file_pread, title="safetensors pread", devices=("cpu",), needs=_can_pread

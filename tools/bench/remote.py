@@ -33,7 +33,7 @@ SCENARIOS: dict[str, tuple[list[int], tuple[str, ...]]] = {
 """Ranks and peers; what a rank costs by s3fs, each of them costs."""
 AT_ONCE = {"relayout": TP, "runai": 2, "s3fs": 1}
 """Processes at the same time where all ranks load: the memory of one machine does not hold more of some peers."""
-_RUNAI = {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
+RUNAI = {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
 
 
 def measure(
@@ -51,7 +51,7 @@ def measure(
         server = stack.enter_context(seaweedfs.running(scratch / "server"))
         server.make_bucket(BUCKET)
         os.environ.update(server.environment | {"AWS_EC2_METADATA_DISABLED": "true"})
-        _publish(source, tell)
+        publish(source, tell)
         expected = expected_digests(CONVERTED)
         for title, (ranks, names) in SCENARIOS.items():
             found = results["scenarios"][title] = {}
@@ -65,7 +65,8 @@ def measure(
     return results
 
 
-def _publish(source: Path, tell: Callable[[str], None]) -> None:
+def publish(source: Path, tell: Callable[[str], None]) -> None:
+    """Write a checkpoint to the bucket, plain and converted."""
     from obstore.store import from_url
 
     bucket = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
@@ -82,7 +83,7 @@ def _run(
     """Load the ranks, some at a time: seconds, the server's bytes and processor time, and what clients took."""
     peer, before = LOADERS[name], [0, 0.0]
     if name == "runai":
-        peer = replace(peer, environment=_RUNAI | {"RUNAI_STREAMER_S3_ENDPOINT": server.url})
+        peer = replace(peer, environment=RUNAI | {"RUNAI_STREAMER_S3_ENDPOINT": server.url})
     sums = {"seconds": 0.0, "cpu_seconds": 0.0, "server_cpu_seconds": 0.0, "sent_nbytes": 0, "nbytes": 0}
     peak = 0
 

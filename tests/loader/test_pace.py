@@ -1,0 +1,151 @@
+"""relayout.loader.pace: requests in flight, on simulated links and drives, and in loads of a store."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+import relayout
+from relayout.loader.backends import host
+from relayout.loader.backends.files import Sources
+from relayout.loader.pace import Pace, Step, steps
+
+MIB = 2**20
+REMOTE = (16, 32, 8 * MIB, 16 * MIB)
+LOCAL = (4, 32, 8 * MIB, 8 * MIB)
+FOREVER = float("inf")
+
+
+def read(
+    ladder: list[Step], nbytes: int, latency: float, rate: Callable[[int], float], connection: float = FOREVER
+) -> tuple[float, list[Step]]:
+    """Seconds, and the steps taken: requests wait for the latency, then their bytes pass one after another.
+
+    Args:
+        rate: bytes per second of the link, by the number of requests in flight.
+        connection: bytes per second of one connection.
+    """
+    pace, now, free_at, left, taken = Pace(ladder), 0.0, 0.0, nbytes, [ladder[0]]
+    flying: list[tuple[float, int, int, float, Step]] = []
+    while left or flying:
+        while left and len(flying) < pace.step.threads:
+            size = min(left, pace.step.request_nbytes)
+            left -= size
+            free_at = max(now + latency, free_at) + size / rate(len(flying) + 1)
+            heapq.heappush(flying, (max(free_at, now + latency + size / connection), left, size, now, pace.step))
+        end, _, size, began, step = heapq.heappop(flying)
+        pace.finished(step, size, end - began)
+        now = end
+        if pace.step != taken[-1]:
+            taken.append(pace.step)
+    return now, taken
+
+
+@given(latency=st.floats(0, 0.2), gbits=st.floats(0.1, 10), seconds=st.floats(8, 30))
+@example(latency=0.2, gbits=10.0, seconds=8.0)
+@example(latency=0.2, gbits=2.5, seconds=8.0)
+def test_a_load_takes_nine_tenths_of_a_link(latency: float, gbits: float, seconds: float) -> None:
+    rate = gbits * 1e9 / 8
+    nbytes = int(rate * seconds)
+    took, _ = read(steps(*REMOTE), nbytes, latency, lambda flying: rate)
+    assert nbytes / took >= 0.9 * rate
+
+
+@given(latency=st.floats(0, 0.2), connection=st.floats(1e6, 2e8))
+def test_slow_connections_are_used_in_large_numbers(latency: float, connection: float) -> None:
+    """As of a store that limits each, or a file system that sends one small request after another."""
+    took, taken = read(steps(*LOCAL), 4 * 10**9, latency, lambda flying: 1e11, connection)
+    assert taken[-1].threads == 32
+    few, _ = read(steps(4, 4, 8 * MIB, 8 * MIB), 4 * 10**9, latency, lambda flying: 1e11, connection)
+    assert took < 0.4 * few
+
+
+@given(
+    gb_per_s=st.floats(0.05, 8),
+    loss=st.floats(0, 0.02),
+    threads=st.integers(1, 8),
+    mib=st.integers(1, 4000),
+    latency=st.floats(0, 0.0005),
+)
+def test_on_a_local_drive_it_is_as_fast_as_a_fixed_number(
+    gb_per_s: float, loss: float, threads: int, mib: int, latency: float
+) -> None:
+    """Of a drive that loses a part of its rate with each request in flight, if anything changes at all."""
+
+    def rate(flying: int) -> float:
+        return gb_per_s * 1e9 * (1 - loss * max(0, flying - threads))
+
+    took, taken = read(steps(threads, 32, 8 * MIB, 8 * MIB), mib * MIB, latency, rate)
+    fixed, _ = read(steps(threads, threads, 8 * MIB, 8 * MIB), mib * MIB, latency, rate)
+    highest = max(step.threads for step in taken)
+    assert took <= 1.001 * fixed * rate(threads) / rate(highest)
+    assert highest <= 4 * threads
+    if mib > 2000:
+        assert took <= 1.1 * fixed
+
+
+@given(
+    threads=st.integers(1, 40), more=st.integers(0, 100), size=st.integers(1, 16 * MIB), larger=st.integers(0, 64 * MIB)
+)
+def test_steps_never_leave_their_bounds(threads: int, more: int, size: int, larger: int) -> None:
+    ladder = steps(threads, threads + more, size, size + larger)
+    assert ladder[0] == Step(threads, size)
+    assert ladder[-1] == Step(threads + more, size + larger)
+    for low, high in itertools.pairwise(ladder):
+        in_flight = low.threads * low.request_nbytes
+        assert in_flight < high.threads * high.request_nbytes <= 2 * in_flight
+
+
+def test_requests_of_an_earlier_step_do_not_count() -> None:
+    pace = Pace(steps(2, 4, MIB, MIB))
+    for _ in range(2):
+        pace.finished(Step(2, MIB), MIB, 1.0)
+    assert pace.step == Step(4, MIB)
+    for _ in range(100):
+        pace.finished(Step(2, MIB), MIB, 1.0)
+    assert pace.step == Step(4, MIB)
+    for _ in range(4):
+        pace.finished(Step(4, MIB), MIB, 2.0)
+    assert pace.step == Step(2, MIB)
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+def test_a_load_from_slow_storage_has_more_in_flight_than_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int | None
+) -> None:
+    """Requests take a fifth of a second each, whatever their size and number."""
+    weight = np.arange(48 * MIB // 4, dtype=np.int32)
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    source.mkdir()
+    save_file({"weight": weight}, source / "model.safetensors")
+    (source / "config.json").write_text("{}")
+    relayout.convert(source, folder, tp=1)
+    lock, flying, sizes = threading.Lock(), [0], list[tuple[int, int]]()
+    true_read = Sources.read
+
+    def slow(self: Sources, file: int, offset: int, view: memoryview) -> None:
+        with lock:
+            flying[0] += 1
+            sizes.append((flying[0], view.nbytes))
+        time.sleep(0.2)
+        true_read(self, file, offset, view)
+        with lock:
+            flying[0] -= 1
+
+    monkeypatch.setattr(Sources, "read", slow)
+    monkeypatch.setattr(host, "_FIRST_NBYTES", MIB)
+    first = threads or relayout.explain(folder, 0).threads
+    loaded = relayout.load(folder, 0, threads=threads)
+    assert np.array_equal(loaded["weight"].numpy(), weight)
+    most = max(number for number, _ in sizes)
+    assert most == first if threads else 2 * first <= most <= 32

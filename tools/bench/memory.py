@@ -1,0 +1,183 @@
+"""`tools/run bench memory`: what works in a cgroup of a rank's tensors and 256 MiB, and what stays cached.
+
+Needs a memory controller of cgroups, version 1 or 2, that this user may write to.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import relayout
+from bench.drive import total_nbytes
+from bench.peers import LOADERS
+from relayout.benchmark.job import Job
+from relayout.benchmark.machine import forget
+from relayout.benchmark.measure import expected_digests
+from relayout.benchmark.run import Died, load_together
+
+TP, RANK = 8, 3
+BEYOND_NBYTES = 256 * 2**20
+PEERS = (
+    *("relayout", "relayout_direct", "relayout_buffered", "relayout_mapped", "relayout_plain"),
+    *("get_slice", "load_file", "load_file_pread", "threads", "map_populate", "runai", "fastsafetensors"),
+)
+_ROOTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
+_FILES = {
+    "cgroup.controllers": ("memory.max", "anon", "file"),
+    "memory.limit_in_bytes": ("memory.limit_in_bytes", "total_rss", "total_cache"),
+}
+"""By a file that shows the version: the file of the limit, and the counters of own memory and of the page cache."""
+
+
+class Group:
+    """A cgroup for this process and those that it starts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._limit, self._own, self._cache = next(names for file, names in _FILES.items() if (path / file).exists())
+        self.peak_nbytes = 0
+        self.oom_kills = 0
+
+    @property
+    def cached_nbytes(self) -> int:
+        return self._stat()[self._cache]
+
+    def _stat(self) -> dict[str, int]:
+        lines = (line.split() for line in (self.path / "memory.stat").read_text().splitlines())
+        return {name: int(value) for name, value in lines}
+
+    @contextmanager
+    def limited(self, nbytes: int) -> Iterator[None]:
+        """Run the block inside, with so much memory; `peak_nbytes` is what its processes used at most, of their own."""
+        (self.path / self._limit).write_text(str(nbytes))
+        before, over = self._place(), threading.Event()
+        (self.path / "cgroup.procs").write_text(str(os.getpid()))
+
+        def watch() -> None:
+            while not over.wait(0.005):
+                self.peak_nbytes = max(self.peak_nbytes, self._stat()[self._own])
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+            (before / "cgroup.procs").write_text(str(os.getpid()))
+
+    def _place(self) -> Path:
+        """The cgroup of this process."""
+        kind = "" if self._limit == "memory.max" else "memory"
+        lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+        return self.path.parent / next(where for _, controllers, where in lines if controllers == kind).lstrip("/")
+
+
+@contextmanager
+def new_group() -> Iterator[Group]:
+    """A new cgroup.
+
+    Raises:
+        SystemExit: there can be none.
+    """
+    name = f"relayout-bench-{os.getpid()}-{time.monotonic_ns()}"
+    for root in _ROOTS:
+        with suppress(OSError):
+            (root / name).mkdir()
+            if (root / name / "memory.stat").exists():
+                break
+            (root / name).rmdir()
+    else:
+        raise SystemExit("no memory controller of cgroups can be written to here")
+    try:
+        yield Group(root / name)
+    finally:
+        for _ in range(100):  # Its last process may still be ending.
+            with suppress(OSError):
+                (root / name).rmdir()
+                break
+            time.sleep(0.05)
+
+
+def measure(source: Path, limit: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Rows of the table: loaders of one rank, then commands."""
+    converted, restored = source.with_name(f"tp{TP}"), source.with_name("restored")
+    relayout.convert(source, converted, tp=TP)
+    files = [path for folder in (source, converted) for path in folder.glob("*.safetensors")]
+    tensors_nbytes = total_nbytes(source) // TP
+    expected = expected_digests(converted)[RANK]
+    rows = []
+
+    def run(name: str, work: Callable[[], str | None]) -> None:
+        forget(files)
+        with new_group() as group:
+            with group.limited(tensors_nbytes + BEYOND_NBYTES):
+                failed = work()
+            known = sum(_resident(path) for path in files)
+            rows.append(
+                {
+                    "path": name,
+                    "failed": failed,
+                    "own_nbytes": group.peak_nbytes,
+                    "tensors_nbytes": tensors_nbytes,
+                    "cached_nbytes": known,
+                }
+            )
+        tell(str(rows[-1]))
+
+    for name in PEERS:
+        if LOADERS[name].absence() is None:
+            job = Job("bench.peers", name, str(source), str(converted), TP, RANK, 1, BEYOND_NBYTES)
+            run(LOADERS[name].title, lambda job=job: _load(job, expected, limit))
+    again = source.with_name("again")
+    for words in (
+        ("convert", source, "--tp", TP, "--output", again),
+        ("verify", converted, "--source", source),
+        ("restore", converted, "--output", restored),
+    ):
+        run(f"relayout {words[0]}", lambda words=words: _command(words, limit))
+    return rows
+
+
+def _resident(path: Path) -> int:
+    from relayout.storage.local.page_cache import resident_nbytes
+
+    with path.open("rb") as file:
+        return resident_nbytes(file.fileno(), 0, path.stat().st_size) or 0
+
+
+def _load(job: Job, expected: str, limit: float) -> str | None:
+    try:
+        measured = load_together([job], LOADERS[job.loader], lambda: None, limit=limit)
+    except Died as died:
+        return str(died)
+    return None if measured.digests == (expected,) else "loaded wrong bytes"
+
+
+def _command(words: tuple[object, ...], limit: float) -> str | None:
+    command = [sys.executable, "-m", "relayout", *map(str, words), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    return None if not done.returncode else f"exit status {done.returncode}: {done.stderr.strip()[-200:]}"
+
+
+def print_table(console: Console, rows: list[dict[str, Any]]) -> None:
+    """The rows."""
+    nbytes = rows[0]["tensors_nbytes"]
+    table = Table(title=f"one rank of {nbytes / 1e6:.0f} MB in a cgroup of {(nbytes + BEYOND_NBYTES) / 1e6:.0f} MB")
+    for heading in ("", "result", "own memory, MiB", "left in the page cache, MiB"):
+        table.add_column(heading, justify="right" if "MiB" in heading else "left")
+    for row in rows:
+        sizes = (f"{row[key] / 2**20:.0f}" for key in ("own_nbytes", "cached_nbytes"))
+        table.add_row(row["path"], row["failed"] or "works", *sizes)
+    console.print(table)

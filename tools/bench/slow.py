@@ -1,0 +1,190 @@
+"""`tools/run bench slow`: loads from slow storage, see `slow_storage.py`, and what went over its link."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from support import seaweedfs
+
+import relayout
+from bench import remote
+from bench.drive import total_nbytes
+from bench.peers import LOADERS
+from bench.slow_storage import Link, Slow, absence, slow_folder, slow_server
+from relayout.benchmark.job import Job
+from relayout.benchmark.machine import prepare, remember, touch_memory
+from relayout.benchmark.measure import expected_digests
+from relayout.benchmark.run import Died, load_together
+from relayout.storage.memory import available_nbytes
+
+TP = 8
+PEERS = {
+    "fuse": ("relayout", "relayout_plain", "get_slice", "load_file", "runai"),
+    "s3": ("relayout", "runai", "s3fs"),
+}
+"""By the kind of storage. load_file reads as engines do by default: every tensor whole, then it is cut."""
+DEFAULTS = {"fuse": ("0,1,10", "0"), "s3": ("1,20,80", "1,10")}
+"""Round trips in ms, and Gbit/s."""
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A checkpoint on storage that can be reached through a link."""
+
+    kind: str
+    source: Path
+    converted: Path
+    """Both on this machine."""
+    connect: Callable[[Link], Any]
+    """A context with what is reached through a link."""
+
+    def where(self, slow: Slow) -> tuple[str, str]:
+        """The plain and the converted checkpoint, through the link."""
+        root = slow.where if self.kind == "fuse" else f"s3://{remote.BUCKET}"
+        return f"{root}/{self.source.name}", f"{root}/{self.converted.name}"
+
+
+@contextmanager
+def fuse_place(scratch: Path, source: Path, tell: Tell) -> Iterator[Place]:
+    """A folder behind a FUSE file system."""
+    if (why := absence()) is not None:
+        raise SystemExit(why)
+    converted = source.with_name(f"tp{TP}")
+    tell(f"converting to {converted}")
+    relayout.convert(source, converted, tp=TP)
+    yield Place("fuse", source, converted, partial(slow_folder, source.parent, scratch / "mount"))
+
+
+@contextmanager
+def s3_place(scratch: Path, source: Path, tell: Tell) -> Iterator[Place]:
+    """A bucket of SeaweedFS."""
+    if (why := seaweedfs.absence()) is not None:
+        raise SystemExit(why)
+    with seaweedfs.running(scratch / "server") as server:
+        server.make_bucket(remote.BUCKET)
+        os.environ.update(server.environment | {"AWS_EC2_METADATA_DISABLED": "true"})
+        remote.publish(source, tell)
+        connect = partial(slow_server, int(server.url.rpartition(":")[2]))
+        yield Place("s3", source.with_name("plain"), source.with_name(f"tp{TP}"), connect)
+        os.environ.update(server.environment)
+
+
+PLACES = {"fuse": fuse_place, "s3": s3_place}
+
+
+def measure(
+    place: Place,
+    links: Iterable[Link],
+    groups: Iterable[int],
+    names: Iterable[str],
+    runs: int,
+    limit: float,
+    tell: Tell,
+) -> Iterator[dict[str, Any]]:
+    """Rows of the table: each loader in turns, over each link, with so many ranks at once."""
+    names = [name for name in names if LOADERS[name].absence() is None]
+    for link in links:
+        for num_ranks in groups:
+            turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+            for _ in range(runs):
+                for name in names:
+                    if not any("failed" in one for one in turns[name]):
+                        turns[name].append(_run(place, link, num_ranks, name, limit))
+                        tell(f"{link}, {num_ranks} ranks, {name}: {turns[name][-1]}")
+            for name, found in turns.items():
+                failed = next((one for one in found if "failed" in one), None)
+                figures = failed or {key: median_low([one[key] for one in found]) for key in found[0]}
+                yield {
+                    "storage": place.kind,
+                    "latency_ms": 1e3 * link.latency_seconds,
+                    "gbit_per_s": None if link.bytes_per_second is None else 8e-9 * link.bytes_per_second,
+                    "request_kib": link.request_nbytes // 1024 if place.kind == "fuse" else None,
+                    "direct": link.direct if place.kind == "fuse" else None,
+                    "ranks": num_ranks,
+                    "loader": LOADERS[name].title,
+                    "runs": len(found),
+                } | figures
+
+
+def _run(place: Place, link: Link, num_ranks: int, name: str, limit: float) -> dict[str, Any]:
+    with place.connect(link) as slow:
+        peer, local = LOADERS[name], place.kind == "fuse"
+        if not local:
+            os.environ["AWS_ENDPOINT_URL"] = slow.where
+            if name == "runai":
+                peer = replace(peer, environment=remote.RUNAI | {"RUNAI_STREAMER_S3_ENDPOINT": slow.where})
+        source, converted = place.where(slow)
+        expected = expected_digests(place.converted if local else converted)
+        ranks, memory = [3] if num_ranks == 1 else list(range(num_ranks)), available_nbytes() // 2 // num_ranks
+        jobs = [Job("bench.peers", name, source, converted, TP, rank, num_ranks, memory) for rank in ranks]
+        before = 0
+
+        def ready() -> None:
+            nonlocal before
+            if local:
+                files = [path for folder in (source, converted) for path in Path(folder).glob("*.safetensors")]
+                remember(path for folder in (place.source, place.converted) for path in folder.glob("*.safetensors"))
+                prepare([], files, cold=True, needed_nbytes=total_nbytes(place.source))
+            else:
+                touch_memory(2**30)
+            before = slow.sent_nbytes()
+
+        try:
+            measured = load_together(jobs, peer, ready, limit=limit)
+        except Died as died:
+            return {"failed": str(died)}
+        moved = slow.sent_nbytes() - before
+    if measured.digests != tuple(expected[rank] for rank in ranks):
+        return {"failed": "loaded wrong bytes"}
+    return {
+        "seconds": round(measured.seconds, 3),
+        "moved_over_needed": round(moved / measured.nbytes, 3),
+        "share_of_link": round(moved / measured.seconds / link.bytes_per_second, 3) if link.bytes_per_second else None,
+        "cpu_seconds": round(measured.cpu_seconds, 2),
+        "peak_minus_needed_nbytes": measured.peak_minus_needed_nbytes,
+    }
+
+
+def print_table(console: Console, rows: Iterable[dict[str, Any]]) -> None:
+    """The rows, with a line between settings."""
+    table = Table()
+    for heading in (
+        "storage",
+        "latency, ms",
+        "Gbit/s",
+        "ranks",
+        "loader",
+        "s",
+        "moved / needed",
+        "of the link",
+        "CPU s",
+    ):
+        table.add_column(heading, justify="left" if heading in ("storage", "loader") else "right")
+    table.add_column("beyond tensors, MiB", justify="right")
+    before: Any = None
+    for row in rows:
+        setting = [row[key] for key in ("storage", "latency_ms", "gbit_per_s", "ranks")]
+        if before not in (None, setting):
+            table.add_section()
+        before = setting
+        kind = row["storage"] if row["direct"] is not False else f"{row['storage']}, no O_DIRECT"
+        cells = [kind, *(f"{value:g}" if value is not None else "-" for value in setting[1:]), row["loader"]]
+        if "failed" in row:
+            table.add_row(*cells, row["failed"])
+            continue
+        share = "-" if row["share_of_link"] is None else f"{row['share_of_link']:.2f}"
+        over = f"{row['peak_minus_needed_nbytes'] / 2**20:.0f}"
+        table.add_row(
+            *cells, f"{row['seconds']:.2f}", f"{row['moved_over_needed']:.2f}", share, f"{row['cpu_seconds']:.1f}", over
+        )
+    console.print(table)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.slow_storage import Link, absence, slow_folder
 from support.loader_fixtures import assert_equal, mlp_model
 from support.page_cache import opened
+from support.slow_storage import Link, absence, slow_folder
 
 import relayout
 from relayout.loader.diagnose.doctor import diagnose

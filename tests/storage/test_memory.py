@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.memory import new_group
+from support.cgroups import new_group
 
 from relayout.conversion.copy import share_memory
 from relayout.storage import memory

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from support import seaweedfs
+from support.slow_storage import Link
 
 import bench
 import relayout
@@ -26,7 +27,6 @@ from bench import remote as remotes
 from bench import slow as slows
 from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import LOADERS
-from bench.slow_storage import Link
 from relayout.benchmark.machine import describe
 from relayout.benchmark.made import layers_of, write_llama
 from relayout.benchmark.verdict import verdict, warnings_of

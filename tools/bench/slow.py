@@ -1,4 +1,4 @@
-"""`tools/run bench slow`: loads from slow storage, see `slow_storage.py`, and what went over its link."""
+"""`tools/run bench slow`: loads from slow storage, see `support/slow_storage.py`, and what went over its link."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from support import seaweedfs
+from support.slow_storage import Link, Slow, absence, slow_folder, slow_server
 
 import relayout
 from bench import remote
 from bench.drive import total_nbytes
 from bench.peers import LOADERS
-from bench.slow_storage import Link, Slow, absence, slow_folder, slow_server
 from relayout.benchmark.job import Job
 from relayout.benchmark.machine import prepare, remember, touch_memory
 from relayout.benchmark.measure import expected_digests

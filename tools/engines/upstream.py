@@ -26,7 +26,7 @@ def try_patch(environment: Environment) -> str:
         for file in (UPSTREAM / "vllm").rglob("*.py"):
             shutil.copy(file, tree / file.relative_to(UPSTREAM))
         for line in (UPSTREAM / "register.patch").read_text().splitlines():
-            if line.startswith("+++ b/"):
+            if line.startswith("+++ b/vllm/"):
                 changed = tree / line.removeprefix("+++ b/")
                 content = changed.read_bytes()
                 changed.unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from relayout import __version__
@@ -13,6 +12,7 @@ from relayout.conversion.layout import Conversion, HeaderBuilder, RankFile, is_s
 from relayout.conversion.side_files import copy_side_file
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
 from relayout.core.extents import Transfer
+from relayout.core.workers import each
 from relayout.format.arena import place, plan_arena
 from relayout.format.chunks import CHUNKS_NAME, DIGESTED_NBYTES
 from relayout.format.index import (
@@ -149,8 +149,7 @@ def with_sha256(staging: Staging, files: Sequence[IndexedFile], threads: int) ->
     def hashed(file: IndexedFile) -> IndexedFile:
         return replace(file, sha256=sha256_hex(staging.open(file.name, file.nbytes)))
 
-    with ThreadPoolExecutor(threads) as pool:
-        return tuple(pool.map(hashed, files))
+    return tuple(each(hashed, files, threads))
 
 
 @dataclass(frozen=True, slots=True)

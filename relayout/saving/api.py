@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -112,8 +112,6 @@ def save(
     """
     saving = Saving(
         output=output,
-        files={} if config is None else files_of(config),
-        index=None,
         max_shard_nbytes=size(max_shard_size, "max_shard_size"),
         force=force,
         threads=integer(threads, "threads"),
@@ -121,20 +119,34 @@ def save(
         progress=progress,
         options=options,
     )
-    return saving.start(
-        lambda: {name: HeldTensor.of(name, tensor) for name, tensor in tensors.items()}, group, background
-    )
+
+    def hold(is_first: bool) -> Held:
+        files = files_of(config) if is_first and config is not None else {}
+        return Held({name: HeldTensor.of(name, tensor) for name, tensor in tensors.items()}, files)
+
+    return saving.start(hold, group, background)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process gives to a save."""
+
+    tensors: Mapping[str, HeldTensor]
+    files: Mapping[str, bytes]
+    """Small files beside the weights; of a group, those of the first member count."""
+    index: Index | None = None
+    """None: by the order of the tensors, and `max_shard_nbytes`."""
+
+    def on_host(self) -> Held:
+        """With copies of the tensors in host memory."""
+        return replace(self, tensors={name: one.on_host() for name, one in self.tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A save, but for the tensors."""
+    """A save, but for what the processes give."""
 
     output: str | os.PathLike[str]
-    files: Mapping[str, bytes]
-    """Small files beside the weights."""
-    index: Index | None
-    """None: by the order of the tensors, and `max_shard_nbytes`."""
     max_shard_nbytes: int
     force: bool
     threads: int
@@ -143,33 +155,39 @@ class Saving:
     options: PlanOptions
 
     def start(
-        self, hold: Callable[[], Mapping[str, HeldTensor]], group: ProcessGroup | None, background: bool
+        self, hold: Callable[[bool], Held], group: ProcessGroup | None, background: bool
     ) -> Summary | Future[Summary]:
-        """Save what this process holds, which `hold` finds out; the rest as for `save`."""
+        """Save what `hold` gives, told whether this process is the first of its group; the rest as for `save`.
+
+        An error of `hold` is raised by all members.
+        """
         line = _Line() if group is None else _line_of(group)
         if not background:
             line.wait()
             return self._run(hold, line.group)
         try:
-            copied = {name: one.on_host() for name, one in hold().items()}
-        except Exception as error:
+            copied = hold(line.is_first).on_host()
+        except BaseException as error:
             failed = error  # The other members are told, in their line.
-            return line.begin(partial(self._run, partial(_raise, failed), line.group))
-        return line.begin(partial(self._run, lambda: copied, line.group))
+            future = line.begin(partial(self._run, partial(_raise, failed), line.group))
+            if isinstance(error, Exception):
+                return future
+            raise
+        return line.begin(partial(self._run, lambda _: copied, line.group))
 
-    def _run(self, hold: Callable[[], Mapping[str, HeldTensor]], group: ProcessGroup | None) -> Summary:
-        return self._alone(hold()) if group is None else self._together(hold, Group(group))
+    def _run(self, hold: Callable[[bool], Held], group: ProcessGroup | None) -> Summary:
+        return self._alone(hold(True)) if group is None else self._together(hold, Group(group))
 
-    def _alone(self, held: Mapping[str, HeldTensor]) -> Summary:
-        heads, shards, index = self._shards([one.head for one in held.values()])
-        tensors = [held[head.name] for head in heads]
+    def _alone(self, held: Held) -> Summary:
+        heads, shards, index = self._shards([one.head for one in held.tensors.values()], held.index)
+        tensors = [held.tensors[head.name] for head in heads]
         Holders(heads, _boxes(heads, [[one.part for one in tensors]])).check()
 
         def fill(file: str, extent: Extent, view: memoryview) -> None:
             for t, part, position in shards[file].parts(extent):
                 view[position : position + part.nbytes] = tensors[t].bytes_of(part).data
 
-        planned = self._planned(MemoryFolder({**self.files, **index}, shards, fill, os.urandom(16).hex()))
+        planned = self._planned(MemoryFolder({**held.files, **index}, shards, fill, os.urandom(16).hex()))
         return carry_out(
             planned,
             force=self.force,
@@ -179,16 +197,17 @@ class Saving:
             resumable=False,
         )
 
-    def _together(self, hold: Callable[[], Mapping[str, HeldTensor]], group: Group) -> Summary:
+    def _together(self, hold: Callable[[bool], Held], group: Group) -> Summary:
         try:
-            held = hold()
-            token, files = group.all_gather((os.urandom(16).hex(), self.files if group.index == 0 else {}))[0]
+            given = hold(group.index == 0)
+            held = given.tensors
+            token, files = group.all_gather((os.urandom(16).hex(), given.files))[0]
             with group.collective():
-                heads, shards, index = self._shards(_union(held, group))
+                heads, shards, index = self._shards(_union(held, group), given.index)
                 holders = Holders(heads, _boxes(heads, _parts(held, heads, group)))
                 holders.check()
                 threads, chunk_nbytes = share_memory(self.threads, self.memory)
-                nbytes = max(chunk_nbytes, min(_ROUND_NBYTES, _SENT_NBYTES // group.num_members))
+                nbytes = min(_ROUND_NBYTES, _SENT_NBYTES // group.num_members)
                 mine = {t: held[head.name] for t, head in enumerate(heads) if head.name in held}
                 exchange = Exchange(group, holders, mine, shards, nbytes)
                 planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token))
@@ -203,28 +222,31 @@ class Saving:
             token=token,
             force=self.force,
             threads=threads,
-            chunk_nbytes=min(chunk_nbytes, nbytes // self.threads),
+            chunk_nbytes=min(chunk_nbytes, nbytes // threads),
             progress=self.progress,
         )
 
-    def _shards(self, heads: Sequence[TensorHead]) -> tuple[list[TensorHead], dict[str, Shard], dict[str, bytes]]:
+    def _shards(
+        self, heads: Sequence[TensorHead], groups: Index | None
+    ) -> tuple[list[TensorHead], dict[str, Shard], dict[str, bytes]]:
         """The tensors in model order, as the checkpoint has them; the shards by name; the index.json if there is one.
 
         Args:
             heads: in the order in which shards are filled.
+            groups: None: by that order, and `max_shard_nbytes`.
 
         Raises:
             PlanError: there are none.
         """
         if not heads:
             raise PlanError("no tensors to save", code="missing")
-        if self.index is None:
+        if groups is None:
             shared_out = share_out([head.nbytes for head in heads], self.max_shard_nbytes)
             names = [[heads[t].name for t in tensors] for tensors in shared_out]
             num_parameters = sum(prod(head.shape) for head in heads)
             totals = {"total_parameters": num_parameters, "total_size": sum(head.nbytes for head in heads)}
         else:
-            names, totals = list(map(list, self.index.shards)), dict(self.index.metadata)
+            names, totals = list(map(list, groups.shards)), dict(groups.metadata)
         ordered = sorted(heads, key=lambda head: (model_order(head.name), head.name))
         position = {head.name: t for t, head in enumerate(ordered)}
         stored = [in_stored_order(ordered, [position[name] for name in group]) for group in names]
@@ -235,7 +257,7 @@ class Saving:
         return plan_checkpoint(read_source(folder), find_store(self.output), **self.options)
 
 
-def _raise(error: Exception) -> NoReturn:
+def _raise(error: BaseException, _: bool) -> NoReturn:
     raise error
 
 
@@ -245,6 +267,7 @@ class _Line:
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
         """Of the same processes as the caller's, for messages from host memory that meet no others."""
+        self.is_first = group is None or Group(group).index == 0
         self._executor = ThreadPoolExecutor(1, "relayout-save")
         self._last: Future[Summary] | None = None
 

@@ -58,11 +58,14 @@ class Holders:
         Raises:
             PlanError: elements are missing, or boxes overlap in part.
         """
+        overlapping = {box for box in set(self.boxes) if _overlap(box)}
         for head, box in zip(self.heads, self.boxes, strict=True):
             if sum(box.sizes) != head.nbytes:
                 what = f"{sum(box.sizes)} of {head.nbytes} bytes were given"
                 advice = "all processes that hold a part of it must save together, in one `group`"
                 raise PlanError(f"{what}: {advice}", tensor=head.name, code="missing")
+            if box in overlapping:
+                raise PlanError("the members hold parts that overlap", tensor=head.name, code="unsupported")
 
     def sent(self, piece: Piece, wanted: Sequence[Transfer], sender: int, receiver: int) -> Iterator[Transfer]:
         """What a member sends of bytes that another wants: transfers from the tensor to the sender's box."""
@@ -146,8 +149,7 @@ class Exchange:
             for one, buffer in zip(ranges, buffers, strict=True)
             for t, part, position in self._shards[one.file].parts(Extent(one.offset, one.nbytes))
         ]
-        asked: list[tuple[list[Piece], bool]] = self._group.all_gather(([piece for piece, _, _ in places], is_last))
-        received: list[list[tuple[Transfer, Bytes, int]]] = [[] for _ in asked]
+        received: list[list[tuple[Transfer, Bytes, int]]] = [[] for _ in range(self._group.num_members)]
         for piece, buffer, origin in places:
             for sender in self._holders.senders(piece.tensor, me):
                 for part in self._holders.sent(piece, wanted(me, piece.tensor), sender, me):
@@ -155,6 +157,7 @@ class Exchange:
                         self._held[piece.tensor].copy(part, buffer, origin + part.source, part.source_stride)
                     else:
                         received[sender].append((part, buffer, origin))
+        asked: list[tuple[list[Piece], bool]] = self._group.all_gather(([piece for piece, _, _ in places], is_last))
         self._swap([[] if other == me else pieces for other, (pieces, _) in enumerate(asked)], received, wanted)
         with self._lock:
             for one, buffer in zip(ranges, buffers, strict=True):
@@ -182,17 +185,37 @@ class Exchange:
         sent_sizes = [sum(part.total_nbytes for _, part in parts) for parts in to_send]
         received_sizes = [sum(part.total_nbytes for part, _, _ in parts) for parts in received]
         sent, arrived = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (sent_sizes, received_sizes))
-        position, memory = 0, sent.numpy()
-        for t, part in chain.from_iterable(to_send):
-            self._held[t].copy(part, memory, position, _packed(part))
-            position += part.total_nbytes
+        failed: BaseException | None = None
+        try:
+            position, memory = 0, sent.numpy()
+            for t, part in chain.from_iterable(to_send):
+                self._held[t].copy(part, memory, position, _packed(part))
+                position += part.total_nbytes
+        except BaseException as error:  # The others wait in this exchange, and hear of it in the next round.
+            failed = error
         self._group.exchange(sent, sent_sizes, arrived, received_sizes)
+        if failed is not None:
+            try:
+                raise failed
+            finally:
+                del failed  # Breaks the cycle of error, traceback and this frame.
         position, memory = 0, arrived.numpy()
         for part, buffer, origin in chain.from_iterable(received):
             stride = part.source_stride
             moved = Transfer(position, origin + part.source, part.nbytes, part.count, _packed(part), stride)
             copy_runs(memory, buffer, moved)
             position += part.total_nbytes
+
+
+def _overlap(box: CutTensor) -> bool:
+    """Whether two of the distinct parts have elements in common."""
+    parts = [part for part, nbytes in zip(box.cut.distinct, box.sizes, strict=True) if nbytes]
+    starts = np.array([part.starts(len(box.shape)) for part in parts])
+    ends = starts + np.array([part.shape(box.shape) for part in parts])
+    return any(
+        bool(np.any(np.all((starts[:index] < end) & (start < ends[:index]), axis=1)))
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+    )
 
 
 def _packed(part: Transfer) -> int:

@@ -68,7 +68,7 @@ class HeldTensor:
             data = data[0]
         row = prod(data.shape[1:]) * data.element_size()
         first, end = extent.offset // row, -(-extent.end // row)
-        rows = data[first:end].to("cpu").contiguous().view(torch.uint8).reshape(-1)
+        rows = data[first:end].to("cpu").resolve_conj().contiguous().view(torch.uint8).reshape(-1)
         low = extent.offset - first * row
         found: Bytes = rows.numpy()[low : low + extent.nbytes]
         return found

@@ -25,7 +25,7 @@ from relayout.core.arguments import integer, size
 from relayout.core.slices import NOT_HELD, Range, Slice
 from relayout.errors import PlanError
 from relayout.progress import Progress
-from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Index, Saving, files_of
+from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Index, Saving, files_of
 from relayout.saving.held import HeldTensor
 from relayout.saving.shards import SINGLE_NAME, TensorHead
 
@@ -63,19 +63,18 @@ def save_pretrained(
     from torch import distributed
 
     is_distributed = distributed.is_initialized() and distributed.get_world_size() > 1
-    is_first = not is_distributed or distributed.get_rank() == 0
-    state = _state_of(model)
-    views, index = _checkpoint_of(model, state, size(max_shard_size, "max_shard_size"))
+    max_shard_nbytes = size(max_shard_size, "max_shard_size")
 
-    def hold() -> dict[str, HeldTensor]:
+    def hold(is_first: bool) -> Held:
+        state = _state_of(model)
+        views, index = _checkpoint_of(model, state, max_shard_nbytes)
         whole = {name: HeldTensor.of(name, tensor) for name, tensor in state.items()}
-        return {name: view.of(name, whole[view.origin]) for name, view in views.items()}
+        tensors = {name: view.of(name, whole[view.origin]) for name, view in views.items()}
+        return Held(tensors, _small_files(model) if is_first else {}, index)
 
     saving = Saving(
         output=output,
-        files=_small_files(model) if is_first else {},
-        index=index,
-        max_shard_nbytes=0,
+        max_shard_nbytes=max_shard_nbytes,
         force=force,
         threads=integer(threads, "threads"),
         memory=size(memory, "memory"),

@@ -52,8 +52,8 @@ def save_together(
         FormatError, PlanError, OSError, MemoryError: as `relayout.save`, on any member. The output is as it was.
     """
     started = time.monotonic()
-    if planned.has_whole:
-        raise PlanError("layout='whole' is not written by a group: choose 'ranks'", code="unsupported")
+    if planned.has_whole or not planned.has_all:
+        raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
     shared, part, num_members = f"{LIVE}{token}", f"member-{group.index}", group.num_members
     shares = [planned.only(ranks) if ranks else None for ranks in shares_of(planned.plan.num_ranks, num_members)]
     modes = output_modes(planned.source)

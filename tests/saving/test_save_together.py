@@ -98,7 +98,11 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("options", "PlanError", "the members of the group save with different options"),
         ("dtypes", "PlanError", "expected BF16"),
         ("sums", "PlanError", "a DTensor with partial sums"),
-        ("layout", "PlanError", "layout='whole' is not written by a group"),
+        ("layout", "PlanError", "a group writes all ranks, and layout='ranks'"),
+        ("ranks", "PlanError", "a group writes all ranks, and layout='ranks'"),
+        ("overlap", "PlanError", "parts that overlap"),
+        ("config", "FileNotFoundError", "nothing"),
+        ("copy", "RuntimeError", "the device is on fire"),
         ("full", "OSError", "No space left on device"),
     ],
 )
@@ -108,8 +112,18 @@ def test_what_fails_one_fails_all(seen: list[dict[str, Any]], case: str, kind: s
         assert what in message
 
 
+def test_only_the_first_member_reads_the_configuration(seen: list[dict[str, Any]]) -> None:
+    assert [member["config-of-one"] for member in seen] == [None] * NUM_MEMBERS
+
+
+def test_an_interruption_before_a_save_in_the_background_is_heard_of(seen: list[dict[str, Any]]) -> None:
+    assert seen[2]["interrupted"] == ["KeyboardInterrupt", ""]
+    for kind, message in (member["interrupted"] for member in seen if member is not seen[2]):
+        assert (kind, "member 2 of the group failed: KeyboardInterrupt" in message) == ("RuntimeError", True)
+
+
 def test_nothing_is_left_of_a_save_that_failed(place: Path, seen: list[dict[str, Any]]) -> None:
-    for case in ("missing", "options", "dtypes", "sums", "whole", "killed"):
+    for case in ("missing", "options", "dtypes", "sums", "whole", "overlap", "config", "copy", "interrupted", "killed"):
         assert not (place / case).exists()
     assert [member["after"] for member in seen] == [None] * NUM_MEMBERS
     assert weights(place / "full") == converted(place, "llama", 4)

@@ -671,6 +671,15 @@ def test_parts_that_a_killed_process_has_left_are_deleted(there: Ground) -> None
     assert beside(store) == []
 
 
+def test_parts_that_a_killed_process_has_left_do_not_stop_a_conversion(there: Ground) -> None:
+    store = there.store("out")
+    add(store, LIVE + "one", "a", first=b"1")
+    with store.stage(OLDER, replace=False, modes=Modes()) as staging:
+        assert staging.names() == []
+        staging.put(MARKER, [b"done"])
+    assert beside(store) == []
+
+
 def test_units_of_a_conversion_are_not_deleted_for_parts(there: Ground) -> None:
     store = there.store("out")
     add(store, "one", "a", first=b"1")

@@ -77,17 +77,19 @@ class Seen:
         try:
             save()
             self._cases[name] = None
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             self._cases[name] = [type(error).__name__, str(error)]
         self._file.write_text(json.dumps(self._cases))
 
 
 def _member(folder: Path, number: int) -> None:
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     import relayout
+    from relayout.saving.held import HeldTensor
 
     join(folder, number)
     world = dist.group.WORLD
@@ -134,6 +136,19 @@ def _member(folder: Path, number: int) -> None:
         seen.case("full", save("full", parts))
     seen.case("after", save("full", parts))
     seen.case("layout", save("whole", parts, layout="whole"))
+    seen.case("ranks", save("whole", parts, ranks="1-2"))
+    missing = folder / "nothing"
+    seen.case("config", save("config", parts, config=missing if number == 0 else folder / "llama"))
+    seen.case("config-of-one", save("config-of-one", parts, config=folder / "llama" if number == 0 else missing))
+    # As many elements as the tensor has, but not all of them: rows 0 to 4, 2 to 4, and 4 to 6 of 8.
+    eight = torch.arange(8.0)
+    halves = distribute_tensor(eight, square, [Shard(0), Replicate()])
+    quarters = distribute_tensor(eight, line, [Shard(0)])
+    seen.case("overlap", save("overlap", [{"x": halves}, {"x": quarters}, {"x": quarters}, {}][number]))
+    with _failing(HeldTensor, "copy", RuntimeError("the device is on fire")) if number == 1 else _nothing():
+        seen.case("copy", save("copy", parts, tp=1))  # This member only sends.
+    with _failing(HeldTensor, "on_host", KeyboardInterrupt()) if number == 2 else _nothing():
+        seen.case("interrupted", lambda: save("interrupted", parts, background=True)().result())
     if url := os.environ.get("SAVE_URL"):
         seen.case("store", lambda: relayout.save(parts, url, tp=4, config=folder / "llama", group=world))
     if number == 3:
@@ -144,6 +159,21 @@ def _member(folder: Path, number: int) -> None:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
+
+
+@contextmanager
+def _failing(kind: type, method: str, error: BaseException) -> Iterator[None]:
+    """A method that fails."""
+    true = getattr(kind, method)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    setattr(kind, method, fail)
+    try:
+        yield
+    finally:
+        setattr(kind, method, true)
 
 
 @contextmanager

@@ -137,11 +137,7 @@ class CloudStaging:
             FormatError: an object has the name of a record, and is none.
         """
         output = self._output
-        units = [name for name in output.record_names() if name.startswith((records.UNITS, records.UNIT_UPLOADS))]
-        if units and not replace:
-            what = "holds units of other processes: --commit publishes them, --force discards them"
-            raise PlanError(what, path=str(output), code="exists")
-        if units:
+        if self._has_units(replace=replace):
             done = len(output.read_all(records.UNITS, Unit))
             output.read_all(records.UNIT_UPLOADS, Begun)
             what = f"--force discards {done} units that other processes have converted, and those in progress"
@@ -150,6 +146,19 @@ class CloudStaging:
             if name != _claim(file.name):
                 raise FormatError("is not the record that its name implies", path=f"{self.location}/{name}")
             self._complete[file.name], self._records[file.name] = file, name
+
+    def _has_units(self, *, replace: bool) -> bool:
+        """Whether there are units, complete or not. Those of a `LIVE` name are left of processes that had the lease.
+
+        Raises:
+            PlanError: there are, and `replace` is not set.
+        """
+        names = self._output.record_names(records.UNITS) + self._output.record_names(records.UNIT_UPLOADS)
+        units = [name for name in names if not name.partition("/")[2].startswith(LIVE)]
+        if units and not replace:
+            what = "holds units of other processes: --commit publishes them, --force discards them"
+            raise PlanError(what, path=str(self._output), code="exists")
+        return bool(units)
 
     def refuse_conversion(self) -> None:
         """Check that there is no interrupted conversion without units, whose uploads would be lost.
@@ -186,10 +195,7 @@ class CloudStaging:
         """
         if not replace:
             self.refuse_conversion()
-        left = self._output.record_names(records.UNITS) + self._output.record_names(records.UNIT_UPLOADS)
-        if not replace and not all(name.partition("/")[2].startswith(LIVE) for name in left):
-            what = "holds units of other processes: --commit publishes them, --force discards them"
-            raise PlanError(what, path=str(self._output), code="exists")
+        self._has_units(replace=replace)
         self._awaited = shared
         self.clear()
 

@@ -62,7 +62,7 @@ def converted(place: Path, name: str, tp: int) -> dict[str, bytes]:
 CASES = {
     **{f"{name}-fsdp": (name, 4) for name in NAMES},
     **{f"{name}-fsdp-tp": (name, 2) for name in NAMES},
-    **{"pipeline": ("llama", 4), "replicas": ("llama", 8), "one-rank": ("llama", 1)},
+    **{"pipeline": ("llama", 4), "pairs": ("llama", 4), "replicas": ("llama", 8), "one-rank": ("llama", 1)},
     **{"background": ("llama", 4), "behind": ("llama", 4)},
 }
 
@@ -101,6 +101,7 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("layout", "PlanError", "a group writes all ranks, and layout='ranks'"),
         ("ranks", "PlanError", "a group writes all ranks, and layout='ranks'"),
         ("overlap", "PlanError", "parts that overlap"),
+        ("strided", "PlanError", "parts that overlap"),
         ("config", "FileNotFoundError", "nothing"),
         ("copy", "RuntimeError", "the device is on fire"),
         ("full", "OSError", "No space left on device"),

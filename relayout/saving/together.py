@@ -64,16 +64,23 @@ def save_together(
             with group.collective():
                 if group.index == 0:
                     planned.output.check_output(planned.source.root, CONVERTED, force=force)
-                    staged = planned.output.stage(CONVERTED, replace=force, modes=modes, shared=shared)
-                    staging = stack.enter_context(staged)
+                    whole = planned.output.stage(CONVERTED, replace=force, modes=modes, shared=shared)
+                    staging = stack.enter_context(whole)
                     if sha256 and not staging.can_read:
                         what = "cannot read files before they are published: save without sha256"
                         raise PlanError(what, path=str(planned.output), code="option")
                     staging.check_space(needed_nbytes(planned))
-            with planned.output.stage_part(CONVERTED, shared, part, replace=True, modes=modes) as own:
+            with ExitStack() as adding:
+                staged = planned.output.stage_part(CONVERTED, shared, part, replace=True, modes=modes)
+                own = adding.enter_context(staged)
                 with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
                     written = _write(planned, shares, exchange, group, own, threads, chunk_nbytes, report)
-                with Journal(own, fingerprint_of(planned), append=False, name=part) as journal:
+                # If this fails, the first member deletes all parts: when all have been added.
+                with (
+                    group.collective(),
+                    adding.pop_all(),
+                    Journal(own, fingerprint_of(planned), append=False, name=part) as journal,
+                ):
                     journal.add(written)
             sources = _hash_sources(planned, exchange, group, chunk_nbytes)
             gathered = group.all_gather((written, sources))

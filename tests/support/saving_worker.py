@@ -90,6 +90,7 @@ def _member(folder: Path, number: int) -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     import relayout
+    from relayout.conversion.journal import Journal
     from relayout.saving.held import HeldTensor
 
     join(folder, number)
@@ -159,6 +160,8 @@ def _member(folder: Path, number: int) -> None:
     seen.case("strided", save("overlap", {"x": DTensor.from_local(pieces, square, both, **place)}))
     with _failing(HeldTensor, "copy", RuntimeError("the device is on fire")) if number == 1 else _nothing():
         seen.case("copy", save("copy", parts, tp=1))  # This member only sends.
+    with _failing(Journal, "add", OSError(errno.EIO, "the drive is on fire")) if number == 0 else _nothing():
+        seen.case("notes", save("notes", parts))
     with _failing(HeldTensor, "on_host", KeyboardInterrupt()) if number == 2 else _nothing():
         seen.case("interrupted", lambda: save("interrupted", parts, background=True)().result())
     if url := os.environ.get("SAVE_URL"):

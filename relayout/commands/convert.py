@@ -14,7 +14,7 @@ from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTE
 from relayout.conversion.run import ConversionPlan, Summary
 from relayout.core.arguments import integer, size
 from relayout.core.digests import DigestAlgorithm
-from relayout.errors import PlanError, shown
+from relayout.errors import PlanError, did_you_mean, shown
 from relayout.format.index import RANKS, WHOLE_TENSORS
 from relayout.planning import find_plan
 from relayout.plans.plan import Plan
@@ -132,7 +132,11 @@ def _layout_of(options: PlanOptions) -> tuple[int, int, int, str, DigestAlgorith
 
     Raises:
         PlanError: one is invalid.
+        TypeError: there is no such option.
     """
+    if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
+        advice = did_you_mean(unknown[0], PlanOptions.__annotations__)
+        raise TypeError(f"{shown(unknown[0])} is no option of a conversion{advice}")
     tp = integer(options.get("tp", 1), "tp")
     alignment = size(options.get("align", DEFAULT_ALIGNMENT), "align")
     max_part_nbytes = size(options.get("max_part_nbytes", DEFAULT_MAX_PART_NBYTES), "max_part_nbytes")

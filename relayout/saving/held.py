@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from relayout.core.extents import Extent, Transfer
-from relayout.core.slices import WHOLE, Slice
+from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.core.strided import Bytes, copy_runs
 from relayout.errors import PlanError
 from relayout.format.safetensors import LENGTH_NBYTES
@@ -92,6 +92,8 @@ def _shard_of(name: str, tensor: Any) -> tuple[Slice, torch.Tensor]:
 
     if any(placement.is_partial() for placement in tensor.placements):
         raise PlanError(f"a DTensor with partial sums ({tensor.placements})", tensor=name, code="unsupported")
+    if tensor.device_mesh.get_coordinate() is None:
+        return NOT_HELD, tensor.detach().to_local()
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.detach().to_local()
     if tuple(local.shape) != tuple(sizes):

@@ -13,7 +13,7 @@ import xxhash
 from relayout.checkpoint.converted import CONVERTED
 from relayout.conversion.copy import run_unit
 from relayout.conversion.jobs import complete_parts
-from relayout.conversion.journal import Journal, TensorDigests, Written
+from relayout.conversion.journal import Journal, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import ConversionPlan, Summary, needed_nbytes, summary_of
@@ -24,7 +24,7 @@ from relayout.core.coalesce import split
 from relayout.core.digests import EMPTY_DIGEST
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import CutTensor
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group
 from relayout.progress import Progress, reporting
 from relayout.saving.exchange import Exchange, Range
@@ -54,7 +54,7 @@ def save_together(
     started = time.monotonic()
     if planned.has_whole or not planned.has_all:
         raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
-    shared, part, num_members = f"{LIVE}{token}", f"member-{group.index}", group.num_members
+    shared, part, num_members = f"{LIVE}{token}", _part_name(group.index), group.num_members
     shares = [planned.only(ranks) if ranks else None for ranks in shares_of(planned.plan.num_ranks, num_members)]
     modes = output_modes(planned.source)
     try:
@@ -63,25 +63,49 @@ def save_together(
             with group.collective():
                 if group.index == 0:
                     planned.output.check_output(planned.source.root, CONVERTED, force=force)
-                    staged = planned.output.stage(CONVERTED, replace=force, modes=modes, shared=shared)
-                    staging = stack.enter_context(staged)
+                    whole = planned.output.stage(CONVERTED, replace=force, modes=modes, shared=shared)
+                    staging = stack.enter_context(whole)
                     staging.check_space(needed_nbytes(planned))
-            with planned.output.stage_part(CONVERTED, shared, part, replace=True, modes=modes) as own:
+            with ExitStack() as adding:
+                staged = planned.output.stage_part(CONVERTED, shared, part, replace=True, modes=modes)
+                own = adding.enter_context(staged)
                 with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
                     written = _write(planned, shares, exchange, group, own, threads, chunk_nbytes, report)
-                with Journal(own, fingerprint_of(planned), append=False, name=part) as journal:
+                # If this fails, the first member deletes all parts: when all have been added.
+                with (
+                    group.collective(),
+                    adding.pop_all(),
+                    Journal(own, fingerprint_of(planned), append=False, name=part) as journal,
+                ):
                     journal.add(written)
             sources = _hash_sources(planned, exchange, group, chunk_nbytes)
-            gathered = group.all_gather((written, sources))
+            hashed = group.all_gather(sources)
             with group.collective():
                 if staging is not None:
                     staging.take_parts()
-                    complete_parts(staging, planned, _merged(planned, shares, gathered))
+                    parts = [_noted(staging, member) for member in range(num_members)]
+                    complete_parts(staging, planned, _merged(planned, shares, parts, hashed))
                     stack.close()  # Publishes.
             return summary_of(planned, 0, time.monotonic() - started)
     except BaseException as error:
         group.fail(error)
         raise
+
+
+def _part_name(member: int) -> str:
+    return f"member-{member}"
+
+
+def _noted(staging: Staging, member: int) -> Written:
+    """What a member has written, by the notes of its part.
+
+    Raises:
+        FormatError: there are none.
+    """
+    journal = read_journal(staging, _part_name(member))
+    if journal is None:
+        raise FormatError("a part was deleted while it was saved", path=staging.location, code="missing")
+    return journal[1]
 
 
 def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
@@ -180,14 +204,17 @@ def _holder_of_whole(tensor: CutTensor) -> int | None:
 
 
 def _merged(
-    planned: ConversionPlan, shares: Sequence[Conversion | None], gathered: Sequence[tuple[Written, Mapping[int, str]]]
+    planned: ConversionPlan,
+    shares: Sequence[Conversion | None],
+    parts: Sequence[Written],
+    hashed: Sequence[Mapping[int, str]],
 ) -> Written:
     """What all members have written, as one conversion has it."""
-    sources = {t: digest for _, hashed in gathered for t, digest in hashed.items()}
+    sources = {t: digest for digests in hashed for t, digest in digests.items()}
     number_of = {file.name: number for number, file in enumerate(planned.layout.files)}
     by_rank: dict[int, tuple[Conversion, Sequence[TensorDigests]]] = {}
     chunks: dict[int, bytes] = {}
-    for share, (written, _) in zip(shares, gathered, strict=True):
+    for share, written in zip(shares, parts, strict=True):
         if share is not None:
             by_rank |= dict.fromkeys(share.ranks, (share, digests_of_all(share, written.tensors)))
             names = [file.name for file in share.layout.files]

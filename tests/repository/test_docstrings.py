@@ -10,7 +10,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 from support.signing import make_keys
 from support.training import next_step
 
@@ -78,6 +81,17 @@ def test_help_shows_each_option_of_a_conversion(function: Any) -> None:
 def test_a_wrong_argument_is_what_python_calls_a_value_error() -> None:
     with pytest.raises(ValueError, match="align"):
         relayout.plan_conversion("llama-3.1-8b", align=3)
+
+
+def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
+    save_file({"x": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    what = "'expert_paralel' is no option of a conversion; did you mean 'expert_parallel'"
+    wrong: Any = {"expert_paralel": True}
+    with pytest.raises(TypeError, match=what):
+        relayout.convert(tmp_path / "model.safetensors", tmp_path / "out", **wrong)
+    with pytest.raises(TypeError, match=what):
+        relayout.save({"x": torch.ones(2)}, tmp_path / "out", **wrong)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_dir_shows_what_is_public_and_nothing_else() -> None:

@@ -62,7 +62,7 @@ def converted(place: Path, name: str, tp: int) -> dict[str, bytes]:
 CASES = {
     **{f"{name}-fsdp": (name, 4) for name in NAMES},
     **{f"{name}-fsdp-tp": (name, 2) for name in NAMES},
-    **{"pipeline": ("llama", 4), "replicas": ("llama", 8), "one-rank": ("llama", 1)},
+    **{"pipeline": ("llama", 4), "pairs": ("llama", 4), "replicas": ("llama", 8), "one-rank": ("llama", 1)},
     **{"background": ("llama", 4), "behind": ("llama", 4)},
 }
 
@@ -101,8 +101,10 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("layout", "PlanError", "a group writes all ranks, and layout='ranks'"),
         ("ranks", "PlanError", "a group writes all ranks, and layout='ranks'"),
         ("overlap", "PlanError", "parts that overlap"),
+        ("strided", "PlanError", "parts that overlap"),
         ("config", "FileNotFoundError", "nothing"),
         ("copy", "RuntimeError", "the device is on fire"),
+        ("notes", "OSError", "the drive is on fire"),
         ("full", "OSError", "No space left on device"),
     ],
 )
@@ -123,7 +125,19 @@ def test_an_interruption_before_a_save_in_the_background_is_heard_of(seen: list[
 
 
 def test_nothing_is_left_of_a_save_that_failed(place: Path, seen: list[dict[str, Any]]) -> None:
-    for case in ("missing", "options", "dtypes", "sums", "whole", "overlap", "config", "copy", "interrupted", "killed"):
+    for case in (
+        "missing",
+        "options",
+        "dtypes",
+        "sums",
+        "whole",
+        "overlap",
+        "config",
+        "copy",
+        "notes",
+        "interrupted",
+        "killed",
+    ):
         assert not (place / case).exists()
     assert [member["after"] for member in seen] == [None] * NUM_MEMBERS
     assert weights(place / "full") == converted(place, "llama", 4)

@@ -85,10 +85,12 @@ class Seen:
 def _member(folder: Path, number: int) -> None:
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     import relayout
+    from relayout.conversion.journal import Journal
     from relayout.saving.held import HeldTensor
 
     join(folder, number)
@@ -113,6 +115,13 @@ def _member(folder: Path, number: int) -> None:
     whole = tensors_of(folder / "llama")
     mine = {key: tensor for index, (key, tensor) in enumerate(whole.items()) if index * 4 // len(whole) == number}
     seen.case("pipeline", save("pipeline", mine))
+    pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    of_pairs = {}
+    for index, (key, tensor) in enumerate(whole.items()):
+        half = tensor.chunk(2)[number % 2] if number // 2 == index % 2 else tensor[:0]
+        place = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+        of_pairs[key] = DTensor.from_local(half, pairs[index % 2], [Shard(0)], **place)
+    seen.case("pairs", save("pairs", of_pairs))
     seen.case("replicas", save("replicas", whole, tp=8))
     parts = {key: distribute_tensor(tensor, line, [Shard(0)]) for key, tensor in whole.items()}
     seen.case("one-rank", save("one-rank", parts, tp=1))
@@ -145,8 +154,14 @@ def _member(folder: Path, number: int) -> None:
     halves = distribute_tensor(eight, square, [Shard(0), Replicate()])
     quarters = distribute_tensor(eight, line, [Shard(0)])
     seen.case("overlap", save("overlap", [{"x": halves}, {"x": quarters}, {"x": quarters}, {}][number]))
+    pieces = eight.reshape(4, 2)[number // 2 :: 2].reshape(-1)
+    both = [_StridedShard(0, split_factor=2), Replicate()]
+    place = {"shape": eight.shape, "stride": eight.stride(), "run_check": False}
+    seen.case("strided", save("overlap", {"x": DTensor.from_local(pieces, square, both, **place)}))
     with _failing(HeldTensor, "copy", RuntimeError("the device is on fire")) if number == 1 else _nothing():
         seen.case("copy", save("copy", parts, tp=1))  # This member only sends.
+    with _failing(Journal, "add", OSError(errno.EIO, "the drive is on fire")) if number == 0 else _nothing():
+        seen.case("notes", save("notes", parts))
     with _failing(HeldTensor, "on_host", KeyboardInterrupt()) if number == 2 else _nothing():
         seen.case("interrupted", lambda: save("interrupted", parts, background=True)().result())
     if url := os.environ.get("SAVE_URL"):

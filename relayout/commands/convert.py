@@ -83,8 +83,8 @@ def plan_conversion(
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
         output: the folder to make; default is `SOURCE-tpN` beside the source folder. A single file has no default: it
             would lie in the folder of the source.
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks: see
-            `PlanOptions`; sizes are bytes, or text such as "48GB".
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks, digest:
+            see `PlanOptions`; sizes are bytes, or text such as "48GB".
 
     Returns:
         What `preview()` shows and `run()` carries out.

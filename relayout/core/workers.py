@@ -166,33 +166,42 @@ class Workers(Generic[Item, State]):
         """
         _live.add(weakref.ref(self, _live.discard))
         try:
-            for _ in range(self._num_threads):
-                with self._lock:
-                    if self._num_running >= self._num_threads:
-                        break
-                    self._start_thread()
+            while self._start_thread():
+                pass
         except BaseException:
             self.cancel()
             raise
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
+        """Start another thread; False: there are enough.
+
+        Raises:
+            OSError: the system cannot.
+        """
+        with self._lock:
+            if self._num_running >= self._num_threads or self._stop.requested or self._is_exhausted:
+                return False
+            self._num_running += 1
         thread = threading.Thread(target=self._run, name=f"relayout-{len(self._threads)}", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # Python raises RuntimeError if pthread_create fails.
+            with self._lock:
+                self._num_running -= 1
             raise OSError(errno.EAGAIN, str(error)) from None
-        self._num_running += 1
         self._threads.append(thread)
+        return True
 
     def resize(self, num_threads: int) -> None:
         """Have so many threads from now on. Called by `work`.
 
         New ones are started, if the system can; those that are too many end after their item.
         """
-        with self._lock, suppress(OSError):
+        with self._lock:
             self._num_threads = num_threads
-            while self._num_running < num_threads and not (self._stop.requested or self._is_exhausted):
-                self._start_thread()
+        with suppress(OSError):
+            while self._start_thread():
+                pass
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         """Wait for all items and call `on_progress` with the bytes done so far; no thread is working on return.

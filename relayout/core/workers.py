@@ -166,8 +166,8 @@ class Workers(Generic[Item, State]):
         """
         _live.add(weakref.ref(self, _live.discard))
         try:
-            while self._start_thread():
-                pass
+            for _ in range(self._num_threads):
+                self._start_thread()
         except BaseException:
             self.cancel()
             raise
@@ -179,7 +179,7 @@ class Workers(Generic[Item, State]):
             OSError: the system cannot.
         """
         with self._lock:
-            if self._num_running >= self._num_threads or self._stop.requested or self._is_exhausted:
+            if self._num_running >= self._num_threads:
                 return False
             self._num_running += 1
         thread = threading.Thread(target=self._run, name=f"relayout-{len(self._threads)}", daemon=True)
@@ -200,7 +200,7 @@ class Workers(Generic[Item, State]):
         with self._lock:
             self._num_threads = num_threads
         with suppress(OSError):
-            while self._start_thread():
+            while not (self._stop.requested or self._is_exhausted) and self._start_thread():
                 pass
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:

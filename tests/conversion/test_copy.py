@@ -128,7 +128,7 @@ def test_each_chunk_of_a_file_counts_once_whichever_threads_hash_it(tmp_path: Pa
         read_source(write(tmp_path / "model", {"x": blob})), plan_of("x", 1, ((Slice(),),)), 4096
     )
     [file] = conversion.layout.files
-    chunks = SlowChunks(file, Stop())
+    chunks = SlowChunks(file, conversion.digest, Stop())
     together = threading.Barrier(num_threads)
 
     def hash_chunk(number: int) -> None:

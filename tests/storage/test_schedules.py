@@ -105,7 +105,7 @@ def by_units(writer: Writer, plan: ConversionPlan, *, force: bool = False) -> No
     there = replace(plan, output=writer.store())
     for unit in range(len(plan.layout.units)):
         jobs.convert_unit(there, unit, force=force, threads=1)
-    jobs.commit_units(there, force=force, threads=1)
+    jobs.commit_units(there, force=force)
 
 
 WAYS = {"convert": convert, "units": by_units}
@@ -194,7 +194,7 @@ def test_a_second_writer_at_any_request_is_told_who_writes_and_changes_nothing(
     def come(second: Writer) -> None:
         try:
             if other == "commits":
-                jobs.commit_units(replace(plan, output=second.store()), threads=1)
+                jobs.commit_units(replace(plan, output=second.store()))
             else:
                 convert(second, plans[2 if other == "the same" else 1][0], force=other == "replaces")
             told.append("done")

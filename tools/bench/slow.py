@@ -103,7 +103,7 @@ def measure(
                         tell(f"{link}, {num_ranks} ranks, {name}: {turns[name][-1]}")
             for name, found in turns.items():
                 failed = next((one for one in found if "failed" in one), None)
-                figures = failed or {key: median_low([one[key] for one in found]) for key in found[0]}
+                figures = failed or {key: _median(one[key] for one in found) for key in found[0]}
                 yield {
                     "storage": place.kind,
                     "latency_ms": 1e3 * link.latency_seconds,
@@ -114,6 +114,11 @@ def measure(
                     "loader": LOADERS[name].title,
                     "runs": len(found),
                 } | figures
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median_low(known) if known else None
 
 
 def _run(place: Place, link: Link, num_ranks: int, name: str, limit: float) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def main() -> int:
         table.add_row("all", decimal(report.nbytes), *times, f"{totals[1] / totals[0]:.1f}x", "")
         console.print(table)
     console.print("[bold green]every rank is equal, bit for bit[/]" if all_equal else "[bold red]a rank differs[/]")
-    console.print("Next: relayout inspect YOUR_MODEL (README.md, Quick start)")
+    console.print("Next: . .venv/bin/activate; relayout inspect YOUR_MODEL (README.md, Quick start)")
     return 0 if all_equal else 1
 
 

@@ -30,7 +30,7 @@ from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.plans.planner import plan_for
 from relayout.results import Result
 from relayout.storage.memory import available_nbytes
-from relayout.storage.stores import find_store
+from relayout.storage.stores import check_exists, find_store
 
 _PROCESS_NBYTES = 400 * 10**6
 """Memory of a process without tensors: Python and torch."""
@@ -341,6 +341,7 @@ def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | o
     store, folder, other = find_store(path), Path(path), None if against is None else Path(against)
     if store.path("") is None:
         raise PlanError("not on a local file system, whose page cache can be dropped", path=path, code="option")
+    check_exists(store)
     if is_converted(store):
         folders = Folders(other or _source_beside(folder), folder, tp or 0)
     else:

@@ -186,6 +186,8 @@ def read_family(path: Path) -> Family:
     if prefix == BUILTIN or (str(path) in _builtin_texts() and not path.is_file()):
         builtin_text(name)
         return _builtin(name)
+    if str(path) == path.stem and not path.exists():
+        builtin_text(str(path))  # Says which name was meant.
     blob = read_small(path, _MAX_PLAN_NBYTES)
     try:
         text = blob.decode()

@@ -236,6 +236,8 @@ def test_what_cannot_be_measured_is_refused(folders: Folders, qwen2: Path, monke
         plan_bench(folders.source, tp=16)
     with pytest.raises(PlanError, match="not on a local file system"):
         plan_bench("toy://bucket/model")
+    with pytest.raises(PlanError, match="no such file or folder"):
+        plan_bench(qwen2.with_name("nothing"), tp=2)
     with (
         pytest.raises(PlanError, match="expected a folder on the drive to measure"),
         measure.made_checkpoint(folders.source, "4GB"),

@@ -409,6 +409,8 @@ def test_a_built_in_plan_can_be_printed_and_given_as_a_file(family: Family, tmp_
 def test_a_built_in_plan_that_there_is_not_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(PlanError, match=r"^no built-in plan 'lama'; did you mean 'llama'\?"):
         builtin_text("lama")
+    with pytest.raises(PlanError, match=r"^no built-in plan 'lama'; did you mean 'llama'\?"):
+        read_family(Path("lama"))
 
 
 def test_no_built_in_plan_tells_layers_apart() -> None:

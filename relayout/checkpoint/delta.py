@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import find_manifest_blob, names_of_index, names_of_output, read_manifest
-from relayout.checkpoint.proven import Proven, ReadOnlyStore, check_header, proof_of
+from relayout.checkpoint.proven import Proven, StoreOver, check_header, proof_of
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.delta import (
@@ -210,7 +210,7 @@ def with_deltas(base: Store, deltas: Sequence[Delta]) -> Store:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaStore(ReadOnlyStore):
+class DeltaStore(StoreOver):
     """What a delta makes of its base. Thread-safe. All bytes of weight files are proven when they are read."""
 
     delta: Delta

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import NoReturn, Self
 
 from relayout.checkpoint.converted import read_chunk_digests
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, Extent, align_up
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError
 from relayout.format.chunks import chunks_over
 from relayout.format.index import Manifest
 from relayout.storage.buffers import Buffer
-from relayout.storage.protocols import (
-    Closable,
-    Entry,
-    Kind,
-    Modes,
-    ReadableFile,
-    Replaceable,
-    RequestCost,
-    Staging,
-    Store,
-)
+from relayout.storage.protocols import Closable, Entry, ReadableFile, RequestCost, Store
+from relayout.storage.read_only import ReadOnlyStore
 
 _NUM_KEPT, _MAX_KEPT_NBYTES = 4, 2**20
 """Chunks that an open file keeps, and how large they may be."""
@@ -178,8 +166,8 @@ def check_header(header: bytes | memoryview, digest: str, algorithm: DigestAlgor
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOnlyStore:
-    """What a store over another one has in common with others that show no path, and cannot be written to."""
+class StoreOver(ReadOnlyStore):
+    """What stores over another one have in common."""
 
     base: Store
 
@@ -193,39 +181,11 @@ class ReadOnlyStore:
     def location(self, name: str) -> str:
         return self.base.location(name)
 
-    def path(self, name: str) -> Path | None:
-        return None
-
-    def kind(self) -> Kind:
-        return Kind.FOLDER
-
     def not_found_message(self) -> str:
         return self.base.not_found_message()
 
     def parent(self) -> tuple[Store, str]:
         return self.base.parent()
 
-    def snapshot(self) -> Self:
-        return self
-
     def walk(self) -> Iterator[Entry]:
         return self.base.walk()
-
-    def add(self, name: str, content: bytes) -> NoReturn:
-        raise self._read_only()
-
-    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> NoReturn:
-        raise self._read_only()
-
-    def stage(
-        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
-    ) -> AbstractContextManager[Staging]:
-        raise self._read_only()
-
-    def stage_part(
-        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
-    ) -> AbstractContextManager[Staging]:
-        raise self._read_only()
-
-    def _read_only(self) -> PlanError:
-        return PlanError("can only be read", path=str(self), code="unsupported")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, names_of_index
-from relayout.checkpoint.proven import Proven, ReadOnlyStore, proof_of
+from relayout.checkpoint.proven import Proven, StoreOver, proof_of
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
@@ -267,7 +267,7 @@ class _Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class TrustedStore(ReadOnlyStore):
+class TrustedStore(StoreOver):
     """A signed folder. Every byte is proven in the memory that it is handed out in. Thread-safe.
 
     It shows no path and no descriptor. A file that is not signed is not there.

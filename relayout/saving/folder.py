@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn
 
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
@@ -17,22 +13,20 @@ from relayout.storage.protocols import (
     Access,
     Entry,
     FileStat,
-    Kind,
     Modes,
     ReadableFile,
-    Replaceable,
     RequestCost,
-    Staging,
     Store,
     read_whole,
 )
+from relayout.storage.read_only import ReadOnlyStore
 
 Fill = Callable[[str, Extent, memoryview], None]
 """Fills memory with an extent of a shard, given by name. Bytes of its header, or behind its end, are left alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MemoryFolder:
+class MemoryFolder(ReadOnlyStore):
     """A folder to convert. Thread-safe, if `fill` is."""
 
     files: Mapping[str, bytes]
@@ -52,20 +46,11 @@ class MemoryFolder:
     def location(self, name: str) -> str:
         return f"{self}: {name}"
 
-    def path(self, name: str) -> Path | None:
-        return None
-
-    def kind(self) -> Kind:
-        return Kind.FOLDER
-
     def not_found_message(self) -> str:
         return "no such folder"
 
     def parent(self) -> tuple[Store, str]:
         return self, ""
-
-    def snapshot(self) -> MemoryFolder:
-        return self
 
     def walk(self) -> Iterator[Entry]:
         for name in (*self.files, *self.shards):
@@ -88,25 +73,6 @@ class MemoryFolder:
             raise FormatError("no such file", path=self.location(name), code="missing")
         stat.check(self.location(name), nbytes, version)
         return _MemoryFile(self, name, stat)
-
-    def add(self, name: str, content: bytes) -> None:
-        self._refuse()
-
-    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
-        self._refuse()
-
-    def stage(
-        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
-    ) -> AbstractContextManager[Staging]:
-        self._refuse()
-
-    def stage_part(
-        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
-    ) -> AbstractContextManager[Staging]:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise OSError(errno.EROFS, "cannot be written", str(self))
 
 
 class _MemoryFile(ReadableFile):

@@ -228,6 +228,7 @@ def _merged(
     for t, tensor in enumerate(planned.cut):
         slices = tuple(slice_digest(t, ranks[0]) for ranks in tensor.cut.holders)
         whole = _holder_of_whole(tensor)
-        source = sources.get(t, EMPTY_DIGEST) if whole is None else slice_digest(t, whole)
+        has_bytes = planned.source.tensors[t].extent.nbytes > 0
+        source = slice_digest(t, whole) if whole is not None else sources[t] if has_bytes else EMPTY_DIGEST
         tensors[t] = TensorDigests(source, slices)
     return Written(tensors, chunks)

@@ -15,8 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.checkpoints import write_family
 from support.families import EXPERT_FAMILIES, FAMILIES
-from support.local_stores import read_source
-from support.planning import try_plan
 from support.profile import sample
 from support.quantized import EXPERT_QUANTIZED, QUANTIZED, write_quantized
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -74,7 +72,6 @@ class Conversions:
 
     folder: Path
     made: dict[tuple[str, int, bool], Path | PlanError] = field(default_factory=dict)
-    plans: dict[tuple[str, int], Plan | PlanError] = field(default_factory=dict)
 
     def source(self, name: str) -> Path:
         """The checkpoint of that name."""
@@ -100,12 +97,6 @@ class Conversions:
         if isinstance(found, PlanError):
             raise found.with_traceback(None)
         return found
-
-    def planned(self, name: str, num_ranks: int) -> Plan | PlanError:
-        """Its plan, or why there is none."""
-        if (name, num_ranks) not in self.plans:
-            self.plans[name, num_ranks] = try_plan(read_source(self.source(name)), num_ranks)
-        return self.plans[name, num_ranks]
 
     def largest(self, name: str) -> int:
         """The largest degree up to 8 at which it can be converted."""

@@ -1,12 +1,8 @@
 """Runs transformers' own tensor parallelism on CPUs, and writes down what each rank's process holds.
 
-`main` with `FOLDER N/FAMILY...` in sys.argv: FOLDER has checkpoints, FOLDER/source/FAMILY, and conversions of
-them, FOLDER/tpN/FAMILY. For each degree N and family it writes of each rank R
-
-    shards/tpN/FAMILY/rank-R.safetensors    its part of each parameter, as transformers names them in memory
-    logits/tpN/FAMILY/rank-R.safetensors    of FORWARD families: logits of transformers' own shards, and of relayout's
-
-The processes are forked from one that has imported everything, which takes longer than all the rest.
+`main` with `FOLDER N/FAMILY...` in sys.argv: FOLDER has checkpoints, FOLDER/source/FAMILY. For each degree N and family
+it writes FOLDER/shards/tpN/FAMILY/rank-R.safetensors, rank R's part of each parameter, as transformers names them in
+memory. The processes are forked from one that has imported everything, which takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -16,13 +12,10 @@ import sys
 from collections import defaultdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-FORWARD = ["llama", "qwen2", "qwen3_moe"]
-TOKENS = range(1, 24)
 
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -73,55 +66,29 @@ def _run_rank(rank: int, tp: int, folder: Path, families: list[str]) -> None:
     from safetensors.torch import save_file
 
     torch.distributed.init_process_group("gloo", f"file://{folder}/meet-{tp}", rank=rank, world_size=tp)
-    for source in (folder / "source" / family for family in families):
+    for family in families:
         try:
-            results = {"shards": _shards(_load(source, tp))}
-            if source.name in FORWARD:
-                results["logits"] = _logits(_load(source, tp, dtype=torch.float32), folder / f"tp{tp}" / source.name)
+            shards = _shards(folder / "source" / family, tp)
         except Exception as error:
-            error.add_note(f"family {source.name}, rank {rank} of {tp}")
+            error.add_note(f"family {family}, rank {rank} of {tp}")
             raise
-        for kind, tensors in results.items():
-            path = folder / kind / f"tp{tp}" / source.name / f"rank-{rank}.safetensors"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+        path = folder / "shards" / f"tp{tp}" / family / f"rank-{rank}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in shards.items()}, path)
     torch.distributed.destroy_process_group()
 
 
-def _load(source: Path, tp: int, dtype: Any = "auto") -> torch.nn.Module:
+def _shards(source: Path, tp: int) -> dict[str, torch.Tensor]:
+    """This process's part of all that is saved: tied parameters once, by their first name."""
+    from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(tp_size=tp, tp_plan="auto")
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, distributed_config=config)
-    return model
-
-
-def _shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """This process's part of all that is saved: tied parameters once, by their first name."""
-    from torch.distributed.tensor import DTensor
-
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype="auto", distributed_config=config)
     saved = model.state_dict().keys()
     return {
         name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
         if name in saved
     }
-
-
-def _logits(model: torch.nn.Module, converted: Path) -> dict[str, torch.Tensor]:
-    """Logits with transformers' own shards, and then, in the same processes, with what relayout holds for this rank."""
-    import torch
-
-    import relayout
-
-    tokens = torch.tensor([TOKENS])
-    with torch.no_grad():
-        logits = {"own": model(tokens).logits}
-        held = as_in_memory(relayout.load(converted, torch.distributed.get_rank()))
-        for name, tensor in _shards(model).items():
-            tensor.fill_(torch.nan)  # It stays so, for the test to see, where there is nothing that fits.
-            if name in held and held[name].shape == tensor.shape:
-                tensor.copy_(held[name])
-        logits["relayout"] = model(tokens).logits
-    return logits

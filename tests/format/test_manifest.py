@@ -28,7 +28,6 @@ Files = list[tuple[int, list[int], list[int]]]
 Tree = dict[str, Any]
 BLOCK = 4096
 
-CONVERSION = "0123456789abcdef0123456789abcdef"
 WHERE = "relayout.json"
 
 
@@ -186,7 +185,7 @@ def indexed(name: str, nbytes: int, data_start: int) -> IndexedFile:
 
 MANIFEST = Manifest(
     generator="relayout 9.9",
-    conversion=CONVERSION,
+    conversion="0123456789abcdef0123456789abcdef",
     model_type="llama",
     plan="file:größe.toml",
     expert_parallel=True,
@@ -204,18 +203,6 @@ MANIFEST = Manifest(
 )
 
 
-def signed(top: Tree) -> bytes:
-    """A manifest as FORMAT.md says: `self_digest`, the last field, is that of all bytes before it."""
-    top.pop("self_digest", None)
-    before = json.dumps(top, ensure_ascii=False).encode().removesuffix(b"}") + b", "
-    return before + f'"self_digest":"{digest(before)}"}}'.encode()
-
-
-def manifest_tree() -> Tree:
-    tree: Tree = json.loads(dump_manifest(MANIFEST))
-    return tree
-
-
 def table_tree() -> Tree:
     tree: Tree = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(STORED_TABLE))
     return tree
@@ -230,56 +217,6 @@ def parse_stored(stored: bytes, rank: int = 0) -> RankTable:
 
 def stored(top: Any) -> bytes:
     return zstandard.ZstdCompressor().compress(json.dumps(top, ensure_ascii=False).encode())
-
-
-def test_a_manifest_is_json_as_the_format_says() -> None:
-    blob = dump_manifest(MANIFEST)
-    top = json.loads(blob)
-    before, key, rest = blob.partition(b'"self_digest"')
-    assert (key, rest) == (b'"self_digest"', f': "{digest(before)}"\n}}\n'.encode())
-    assert list(top)[-1] == "self_digest"
-    assert top["files"] == [
-        {
-            "name": f"model-rank-{rank}-part-0.safetensors",
-            "nbytes": 4674,
-            "data_start": 512,
-            "content": digest(b"content"),
-            "header_digest": digest(b"header"),
-            "chunks_digest": digest(b"chunks"),
-        }
-        for rank in range(2)
-    ]
-    assert top["ranks"][0] == {
-        "table": "relayout.rank-0.json.zst",
-        "table_digest": digest(STORED_TABLE),
-        "num_tensors": 5,
-        "nbytes": 4162,
-        "files": [0],
-        "arena_nbytes": 12288,
-        "reads": [
-            {"file": 0, "offset": 512, "nbytes": 4144, "arena_offset": 512},
-            {"file": 0, "offset": 4656, "nbytes": 6, "arena_offset": 8192, "count": 3, "stride": 6, "arena_stride": 16},
-        ],
-    }
-    assert {name: value for name, value in top.items() if name not in ("files", "ranks", "self_digest")} == {
-        "relayout": 1,
-        "requires": [],
-        "generator": "relayout 9.9",
-        "conversion": CONVERSION,
-        "digest": "xxh3_128",
-        "model_type": "llama",
-        "hub_index_digest": None,
-        "plan": "file:größe.toml",
-        "expert_parallel": True,
-        "num_ranks": 2,
-        "alignment": 512,
-        "dcp": False,
-        "source": {"record_digest": digest(b"record"), "nbytes": 8514},
-        "chunk_nbytes": 2**20,
-        "whole": None,
-    }
-    assert "größe" in blob.decode()
-    assert blob.endswith(b"}\n")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +252,7 @@ def test_a_manifest_of_some_ranks_has_null_for_the_others() -> None:
         found = [None if entry is None else [files[index] for index in entry["files"]] for entry in top["ranks"]]
         assert found == expected
         assert set(files) == {name for entry in found if entry is not None for name in entry}
-        assert (top["num_ranks"], top["conversion"]) == (3, CONVERSION)
+        assert (top["num_ranks"], top["conversion"]) == (3, MANIFEST.conversion)
         assert manifest.only(some).present == some
 
 
@@ -338,24 +275,6 @@ def test_the_reads_of_any_arena_survive_a_round_trip(files: Files) -> None:
     assert parse_manifest(dump_manifest(manifest), WHERE) == manifest
 
 
-def test_a_table_is_json_as_the_format_says() -> None:
-    assert table_tree() == {
-        "relayout": 1,
-        "kinds": {
-            "dtype": ["BF16", "F32", "I16", "F16"],
-            "shape": [[32, 64], [3, 4], [3], [3, 1]],
-            "source_shape": [[64, 64], [3, 8], None, None],
-            "slice": [{"0": [[0, 32]]}, {"1": [[0, 2], [4, 2]]}, {}, {}],
-        },
-        "name": ["größe", "b", "c", "d", "scale"],
-        "kind": [0, 1, 2, 2, 3],
-        "file": [0, 0, 0, 0, 0],
-        "offset": [512, 4608, 4656, 4662, 4668],
-        "arena_offset": [512, 4608, 8192, 8208, 8224],
-        "digest": list(TABLE.digests),
-    }
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_table_survives_a_round_trip(rank: int) -> None:
     found = parse_table(dump_table(replace(TABLE, rank=rank)), MANIFEST, rank, "table")
@@ -372,18 +291,6 @@ def test_what_is_compressed_is_one_zstd_frame_and_comes_back() -> None:
 
 
 # Lies. Those that one edit of a file can tell are in vectors/.
-
-
-def test_an_edited_manifest_is_refused() -> None:
-    blob = dump_manifest(MANIFEST)
-    edited = blob.replace(b'"alignment": 512', b'"alignment": 513')
-    assert edited != blob
-    with pytest.raises(FormatError, match=r"^relayout.json: its self_digest is .* which does not match its bytes"):
-        parse_manifest(edited, WHERE)
-    top = manifest_tree()
-    del top["self_digest"]
-    with pytest.raises(FormatError, match=r"^relayout.json: its self_digest is None"):
-        parse_manifest(json.dumps(top).encode(), WHERE)
 
 
 def parse_small_tensors(reads: tuple[Read, ...], nbytes: int, **columns: list[int]) -> RankTable:
@@ -439,12 +346,6 @@ def test_a_tensor_that_a_read_of_another_file_brings_is_refused() -> None:
     assert parse(0).files == TABLE.files
     with pytest.raises(FormatError, match=r"^table: tensor 'scale': no read in the manifest covers it .arena .* 8224"):
         parse(1)
-
-
-def test_a_table_whose_digest_the_manifest_does_not_name_is_refused() -> None:
-    for blob in (stored(table_tree()), STORED_TABLE + b"\0", STORED_TABLE[:-1], b""):
-        with pytest.raises(FormatError, match=r"^table: digest differs from the one in relayout.json"):
-            parse_table(blob, MANIFEST, 0, "table")
 
 
 def test_what_expands_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from relayout.checkpoint.source import read_source
 from relayout.cli.app import app
 from relayout.commands.plan_check import check_plan
 from relayout.core.slices import WHOLE
-from relayout.errors import FormatError, PlanError
+from relayout.errors import PlanError
 from relayout.plans import draft as drafting
 from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.stores import find_store
@@ -303,8 +303,3 @@ def test_the_command_prints_one_json_object(tmp_path: Path, llama: Path) -> None
 def test_what_vllm_cuts_has_no_rules_to_check(llama: Path) -> None:
     with pytest.raises(PlanError, match="a plan observed from vLLM has no rules to check"):
         check_plan(llama, plan="vllm")
-
-
-def test_a_damaged_plan_file_is_refused(tmp_path: Path, llama: Path) -> None:
-    with pytest.raises(FormatError, match="not valid TOML"):
-        check_plan(llama, plan=saved(tmp_path, "["))

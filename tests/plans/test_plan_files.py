@@ -230,43 +230,23 @@ def test_a_file_may_have_the_name_of_the_plan_that_it_extends(tmp_path: Path) ->
         assert len(read_family(tmp_path / name).rules) == 1 + len(find_family("llama").rules)
 
 
-# What is no plan file.
+# What is no plan file, beside vectors/plan.toml.
 
-NO_SOURCE = "expected a key of config.json, a positive integer, or { when = KEY, is = VALUE, use = KEY or integer }"
 NO_CUT = 'expected "whole" or { dim = N, by = UNIT }'
-NO_INTERLEAVED = "interleaved must be the name of a size, and by a list of units"
-NO_BLOCK = "block must be a positive integer, and the unit 'ragged'"
-NO_SOME = r"either all parts or no part may be UNIT \* WIDTH"
-NO_WIDTHS = r"UNIT \* WIDTH needs names of sizes, and excludes interleaved"
 NO_PARTS = "parts must be either all 'even' or all names of sizes"
+NO_WIDTHS = r"UNIT \* WIDTH needs names of sizes, and excludes interleaved"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *(
-            (f"[sizes]\nheads = {value}\n[cut]\nx = 'whole'", f"sizes.heads: .* {NO_SOURCE}")
-            for value in (
-                "0", "-1", "1.5", "true", "[['n']]", "['n', 0]", "{}", "{ when = 'x' }", "{ when = 1, use = 'n' }",
-                "{ use = true }", "{ use = 'n', is = 2 }", "{ when = 'x', is = 1.5, use = 2 }",
-                "{ when = 'x', uses = 2 }", "{ when = 'x', use = 2, else = 3 }",
-            )
-        ),
-        *(
-            (f"[sizes]\n{unit} = 'n'\n[cut]\nx = 'whole'", f"sizes.{unit}: the name is reserved for a unit")
-            for unit in ("even", "vocabulary", "ragged")
-        ),
+        ("[sizes]\nheads = ['n', 0]\n[cut]\nx = 'whole'", "sizes.heads: .* expected a key of config.json"),
+        ("[sizes]\nragged = 'n'\n[cut]\nx = 'whole'", "sizes.ragged: the name is reserved for a unit"),
         *(
             (f"[cut]\nx = {value}", f"cut 'x': .* {NO_CUT}")
-            for value in (
-                "'all'", "1", "['whole']", "{}", "{ rows = 'even' }", "{ dim = 0, by = 1 }",
-                "{ dim = 0, by = [] }", "{ dim = 0, by = [1] }",
-                "{ dim = 1 }", "{ dim = -1, by = 'even' }", "{ dim = '0', by = 'even' }",
-                "{ dim = true, by = 'even' }", "{ by = 'even' }", "{ y = { dim = 0, by = 'even' } }",
-            )
+            for value in ("{ rows = 'even' }", "{ dim = 0, by = [1] }", "{ dim = '0', by = 'even' }", "{ by = 'even' }")
         ),
         ("[cut]\nx = { dim = 0, by = 'even', rows = 'even' }", "cut 'x': .*: unknown key 'rows'"),
-        ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'kv_heads'] }", "cut 'x': unit 'kv_heads', exp"),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * dim' }", "cut 'x': unit 'dim', expected"),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads *' }", "cut 'x': unit '', expected"),
         ("[sizes]\nk = 'n'\n[cut]\nx = { dim = 0, by = ['k', 'k'], interleaved = 'h' }", "cut 'x': unit 'h', exp"),
@@ -274,21 +254,17 @@ NO_PARTS = "parts must be either all 'even' or all names of sizes"
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'heads'], interleaved = 'even' }", "cut 'x': "),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * even' }", "cut 'x': "),
         ("[cut]\nx = { dim = 0, by = 'even', or = 'none' }", "cut 'x': .*: or must be \"whole\""),
-        ("[cut]\nx = { dim = 0, by = ['even', 'even'], interleaved = 2 }", f"cut 'x': .*: {NO_INTERLEAVED}"),
-        ("[cut]\nx = { dim = 0, by = 'ragged', block = 0 }", f"cut 'x': .*: {NO_BLOCK}"),
-        ("[cut]\nx = { dim = 0, by = 'ragged', block = true }", f"cut 'x': .*: {NO_BLOCK}"),
-        ("[cut]\nx = { dim = 0, by = ['even', 'ragged'] }", f"cut 'x': .*: {NO_PARTS}"),
-        ("[cut]\nx = { dim = 0, by = ['vocabulary', 'vocabulary'] }", f"cut 'x': .*: {NO_PARTS}"),
+        ("[cut]\nx = { dim = 0, by = ['even', 'even'], interleaved = 2 }", "cut 'x': .*: interleaved must be the name"),
+        ("[cut]\nx = { dim = 0, by = 'ragged', block = true }", "cut 'x': .*: block must be a positive integer"),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'even'] }", f"cut 'x': .*: {NO_PARTS}"),
-        ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = ['h * h', 'h'] }", f"cut .*: {NO_SOME}"),
-        ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = 'h * h * h' }", f"cut .*: {NO_SOME}"),
+        ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = ['h * h', 'h'] }", "cut .*: either all parts or no part"),
         ("[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = 'even * h' }", f"cut .*: {NO_WIDTHS}"),
         (
             "[sizes]\nh = 'n'\n[cut]\nx = { dim = 0, by = ['h * h', 'h * h'], interleaved = 'h' }",
             f"cut 'x': .*: {NO_WIDTHS}",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_rule_or_size_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
@@ -323,25 +299,6 @@ def test_each_model_type_is_in_just_one_built_in_plan_for_each_quantization() ->
         "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2",
         "gpt_neox", "falcon", "bloom", "opt", "gpt_oss", "llama4", "qwen2_5_vl", "llava", "mistral3", "starcoder2",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("model_type", "quantization", "name"),
-    [
-        ("llama", None, "llama"),
-        ("llama", "fp8", "llama"),
-        ("qwen2", None, "llama"),
-        ("qwen3", None, "qwen3"),
-        ("kimi_k2", "fp8", "deepseek_v3"),
-        ("gpt_oss", None, "gpt_oss"),
-        ("gpt_oss", "mxfp4", "gpt_oss_mxfp4"),
-        ("gpt_oss", "compressed-tensors", "gpt_oss"),
-    ],
-)
-def test_a_plan_for_just_this_quantization_comes_before_others(
-    model_type: str, quantization: str | None, name: str
-) -> None:
-    assert find_family(model_type, quantization).name == name
 
 
 def test_each_built_in_plan_is_found_by_each_of_its_model_types() -> None:

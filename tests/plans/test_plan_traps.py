@@ -108,32 +108,10 @@ def test_a_tensor_in_too_many_pieces_is_refused() -> None:
         plan_for(source, 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("a = " + "[" * 100_000, "not valid TOML"),
-        ("[cut]\nx" + ".a" * 250 + " = 1", 'x.*, expected "whole" or'),
-        ("a = " + "9" * 5000, "not valid TOML"),
-        ("[cut]\n'w' = 0x" + "f" * 200_000, "not valid TOML: an integer of more than 64 bits"),
-        ("a = [[0b1" + "0" * 63 + "]]", "not valid TOML: an integer of more than 64 bits"),
-    ],
-    ids=[
-        "deep",
-        "deep keys",
-        "a long number",
-        "a long hexadecimal number",
-        "2^63",
-    ],
-)
-def test_hostile_toml_is_refused(text: str, says: str) -> None:
-    with pytest.raises(FormatError, match=f"^mine.toml: .*{says}"):
-        parse_family(text, "mine.toml", "mine")
-
-
-@pytest.mark.parametrize("pattern", ["a{b,{c,d}}", "{a,b*}", "{a,#}", "a{b", "a}b"])
-def test_a_pattern_that_could_not_match_as_meant_is_refused(pattern: str) -> None:
-    with pytest.raises(FormatError, match="invalid pattern"):
-        parse_family(f'[cut]\n"{pattern}" = "whole"', "mine.toml", "mine")
+def test_a_number_too_long_to_be_printed_is_refused() -> None:
+    """Python prints no more than 4300 digits, and reads any number of hexadecimal ones."""
+    with pytest.raises(FormatError, match=r"^mine.toml: not valid TOML: an integer of more than 64 bits"):
+        parse_family("[cut]\n'w' = 0x" + "f" * 200_000, "mine.toml", "mine")
 
 
 def test_with_the_plan_of_transformers_too_what_it_does_not_name_can_be_an_error() -> None:

@@ -44,13 +44,6 @@ def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any
     assert plan == plan_of(f"builtin:{name}", 2, ((WHOLE, WHOLE),), family=family)
 
 
-def test_an_unknown_model_type_is_named_and_the_ways_out() -> None:
-    with pytest.raises(
-        PlanError, match=r"^checkpoint: no built-in plan for model type 'rwkv' .*--plan FILE.*transformers.*--tp 1"
-    ):
-        plan_for(make_source(SMALL, model_type="rwkv", text_config={"model_type": "llama"}), 2)
-
-
 @pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": ["llama"]}])
 def test_a_checkpoint_without_model_type_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(
@@ -205,39 +198,6 @@ def test_unmatched_is_one_of_two_words() -> None:
 # Requests that cannot be carried out.
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "num_ranks", "message", "degrees"),
-    [
-        # 18944 = 2^9 x 37.
-        (UP, (18944, 2), 3, "dim 0 of [18944, 2]: 18944 elements, not a multiple of 3", [2, 4, 8, 16, 32, 37, 64]),
-        # 28 heads of 128.
-        (
-            O_PROJ, (64, 3584), 8, "dim 1 of [64, 3584]: 28 groups of 128 elements, not a multiple of 8",
-            [2, 4, 7, 14, 28],
-        ),
-        # 4 KV heads, shared from there on.
-        (
-            K_PROJ, (512, 64), 6, "dim 0 of [512, 64]: 4 heads of 128 elements, which 6 ranks cannot share evenly",
-            [2, *range(4, 65, 4)],
-        ),
-        (
-            K_PROJ, (512, 64), 3, "dim 0 of [512, 64]: 4 groups of 128 elements, not a multiple of 3",
-            [2, *range(4, 65, 4)],
-        ),
-    ],
-)  # fmt: skip
-def test_an_axis_that_does_not_divide_is_named_with_the_degrees_at_which_it_does(
-    name: str, shape: tuple[int, ...], num_ranks: int, message: str, degrees: list[int]
-) -> None:
-    config = {"model_type": "qwen2", "num_attention_heads": 28, "num_key_value_heads": 4}
-    with pytest.raises(PlanError) as caught:
-        plan_for(make_source({name: shape}, **config), num_ranks)
-    fitting = ", ".join(map(str, [1, *degrees]))
-    assert (
-        str(caught.value) == f"checkpoint: tensor '{name}': {message} (this checkpoint can be cut for --tp {fitting})"
-    )
-
-
 def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> None:
     """12 heads: 1 2 3 4 6 12; 4 KV heads: 1 2 4 8 12 16 and so on; 24 columns: 1 2 3 4 6 8 12 24."""
     shapes = {
@@ -256,11 +216,6 @@ def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> N
             plan_for(source, num_ranks)
 
 
-def test_where_no_degree_fits_there_is_still_one_rank() -> None:
-    with pytest.raises(PlanError, match=r"^checkpoint: tensor '.*up_proj.weight': dim 0 of \[67, 2\]: .*--tp 1\)$"):
-        plan_for(make_source({UP: (67, 2)}, model_type="llama"), 2)
-
-
 def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:
     source = make_source({O_PROJ: (64,)}, model_type="llama", num_attention_heads=8)
     with pytest.raises(
@@ -277,17 +232,6 @@ def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
         PlanError, match=r"^checkpoint: tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for --tp 1\)$"
     ):
         plan_by(make_source({"w": (2, 3)}, stored_as="F4"), 2, family)
-
-
-@pytest.mark.parametrize("value", [None, 0, -8, True, "8", 8.0, [8]])
-def test_a_count_of_heads_that_is_no_positive_whole_number_is_refused(value: Any) -> None:
-    source = make_source({Q_PROJ: (64, 64)}, model_type="llama", num_attention_heads=value)
-    message = (
-        rf"^checkpoint: tensor '{Q_PROJ}': dim 0 of \[64, 64\]: "
-        r"size 'heads' is unknown.* no positive integer num_attention_heads"
-    )
-    with pytest.raises(PlanError, match=message):
-        plan_for(source, 2)
 
 
 def test_without_kv_heads_every_head_has_its_own() -> None:

@@ -137,7 +137,7 @@ def test_any_plan_survives(family: Family) -> None:
     assert list(found.sizes) == list(family.sizes)
 
 
-# What is refused, of a record as of a plan file.
+# What is refused of a record, beside what is of a plan file: see vectors/plan.toml.
 
 CUT: dict[str, Any] = {"cut": {"x": "whole"}}
 
@@ -152,37 +152,24 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({}, r"the plan has no rules, expected a table \[cut\]"),
-        ({"cut": {}}, "the plan has no rules"),
-        ({"cut": ["x"]}, r"cut: \['x'\], expected a table"),
+        ({"cut": {}}, r"the plan has no rules, expected a table \[cut\]"),
         ({"cut": None}, "cut: None, expected a table"),
         (CUT | {"extends": "llama"}, "unknown key 'extends', expected cut, experts, language_prefixes"),
-        (CUT | {"x_mine": 1}, "unknown key 'x_mine', expected"),
-        (CUT | {"experts": {"all": "e.#"}}, "experts: unknown key 'all', expected each, stacked"),
-        (CUT | {"experts": {"each": ["e.*"]}}, r"experts.each: 'e.\*', expected exactly one '#'"),
-        (CUT | {"experts": {"stacked": ["{"]}}, "invalid pattern '{': braces must be paired"),
         (CUT | {"experts": {"stacked": ["**a**a**b"]}}, r"invalid pattern '\*\*a\*\*a\*\*b': more than 2 wildcards"),
         (CUT | {"model_types": nested(100)}, "model_types: .*, expected a string or a list of strings"),
-        (CUT | {"quantization": 1.5}, "quantization: 1.5, expected the name of a method"),
-        (CUT | {"transposed": 1}, "transposed: 1, expected true or false"),
-        (CUT | {"sizes": {"even": [1]}}, "sizes.even: the name is reserved for a unit"),
         *(
             (CUT | {"sizes": {"h": [source]}}, "sizes.h: .*, expected a key of config.json")
             for source in (
-                *(None, 0, -1, True, 1.0, 2**53, 10**30, [], {}, {"use": None}, {"use": 2**53}),
+                *(None, 2**53, 10**30, [], {"use": None}, {"use": 2**53}),
                 *({"when": "x", "is": 2**53, "use": 1}, {"when": "x", "is": -(2**53), "use": 1}),
                 *({"when": "x", "is": 1.0, "use": 1}, {"when": "x", "is": None, "use": 1}),
             )
         ),
         *(
             ({"cut": {"x": rule}}, "cut 'x': .*, expected \"whole\" or { dim = N, by = UNIT }")
-            for rule in (
-                *(None, "half", [], {"dim": 2**53, "by": "even"}, {"dim": 0.0, "by": "even"}, {"dim": 0, "by": {}}),
-                *({"dim": 0, "by": nested(100)}, {"dim": True, "by": ["even"]}),
-            )
+            for rule in (None, {"dim": 2**53, "by": "even"}, {"dim": 0, "by": {}}, {"dim": 0, "by": nested(100)})
         ),
         ({"cut": {"x": {"dim": 0, "by": ["ragged"], "block": 2**53}}}, "cut 'x': .*: block must be a positive integer"),
-        ({"cut": {"x": {"dim": 0, "by": ["h"]}}}, "cut 'x': unit 'h', expected even, ragged, vocabulary"),
         ({"cut": {"{a,aa}" * 20: "whole"}}, "invalid pattern .*: more than 64 ways"),
         ({"cut": {"a" * 513: "whole"}}, "invalid pattern .*: more than 512 characters"),
         ({"cut": {f"{n}": "whole" for n in range(4097)}}, "4097 patterns, limit 4096"),
@@ -193,21 +180,6 @@ def test_rules_that_are_no_plan_are_refused(rules: dict[str, Any], message: str)
         parse(rules)
     assert len(str(caught.value)) < 1000
     assert caught.value.code in ("field", "limit")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[sizes]\nh = 9007199254740992\n[cut]\nx = 'whole'", "sizes.h: "),
-        ("[sizes]\nh = { when = 'x', is = 9007199254740992, use = 1 }\n[cut]\nx = 'whole'", "sizes.h: "),
-        ("[cut]\nx = { dim = 9007199254740992, by = 'even' }", "cut 'x': "),
-        ("[cut]\n'**a**a**b' = 'whole'", "invalid pattern .*: more than 2 wildcards that may end in many places"),
-        ("[cut]\n" + "\n".join(f"x{n} = 'whole'" for n in range(4097)), "4097 patterns, limit 4096"),
-    ],
-)
-def test_a_plan_file_that_could_not_be_recorded_is_refused(text: str, message: str) -> None:
-    with pytest.raises(FormatError, match=f"^mine.toml: {message}"):
-        parse_family(text, "mine.toml", "mine")
 
 
 def test_the_largest_plan_that_a_file_can_hold_can_be_recorded() -> None:

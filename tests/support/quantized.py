@@ -130,13 +130,21 @@ def spread(small: Array, shape: tuple[int, ...], block: tuple[int, int]) -> Arra
 # FP8 and INT8.
 
 
-def fp8(config: Mapping[str, Any], scales: str, cache_scales: tuple[str, ...] = ()) -> Method:
+def scaled(
+    config: Mapping[str, Any], scales: str, cache_scales: tuple[str, ...] = (), dtype: str = "F8_E4M3"
+) -> Method:
     """A weight of 8 bits per number, and a scale for all of it, or for each row, that numpy's broadcasting applies."""
 
     def numbers(tensors: Tensors) -> Array:
         return number(tensors["weight"]) * number(tensors["weight_scale"])
 
-    return Method(Form(config, f"weight F8_E4M3 R C\n{scales}"), numbers, cache_scales=cache_scales)
+    return Method(Form(config, f"weight {dtype} R C\n{scales}"), numbers, cache_scales)
+
+
+def scaled_rows(kind: str, dtype: str, scale: str) -> Method:
+    """As compressed-tensors has it, with a scale for each row."""
+    config = compressed(f"{kind}-quantized", weights_of(8, kind, "channel"), {**DYNAMIC, "type": kind})
+    return scaled(config, f"weight_scale {scale} R 1", dtype=dtype)
 
 
 def fp8_blocks(form: Form, name: str) -> Method:
@@ -229,13 +237,10 @@ def packed_integers(bits: int, group: int | None, symmetric: bool = True) -> Met
     def numbers(tensors: Tensors) -> Array:
         values = unpacked(tensors["weight_packed"], bits, 1)
         block = (1, group or values.shape[1])
-        middle = 2 ** (bits - 1)
-        if not symmetric:
-            zeros = unpacked(tensors["weight_zero_point"], bits, 0)
-            return (values - spread(zeros, values.shape, block)) * spread(
-                number(tensors["weight_scale"]), values.shape, block
-            )
-        return (values - middle) * spread(number(tensors["weight_scale"]), values.shape, block)
+        scales = spread(number(tensors["weight_scale"]), values.shape, block)
+        if symmetric:
+            return (values - 2 ** (bits - 1)) * scales
+        return (values - spread(unpacked(tensors["weight_zero_point"], bits, 0), values.shape, block)) * scales
 
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     weights = {**weights_of(bits, "int", ""), **strategy, "symmetric": symmetric}
@@ -279,53 +284,42 @@ NVFP4_MODELOPT = fp4({"quant_method": "modelopt", **MODELOPT}, 16, MODELOPT_NAME
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 MLA_BLOCKS = {"L": 2, "H": 192, "N": 128, "R": 64, "KL": 128, "QL": 192, "S": 512}
 
+_NARROW = {"H": 96, "D": 16, "I": 240}
+
 QUANTIZED: dict[str, Quantized] = {
     "fp8_tensor": Quantized(
-        fp8(
+        scaled(
             {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
             "weight_scale F32\ninput_scale F32",
-            cache_scales=("k_scale", "v_scale"),
+            ("k_scale", "v_scale"),
         ),
-        sizes={"H": 96, "D": 16, "I": 240},
+        sizes=_NARROW,
     ),
     "fp8_tensor_compressed": Quantized(
-        fp8(
+        scaled(
             compressed("float-quantized", weights_of(8, "float", "tensor"), weights_of(8, "float", "tensor")),
             "weight_scale BF16 1\ninput_scale BF16 1",
-            cache_scales=("k_scale", "v_scale"),
+            ("k_scale", "v_scale"),
         ),
-        sizes={"H": 96, "D": 16, "I": 240},
+        sizes=_NARROW,
     ),
     "fp8_tensor_modelopt": Quantized(
-        fp8(
+        scaled(
             {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
             "weight_scale F32\ninput_scale F32",
-            cache_scales=("k_proj.k_scale", "v_proj.v_scale"),
+            ("k_proj.k_scale", "v_proj.v_scale"),
         ),
         "qwen3_moe",
         {"H": 96, "D": 16, "M": 48},
     ),
-    "fp8_channel": Quantized(
-        fp8(
-            compressed("float-quantized", weights_of(8, "float", "channel"), DYNAMIC),
-            "weight_scale BF16 R 1",
-        ),
-        sizes={"H": 96, "D": 16, "I": 240},
-    ),
-    "fp8_channel_fused": Quantized(
-        fp8(
-            compressed("float-quantized", weights_of(8, "float", "channel"), DYNAMIC),
-            "weight_scale BF16 R 1",
-        ),
-        "phi3",
-        {"H": 96, "D": 12, "I": 240},
-    ),
+    "fp8_channel": Quantized(scaled_rows("float", "F8_E4M3", "BF16"), sizes=_NARROW),
+    "fp8_channel_fused": Quantized(scaled_rows("float", "F8_E4M3", "BF16"), "phi3", {"H": 96, "D": 12, "I": 240}),
     "fp8_fbgemm": Quantized(
-        fp8(
+        scaled(
             {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
             "weight_scale F32 R 1",
         ),
-        sizes={"H": 96, "D": 16, "I": 240},
+        sizes=_NARROW,
     ),
     "fp8_blocks": Quantized(FP8_IN_BLOCKS, "qwen3", {"H": 192}),
     "fp8_blocks_fused": Quantized(FP8_IN_BLOCKS, "phi3", {"H": 1024}),
@@ -342,16 +336,7 @@ QUANTIZED: dict[str, Quantized] = {
             "weight_scale",
         )
     ),
-    "int8_channel": Quantized(
-        Method(
-            Form(
-                compressed("int-quantized", weights_of(8, "int", "channel"), {**DYNAMIC, "type": "int"}),
-                "weight I8 R C\nweight_scale F32 R 1",
-            ),
-            lambda tensors: number(tensors["weight"]) * number(tensors["weight_scale"]),
-        ),
-        sizes={"H": 96, "D": 16, "I": 240},
-    ),
+    "int8_channel": Quantized(scaled_rows("int", "I8", "F32"), sizes=_NARROW),
     "gptq_4bit": Quantized(gptq(4, 128), sizes={"H": 256}),
     "gptq_4bit_moe": Quantized(gptq(4, 32), "qwen3_moe", {"M": 128}),
     "gptq_4bit_biases": Quantized(gptq(4, 32, bias=True), sizes={"D": 32, "I": 256}),

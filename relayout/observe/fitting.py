@@ -26,6 +26,7 @@ from relayout.plans.family import (
     SizeSource,
 )
 from relayout.plans.plan import PlannedCheckpoint, PlannedTensor
+from relayout.plans.plan_text import as_toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,12 @@ class Fitted:
     family: Family
     unmatched: Mapping[str, str]
     """Patterns of tensors that no rule fits, and what is known of them."""
+
+    def as_toml(self, *comments: str) -> str:
+        """The text of a plan file, with these comments."""
+        listed = [f"  {pattern}: {why}" for pattern, why in self.unmatched.items()]
+        heading = ["No rule was found for these, whose slices are listed:"] if listed else []
+        return as_toml(self.family, *comments, *heading, *listed)
 
 
 def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:

@@ -13,7 +13,6 @@ from relayout.errors import PlanError
 from relayout.observe.elements import completed, same_elements
 from relayout.observe.fitting import Example, fit
 from relayout.observe.observation import Observation, observe
-from relayout.observe.plan_text import as_toml
 from relayout.plans.family import Family, parse_family
 from relayout.plans.planner import plan_by
 from relayout.results import Result
@@ -69,7 +68,7 @@ def observe_plan(
     loaded = {degree: observation.loaded_slices for degree, observation in observations.items()}
     fitted = fit([Example(checkpoint, loaded)], held_out)
     engine = observations[degrees[0]].engine
-    text = as_toml(fitted, f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
+    text = fitted.as_toml(f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
     _check(checkpoint, parse_family(text, str(file), file.name), loaded)
     write_file(file, text.encode(), replace=False)
     unmatched = tuple(f"{pattern}: {why}" for pattern, why in fitted.unmatched.items())

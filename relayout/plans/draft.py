@@ -5,10 +5,9 @@ A draft is a start for a person. Each rule says where it is from. What no source
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import TypeAlias
@@ -17,6 +16,7 @@ from relayout.core.patterns import collapse_numbers
 from relayout.errors import PlanError
 from relayout.plans.division import Sizes
 from relayout.plans.family import (
+    BUILTIN,
     EVEN,
     FILE,
     HEAD_DIM,
@@ -27,10 +27,10 @@ from relayout.plans.family import (
     Rule,
     SizeSource,
     builtin_families,
-    dump_rules,
     parse_family,
 )
 from relayout.plans.plan import PlannedCheckpoint
+from relayout.plans.plan_text import as_toml, rule_text
 from relayout.plans.planner import plan_by, without_rule
 from relayout.plans.transformers import transformers_family
 
@@ -115,7 +115,7 @@ def draft_plan(checkpoint: PlannedCheckpoint, family: Family | None) -> Draft | 
         assert rule is not None
         origin = choices[pattern].origin if pattern in choices else f"as in {base.name}" if base else ""
         num_heads = heads if pattern in choices and _is_cut_through_heads(example, rule) else None
-        kinds.append(KindWithoutRule(pattern, count, shape, example, _value(rule), origin, num_heads))
+        kinds.append(KindWithoutRule(pattern, count, shape, example, rule_text(rule), origin, num_heads))
     return Draft(text, parsed, tuple(kinds))
 
 
@@ -161,7 +161,7 @@ def _rules_for(module: Sequence[_Kind], checkpoint: PlannedCheckpoint, theirs: F
     choices: dict[str, _Choice] = {}
     for pattern, _, _, name in module:
         if theirs is not None and (rule := theirs.rule(name)) is not None:
-            choices[pattern] = _Choice(_renamed(rule, pattern), "transformers", theirs)
+            choices[pattern] = _Choice(replace(rule, pattern=pattern, or_whole=False), "transformers", theirs)
     while rest := [kind for kind in module if kind[0] not in choices]:  # What one plan does not know, another may.
         alike = max((_alike(rest, length, checkpoint) for length in (3, 2)), key=len)  # The longer, if equal.
         if not alike:
@@ -195,19 +195,17 @@ def _alike(module: Sequence[_Kind], length: int, checkpoint: PlannedCheckpoint) 
     voters: dict[str, list[tuple[str, str]]] = {}
     for voter, rules in known.items():
         if len(rules) == most:
-            vote = str([(pattern, _value(rule)) for pattern, (_, _, rule) in rules.items()])
+            vote = str([(pattern, rule_text(rule)) for pattern, (_, _, rule) in rules.items()])
             voters.setdefault(vote, []).append(voter)
     chosen = max(voters.values(), key=len, default=[])
     names = sorted({name for name, _ in chosen})
     more = f" and {len(names) - 2} others" if len(names) > 2 else ""
     return {
-        pattern: _Choice(_renamed(rule, pattern), f"{tail} as in {', '.join(names[:2])}{more}", family)
+        pattern: _Choice(
+            replace(rule, pattern=pattern, or_whole=False), f"{tail} as in {', '.join(names[:2])}{more}", family
+        )
         for pattern, (tail, family, rule) in (known[chosen[0]].items() if chosen else ())
     }
-
-
-def _renamed(rule: Rule, pattern: str) -> Rule:
-    return Rule(pattern, rule.dim, rule.units, rule.widths, rule.interleaved, rule.block)
 
 
 def _fits(family: Family, rule: Rule, shape: tuple[int, ...], checkpoint: PlannedCheckpoint) -> bool:
@@ -295,51 +293,27 @@ def _pattern_of(name: str) -> str:
 
 def _text(checkpoint: PlannedCheckpoint, base: Family | None, choices: dict[str, _Choice]) -> str:
     """A plan file: the base's name, the sizes that the rules count, and the rules, each with its origin."""
-    lines = ["# A draft: compare it with the code of your engine before you trust it."]
-    if checkpoint.model_type is not None:
-        lines.append(f"model_types = {_quoted(checkpoint.model_type)}")
-    sizes: dict[str, dict[SizeSource, None]] = {}
-    if base is not None and base.origin == "builtin":
-        lines.append(f"extends = {_quoted(base.name)}")
-    elif base is not None:
+    if base is not None and base.origin != BUILTIN:
         raise PlanError("a draft adds rules to a built-in plan only; add them to your own by hand", code="unsupported")
+    sizes: dict[str, dict[SizeSource, None]] = {}
     for choice in choices.values():
-        if choice.family is None:
-            continue
         counted = _counted(choice.rule)
-        wanted = [*counted, HEAD_DIM] if {"heads", KV_HEADS} & set(counted) else counted
-        for size in wanted:
-            if size in choice.family.sizes and (base is None or size not in base.sizes):
-                sizes.setdefault(size, {}).update(dict.fromkeys(choice.family.sizes[size]))
-    if sizes:
-        dumped = dump_rules(Family("", FILE, sizes={size: tuple(sources) for size, sources in sizes.items()}))["sizes"]
-        lines += ["", "[sizes]", *(f"{size} = {_toml(sources)}" for size, sources in dumped.items())]
-    lines += ["", "[cut]"]
-    # The first that matches counts: those with fewer wildcards first.
-    for pattern, choice in sorted(choices.items(), key=lambda item: item[0].count("*")):
-        lines.append(f"{_quoted(pattern)} = {_value(choice.rule)}  # {_comment(choice.origin)}")
-    return "\n".join(lines) + "\n"
-
-
-def _value(rule: Rule) -> str:
-    """A rule as TOML."""
-    [dumped] = dump_rules(Family("", FILE, rules=(rule,)))["cut"].values()
-    return _toml(dumped)
-
-
-def _toml(value: object) -> str:
-    """A value as TOML; a list of one item as that item."""
-    if isinstance(value, list):
-        return _toml(value[0]) if len(value) == 1 else f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {_toml(item)}' for key, item in value.items())} }}"
-    return _quoted(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _quoted(text: str) -> str:
-    """A basic string of TOML, which is one of JSON but for one character."""
-    return json.dumps(text).replace("\x7f", "\\u007f")
-
-
-def _comment(text: str) -> str:
-    return text.encode("ascii", "backslashreplace").decode().replace("\n", " ")
+        known = {} if choice.family is None else choice.family.sizes
+        for size in [*counted, HEAD_DIM] if {"heads", KV_HEADS} & set(counted) else counted:
+            if size in known and (base is None or size not in base.sizes):
+                sizes.setdefault(size, {}).update(dict.fromkeys(known[size]))
+    rules = [choice.rule for choice in choices.values()]
+    family = Family(
+        "",
+        FILE,
+        model_types=() if checkpoint.model_type is None else (checkpoint.model_type,),
+        sizes={size: tuple(sources) for size, sources in sizes.items()},
+        # The first that matches counts: those with fewer wildcards first.
+        rules=tuple(sorted(rules, key=lambda rule: rule.pattern.count("*"))),
+    )
+    return as_toml(
+        family,
+        "A draft: compare it with the code of your engine before you trust it.",
+        extends=base.name if base else "",
+        origins={pattern: choice.origin for pattern, choice in choices.items()},
+    )

@@ -12,7 +12,6 @@ from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.slices import WHOLE, Slice
 from relayout.observe.elements import joined, same_elements
 from relayout.observe.fitting import Example, Fitted, fit
-from relayout.observe.plan_text import as_toml
 from relayout.plans.family import parse_family
 from relayout.plans.planner import plan_by
 
@@ -51,7 +50,7 @@ def _cut(shape: tuple[int, ...], cut: str, degree: int, sizes: dict[str, int]) -
 
 def agrees(fitted: Fitted, source: SourceCheckpoint, observed: dict[int, Slices]) -> bool:
     """Whether the plan file gives what was observed."""
-    family = parse_family(as_toml(fitted, "observed"), "plan.toml", "plan")
+    family = parse_family(fitted.as_toml("observed"), "plan.toml", "plan")
     return all(
         same_elements(plan_by(source, degree, family).cut(t).slices, slices[t], tensor.shape)
         for degree, slices in observed.items()
@@ -71,7 +70,7 @@ def test_rules_are_found_for_a_family_and_hold_at_a_degree_that_they_were_not_fo
 
 def test_a_plan_is_short_and_has_the_words_that_a_person_would_use() -> None:
     source, observed = observed_of("mixtral")
-    text = as_toml(fit([Example(source, observed)]), "observed")
+    text = fit([Example(source, observed)]).as_toml("observed")
     assert '"model.layers.*.self_attn.{k,v}_proj.weight" = { dim = 0, by = "kv_heads" }' in text
     assert '"model.layers.*.self_attn.o_proj.weight" = { dim = 1, by = "heads" }' in text
     assert '"model.embed_tokens.weight" = { dim = 0, by = "vocabulary" }' in text
@@ -116,7 +115,7 @@ def test_slices_that_no_rule_gives_are_kept_as_they_are() -> None:
     observed = {2: [tuple(map(Slice.of, odd)), (WHOLE, WHOLE)]}
     fitted = fit([Example(source, observed)])
     assert list(fitted.unmatched) == ["w"]
-    assert "w: it is cut along dims [0, 1]" in as_toml(fitted, "observed")
+    assert "w: it is cut along dims [0, 1]" in fitted.as_toml("observed")
     assert agrees(fitted, source, observed)
 
 
@@ -150,7 +149,7 @@ def test_parts_beside_the_language_model_are_cut_evenly_or_held_whole() -> None:
     name = "visual.blocks.0.attn.qkv.weight"
     source = make_source({name: (48, 4)}, num_attention_heads=8, num_key_value_heads=4)
     thirds = [tuple(Slice.along(0, ((8 * r, 8), (16 + 8 * r, 8), (32 + 8 * r, 8))) for r in range(2))]
-    text = as_toml(fit([Example(source, {2: thirds})]), "observed")
+    text = fit([Example(source, {2: thirds})]).as_toml("observed")
     assert '= { dim = 0, by = ["even", "even", "even"], or = "whole" }' in text
 
 
@@ -161,7 +160,7 @@ def test_a_long_list_has_lines_of_its_own() -> None:
     parts = [(0, 16), (32, 16), (64, 16), (96, 16), (128, 4)]
     cut = tuple(Slice.along(0, [(start + length * r, length) for start, length in parts]) for r in range(2))
     fitted = fit([Example(source, {2: [(WHOLE, WHOLE)] * 2 + [cut]})])
-    text = as_toml(fitted, "observed " * 40)
+    text = fitted.as_toml("observed " * 40)
     assert max(map(len, text.splitlines())) <= 120
     assert '    "state_heads * one",\n] }' in text
     assert parse_family(text, "plan.toml", "plan").rules == fitted.family.rules

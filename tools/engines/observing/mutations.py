@@ -27,9 +27,9 @@ from engines.observing import registry, small_models
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.patterns import compile_glob
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
-from relayout.observe.fitting import Example, Fitted, fit
-from relayout.observe.plan_text import as_toml
+from relayout.observe.fitting import Example, fit
 from relayout.plans.family import EVEN, Family, Rule
+from relayout.plans.plan_text import as_toml
 from relayout.plans.planner import plan_by
 
 TP = 2
@@ -56,7 +56,7 @@ def attempt(name: str, folder: Path) -> Iterator[dict[str, Any]]:
     fitted = fit([Example(source, {TP: observation.loaded_slices})])
     for index, (what, family) in enumerate(mutants(fitted.family, source)):
         mutant = folder / f"{index}.toml"
-        mutant.write_text(as_toml(Fitted(family, {}), what))
+        mutant.write_text(as_toml(family, what))
         yield {"mutation": what, "seen": seen(name, folder, mutant)}
 
 

@@ -12,10 +12,10 @@ from support.plan_comparing import BESIDE, differences
 
 from relayout.core.patterns import collapse_numbers, depends_on_numbers
 from relayout.observe.fitting import SIZES, Example, fit
-from relayout.observe.plan_text import as_toml
 from relayout.plans import family as families
 from relayout.plans.division import Sizes, language_config
 from relayout.plans.family import Family, Rule, SizeSource, builtin_families
+from relayout.plans.plan_text import as_toml
 
 BUILTIN = Path(families.__file__).parent / "builtin"
 
@@ -100,7 +100,7 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     version = checkpoints[0].engine.partition(" ")[0]
     degrees = sorted({degree for checkpoint in checkpoints for degree in checkpoint.observed})
     observed = f"Observed from vLLM {version} ({', '.join(engines)}) at {', '.join(map(str, degrees))} ranks."
-    return as_toml(replace(fitted, family=family, unmatched={}), f"{wanted.title}.", observed, extends=wanted.extends)
+    return as_toml(family, f"{wanted.title}.", observed, extends=wanted.extends)
 
 
 def _shortened(rules: Sequence[Rule], base: Family | None) -> Iterator[Rule]:

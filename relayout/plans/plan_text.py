@@ -1,31 +1,29 @@
-"""Writes rules that were derived from observations as the text of a plan file. Pure."""
+"""Writes rules as the text of a plan file. Pure."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from textwrap import wrap
 from typing import Any
 
-from relayout.observe.fitting import Fitted
-from relayout.plans.family import dump_rules
+from relayout.errors import escape_controls
+from relayout.plans.family import FILE, Family, Rule, dump_rules
 
 _WIDTH = 120
 """Of a line."""
 
 
-def as_toml(fitted: Fitted, *comments: str, extends: str = "") -> str:
+def as_toml(family: Family, *comments: str, extends: str = "", origins: Mapping[str, str] | None = None) -> str:
     """The text of a plan file.
 
     Args:
-        fitted: the rules.
         comments: the first lines.
         extends: the built-in plan whose rules come behind these.
+        origins: for patterns of rules: a comment behind the rule.
     """
-    rules = dump_rules(fitted.family)
+    rules = dump_rules(family)
     lines = [f"# {line}" for comment in comments for line in wrap(comment, _WIDTH - 2)]
-    if fitted.unmatched:
-        lines.append("# No rule was found for these, whose slices are listed:")
-        lines += [f"#   {pattern}: {why}" for pattern, why in fitted.unmatched.items()]
     top = {"model_types": rules.get("model_types"), "extends": extends}
     top["language_prefixes"] = rules.get("language_prefixes")
     lines += [f"{key} = {_toml(value)}" for key, value in top.items() if value]
@@ -33,11 +31,17 @@ def as_toml(fitted: Fitted, *comments: str, extends: str = "") -> str:
         entries = rules.get(table, {})
         if entries:
             lines += ["", f"[{table}]"]
-            lines += [
-                _short_lines(f"{key if table != 'cut' else _toml(key)} = {_toml(_short(value))}")
-                for key, value in entries.items()
-            ]
+        for key, value in entries.items():
+            line = _short_lines(f"{_toml(key) if table == 'cut' else key} = {_toml(_short(value))}")
+            origin = (origins or {}).get(key) if table == "cut" else None
+            lines.append(f"{line}  # {escape_controls(origin)}" if origin else line)
     return "\n".join(lines) + "\n"
+
+
+def rule_text(rule: Rule) -> str:
+    """What a plan file has behind the pattern of a rule."""
+    [dumped] = dump_rules(Family("", FILE, rules=(rule,)))["cut"].values()
+    return _toml(_short(dumped))
 
 
 def _short_lines(line: str) -> str:
@@ -63,4 +67,5 @@ def _toml(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False)
+    # JSON's, but for a character that TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

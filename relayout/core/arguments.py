@@ -18,33 +18,26 @@ _MAX_NBYTES = 2**63 - 1
 """The largest file offset (`off_t`)."""
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "4096", "64K", "64KiB" (powers of 1024) or "48GB" (powers of 1000).
+def size(value: int | str, what: str) -> int:
+    """A number of bytes, given as an integer, or as text: "4096", "64K", "64KiB" (powers of 1024), "48GB" (of 1000).
 
     Raises:
-        PlanError: the text is not a size, or the size exceeds 2**63 - 1 bytes.
+        PlanError: the value is not a size, or a text of more than 2**63 - 1 bytes. The message calls an integer `what`.
     """
-    match = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", text.strip())
+    if not isinstance(value, str):
+        return integer(value, what)
+    match = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", value.strip())
     units = {name.upper(): factor for name, factor in _UNITS.items()}
     factor = units.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise PlanError(
-            f"{shown(text)} is not a size; write bytes, or a number with K, KiB, MB, GiB ...", code="option"
+            f"{shown(value)} is not a size; write bytes, or a number with K, KiB, MB, GiB ...", code="option"
         )
     digits = match[1].lstrip("0")
     nbytes = int(digits or "0") * factor if len(digits) <= len(str(_MAX_NBYTES)) else _MAX_NBYTES + 1
     if nbytes > _MAX_NBYTES:
-        raise PlanError(f"{shown(text)} is too large, expected at most {_MAX_NBYTES} bytes", code="option")
+        raise PlanError(f"{shown(value)} is too large, expected at most {_MAX_NBYTES} bytes", code="option")
     return nbytes
-
-
-def size(value: int | str, what: str) -> int:
-    """A number of bytes, given as an integer or as text (see `parse_size`).
-
-    Raises:
-        PlanError: the value is not a size. The message calls it `what`.
-    """
-    return parse_size(value) if isinstance(value, str) else integer(value, what)
 
 
 def integer(value: object, what: str) -> int:

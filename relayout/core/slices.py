@@ -192,7 +192,8 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
             has too many runs.
     """
     if not part.by_axis:
-        return _dense(prod(shape) * BITS[dtype] // 8) if part.is_held else ()
+        nbytes = prod(shape) * BITS[dtype] // 8
+        return (Transfer(0, 0, nbytes),) if part.is_held and nbytes else ()
     for axis, ranges in part.by_axis:
         if any(start < 0 or length < 0 or start + length > shape[axis] for start, length in ranges):
             raise PlanError(f"ranges {ranges} are outside dim {axis} of {list(shape)}")
@@ -221,10 +222,6 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
             if nbytes and count:
                 transfers.append(Transfer(source, target, nbytes, count, *byte_strides).normalized())
     return tuple(transfers)
-
-
-def _dense(nbytes: int) -> tuple[Transfer, ...]:
-    return (Transfer(0, 0, nbytes),) if nbytes else ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from relayout.errors import FormatError, about
 from relayout.format.safetensors import refuse_lfs_pointer, strict_json
@@ -39,6 +39,8 @@ def decode(blob: bytes) -> str:
 MAX_SIZE = 2**53 - 1
 """Sizes are not larger, so that every reader of JSON has them exactly (RFC 8259, section 6)."""
 
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -50,10 +52,7 @@ class Fields:
 
     def text(self, name: str) -> str:
         """A string."""
-        value = self.top.get(name)
-        if not isinstance(value, str):
-            self._refuse(name, "a string")
-        return value
+        return self._of(str, name, "a string")
 
     def size(self, name: str, default: int | None = None) -> int:
         """A whole number, 0 to MAX_SIZE."""
@@ -64,52 +63,33 @@ class Fields:
 
     def text_or_null(self, name: str) -> str | None:
         """A string, or null."""
-        value = self.top.get(name, 0)
-        if not isinstance(value, str | None):
-            self._refuse(name, "a string or null")
-        return value
+        return None if self._is_null(name) else self._of(str, name, "a string or null")
 
     def flag(self, name: str) -> bool:
         """True or false."""
-        value = self.top.get(name)
-        if not isinstance(value, bool):
-            self._refuse(name, "true or false")
-        return value
+        return self._of(bool, name, "true or false")
 
     def object(self, name: str) -> Mapping[str, Any]:
         """An object."""
-        value = self.top.get(name)
-        if not isinstance(value, dict):
-            self._refuse(name, "an object")
-        return value
+        return self._of(dict, name, "an object")
 
     def object_or_null(self, name: str) -> Mapping[str, Any] | None:
         """An object, or null."""
-        value = self.top.get(name, 0)
-        if not isinstance(value, dict | None):
-            self._refuse(name, "an object or null")
-        return value
+        return None if self._is_null(name) else self._of(dict, name, "an object or null")
 
     def objects(self, name: str) -> list[Mapping[str, Any]]:
         """A list of objects."""
-        value = self.top.get(name)
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            self._refuse(name, "a list of objects")
-        return value
+        rows = self._of(list, name, "a list of objects")
+        return rows if all(isinstance(row, dict) for row in rows) else self._refuse(name, "a list of objects")
 
     def objects_or_nulls(self, name: str) -> list[Mapping[str, Any] | None]:
         """A list of objects and nulls."""
-        value = self.top.get(name)
-        if not isinstance(value, list) or not all(isinstance(item, dict | None) for item in value):
-            self._refuse(name, "a list of objects")
-        return value
+        rows = self._of(list, name, "a list of objects")
+        return rows if all(isinstance(row, dict | None) for row in rows) else self._refuse(name, "a list of objects")
 
     def items(self, name: str) -> list[Any]:
         """A list."""
-        value = self.top.get(name)
-        if not isinstance(value, list):
-            self._refuse(name, "a list")
-        return value
+        return self._of(list, name, "a list")
 
     def column(self, name: str, kind: type | tuple[type, ...], count: int | None = None) -> list[Any]:
         """A list of items of one kind, `count` of them if that is given; whole numbers are sizes."""
@@ -122,6 +102,13 @@ class Fields:
         if kind is int and value and not (min(value) >= 0 and max(value) <= MAX_SIZE):
             self._refuse(name, "a list of sizes")
         return value
+
+    def _is_null(self, name: str) -> bool:
+        return name in self.top and self.top[name] is None
+
+    def _of(self, kind: type[Value], name: str, expected: str) -> Value:
+        value = self.top.get(name)
+        return value if isinstance(value, kind) else self._refuse(name, expected)
 
     def _refuse(self, name: str, expected: str) -> NoReturn:
         raise FormatError(f"{name!r} is missing or not {expected}", path=self.where, code="field")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import zstandard
@@ -292,15 +292,7 @@ def _power_of_two(fields: Fields, name: str, low: int, high: int) -> int:
 
 
 def _dump_holder(entry: RankEntry) -> dict[str, Any]:
-    return {
-        "table": entry.table,
-        "table_digest": entry.table_digest,
-        "num_tensors": entry.num_tensors,
-        "nbytes": entry.nbytes,
-        "files": entry.files,
-        "arena_nbytes": entry.arena_nbytes,
-        "reads": [_dump_read(read) for read in entry.reads],
-    }
+    return asdict(replace(entry, reads=())) | {"reads": [_dump_read(read) for read in entry.reads]}
 
 
 def _dump_read(read: Read) -> dict[str, int]:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from relayout.core.dtypes import BITS, num_bytes
 from relayout.core.extents import Transfer
-from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (
@@ -122,7 +121,7 @@ def _parse_kinds(fields: Fields) -> list[Kind]:
         if kind.dtype not in BITS:
             what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is not a stored tensor"
             raise FormatError(what, code="field")
-        if not _is_part(kind.part, kind.source_shape, kind.shape):
+        if not kind.part.is_inside(kind.source_shape) or kind.part.shape(kind.source_shape) != kind.shape:
             shape, part, source_shape = (
                 shown(value) for value in (list(kind.shape), dump_slice(kind.part), list(kind.source_shape))
             )
@@ -272,8 +271,3 @@ def _are_brought(
         & (start <= nbytes - sizes)
     )
     return right | is_empty
-
-
-def _is_part(part: Slice, whole: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a slice of a tensor of shape `whole` exists and has `shape`."""
-    return part.is_inside(whole) and part.shape(whole) == shape

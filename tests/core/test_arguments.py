@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayout.core.arguments import parse_size, ranks_text
 from relayout.core.arguments import ranks as parse_ranks
+from relayout.core.arguments import ranks_text, size
 from relayout.errors import PlanError
 
 
@@ -36,7 +36,7 @@ from relayout.errors import PlanError
     ],
 )
 def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
+    assert size(text, "memory") == nbytes
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_sizes(text: str, nbytes: int) -> None:
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match=r"is not a size; write bytes, or a number with K, KiB") as caught:
-        parse_size(text)
+        size(text, "memory")
     assert repr(text) in str(caught.value) or len(text) > len(str(caught.value))
 
 
@@ -71,7 +71,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 )
 def test_a_size_that_nothing_has_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match=r"is too large, expected at most 9223372036854775807 bytes$") as caught:
-        parse_size(text)
+        size(text, "memory")
     assert len(str(caught.value)) < 500
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -124,33 +124,24 @@ class Family:
 
     def rule(self, name: str) -> Rule | None:
         """The rule for the tensor `name`, or None."""
-        for candidate in self._candidates(name):
-            for rule in self.rules:
-                if compile_glob(rule.pattern).match(candidate):
-                    return rule
-        return None
+        patterns = [rule.pattern for rule in self.rules]
+        return next((self.rules[index] for index, _ in self._matches(patterns, name)), None)
 
     def expert(self, name: str) -> int | None:
         """The number of the expert that the tensor `name` belongs to, or None."""
-        for candidate in self._candidates(name):
-            for pattern in self.experts_each:
-                if match := compile_glob(pattern).match(candidate):
-                    return int(match[1])
-        return None
+        return next((int(match[1]) for _, match in self._matches(self.experts_each, name)), None)
 
     def stacks_experts(self, name: str) -> bool:
         """Whether the tensor `name` has one entry for each expert along dim 0."""
-        return any(
-            compile_glob(pattern).match(candidate)
-            for candidate in self._candidates(name)
-            for pattern in self.experts_stacked
-        )
+        return any(self._matches(self.experts_stacked, name))
 
-    def _candidates(self, name: str) -> Iterator[str]:
-        yield name
-        prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
-        if prefix is not None:
-            yield name.removeprefix(prefix)
+    def _matches(self, patterns: Sequence[str], name: str) -> Iterator[tuple[int, re.Match[str]]]:
+        """The patterns that match the name, or else the name without its prefix: index, and the match."""
+        prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
+        for candidate in dict.fromkeys((name, name.removeprefix(prefix))):
+            for index, pattern in enumerate(patterns):
+                if match := compile_glob(pattern).match(candidate):
+                    yield index, match
 
 
 @cache

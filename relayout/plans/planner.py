@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from relayout.core.patterns import collapse_numbers
-from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, number_cuts
+from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
 from relayout.errors import PlanError, about, shown
 from relayout.plans.coverage import check_all_held
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
 from relayout.plans.family import BUILTIN, EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
 from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
-from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme
+from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme, is_cache_scale
 
 MAX_RANKS = 1024
 
@@ -102,18 +102,26 @@ def _make_plan(
     sizes = Sizes(family.sizes, checkpoint.config)
     whole = Cut((WHOLE,) * num_ranks)
     finder = _KindFinder(checkpoint, family, scheme)
-    experts = _Experts(family, sizes, num_ranks) if expert_parallel else None
+    experts = _Experts(family, sizes, whole)
     kinds: dict[_Kind, str] = {}
     column: list[_Kind | Cut] = []
     unmatched_names = []
+    has_experts = False
     for tensor in checkpoint.tensors:
-        owned = None if experts is None else experts.owners(tensor)
-        kind = finder.find(tensor) if owned is None else None
-        if kind is not None:
-            kinds.setdefault(kind, tensor.name)
-        elif owned is None:
+        owned = None
+        if expert_parallel:
+            with about(tensor=tensor.name):
+                owned = experts.cut(tensor)
+        if owned is not None:
+            has_experts = True
+            column.append(owned)
+            continue
+        kind = finder.find(tensor)
+        if kind is None:
             unmatched_names.append(tensor.name)
-        column.append(kind or owned or whole)
+        else:
+            kinds.setdefault(kind, tensor.name)
+        column.append(kind or whole)
     if unmatched_names and unmatched == "error":
         others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
         raise PlanError(
@@ -123,7 +131,7 @@ def _make_plan(
             tensor=unmatched_names[0],
             code="no_rule",
         )
-    if experts is not None and not experts.any_found:
+    if expert_parallel and not has_experts:
         raise PlanError(
             f"no tensor matches the experts of plan {family.full_name!r}, which --expert-parallel needs",
             code="no_rule",
@@ -302,7 +310,7 @@ class _KindFinder:
             rule = self._rule(f"{module}.weight", is_quantized)
             is_rows = rule is not None and rule.dim == (1 if self._family.is_transposed else 0)
             rule = replace(rule, dim=0) if rule is not None and is_rows else Rule(tensor.name, None)
-        if rule is None and self._scheme is not None and self._scheme.is_cache_scale(suffix, tensor.shape):
+        if rule is None and self._scheme is not None and is_cache_scale(suffix, tensor.shape):
             rule = Rule(tensor.name, None)
         return None if rule is None else _Kind(rule, tensor.dtype, tensor.shape)
 
@@ -328,28 +336,21 @@ class _KindFinder:
 class _Experts:
     """Assigns experts to ranks."""
 
-    def __init__(self, family: Family, sizes: Sizes, num_ranks: int) -> None:
+    def __init__(self, family: Family, sizes: Sizes, whole: Cut) -> None:
         self._family = family
         self._sizes = sizes
-        self._num_ranks = num_ranks
-        self._whole = Cut((WHOLE,) * num_ranks)
+        self._whole = whole
+        self._num_ranks = len(whole.slices)
         self._owned: dict[int, Cut] = {}
-        self.any_found = False
-        """Whether a tensor belonged to an expert so far."""
 
-    def owners(self, tensor: PlannedTensor) -> Cut | None:
+    def cut(self, tensor: PlannedTensor) -> Cut | None:
         """The cut of the tensor; None: it does not belong to an expert.
 
         Raises:
             PlanError: config.json lacks the number of experts, or contradicts the tensor.
         """
-        with about(tensor=tensor.name):
-            return self._owners(tensor)
-
-    def _owners(self, tensor: PlannedTensor) -> Cut | None:
         expert = self._family.expert(tensor.name)
         if expert is not None:
-            self.any_found = True
             if tensor.name.rpartition(".")[2] in INPUT_SCALES:
                 return self._whole
             count = self._sizes.get(EXPERTS)
@@ -357,7 +358,6 @@ class _Experts:
                 raise PlanError(f"expert {expert}, but config.json declares {count} experts", code="config")
             return self._owned_by(owner(expert, count, self._num_ranks))
         if tensor.shape and self._family.stacks_experts(tensor.name):
-            self.any_found = True
             declared = self._sizes.find(EXPERTS)
             if declared not in (None, tensor.shape[0]):
                 raise PlanError(
@@ -369,7 +369,7 @@ class _Experts:
 
     def _owned_by(self, rank: int) -> Cut:
         if rank not in self._owned:
-            self._owned[rank] = Cut(tuple(WHOLE if other == rank else NOT_HELD for other in range(self._num_ranks)))
+            self._owned[rank] = self._whole.only((rank,))
         return self._owned[rank]
 
 

@@ -91,10 +91,6 @@ class Scheme:
     values: tuple[Values, ...] = (Values(8),)
     """The possible storages of values in this checkpoint."""
 
-    def is_cache_scale(self, suffix: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor is the scale of an attention cache, which every rank holds."""
-        return suffix in _CACHE_SCALES and shape in ((), (1,))
-
     def weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Weight, ...]:
         """The possible forms of the weight that these tensors (last part of the name -> dtype, shape) store.
 
@@ -187,6 +183,11 @@ class Scheme:
             tuple((border(start), border(start + length) - border(start)) for start, length in parts)
             for parts in ranges
         ]
+
+
+def is_cache_scale(suffix: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor whose name ends so is the scale of an attention cache, which every rank holds."""
+    return suffix in _CACHE_SCALES and shape in ((), (1,))
 
 
 def _smallest_group(group: int) -> int:

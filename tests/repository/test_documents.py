@@ -29,7 +29,7 @@ from relayout.cli.app import app
 from relayout.core.dtypes import BITS
 from relayout.errors import FormatError
 from relayout.plans.division import Sizes, divide
-from relayout.plans.family import Family, SizeSource, builtin_families, parse_family
+from relayout.plans.family import SizeSource, builtin_families, parse_family, parse_rules
 
 pytestmark = pytest.mark.documents
 
@@ -258,9 +258,9 @@ def test_relayout_writes_the_example_of_the_format_document(tmp_path: Path) -> N
     stored = (tmp_path / "out" / "relayout.source.json.zst").read_bytes()
     record = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(stored))
     expected = format_example.record()
-    rules = [side["plan"].pop("rules") for side in (record, expected)]
+    rules = [parse_rules(side["plan"].pop("rules"), "record", "example", "file") for side in (record, expected)]
     assert record == expected
-    assert parse_rules(rules[0]).rules == parse_rules(rules[1]).rules
+    assert rules[0].rules == rules[1].rules
     written, printed = json.loads((tmp_path / "out" / "relayout.json").read_text()), format_example.manifest()
     for manifest in (written, printed):
         manifest.pop("self_digest", None)
@@ -327,21 +327,9 @@ def test_the_worked_example_in_the_document_of_plans_is_right() -> None:
     assert [list(part) for part in ranges] == json.loads(said)
 
 
-def toml(value: object) -> str:
-    """JSON as an inline value of TOML."""
-    if isinstance(value, dict):
-        return f"{{ {', '.join(f'{json.dumps(name)} = {toml(inner)}' for name, inner in value.items())} }}"
-    return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else json.dumps(value)
-
-
-def parse_rules(rules: dict[str, Any]) -> Family:
-    """Rules of a source record, as the plan file that has the same keys."""
-    return parse_family("".join(f"{name} = {toml(value)}\n" for name, value in rules.items()), "rules", "rules")
-
-
 def test_the_rules_in_the_document_of_plans_are_a_plan() -> None:
     [text] = blocks(PLANS, "json")
-    family = parse_rules(json.loads(text))
+    family = parse_rules(json.loads(text), "PLANS.md", "example", "file")
     assert family.model_types == ("example",)
     assert family.experts_each == ("**.experts.#.**",)
     rule = family.rule("a.blocks")

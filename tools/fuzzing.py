@@ -13,13 +13,13 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
-from itertools import accumulate, chain, product
+from itertools import accumulate, chain
 from math import prod
-from operator import mul
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 from support.vector_edits import BASES, changed_files, vectors
 from zstandard import ZstdDecompressor, ZstdError
@@ -46,6 +46,8 @@ from relayout.plans.family import dump_rules, parse_family, parse_rules
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.local.store import LocalStore
+
+Numbers = npt.NDArray[np.int64]
 
 MAX_INPUT_NBYTES = 2**16
 ROOT = Path(__file__).parent.parent
@@ -266,61 +268,48 @@ def _table(base: str, holder: int) -> Callable[[bytes], None]:
             table = parse_table(stored, replace(manifest, ranks=ranks, whole=whole), holder, "x")
         except FormatError:
             return
-        brought = _brought(base, holder)
-        held: set[int] = set()
+        brought, held = _brought(base, holder), np.zeros(entry.arena_nbytes, int)
         order = []
-        for row, name in enumerate(table.names):
-            json_text(name).encode()
-            dtype, shape, source_shape, part = (
-                column[row] for column in (table.dtypes, table.shapes, table.source_shapes, table.slices)
-            )
+        rows = zip(table.dtypes, table.shapes, table.source_shapes, table.slices, strict=True)
+        for row, (dtype, shape, source_shape, part) in enumerate(rows):
+            json_text(table.names[row]).encode()
             nbytes = prod(shape) * BITS[dtype] // 8
             number, offset, place = entry.files[table.files[row]], table.offsets[row], table.arena_offsets[row]
             assert manifest.files[number].data_start <= offset <= manifest.files[number].nbytes - nbytes
             assert place % 16 == 0
             assert place + nbytes <= entry.arena_nbytes
-            assert not held & set(range(place, place + nbytes))
-            held |= set(range(place, place + nbytes))
+            held[place : place + nbytes] += 1
             assert part.shape(source_shape) == shape
-            inside = range(nbytes)
+            inside = np.arange(nbytes)
             if number in manifest.shared and holder < manifest.num_ranks:
                 inside = _bytes_in_whole(part, source_shape, BITS[dtype])
-            places = [(number, offset + byte - inside[0]) for byte in inside]
-            assert brought[place : place + nbytes] == places
+            offsets = offset + inside - inside[:1]
+            assert (brought[place : place + nbytes] == np.stack([np.full(nbytes, number), offsets], 1)).all()
             order.append((table.files[row], offset, nbytes > 0))
+        assert held.max(initial=0) <= 1
         assert order == sorted(order)
 
     return run
 
 
 @cache
-def _brought(base: str, holder: int) -> list[tuple[int, int] | None]:
-    """Of each byte of a holder's arena: the file and the offset that it is read from."""
+def _brought(base: str, holder: int) -> Numbers:
+    """Of each byte of a holder's arena: the file and the offset that it is read from; -1: nothing."""
     entry = _base_manifest(base).holders[holder]
-    brought: list[tuple[int, int] | None] = [None] * entry.arena_nbytes
+    brought = np.full((entry.arena_nbytes, 2), -1)
     for read in entry.reads:
-        move = read.transfer
-        for run in range(move.count):
-            for byte in range(move.nbytes):
-                target, offset = (
-                    move.target + run * move.target_stride + byte,
-                    move.source + run * move.source_stride + byte,
-                )
-                brought[target] = (entry.files[read.file], offset)
+        for run in read.transfer.runs():
+            brought[run.target : run.target_end, 0] = entry.files[read.file]
+            brought[run.target : run.target_end, 1] = np.arange(run.source, run.source_end)
     return brought
 
 
-def _bytes_in_whole(part: Slice, source_shape: tuple[int, ...], bits: int) -> list[int]:
+def _bytes_in_whole(part: Slice, source_shape: tuple[int, ...], bits: int) -> Numbers:
     """The bytes of a slice in its whole tensor, in the order of the slice."""
-    indices = []
-    for axis, dim in enumerate(source_shape):
-        ranges = part.ranges_along(axis)
-        indices.append(
-            [start + i for start, length in ranges for i in range(length)] if ranges is not None else range(dim)
-        )
-    strides = [prod(source_shape[axis + 1 :]) for axis in range(len(source_shape))]
-    elements = (sum(map(mul, index, strides)) for index in product(*indices))
-    return list(dict.fromkeys(bit // 8 for element in elements for bit in range(element * bits, (element + 1) * bits)))
+    held = np.arange(prod(source_shape) * bits).reshape(*source_shape, bits)
+    for axis, ranges in part.by_axis or ():
+        held = held.take(np.array([start + i for start, length in ranges for i in range(length)], int), axis)
+    return held.reshape(-1)[::8] // 8
 
 
 def _record(data: bytes) -> None:

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import relayout
+from relayout.benchmark.machine import forget
 
 TP = 4
 CONFIG = LlamaConfig(
@@ -62,11 +63,11 @@ def main() -> int:
         all_equal = report.ok
         totals = [0.0, 0.0]
         for rank in range(TP):
-            forget(converted)
+            forget(converted.iterdir())
             started = time.perf_counter()
             mine = relayout.load(converted, rank)
             relayout_seconds = time.perf_counter() - started
-            forget(source)
+            forget(source.iterdir())
             started = time.perf_counter()
             theirs = stock_slices(source, rank)
             stock_seconds = time.perf_counter() - started
@@ -105,15 +106,6 @@ def stock_slices(source: Path, rank: int) -> dict[str, torch.Tensor]:
                 mine = slice(rank * size, (rank + 1) * size)
                 slices[name] = (part[:, mine] if axis else part[mine]).clone()
     return slices
-
-
-def forget(folder: Path) -> None:
-    """Have the system drop the files' pages from its cache."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import relayout
+from relayout.benchmark.machine import forget, remember
 from relayout.benchmark.made import write_llama
 
 NUM_RANKS = 8
@@ -86,18 +87,6 @@ def serve(variables: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", SERVER], **how)  # type: ignore[call-overload,no-any-return]
 
 
-def set_cache(folder: Path, *, is_cold: bool) -> None:
-    """Drop a folder's files from the page cache, or read them into it."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            if is_cold:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while file.read(2**24):
-                    pass
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", nargs="?", help="a checkpoint (default: made, 2 layers of a Llama-3.1-8B, 3.0 GB)")
@@ -123,7 +112,7 @@ def main() -> None:
                 found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
                 for _ in range(given.runs):
                     for way in WAYS:  # In turns: what the machine does meanwhile concerns all alike.
-                        set_cache(folder, is_cold=is_cold)
+                        (forget if is_cold else remember)(folder.iterdir())
                         found[way].append(run(servers[way], folder, ranks, way))
                 seconds = {way: statistics.median(each for each, _ in runs) for way, runs in found.items()}
                 for way, runs in found.items():

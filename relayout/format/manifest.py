@@ -361,27 +361,24 @@ def _parse_holder(
 ) -> RankEntry | None:
     if entry is None:
         return None
+    fields = Fields(entry)
     with about(part=what):
-        return _parse_entry(Fields(entry), table, files, digest)
-
-
-def _parse_entry(fields: Fields, table: str, files: Sequence[IndexedFile], digest: DigestAlgorithm) -> RankEntry:
-    if fields.text("table") != table:
-        raise FormatError(f"table {shown(fields.text('table'))}, expected {table!r}", code="field")
-    indices = fields.column("files", int)
-    if len(set(indices)) < len(indices) or (indices and max(indices) >= len(files)):
-        raise FormatError(f"files {shown(indices)}, expected distinct indices below {len(files)}", code="mismatch")
-    parsed = RankEntry(
-        table=fields.text("table"),
-        table_digest=digest_field(fields, "table_digest", digest),
-        num_tensors=fields.size("num_tensors"),
-        nbytes=fields.size("nbytes"),
-        files=tuple(indices),
-        arena_nbytes=fields.size("arena_nbytes"),
-        reads=tuple(_parse_read(row) for row in fields.objects("reads")),
-    )
-    _check_reads(parsed, [files[index] for index in indices])
-    return parsed
+        if fields.text("table") != table:
+            raise FormatError(f"table {shown(fields.text('table'))}, expected {table!r}", code="field")
+        indices = fields.column("files", int)
+        if len(set(indices)) < len(indices) or (indices and max(indices) >= len(files)):
+            raise FormatError(f"files {shown(indices)}, expected distinct indices below {len(files)}", code="mismatch")
+        parsed = RankEntry(
+            table=table,
+            table_digest=digest_field(fields, "table_digest", digest),
+            num_tensors=fields.size("num_tensors"),
+            nbytes=fields.size("nbytes"),
+            files=tuple(indices),
+            arena_nbytes=fields.size("arena_nbytes"),
+            reads=tuple(_parse_read(row) for row in fields.objects("reads")),
+        )
+        _check_reads(parsed, [files[index] for index in indices])
+        return parsed
 
 
 def _check_reads(entry: RankEntry, files: Sequence[IndexedFile]) -> None:

@@ -6,7 +6,7 @@ said of each tensor is a column of numbers, which numpy checks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from relayout.format.index import (
     ARENA_ALIGNMENT,
     FORMAT_VERSION,
     MANIFEST_NAME,
-    IndexedFile,
     Kind,
     Manifest,
     RankEntry,
@@ -101,9 +100,7 @@ def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> Rank
     if len(set(table.names)) != count:
         raise FormatError("a tensor name occurs twice", code="field")
     sizes = _sizes(table, entry)
-    of_whole = manifest.shared
-    shared = [index in of_whole for index in entry.files]
-    _check_places(table, entry, manifest.holder_files(rank), shared, sizes)
+    _check_places(table, manifest, sizes)
     if (total := sum(sizes.tolist())) != entry.nbytes:
         raise FormatError(f"tensors of {total} bytes, {MANIFEST_NAME} says {entry.nbytes}", code="field")
     return table
@@ -143,58 +140,55 @@ def _sizes(table: RankTable, entry: RankEntry) -> Column:
     return sizes[kind_of]
 
 
-def _check_places(
-    table: RankTable,
-    entry: RankEntry,
-    stored: Sequence[IndexedFile],
-    shared: Sequence[bool],
-    sizes: Column,
-) -> None:
+def _check_places(table: RankTable, manifest: Manifest, sizes: Column) -> None:
     """Prove that each tensor lies inside its file and the arena, and that reads bring it there: one run of one read.
 
     In a file of whole tensors, one run for each range of a slice.
 
     All numbers are at most MAX_SIZE, and `_check_reads` has proved those of the reads: no sum below overflows.
     """
+
+    def refuse(wrong: npt.NDArray[np.bool_], what: Callable[[int], str], code: str, rows: Column | None = None) -> None:
+        """Refuse the first tensor of which something is wrong, or of these rows the first."""
+        for index in np.flatnonzero(wrong)[:1]:
+            name = table.names[index if rows is None else rows[index]]
+            raise FormatError(what(index), tensor=name, code=code)
+
+    entry, stored = manifest.holders[table.rank], manifest.holder_files(table.rank)
     files, offsets, arena_offsets = (
         np.array(column, np.int64) for column in (table.files, table.offsets, table.arena_offsets)
     )
     lengths = np.array([file.nbytes for file in stored], np.int64)
     data_starts = np.array([file.data_start for file in stored], np.int64)
-    for row in np.flatnonzero(files >= len(lengths))[:1]:
-        raise FormatError(f"file {files[row]} of {len(lengths)}", tensor=table.names[row], code="truncated")
-    for row in np.flatnonzero(offsets < data_starts[files])[:1]:
-        what = f"begins in the header, at byte {offsets[row]}"
-        raise FormatError(what, tensor=table.names[row], code="truncated")
-    rows, starts, targets, piece_sizes = _pieces(table, shared, sizes)
-    for piece in np.flatnonzero(starts > lengths[files[rows]] - piece_sizes)[:1]:
-        end = int(starts[piece]) + int(piece_sizes[piece])
-        name = table.names[rows[piece]]
-        raise FormatError(f"ends outside its file, at byte {end}", tensor=name, code="truncated")
-    for row in np.flatnonzero((arena_offsets % ARENA_ALIGNMENT != 0) | (arena_offsets > entry.arena_nbytes - sizes))[
-        :1
-    ]:
-        raise FormatError(
-            f"{sizes[row]} bytes at {arena_offsets[row]} of an arena of {entry.arena_nbytes}",
-            tensor=table.names[row],
-            code="field",
-        )
-    place = np.lexsort((sizes > 0, offsets, files))
-    for row in np.flatnonzero(place != np.arange(len(place)))[:1]:
-        raise FormatError("is not in file order", tensor=table.names[row], code="field")
+    refuse(files >= len(lengths), lambda row: f"file {files[row]} of {len(lengths)}", "truncated")
+    refuse(offsets < data_starts[files], lambda row: f"begins in the header, at byte {offsets[row]}", "truncated")
+    of_whole = manifest.shared
+    rows, starts, targets, piece_sizes = _pieces(table, [index in of_whole for index in entry.files], sizes)
+    refuse(
+        starts > lengths[files[rows]] - piece_sizes,
+        lambda piece: f"ends outside its file, at byte {int(starts[piece]) + int(piece_sizes[piece])}",
+        "truncated",
+        rows,
+    )
+    refuse(
+        (arena_offsets % ARENA_ALIGNMENT != 0) | (arena_offsets > entry.arena_nbytes - sizes),
+        lambda row: f"{sizes[row]} bytes at {arena_offsets[row]} of an arena of {entry.arena_nbytes}",
+        "field",
+    )
+    in_file_order = np.lexsort((sizes > 0, offsets, files))
+    refuse(in_file_order != np.arange(len(sizes)), lambda row: "is not in file order", "field")
     order = np.argsort(arena_offsets, kind="stable")
     order = order[sizes[order] > 0]
     ends = arena_offsets[order] + sizes[order]
     for row in np.flatnonzero(ends[:-1] > arena_offsets[order[1:]])[:1]:
         name, other = table.names[order[row]], table.names[order[row + 1]]
         raise FormatError(f"tensors {name!r} and {other!r} overlap in the arena", code="coverage")
-    brought = _are_brought(entry, files[rows], starts, targets, piece_sizes)
-    for row in rows[~brought][:1]:
-        raise FormatError(
-            f"no read in the manifest covers it (arena offset {arena_offsets[row]})",
-            tensor=table.names[row],
-            code="coverage",
-        )
+    refuse(
+        ~_are_brought(entry, files[rows], starts, targets, piece_sizes),
+        lambda piece: f"no read in the manifest covers it (arena offset {arena_offsets[rows[piece]]})",
+        "coverage",
+        rows,
+    )
 
 
 def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> tuple[Column, Column, Column, Column]:

@@ -191,13 +191,14 @@ def _check_places(table: RankTable, manifest: Manifest, sizes: Column) -> None:
     )
 
 
-def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> tuple[Column, Column, Column, Column]:
-    """The contiguous pieces of which tensors consist in their files: row, file offset, arena offset and bytes.
+def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> Column:
+    """The contiguous pieces of which tensors consist in their files: rows, file offsets, arena offsets and bytes.
 
     Raises:
         FormatError: a slice in a file of whole tensors is not one contiguous piece for each of its ranges.
     """
-    columns = (np.arange(len(sizes)), np.array(table.offsets, np.int64), np.array(table.arena_offsets, np.int64), sizes)
+    offsets, arena_offsets = (np.array(column, np.int64) for column in (table.offsets, table.arena_offsets))
+    whole = np.stack([np.arange(len(sizes)), offsets, arena_offsets, sizes])
     is_shared = np.array(shared, bool)[np.array(table.files, np.int64)] if any(shared) else np.zeros(len(sizes), bool)
     transfers: dict[int, tuple[Transfer, ...]] = {}
     pieces: list[tuple[int, int, int, int]] = []
@@ -210,16 +211,7 @@ def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> tuple[Co
             is_split[row] = True
             place = table.offsets[row] + transfer.source - transfers[kind][0].source
             pieces.append((row, place, table.arena_offsets[row] + transfer.target, transfer.nbytes))
-    if not pieces:
-        return columns
-    rest, offsets, targets, nbytes = (column[~is_split] for column in columns)
-    more = np.array(pieces, np.int64).T
-    return (
-        np.concatenate([rest, more[0]]),
-        np.concatenate([offsets, more[1]]),
-        np.concatenate([targets, more[2]]),
-        np.concatenate([nbytes, more[3]]),
-    )
+    return np.concatenate([whole[:, ~is_split], np.array(pieces, np.int64).T], axis=1) if pieces else whole
 
 
 def _ranges_in_whole(kind: Kind, name: str) -> tuple[Transfer, ...]:
@@ -237,31 +229,16 @@ def _are_brought(
     entry: RankEntry, files: Column, offsets: Column, arena_offsets: Column, sizes: Column
 ) -> npt.NDArray[np.bool_]:
     """Whether one run of one read has a tensor's bytes and puts them where the table says; empty tensors need none."""
-    is_empty: npt.NDArray[np.bool_] = sizes == 0
     if not entry.reads:
-        return is_empty
-    reads = sorted(entry.reads, key=lambda read: read.transfer.target)
-
-    def column(values: list[int]) -> Column:
-        return np.array(values, np.int64)[which]
-
-    targets = np.array([read.transfer.target for read in reads], np.int64)
-    which = np.searchsorted(targets, arena_offsets, side="right") - 1
-    before_all = which < 0
-    which = np.maximum(which, 0)
-    count = column([read.transfer.count for read in reads])
-    pitch = column([max(1, read.transfer.target_stride) for read in reads])
-    nbytes = column([read.transfer.nbytes for read in reads])
-    inside = arena_offsets - targets[which]
-    run = np.where(count == 1, 0, np.minimum(inside // pitch, count - 1))
+        return np.equal(sizes, 0)
+    moves = [(read.transfer, read.file) for read in entry.reads]
+    numbers = [(m.target, m.source, m.nbytes, m.count, m.target_stride, m.source_stride, file) for m, file in moves]
+    reads = np.array(numbers, np.int64)
+    which = np.searchsorted(reads[:, 0], arena_offsets, side="right") - 1  # Reads are by rising target.
+    target, source, nbytes, count, pitch, stride, file = reads[np.maximum(which, 0)].T
+    inside = arena_offsets - target
+    run = np.minimum(inside // np.maximum(pitch, 1), count - 1)
     start = inside - run * pitch
-    source = column([read.transfer.source for read in reads]) + run * column(
-        [read.transfer.source_stride for read in reads]
-    )
-    right: npt.NDArray[np.bool_] = (
-        ~before_all
-        & (column([read.file for read in reads]) == files)
-        & (source + start == offsets)
-        & (start <= nbytes - sizes)
-    )
-    return right | is_empty
+    is_right = (file == files) & (source + run * stride + start == offsets) & (start <= nbytes - sizes)
+    brought: npt.NDArray[np.bool_] = (sizes == 0) | (which >= 0) & is_right
+    return brought

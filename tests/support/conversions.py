@@ -83,8 +83,8 @@ class Conversions:
                 write_family({**FAMILIES, **WIDE}[name], path)
         return path
 
-    def at(self, name: str, tp: int, *, experts: bool = False) -> Path:
-        """Its conversion to a degree."""
+    def outcome(self, name: str, tp: int, *, experts: bool = False) -> Path | PlanError:
+        """Its conversion to a degree, or why there is none."""
         key = (name, tp, experts)
         if key not in self.made:
             out = self.folder / f"{name}-tp{tp}{'-experts' if experts else ''}"
@@ -92,22 +92,19 @@ class Conversions:
                 relayout.convert(self.source(name), out, tp=tp, expert_parallel=experts, threads=1)
                 self.made[key] = out
             except PlanError as error:
-                self.made[key] = error
-        found = self.made[key]
+                self.made[key] = error.with_traceback(None)
+        return self.made[key]
+
+    def at(self, name: str, tp: int, *, experts: bool = False) -> Path:
+        """Its conversion to a degree."""
+        found = self.outcome(name, tp, experts=experts)
         if isinstance(found, PlanError):
-            raise found.with_traceback(None)
+            raise found
         return found
 
     def largest(self, name: str) -> int:
         """The largest degree up to 8 at which it can be converted."""
         return next(tp for tp in (8, 4, 2, 1) if not isinstance(self.outcome(name, tp), PlanError))
-
-    def outcome(self, name: str, tp: int, *, experts: bool = False) -> Path | PlanError:
-        """Its conversion, or why there is none."""
-        try:
-            return self.at(name, tp, experts=experts)
-        except PlanError as error:
-            return error
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from relayout.core.coalesce import coalesce
@@ -224,7 +225,7 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
     return tuple(transfers)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CutTensor:
     """A cut applied to a dtype and shape: shape, size and transfers of each distinct slice. Shared by equal tensors."""
 
@@ -232,37 +233,36 @@ class CutTensor:
     dtype: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Shape of each distinct slice."""
-    sizes: tuple[int, ...]
-    """Stored bytes of each distinct slice."""
-    _transfers: list[tuple[Transfer, ...]] = field(default_factory=list, repr=False)
-    _extents: list[tuple[Extent, ...]] = field(default_factory=list, repr=False)
 
-    @property
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each distinct slice."""
+        return tuple(part.shape(self.shape) for part in self.cut.distinct)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Stored bytes of each distinct slice."""
+        return tuple(prod(shape) * BITS[self.dtype] // 8 for shape in self.shapes)
+
+    @cached_property
     def transfers(self) -> list[tuple[Transfer, ...]]:
         """Transfers of each distinct slice, see `slice_transfers`.
 
         Raises:
             PlanError: as `slice_transfers` does.
         """
-        if not self._transfers:
-            # One assignment, so that other threads see all transfers or an empty list.
-            self._transfers[:] = [slice_transfers(self.dtype, self.shape, part) for part in self.cut.distinct]
-        return self._transfers
+        return [slice_transfers(self.dtype, self.shape, part) for part in self.cut.distinct]
 
-    @property
+    @cached_property
     def extents(self) -> tuple[Extent, ...]:
         """The bytes of the whole tensor that any slice needs, rising and apart; where columns are cut, whole rows.
 
         Raises:
             PlanError: as `slice_transfers` does.
         """
-        if not self._extents:
-            nbytes = prod(self.shape) * BITS[self.dtype] // 8
-            ends = sorted(_rows(transfer, nbytes) for transfers in self.transfers for transfer in transfers)
-            self._extents[:] = [tuple(group.extent for group in coalesce(ends, lambda pair: (None, *pair)))]
-        return self._extents[0]
+        nbytes = prod(self.shape) * BITS[self.dtype] // 8
+        ends = sorted(_rows(transfer, nbytes) for transfers in self.transfers for transfer in transfers)
+        return tuple(group.extent for group in coalesce(ends, lambda pair: (None, *pair)))
 
     def rank_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the rank's slice."""
@@ -326,11 +326,7 @@ class Cut:
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> CutTensor:
         """This cut applied to a tensor of the dtype and shape."""
         known = self._tensors.get((dtype, shape))
-        if known is None:
-            shapes = tuple(part.shape(shape) for part in self.distinct)
-            sizes = tuple(prod(sliced) * BITS[dtype] // 8 for sliced in shapes)
-            known = self._tensors.setdefault((dtype, shape), CutTensor(self, dtype, shape, shapes, sizes))
-        return known
+        return known or self._tensors.setdefault((dtype, shape), CutTensor(self, dtype, shape))
 
 
 def number_cuts(cuts: Iterable[Cut]) -> tuple[tuple[Cut, ...], tuple[int, ...]]:

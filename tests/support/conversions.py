@@ -92,14 +92,14 @@ class Conversions:
                 relayout.convert(self.source(name), out, tp=tp, expert_parallel=experts, threads=1)
                 self.made[key] = out
             except PlanError as error:
-                self.made[key] = error.with_traceback(None)
+                self.made[key] = error
         return self.made[key]
 
     def at(self, name: str, tp: int, *, experts: bool = False) -> Path:
         """Its conversion to a degree."""
         found = self.outcome(name, tp, experts=experts)
         if isinstance(found, PlanError):
-            raise found
+            raise found.with_traceback(None)
         return found
 
     def largest(self, name: str) -> int:

@@ -156,17 +156,13 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None) -> Family:
         from relayout.plans.transformers import transformers_family
 
         return transformers_family(checkpoint.model_type, checkpoint.config)
-    return _own_family(Path(plan), checkpoint.model_type)
-
-
-def _own_family(path: Path, model_type: str | None) -> Family:
-    family = read_family(path)
+    family, model_type = read_family(Path(plan)), checkpoint.model_type
     # A built-in plan was named because its model types do not fit.
     if family.origin != BUILTIN and family.model_types and model_type not in family.model_types:
         raise PlanError(
             f"the plan is for model_types {', '.join(family.model_types)}, config.json has {shown(model_type)};"
             " without the line model_types it applies to any",
-            path=path,
+            path=plan,
             code="no_plan",
         )
     return family

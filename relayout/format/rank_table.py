@@ -231,11 +231,14 @@ def _are_brought(
     """Whether one run of one read has a tensor's bytes and puts them where the table says; empty tensors need none."""
     if not entry.reads:
         return np.equal(sizes, 0)
-    moves = [(read.transfer, read.file) for read in entry.reads]
-    numbers = [(m.target, m.source, m.nbytes, m.count, m.target_stride, m.source_stride, file) for m, file in moves]
+    numbers = [
+        (read.file, move.source, move.target, move.nbytes, move.count, move.source_stride, move.target_stride)
+        for read in entry.reads
+        for move in (read.transfer,)
+    ]
     reads = np.array(numbers, np.int64)
-    which = np.searchsorted(reads[:, 0], arena_offsets, side="right") - 1  # Reads are by rising target.
-    target, source, nbytes, count, pitch, stride, file = reads[np.maximum(which, 0)].T
+    which = np.searchsorted(reads[:, 2], arena_offsets, side="right") - 1  # Reads are by rising target.
+    file, source, target, nbytes, count, stride, pitch = reads[np.maximum(which, 0)].T
     inside = arena_offsets - target
     run = np.minimum(inside // np.maximum(pitch, 1), count - 1)
     start = inside - run * pitch

@@ -30,6 +30,7 @@ from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
 from relayout.errors import FormatError, PlanError
+from relayout.format.chunks import DIGESTED_NBYTES, num_chunks
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     MAX_ALIGNMENT,
@@ -79,6 +80,11 @@ class RankFile:
     def offsets(self) -> list[int]:
         """Absolute file offset of each slice."""
         return [self.data_start + offset for offset in self.data_offsets]
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks of it are hashed."""
+        return num_chunks(self.data_start, self.nbytes, DIGESTED_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.conversions import Conversions, dcp_tensors, grouped, stock_tensors
+from support.journals import interrupted_before_the_end
 from support.loader_fixtures import assert_equal
 from support.profile import sample
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -101,19 +102,11 @@ def test_at_one_rank_it_is_the_source_in_another_order(conversions: Conversions,
     assert_equal(relayout.load(out, 0), stock_tensors(conversions.source("llama")))
 
 
-def test_an_interrupted_conversion_is_gone_on_with(
-    conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_conversion_is_gone_on_with(conversions: Conversions, tmp_path: Path) -> None:
     source = conversions.source("llama")
     relayout.convert(source, tmp_path / "clean", tp=2, layout="whole")
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("relayout.conversion.run.write_sidecar", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
+    with interrupted_before_the_end():
+        relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
     with pytest.raises(PlanError, match="with other options"):
         relayout.convert(source, tmp_path / "out", tp=2)
     summary = relayout.convert(source, tmp_path / "out", tp=2, layout="whole")

@@ -169,6 +169,8 @@ def execute(
         for step in plan.steps(unit):
             assert step.nbytes <= limit
             assert {t for t, _ in step.tensors} <= set(tensors)
+            files = {target.file for span in step.spans for target in span.targets}
+            assert files <= set(conversion.layout.files_of_unit[unit])
             execution.run(step)
     return execution
 
@@ -353,19 +355,15 @@ def test_ranks_that_hold_the_same_slice_are_written_from_one_span() -> None:
     assert [[target.file for target in span.targets] for span in step.spans] == [[0, 1], [2, 3]]
 
 
-def test_small_tensors_share_a_step_up_to_the_size_of_a_chunk() -> None:
+def test_small_neighbors_share_a_step_up_to_the_size_of_a_chunk_a_request_and_a_span() -> None:
     tensors = [("U8", (100,), (WHOLE,)) for _ in range(10)]
     source = checkpoint(tensors, num_ranks=1)
-    assert [len(step.tensors) for step in steps_of(source)] == [10]
-    # Two blocks are counted for each, since what is read is rounded out to blocks.
-    assert [len(step.tensors) for step in steps_of(source, chunk_nbytes=3 * (2 * BLOCK + 100))] == [3, 3, 3, 1]
-
-
-def test_neighbors_in_a_batch_are_read_by_one_request_and_written_as_one_span() -> None:
-    source = checkpoint([("U8", (100,), (WHOLE,)) for _ in range(10)], num_ranks=1)
     [step] = steps_of(source)
+    assert len(step.tensors) == 10
     assert [one.extent for one in step.ranges] == [Extent(0, 4096)]
     assert [span.nbytes for span in step.spans] == [1000]
+    # Two blocks are counted for each, since what is read is rounded out to blocks.
+    assert [len(step.tensors) for step in steps_of(source, chunk_nbytes=3 * (2 * BLOCK + 100))] == [3, 3, 3, 1]
 
 
 def test_batches_follow_the_order_of_the_file_so_that_each_is_written_as_one_span() -> None:
@@ -418,6 +416,17 @@ def test_a_chunk_of_a_tensor_cut_by_columns_is_whole_rows_of_whole_blocks() -> N
     assert {step.nbytes for step in steps_of(source, chunk_nbytes=40_000, small_nbytes=0)} == {32768}
     for step in steps_of(source, chunk_nbytes=40_000, small_nbytes=0):
         assert {span.nbytes for span in step.spans} == {8192}
+
+
+@pytest.mark.parametrize("small_nbytes", [0, 10**6])
+def test_memory_does_not_grow_with_the_tensors(small_nbytes: int) -> None:
+    """Of slices that are stored in another order than the source's, too."""
+    shape, chunk_nbytes = (16, 160), 16 * 1024
+    kinds = [even(0, 4, 4), even(1, 4, 40), replicated(0, 4, 8), interleaved(0, 4, 2, [1, 1]), owned(4, 1)]
+    source = checkpoint([("BF16", shape, kinds[t % len(kinds)]) for t in range(200)], num_ranks=4)
+    for step in steps_of(source, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes):
+        staged, read = sum(span.nbytes for span in step.spans), sum(one.extent.nbytes for one in step.ranges)
+        assert max(staged, read) <= 4 * chunk_nbytes
 
 
 @pytest.mark.parametrize("small_nbytes", [0, 10**6])

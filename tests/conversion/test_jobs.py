@@ -26,7 +26,7 @@ from support.toy_store import shelf
 
 import relayout
 from relayout.commands.convert import plan_conversion
-from relayout.conversion import copy, jobs
+from relayout.conversion import jobs
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.errors import FormatError, PlanError
 from relayout.plans.family import VLLM, Family, builtin_text
@@ -204,21 +204,6 @@ def test_what_a_killed_process_leaves_is_never_taken_for_done(
     assert_published(str(tmp_path), expected)
 
 
-def test_a_unit_that_fails_leaves_nothing(source: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    all_jobs = jobs_of(source, f"{place}/out", **OPTIONS)
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "full")
-
-    monkeypatch.setattr(copy.FileSink, "put", fail)
-    with pytest.raises(OSError, match="full"):
-        run_job(all_jobs[0])
-    assert beside(place) == []
-    with pytest.raises(PlanError, match="no unit of this conversion is done"):
-        commit_jobs(all_jobs)
-    assert beside(place) == []
-
-
 @everywhere
 def test_a_late_double_changes_nothing(
     source: Path, expected: dict[str, bytes], place: str, monkeypatch: pytest.MonkeyPatch
@@ -283,21 +268,6 @@ def test_other_options_do_not_mix(source: Path, expected: dict[str, bytes], plac
         commit_jobs(all_jobs)
     run_job(all_jobs[-1])
     commit_jobs(all_jobs)
-    assert_published(place, expected)
-
-
-@everywhere
-def test_a_conversion_in_one_run_does_not_take_the_place_of_units(
-    source: Path, expected: dict[str, bytes], place: str
-) -> None:
-    all_jobs = jobs_of(source, f"{place}/out", **OPTIONS)
-    run_job(all_jobs[0])
-    with pytest.raises(PlanError, match="holds units of other processes"):
-        relayout.convert(source, f"{place}/out", **OPTIONS)
-    for job in all_jobs[1:]:
-        assert run_job(job).read_nbytes
-    assert not run_job(all_jobs[0]).read_nbytes
-    relayout.convert(source, f"{place}/out", force=True, **OPTIONS)
     assert_published(place, expected)
 
 

@@ -168,13 +168,6 @@ def test_a_rank_that_holds_nothing_of_a_unit_has_an_empty_part() -> None:
     assert layout.files_of(0)[1].nbytes == layout.files_of(0)[1].data_start == 4096
 
 
-def test_a_tensor_larger_than_a_part_gets_one_of_its_own() -> None:
-    sizes = [4096, 4096, 40960, 4096, 100]
-    source = make_source([(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)])
-    layout = conversion_of(source, plan_of("none", 1, ((WHOLE,),) * 5), 4096, 10_000).layout
-    assert [file.tensors for file in layout.files] == [(0, 1), (2,), (3, 4)]
-
-
 def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
     source = make_source([(f"{i}" * 10**6, "U8", (2,)) for i in range(10, 22)])
     plan = plan_of("x", 2, ((Slice.along(0, ((0, 1),)), Slice.along(0, ((1, 1),))),) * 12)
@@ -184,16 +177,6 @@ def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
     assert [t for file in files for t in file.tensors] == list(range(12))
     assert all(10_000_000 < file.data_start < 25_000_000 for file in files[:-1])
     assert len(files) > 1
-
-
-def test_a_checkpoint_without_tensors_has_a_file_for_each_rank() -> None:
-    conversion = conversion_of(make_source([]), plan_of("x", 2, ()), 512)
-    layout = conversion.layout
-    assert layout.holders == ((0,), (1,))
-    assert [(file.name, file.tensors, file.nbytes) for file in layout.files] == [
-        ("model-rank-0-part-0.safetensors", (), 512),
-        ("model-rank-1-part-0.safetensors", (), 512),
-    ]
 
 
 @pytest.mark.parametrize("alignment", [-512, -1, 0, 1, 256, 511, 513, 1536, 4097, 6000, 32 * 2**20])

@@ -149,29 +149,6 @@ def test_a_plan_travels_with_the_jobs_which_plan_nothing(
     assert all(files[name] == expected[name] for name in weights)
 
 
-@everywhere
-def test_two_that_convert_a_unit_at_once_do_not_meet(
-    source: Path, expected: dict[str, bytes], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both have written half of it before one of them ends."""
-    all_jobs = jobs_of(source, f"{place}/out", **OPTIONS)
-    together, finish = threading.Barrier(2), jobs.HeaderWriter.write
-
-    def write(self: Any, unit: int, *others: Any) -> None:
-        if unit == 1:
-            together.wait(60)
-        finish(self, unit, *others)
-
-    monkeypatch.setattr(jobs.HeaderWriter, "write", write)
-    for job in all_jobs:
-        if job.unit != 1:
-            run_job(job)
-    records = at_once(lambda: run_job(all_jobs[1]), lambda: run_job(all_jobs[1]))
-    assert [record.read_nbytes > 0 for record in records] == [True, True]
-    commit_jobs(all_jobs)
-    assert_published(place, expected)
-
-
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as threads:
         return [started.result(PATIENCE) for started in [threads.submit(call) for call in calls]]

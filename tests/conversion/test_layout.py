@@ -31,16 +31,8 @@ def make_source(
     tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> SourceCheckpoint:
     """A checkpoint of tensors (name, dtype, shape), none of which is stored anywhere."""
-    return SourceCheckpoint(
-        root=LocalStore(Path("checkpoint")),
-        files=(),
-        tensors=tuple(SourceTensor(name, dtype, shape, 0, Extent(0, 0)) for name, dtype, shape in tensors),
-        metadata=metadata or {},
-        config={},
-        index=None,
-        side_files=(),
-        left_out=(),
-    )
+    heads = tuple(SourceTensor(name, dtype, shape, 0, Extent(0, 0)) for name, dtype, shape in tensors)
+    return SourceCheckpoint(LocalStore(Path("checkpoint")), (), heads, metadata or {})
 
 
 def largest_power(nbytes: int, limit: int) -> int:
@@ -298,44 +290,6 @@ def test_metadata_names_the_content_first(max_part_nbytes: int) -> None:
         assert metadata["relayout"] == entry
         assert metadata["format"] == "pt"
         assert metadata["author"] == "größe"
-
-
-@pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
-def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> None:
-    source = make_source(TENSORS)
-    conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
-    layout = conversion.layout
-    assert conversion.options.dcp
-    for rank, numbers in enumerate(layout.holders):
-        found: dict[str, object] = {}
-        for number in numbers:
-            file = layout.files[number]
-            metadata = parse_header(header_of(conversion, number), file.nbytes, "x").metadata
-            assert metadata["DCP_VERSION"] == "1.0"
-            sharding = json.loads(metadata["DCP_SHARDING_INFO"])
-            # PyTorch looks up every key of the file.
-            assert list(sharding) == [TENSORS[t][0] for t in file.tensors]
-            found |= sharding
-        assert found == {
-            "embed": {"saved_offsets": [0, 0]},
-            "layers.0.down": {"saved_offsets": [0, (0, 4)[rank]]},
-            "layers.0.norm": {"saved_offsets": [0]},
-            "layers.0.up": {"saved_offsets": [0, (0, 32)[rank], 0]},
-            "scale": {"saved_offsets": []},
-        }
-
-
-@pytest.mark.parametrize(
-    "plan", [FUSED, plan_of("none", 1, ((WHOLE,),) * len(TENSORS))], ids=["a slice of two ranges", "one rank"]
-)
-def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) -> None:
-    source = make_source(TENSORS)
-    conversion = conversion_of(source, plan, 512)
-    layout = conversion.layout
-    assert not conversion.options.dcp
-    for number, file in enumerate(layout.files):
-        metadata = parse_header(header_of(conversion, number), file.nbytes, "x").metadata
-        assert sorted(metadata) == ["format", "relayout"]
 
 
 def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:

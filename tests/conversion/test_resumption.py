@@ -213,17 +213,13 @@ def test_if_no_tensor_is_done_nothing_is_left(work: Path) -> None:
     assert list(work.iterdir()) == []
 
 
-def test_progress_starts_with_what_is_done(work: Path) -> None:
+def test_other_threads_and_other_memory_go_on_with_the_same_and_progress_starts_with_what_is_done(work: Path) -> None:
     interrupt(work)
     seen: list[tuple[int, int]] = []
-    planned(work).run(threads=1, progress=lambda *args: seen.append(args))
+    done = planned(work).run(threads=3, memory=2**23, progress=lambda *args: seen.append(args))
+    assert done.resumed_nbytes == DONE * LARGE_NBYTES
     assert min(seen)[0] >= DONE * LARGE_NBYTES
     assert seen[-1] == (TOTAL_NBYTES, TOTAL_NBYTES)
-
-
-def test_other_threads_and_other_memory_go_on_with_the_same(work: Path) -> None:
-    interrupt(work)
-    assert planned(work).run(threads=3, memory=2**23).resumed_nbytes == DONE * LARGE_NBYTES
     assert content(work / "out") == content(work.parent / "expected")
 
 

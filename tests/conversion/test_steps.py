@@ -58,16 +58,9 @@ def checkpoint(
         nbytes = prod(shape) * BITS[dtype] // 8
         placed[t] = SourceTensor(f"t{t}", dtype, shape, file_of[t], Extent(ends[file_of[t]], nbytes))
         ends[file_of[t]] += nbytes
-    source = SourceCheckpoint(
-        root=LocalStore(Path("checkpoint")),
-        files=tuple(SourceFile(f"{i}.safetensors", end, data_start, b"") for i, end in enumerate(ends)),
-        tensors=tuple(placed[t] for t in range(len(tensors))),
-        metadata={},
-        config={},
-        index=None,
-        side_files=(),
-        left_out=(),
-    )
+    files = tuple(SourceFile(f"{i}.safetensors", end, data_start, b"") for i, end in enumerate(ends))
+    in_model_order = tuple(placed[t] for t in range(len(tensors)))
+    source = SourceCheckpoint(LocalStore(Path("checkpoint")), files, in_model_order)
     plan = plan_of("x", num_ranks, tuple(slices for _, _, slices in tensors))
     return Checkpoint(source, plan, [pattern(end, i) for i, end in enumerate(ends)])
 

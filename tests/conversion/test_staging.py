@@ -290,21 +290,6 @@ def test_an_empty_output_folder_is_used(tmp_path: Path) -> None:
     np.testing.assert_array_equal(stored["w.0"], W)
 
 
-@pytest.mark.parametrize("target", ["nowhere", "empty", "full", "file"])
-@pytest.mark.parametrize("force", [False, True])
-def test_an_output_that_is_a_link_is_refused(tmp_path: Path, target: str, force: bool) -> None:
-    source = write_source(tmp_path / "model")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "relayout.json").write_text("{}")
-    (tmp_path / "file").write_text("precious")
-    (tmp_path / "out").symlink_to(target)
-    before = listing(tmp_path)
-    with pytest.raises(PlanError, match="out: exists and is not a folder"):
-        convert(source, tmp_path / "out", force=force)
-    assert listing(tmp_path) == before
-
-
 @pytest.mark.parametrize(
     ("output", "says"),
     [
@@ -319,6 +304,7 @@ def test_an_output_that_is_a_link_is_refused(tmp_path: Path, target: str, force:
         ("file", "exists and is not a folder"),
         ("file/out", "its parent folder does not exist"),
         ("full", "is not empty, and not a converted folder"),
+        *((f"to-{name}", "exists and is not a folder") for name in ("nothing", "empty", "file", "converted")),
     ],
 )
 def test_an_output_that_would_lose_something_is_refused(tmp_path: Path, output: str, says: str) -> None:
@@ -326,9 +312,17 @@ def test_an_output_that_would_lose_something_is_refused(tmp_path: Path, output: 
     (tmp_path / "x").mkdir()
     (tmp_path / "full" / "sub").mkdir(parents=True)
     (tmp_path / "file").write_text("precious")
+    (tmp_path / "converted").mkdir()
+    (tmp_path / "converted" / "relayout.json").write_text("{}")
     (tmp_path / "link").symlink_to("model")
-    with pytest.raises(PlanError, match=says):
-        check_output(tmp_path / "model", tmp_path / output, force=False)
+    (tmp_path / "empty").mkdir()
+    for name in ("nothing", "empty", "file", "converted"):
+        (tmp_path / f"to-{name}").symlink_to(name)
+    before = listing(tmp_path)
+    for force in (False, True):
+        with pytest.raises(PlanError, match=says):
+            check_output(tmp_path / "model", tmp_path / output, force=force)
+    assert listing(tmp_path) == before
 
 
 def test_links_and_empty_folders_that_relayout_did_not_make_are_named_and_nothing_is_touched(tmp_path: Path) -> None:

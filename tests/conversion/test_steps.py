@@ -368,33 +368,6 @@ def test_batches_follow_the_order_of_the_file_so_that_each_is_written_as_one_spa
     assert [[span.nbytes for span in step.spans] for step in steps] == [[2048], [400]]
 
 
-def test_each_distinct_slice_of_small_tensors_is_hashed_once() -> None:
-    tensors = [("U8", (4, 512), replicated(0, 4, 2)), ("U8", (2, 512), (WHOLE,) * 4)]
-    source = checkpoint(tensors, num_ranks=4)
-    [step] = steps_of(source)
-    assert [[(one.tensor, one.slice, one.position, one.is_hashed) for one in span.pieces] for span in step.spans] == [
-        [(0, 0, 0, True), (1, 0, 1024, False)],
-        [(0, 0, 0, False), (1, 0, 1024, False)],
-        [(0, 1, 0, True), (1, 0, 1024, False)],
-        [(0, 1, 0, False), (1, 0, 1024, False)],
-    ]
-
-
-def test_tensors_come_in_the_order_of_the_file_and_their_chunks_in_byte_order() -> None:
-    tensors = [("U8", (9216,), (WHOLE,)), ("U8", (10,), (WHOLE,)), ("U8", (512,), (WHOLE,)), ("U8", (5000,), (WHOLE,))]
-    source = checkpoint(tensors, num_ranks=1, order=[3, 2, 1, 0])
-    steps = list(steps_of(source, chunk_nbytes=4096, small_nbytes=600))
-    assert [[(t, extent.nbytes) for t, extent in step.tensors] for step in steps] == [
-        [(0, 4096)],
-        [(0, 4096)],
-        [(0, 1024)],
-        [(2, 512)],
-        [(3, 4096)],
-        [(3, 904)],
-        [(1, 10)],
-    ]
-
-
 def test_tensors_that_are_done_are_left_out() -> None:
     source = checkpoint([("U8", (512,), (WHOLE,)) for _ in range(5)], num_ranks=1)
     conversion = conversion_of(source.source, source.plan, 512)
@@ -420,10 +393,3 @@ def test_memory_does_not_grow_with_the_tensors(small_nbytes: int) -> None:
     for step in steps_of(source, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes):
         staged, read = sum(span.nbytes for span in step.spans), sum(one.extent.nbytes for one in step.ranges)
         assert max(staged, read) <= 4 * chunk_nbytes
-
-
-@pytest.mark.parametrize("small_nbytes", [0, 10**6])
-def test_empty_tensors_need_no_step(small_nbytes: int) -> None:
-    source = checkpoint([("F32", (0, 3), (WHOLE, WHOLE)), ("F32", (4, 0), even(0, 2, 2))], num_ranks=2)
-    assert list(steps_of(source, small_nbytes=small_nbytes)) == []
-    check(source, chunk_nbytes=100, small_nbytes=small_nbytes)

@@ -141,9 +141,7 @@ def _differs(folder: Path, rank: int) -> bool:
     return False
 
 
-def test_a_slice_that_is_elsewhere_than_in_its_whole_tensor_is_refused(
-    conversions: Conversions, tmp_path: Path
-) -> None:
+def test_all_ranks_share_the_files_of_the_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:
     out = tmp_path / "out"
     relayout.convert(conversions.source("llama"), out, tp=2, layout="whole")
     manifest = json.loads((out / "relayout.json").read_text())

@@ -26,6 +26,7 @@ from support.local_stores import check_output, staging_folder
 from support.mounts import mounted, mounted_tmpfs
 from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
+from support.trees import content
 
 from relayout.commands.convert import convert
 from relayout.commands.restore import restore
@@ -65,10 +66,6 @@ def write_source(folder: Path, num_tensors: int = 1, nbytes: int = W.nbytes) -> 
     values = np.arange(1, nbytes // 2 + 1).astype(np.uint16)
     save_file({f"w.{n}": values + np.uint16(n) for n in range(num_tensors)}, folder / "model.safetensors")
     return folder
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def kept_tensors(error: BaseException, out: Path) -> set[int]:

@@ -14,6 +14,7 @@ from support.conversions import Conversions, dcp_tensors, grouped, stock_tensors
 from support.journals import interrupted_before_the_end
 from support.loader_fixtures import assert_equal
 from support.profile import sample
+from support.trees import content
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import relayout
@@ -75,9 +76,7 @@ def test_it_is_an_ordinary_checkpoint_and_gives_back_its_source(
     assert relayout.verify(out).ok
     assert relayout.verify(out, source=source).ok
     relayout.restore(out, tmp_path / "back")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == {
-        path.name: path.read_bytes() for path in source.iterdir()
-    }
+    assert content(tmp_path / "back") == content(source)
 
 
 def test_a_rank_has_files_of_its_own_for_what_is_not_contiguous_alone(conversions: Conversions, tmp_path: Path) -> None:
@@ -111,9 +110,7 @@ def test_an_interrupted_conversion_is_gone_on_with(conversions: Conversions, tmp
         relayout.convert(source, tmp_path / "out", tp=2)
     summary = relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
     assert summary.resumed_nbytes == summary.source_nbytes
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
-        path.name: path.read_bytes() for path in (tmp_path / "clean").iterdir()
-    }
+    assert content(tmp_path / "out") == content(tmp_path / "clean")
 
 
 @pytest.mark.parametrize("pattern", ["model-*.safetensors", "relayout-rank-1-part-0.slices"])

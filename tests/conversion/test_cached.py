@@ -153,7 +153,7 @@ def test_a_cache_without_room_is_said_and_the_source_is_read(model: Path, cache:
 
 
 def test_an_entry_in_use_stays_and_the_least_used_goes(model: Path, llama: Path, cache: Path, tmp_path: Path) -> None:
-    limited = Cache(cache, int(1.5 * sum(file.stat().st_size for file in model.iterdir())) + 2**21)
+    limited = Cache(cache, int(1.5 * sum(file.stat().st_size for file in model.iterdir())) + 2**20)
     relayout.load(model, 0, tp=TP, cache=limited)
     held = cached.cached_conversion(relayout.storage.stores.find_input(model), TP, limited)
     other = shutil.copytree(llama, tmp_path / "other")

@@ -1,77 +1,16 @@
-"""A registry of plan providers. A plan is a value, which no longer depends on its provider."""
+"""Finds the plan of a checkpoint: by rules, or as the installed vLLM cuts. A plan is a value, whoever has found it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.errors import PlanError
-from relayout.plans.family import BUILTIN, FILE, TRANSFORMERS, VLLM
+from relayout.plans.family import VLLM
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched, plan_for
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What is asked of a provider."""
-
-    checkpoint: SourceCheckpoint
-    num_ranks: int
-    plan: str | Path | None = None
-    """As the person named it; None: the built-in plan of the model type."""
-    expert_parallel: bool = False
-    unmatched: Unmatched | None = None
-    """See `planner.plan_for`."""
-    trust_remote_code: bool = False
-    """Whether an engine may run Python files of the checkpoint."""
-
-
-class Provider(Protocol):
-    """Finds plans in one way."""
-
-    def __call__(self, request: PlanRequest) -> Plan:
-        """The plan.
-
-        Raises:
-            FormatError: what holds the plan is damaged.
-            PlanError: there is none.
-        """
-
-
-def _by_rules(request: PlanRequest) -> Plan:
-    return plan_for(
-        request.checkpoint,
-        request.num_ranks,
-        request.plan,
-        expert_parallel=request.expert_parallel,
-        unmatched=request.unmatched,
-    )
-
-
-def _observed(request: PlanRequest) -> Plan:
-    if request.num_ranks == 1:  # Which holds everything: no reason to start vLLM.
-        return plan_for(request.checkpoint, 1)
-    from relayout.observe.observation import observed_plan
-
-    return observed_plan(
-        request.checkpoint,
-        request.num_ranks,
-        expert_parallel=request.expert_parallel,
-        trust_remote_code=request.trust_remote_code,
-    )
-
-
-PROVIDERS: Mapping[str, Provider] = {
-    BUILTIN: _by_rules,
-    FILE: _by_rules,
-    TRANSFORMERS: _by_rules,
-    VLLM: _observed,
-}
-"""By the origin of the plans that they find."""
 
 
 def observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:
@@ -99,7 +38,8 @@ def find_plan(
     Args:
         plan: a plan that was found for this checkpoint before; a plan file; "transformers" or "vllm"; None: the
             built-in plan for the model type.
-        num_ranks, expert_parallel, unmatched, trust_remote_code: as in `PlanRequest`.
+        expert_parallel, unmatched: as for `planner.plan_for`.
+        trust_remote_code: whether vLLM may run Python files of the checkpoint.
 
     Raises:
         FormatError: the plan file is not valid.
@@ -111,6 +51,13 @@ def find_plan(
             expected = f"expected {num_ranks} and {len(checkpoint.tensors)}"
             raise PlanError(f"{what}, {expected}", path=str(checkpoint.root), code="no_plan")
         return plan
-    origin = BUILTIN if plan is None else str(plan) if plan in (TRANSFORMERS, VLLM) else FILE
-    named = Path(plan) if plan is not None and origin == FILE else None if plan is None else str(plan)
-    return PROVIDERS[origin](PlanRequest(checkpoint, num_ranks, named, expert_parallel, unmatched, trust_remote_code))
+    if plan == VLLM:
+        if num_ranks == 1:  # Which holds everything: no reason to start vLLM.
+            return plan_for(checkpoint, 1)
+        from relayout.observe.observation import observed_plan
+
+        return observed_plan(
+            checkpoint, num_ranks, expert_parallel=expert_parallel, trust_remote_code=trust_remote_code
+        )
+    named = Path(plan) if isinstance(plan, os.PathLike) else plan
+    return plan_for(checkpoint, num_ranks, named, expert_parallel=expert_parallel, unmatched=unmatched)

@@ -7,11 +7,12 @@ from dataclasses import asdict, fields, is_dataclass
 from html import escape
 from typing import Any, cast
 
+from rich.filesize import decimal
+
 from relayout.tables import Column, table
 
 _MAX_ROWS = 20
 _WIDTH = 140
-_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 class Result:
@@ -64,15 +65,7 @@ def _text(name: str, value: object) -> str:
         shown = ", ".join(_text(name, item) for item in value[:_MAX_ROWS])
         return shown + (f", ... and {len(value) - _MAX_ROWS:,} more" if len(value) > _MAX_ROWS else "")
     if isinstance(value, int) and not isinstance(value, bool):
-        return _amount(value) if name.endswith("nbytes") or name == "memory" else f"{value:,}"
+        return decimal(value) if name.endswith("nbytes") or name == "memory" else f"{value:,}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
-
-
-def _amount(nbytes: int) -> str:
-    """Bytes, in powers of 1000."""
-    scaled, unit = float(nbytes), 0
-    while scaled >= 1000 and unit < len(_UNITS) - 1:
-        scaled, unit = scaled / 1000, unit + 1
-    return f"{nbytes:,} bytes" if unit == 0 else f"{scaled:.1f} {_UNITS[unit]}"

@@ -30,7 +30,7 @@ from relayout.commands.differences import Report
 from relayout.commands.verify import verify as verify_here
 from relayout.commands.verify import verify_holder
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
-from relayout.conversion.jobs import UnitJob, UnitRecord, absolute, commit_jobs, run_job, unit_jobs
+from relayout.conversion.jobs import UnitRecord, absolute, commit_jobs, run_job, unit_jobs
 from relayout.conversion.run import Summary
 from relayout.errors import PlanError, RelayoutError
 from relayout.progress import Progress, reporting
@@ -50,8 +50,8 @@ _ADDRESS = re.compile(r"auto|local|(ray://)?(?P<host>[\w.-]+|\[[0-9A-Fa-f:]+\]):
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 
 Result = TypeVar("Result")
-Work = Callable[[Callable[[int, int], None]], Result]
-"""What a task does; it is given a function to call with (bytes done, total bytes)."""
+Work = Callable[..., Result]
+"""What a task does. Its argument `progress` is a function to call with (bytes done, total bytes)."""
 
 
 def convert(
@@ -77,7 +77,7 @@ def convert(
     """
     started = time.monotonic()
     jobs = unit_jobs(plan_conversion(source, output, **options), force=force)
-    works: list[Work[UnitRecord]] = [partial(_convert, job, threads, memory) for job in jobs]
+    works: list[Work[UnitRecord]] = [partial(run_job, job, threads=threads, memory=memory) for job in jobs]
     with _cluster(address, threads) as cluster:
         what = f"converting {len(jobs)} units on {cluster.num_nodes} nodes"
         with reporting(progress, what, sum(job.source_nbytes for job in jobs)) as report:
@@ -89,10 +89,6 @@ def convert(
         seconds=time.monotonic() - started,
         peak_nbytes=max(record.peak_nbytes for record in records),
     )
-
-
-def _convert(job: UnitJob, threads: int, memory: int | str, progress: Callable[[int, int], None]) -> UnitRecord:
-    return run_job(job, threads=threads, memory=memory, progress=progress)
 
 
 def verify(
@@ -119,18 +115,11 @@ def verify(
     with _cluster(address, threads) as cluster:
 
         def check(holders: Sequence[int], report: Callable[[int], None] | None) -> Sequence[Report]:
-            works: list[Work[Report]] = [
-                partial(_verify, absolute(path), holder, threads, memory) for holder in holders
-            ]
-            return cluster.run(works, report)
+            work = partial(verify_holder, absolute(path), threads=threads, memory=memory)
+            return cluster.run([partial(work, holder) for holder in holders], report)
 
-        options: dict[str, Any] = {"source": source, "ranks": ranks, "trust": trust}
-        options |= {"threads": threads, "memory": memory}
-        return verify_here(path, progress=progress, check=check, **options)
-
-
-def _verify(path: str, holder: int, threads: int, memory: int | str, progress: Callable[[int, int], None]) -> Report:
-    return verify_holder(path, holder, threads=threads, memory=memory, progress=progress)
+        options: dict[str, Any] = {"threads": threads, "memory": memory, "progress": progress}
+        return verify_here(path, source=source, ranks=ranks, trust=trust, check=check, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +193,7 @@ def _task(work: Work[Result], index: int, counts: Any) -> Result:
             reported = time.monotonic()
             counts.set.remote(index, done)
 
-    return work(report)
+    return work(progress=report)
 
 
 class _Counts:

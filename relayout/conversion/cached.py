@@ -19,7 +19,7 @@ from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.jobs import commit_units, convert_unit
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import ConversionPlan
+from relayout.conversion.run import ConversionPlan, needed_nbytes
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import digest_hex
 from relayout.errors import PlanError
@@ -38,8 +38,6 @@ _PLAN = "plan.json"
 _NUM_UNITS = 16
 """About how many parts the processes share. Each has a file for each rank."""
 _MIN_PART_NBYTES = 64 * 2**20
-_SIDECAR_NBYTES = 2**20
-_SIDECAR_NBYTES_PER_TENSOR = 300
 _MEMORY = 128 * 2**20
 """Bytes of buffers of one process: all ranks of a node may take part."""
 _POLL_SECONDS = 0.05
@@ -128,8 +126,8 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease, progr
     """
     lease.was_filled = True
     files = {f"{MODEL}/{file.name}": file.nbytes for file in planned.layout.files}
-    sidecar_nbytes = _SIDECAR_NBYTES + _SIDECAR_NBYTES_PER_TENSOR * len(planned.source.tensors)
-    reservation = cache.reserve(lease, files | {f"{MODEL}/{MANIFEST_NAME}": sidecar_nbytes})
+    others_nbytes = needed_nbytes(planned) - planned.layout.nbytes
+    reservation = cache.reserve(lease, files | {f"{MODEL}/{MANIFEST_NAME}": others_nbytes})
     if reservation is None:
         what = f"the cache has no room for {sum(files.values())} bytes"
         raise OSError(errno.ENOSPC, what, os.fspath(cache.folder))

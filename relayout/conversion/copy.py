@@ -12,16 +12,16 @@ from typing import Self
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.journal import TensorDigests, Written
-from relayout.conversion.layout import Conversion, RankFile
+from relayout.conversion.layout import Conversion
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, SourceRange, Span, Step, Target
 from relayout.core.arguments import integer, size
-from relayout.core.digests import EMPTY_DIGEST, DigestAlgorithm, OrderedDigests
+from relayout.core.digests import EMPTY_DIGEST, OrderedDigests
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.slices import CutTensor
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
-from relayout.format.chunks import DIGESTED_NBYTES, chunks_of, chunks_over, num_chunks
+from relayout.format.chunks import DIGESTED_NBYTES, chunks_of, chunks_over
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
@@ -51,21 +51,31 @@ class FileSink:
     def __init__(self, staging: Staging, conversion: Conversion, hashed: Iterable[int], stop: Stop) -> None:
         """Files that are there already must have their full length; `hashed` are those whose chunks are hashed."""
         self._staging = staging
-        self._layout = layout = conversion.layout
+        self._layout = conversion.layout
         self._existing = set(staging.names())
         self._files = OpenFiles(self._open_file, num_descriptors=2)
-        self._chunks = {file: _FileChunks(layout.files[file], conversion.digest, stop) for file in hashed}
+        self._ordered = OrderedDigests(stop, conversion.digest)
+        self._width = conversion.digest.nbytes
+        self._chunks = {index: bytearray(self._width * self._layout.files[index].num_chunks) for index in hashed}
 
     def put(self, target: Target, view: memoryview, address: int) -> None:
         """Write the bytes for one place. Their memory, at `address` modulo a block, is reused after the call."""
         with self._files.use(target.file) as file:
             file.write(target.offset, view, address)
         if target.file in self._chunks:
-            self._chunks[target.file].update(target.offset, view)
+            self._hash(target, view)
+
+    def _hash(self, target: Target, view: memoryview) -> None:
+        file, written = self._layout.files[target.file], Extent(target.offset, view.nbytes)
+        for index, chunk, part in chunks_over(written, file.data_start, file.nbytes, DIGESTED_NBYTES):
+            piece = view[part.offset - written.offset : part.end - written.offset]
+            digest = self._ordered.update((target.file, index), part.offset - chunk.offset, piece, chunk.nbytes)
+            if digest is not None:
+                self._chunks[target.file][self._width * index : self._width * (index + 1)] = bytes.fromhex(digest)
 
     def chunks(self) -> dict[int, bytes]:
-        """The digests of the chunks of each file that is complete."""
-        return {file: bytes(chunks.digests) for file, chunks in self._chunks.items() if not chunks.num_left}
+        """The digests of the chunks of each file that is hashed, when all of it was put."""
+        return {index: bytes(digests) for index, digests in self._chunks.items()}
 
     def _open_file(self, index: int) -> WritableFile:
         file = self._layout.files[index]
@@ -80,29 +90,6 @@ class FileSink:
             OSError: it could not all be written.
         """
         self._files.close()
-
-
-class _FileChunks:
-    """Hashes the chunks of a file that is written. Thread-safe."""
-
-    def __init__(self, file: RankFile, digest: DigestAlgorithm, stop: Stop) -> None:
-        self._file = file
-        self._width = digest.nbytes
-        self._ordered = OrderedDigests(stop, digest)
-        self.num_left = num_chunks(file.data_start, file.nbytes, DIGESTED_NBYTES)
-        self.digests = bytearray(self._width * self.num_left)
-        self._lock = threading.Lock()
-
-    def update(self, offset: int, view: memoryview) -> None:
-        """Hash the bytes at `offset` in the file."""
-        written, file = Extent(offset, view.nbytes), self._file
-        for index, chunk, part in chunks_over(written, file.data_start, file.nbytes, DIGESTED_NBYTES):
-            piece = view[part.offset - offset : part.end - offset]
-            digest = self._ordered.update(index, part.offset - chunk.offset, piece, chunk.nbytes)
-            if digest is not None:
-                with self._lock:
-                    self.digests[self._width * index : self._width * (index + 1)] = bytes.fromhex(digest)
-                    self.num_left -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +126,7 @@ class TensorHashes:
         self._tensors = conversion.source.tensors
         self._cut = conversion.cut
         self._reads_whole = conversion.reads_whole
-        self._streams: dict[CutTensor, tuple[list[int | None], int]] = {}
+        self._num_streams: dict[CutTensor, int] = {}
         self._ordered = OrderedDigests(stop)
         self._lock = threading.Lock()
         self._partial: dict[int, dict[int, str]] = {}
@@ -165,28 +152,24 @@ class TensorHashes:
             for t, digests in ended.items():
                 digests |= self._partial.pop(t, {})
                 cut = self._cut[t]
-                if cut not in self._streams:
-                    self._streams[cut] = _streams(cut, with_source=self._reads_whole(t))
-                streams, num_streams = self._streams[cut]
-                if len(digests) < num_streams:
+                if cut not in self._num_streams:
+                    self._num_streams[cut] = len(_streams(cut, with_source=self._reads_whole(t)))
+                if len(digests) < self._num_streams[cut]:
                     self._partial[t] = digests
                 else:
-                    slices = [EMPTY_DIGEST if stream is None else digests[stream] for stream in streams]
+                    slices = (
+                        digests.get(SOURCE if part.is_whole else which, EMPTY_DIGEST)
+                        for which, part in enumerate(cut.cut.distinct)
+                    )
                     complete[t] = TensorDigests(digests.get(SOURCE), tuple(slices))
         return complete
 
 
-def _streams(tensor: CutTensor, *, with_source: bool) -> tuple[list[int | None], int]:
-    """What the digest of each distinct slice is of: itself, the source or nothing; how many are different.
-
-    Args:
-        with_source: whether all of the source tensor is hashed, too.
-    """
-    streams = [
-        SOURCE if part.is_whole else which if nbytes else None
-        for which, (part, nbytes) in enumerate(zip(tensor.cut.distinct, tensor.sizes, strict=True))
-    ]
-    return streams, len({*streams, *([SOURCE] if with_source else [])} - {None})
+def _streams(tensor: CutTensor, *, with_source: bool) -> set[int]:
+    """What is hashed of a tensor: its different slices that have bytes, and the source if all of that is read."""
+    parts = zip(tensor.cut.distinct, tensor.sizes, strict=True)
+    slices = {SOURCE if part.is_whole else which for which, (part, nbytes) in enumerate(parts) if nbytes}
+    return slices | {SOURCE} if with_source else slices
 
 
 def share_memory(threads: int, memory: int | str, output: Store | None = None) -> tuple[int, int]:

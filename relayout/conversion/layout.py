@@ -30,6 +30,7 @@ from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
 from relayout.errors import FormatError, PlanError
+from relayout.format.chunks import DIGESTED_NBYTES, num_chunks
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     MAX_ALIGNMENT,
@@ -80,6 +81,11 @@ class RankFile:
         """Absolute file offset of each slice."""
         return [self.data_start + offset for offset in self.data_offsets]
 
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks of it are hashed."""
+        return num_chunks(self.data_start, self.nbytes, DIGESTED_NBYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -108,17 +114,22 @@ class Layout:
         """The files of a holder."""
         return [self.files[index] for index in self.holders[holder]]
 
-    def only(self, holders: Container[int], num_holders: int) -> Layout:
-        """The same with the files of only these holders, of so many."""
+    def only(self, holders: Container[int]) -> Layout:
+        """The same with the files of only these holders."""
         files, files_of_unit = list[RankFile](), list[range]()
         for numbers in self.files_of_unit:
             first = len(files)
             files += [self.files[number] for number in numbers if self.files[number].holder in holders]
             files_of_unit.append(range(first, len(files)))
-        of_holder: list[list[int]] = [[] for _ in range(num_holders)]
-        for number, file in enumerate(files):
-            of_holder[file.holder].append(number)
-        return Layout(tuple(files), tuple(map(tuple, of_holder)), self.units, tuple(files_of_unit))
+        return Layout(tuple(files), _by_holder(files, len(self.holders)), self.units, tuple(files_of_unit))
+
+
+def _by_holder(files: Sequence[RankFile], num_holders: int) -> tuple[tuple[int, ...], ...]:
+    """Of each holder: the numbers of its files."""
+    numbers: list[list[int]] = [[] for _ in range(num_holders)]
+    for number, file in enumerate(files):
+        numbers[file.holder].append(number)
+    return tuple(map(tuple, numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +186,8 @@ class Conversion:
             first = len(files)
             files += _files(units[-1], tensors, headers, part, len(groups))
             files_of_unit.append(range(first, len(files)))
-        num_holders = plan.num_ranks + (layout == WHOLE_TENSORS)
-        everything = Layout(tuple(files), (), tuple(units), tuple(files_of_unit))
-        where = everything.only(range(num_holders), num_holders)
+        by_holder = _by_holder(files, plan.num_ranks + (layout == WHOLE_TENSORS))
+        where = Layout(tuple(files), by_holder, tuple(units), tuple(files_of_unit))
         all_ranks = tuple(range(plan.num_ranks))
         planned = cls(output, source, plan, tensors, where, options, all_ranks, digest)
         return planned if ranks is None else planned.only(ranks)
@@ -194,7 +204,7 @@ class Conversion:
             return self
         holders = {*some, *([self.plan.num_ranks] if self.has_whole else [])}
         cut = _cut_tensors(self.source, self.plan, self.options.layout, holders)
-        return replace(self, cut=cut, layout=self.layout.only(holders, len(self.layout.holders)), ranks=some)
+        return replace(self, cut=cut, layout=self.layout.only(holders), ranks=some)
 
     @property
     def rank_nbytes(self) -> tuple[int, ...]:
@@ -476,13 +486,8 @@ def stored_conversion(
         files.append(RankFile(file.name, holder, tuple(offsets), data_offsets, file.data_start, file.nbytes))
     # Not every writer has units: all files are one, in their order.
     order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
-    holders = tuple(
-        tuple(index for index in manifest.holders[holder].files if owner[index] == holder)
-        if holder in manifest.holders
-        else ()
-        for holder in range(plan.num_ranks + (options.layout == WHOLE_TENSORS))
-    )
-    layout = Layout(tuple(files), holders, (order,), (range(len(files)),))
+    by_holder = _by_holder(files, plan.num_ranks + (options.layout == WHOLE_TENSORS))
+    layout = Layout(tuple(files), by_holder, (order,), (range(len(files)),))
     return Conversion(folder, source, plan, cut, layout, options, manifest.present, manifest.digest)
 
 

@@ -12,7 +12,6 @@ from relayout.conversion.layout import Conversion, RankFile
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
-from relayout.format.chunks import DIGESTED_NBYTES, num_chunks
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json
 from relayout.format.slices import dump_slice
@@ -99,7 +98,7 @@ def verified_progress(staging: Staging, written: Written, conversion: Conversion
         index: digests
         for index, digests in written.chunks.items()
         if 0 <= index < len(files)
-        and len(digests) == width * num_chunks(files[index].data_start, files[index].nbytes, DIGESTED_NBYTES)
+        and len(digests) == width * files[index].num_chunks
         and all(t in verified or not conversion.cut[t].rank_nbytes(files[index].holder) for t in files[index].tensors)
     }
     if not staging.can_read:

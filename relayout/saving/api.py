@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from weakref import WeakKeyDictionary
@@ -330,14 +330,9 @@ def _parts(held: Mapping[str, HeldTensor], heads: Sequence[TensorHead], group: G
 
 def _boxes(heads: Sequence[TensorHead], parts: Sequence[Sequence[Slice]]) -> list[CutTensor]:
     """Each tensor as the members have it. Those that are alike share one object."""
-    cuts: dict[tuple[Slice, ...], Cut] = {}
-    boxes = []
-    for head, row in zip(heads, zip(*parts, strict=True), strict=True):
-        cut = cuts.get(row)
-        if cut is None:
-            cut = cuts.setdefault(row, Cut(row))
-        boxes.append(cut.tensor(head.dtype, head.shape))
-    return boxes
+    cut = cache(Cut)
+    rows = zip(*parts, strict=True)
+    return [cut(row).tensor(head.dtype, head.shape) for head, row in zip(heads, rows, strict=True)]
 
 
 def _check_equal(planned: ConversionPlan, group: Group) -> None:

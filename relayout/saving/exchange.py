@@ -23,6 +23,8 @@ from relayout.saving.held import HeldTensor
 from relayout.saving.shards import Shard, TensorHead
 
 Step = TypeVar("Step")
+Range = tuple[str, Extent]
+"""What one read covers: of a shard, by name."""
 Wanted = Callable[[int, int], Sequence[Transfer]]
 """What a member wants of a tensor, (member, position): transfers from the tensor's bytes, of which the targets do not
 matter."""
@@ -34,14 +36,6 @@ class Piece(NamedTuple):
     tensor: int
     start: int
     end: int
-
-
-class Range(NamedTuple):
-    """What one read of a shard covers."""
-
-    file: str
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,11 +98,10 @@ class Exchange:
 
     def fill(self, file: str, extent: Extent, view: memoryview) -> None:
         """See `folder.Fill`; of a range that was delivered, once for each delivery."""
-        one = Range(file, extent.offset, extent.nbytes)
         with self._lock:
-            found = self._delivered[one].pop()
-            if not self._delivered[one]:
-                del self._delivered[one]
+            found = self._delivered[file, extent].pop()
+            if not self._delivered[file, extent]:
+                del self._delivered[file, extent]
         head = max(0, len(self._shards[file].header) - extent.offset)
         np.frombuffer(view, np.uint8)[head:] = found[head:]
 
@@ -129,7 +122,7 @@ class Exchange:
         for step in steps:
             batch.append(step)
             ranges += ranges_of(step)
-            total += sum(one.nbytes for one in ranges_of(step))
+            total += sum(extent.nbytes for _, extent in ranges_of(step))
             if total >= self._nbytes:
                 self._round(ranges, wanted, is_last=False)
                 yield from batch
@@ -143,11 +136,11 @@ class Exchange:
     def _round(self, ranges: Sequence[Range], wanted: Wanted, *, is_last: bool) -> bool:
         """Exchange what the members want next. Returns whether all have said that it is their last round."""
         me = self._group.index
-        buffers = [np.empty(one.nbytes, np.uint8) for one in ranges]
+        buffers = [np.empty(extent.nbytes, np.uint8) for _, extent in ranges]
         places = [
             (Piece(t, part.offset, part.end), buffer, position - part.offset)
-            for one, buffer in zip(ranges, buffers, strict=True)
-            for t, part, position in self._shards[one.file].parts(Extent(one.offset, one.nbytes))
+            for (file, extent), buffer in zip(ranges, buffers, strict=True)
+            for t, part, position in self._shards[file].parts(extent)
         ]
         received: list[list[tuple[Transfer, Bytes, int]]] = [[] for _ in range(self._group.num_members)]
         for piece, buffer, origin in places:

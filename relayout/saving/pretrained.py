@@ -18,6 +18,8 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+import numpy as np
+
 from relayout.commands.convert import PlanOptions, with_options
 from relayout.conversion.copy import DEFAULT_MEMORY
 from relayout.conversion.run import Summary
@@ -257,12 +259,4 @@ def _origin_of(
         if known is None:
             return _storage(tensor), position
         tensor = known[0]
-        index = _unraveled(position, tensor.shape)
-
-
-def _unraveled(position: int, shape: Sequence[int]) -> list[int]:
-    index = []
-    for length in reversed(shape):
-        index.append(position % length)
-        position //= length
-    return index[::-1]
+        index = list(map(int, np.unravel_index(position, tensor.shape)))

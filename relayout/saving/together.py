@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 
 import xxhash
 
@@ -27,7 +27,7 @@ from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group
 from relayout.progress import Progress, reporting
-from relayout.saving.exchange import Exchange, Range
+from relayout.saving.exchange import Exchange, Range, Wanted
 from relayout.storage.protocols import LIVE, Staging
 
 
@@ -130,7 +130,7 @@ def _write(
     own = shares[group.index]
     headers = None if own is None else HeaderWriter(staging, own)
     plan = None if own is None else CopyPlan(own, chunk_nbytes=chunk_nbytes)
-    wanted = _Slices(planned, shares)
+    wanted = _slices_wanted(planned, shares)
     written = Written()
     num_units = len(planned.layout.units)
     for unit in range(num_units):
@@ -148,26 +148,20 @@ def _write(
 
 def _ranges_of(planned: ConversionPlan, step: Step) -> list[Range]:
     files = planned.source.files
-    return [Range(files[one.file].name, one.extent.offset, one.extent.nbytes) for one in step.ranges]
+    return [(files[one.file].name, one.extent) for one in step.ranges]
 
 
-class _Slices:
+def _slices_wanted(planned: ConversionPlan, shares: Sequence[Conversion | None]) -> Wanted:
     """What each member wants of a tensor: the slices of the ranks whose files it writes."""
 
-    def __init__(self, planned: ConversionPlan, shares: Sequence[Conversion | None]) -> None:
-        self._cut = planned.cut
-        self._ranks = [() if share is None else share.ranks for share in shares]
-        self._known: dict[tuple[int, CutTensor], list[Transfer]] = {}
+    @cache
+    def wanted(member: int, tensor: CutTensor) -> list[Transfer]:
+        share = shares[member]
+        which = dict.fromkeys(tensor.cut.which[rank] for rank in (() if share is None else share.ranks))
+        whole = [one for one in which if tensor.cut.distinct[one].is_whole]
+        return [part for one in whole[:1] or which for part in tensor.transfers[one]]
 
-    def __call__(self, member: int, t: int) -> Sequence[Transfer]:
-        tensor = self._cut[t]
-        known = self._known.get((member, tensor))
-        if known is None:
-            which = dict.fromkeys(tensor.cut.which[rank] for rank in self._ranks[member])
-            whole = [one for one in which if tensor.cut.distinct[one].is_whole]
-            known = [part for one in whole[:1] or which for part in tensor.transfers[one]]
-            self._known[member, tensor] = known
-        return known
+    return lambda member, t: wanted(member, planned.cut[t])
 
 
 def _hash_sources(planned: ConversionPlan, exchange: Exchange, group: Group, chunk_nbytes: int) -> dict[int, str]:
@@ -186,7 +180,7 @@ def _hash_sources(planned: ConversionPlan, exchange: Exchange, group: Group, chu
         return [Transfer(0, 0, tensors[t].extent.nbytes)]
 
     def range_of(piece: tuple[int, Extent]) -> list[Range]:
-        return [Range(files[tensors[piece[0]].file].name, piece[1].offset, piece[1].nbytes)]
+        return [(files[tensors[piece[0]].file].name, piece[1])]
 
     running: dict[int, xxhash.xxh3_128] = {}
     pieces = ((t, piece) for t in sorted(mine) for piece in split(tensors[t].extent, chunk_nbytes))

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 from support import prestarted
 from support.halfway import NBYTES, NUM_TENSORS, PARTIAL, converting, heed_all_signals
-from support.journals import read_journal
+from support.journals import claims_in
 from support.patience import PATIENCE
 from support.trees import tree
 
@@ -146,6 +146,4 @@ def resumed_nbytes(big: Path) -> int:
 
 def kept_nbytes(big: Path) -> int:
     """Bytes of the tensors that a stopped conversion has done."""
-    found = read_journal(big / PARTIAL)
-    assert found is not None
-    return len(found[1]) * (NBYTES // NUM_TENSORS)
+    return len(claims_in(big / PARTIAL)) * (NBYTES // NUM_TENSORS)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import relayout
 from relayout.cli.app import app
 from relayout.clusters import on_ray
+from relayout.commands import verify
 from relayout.conversion import jobs
 from relayout.errors import FormatError, PlanError
 
@@ -101,10 +102,10 @@ def test_a_node_that_lacks_a_package_is_one_line(
 ) -> None:
     use(FakeRay([{"CPU": 1.0}]))
 
-    def lacking(job: jobs.UnitJob, **options: Any) -> Any:
+    def lacking(*_: Any, **options: Any) -> Any:
         raise RuntimeError("The remote function failed to import on the worker.\nNo module named 'xxhash'\nmore")
 
-    monkeypatch.setattr(on_ray, "run_job", lacking)
+    monkeypatch.setattr(jobs, "convert_unit", lacking)
     with pytest.raises(PlanError, match=r"^a node of the Ray cluster lacks the package xxhash: install [^\n]*$"):
         on_ray.convert(source, tmp_path / "out", **OPTIONS)
 
@@ -152,23 +153,23 @@ def test_a_read_that_fails_is_tried_again_and_what_is_damaged_is_not(
 ) -> None:
     ray = use(FakeRay([{"CPU": 1.0}]))
     tried: list[int] = []
-    run_job = jobs.run_job
+    convert_unit = jobs.convert_unit
 
-    def failing(job: jobs.UnitJob, **options: Any) -> Any:
-        tried.append(job.unit)
-        if job.unit == 1 and tried.count(1) < 3:
+    def failing(planned: Any, unit: int, **options: Any) -> Any:
+        tried.append(unit)
+        if unit == 1 and tried.count(1) < 3:
             raise OSError(5, "the drive is on fire", "a file")
-        return run_job(job, **options)
+        return convert_unit(planned, unit, **options)
 
-    monkeypatch.setattr(on_ray, "run_job", failing)
+    monkeypatch.setattr(jobs, "convert_unit", failing)
     on_ray.convert(source, tmp_path / "out", **OPTIONS)
     assert tried.count(1) == 3
     assert_same(tmp_path / "out", source)
 
-    def damaged(job: jobs.UnitJob, **options: Any) -> Any:
+    def damaged(*_: Any, **options: Any) -> Any:
         raise FormatError("is damaged", path="model.safetensors", tensor="x", code="digest")
 
-    monkeypatch.setattr(on_ray, "run_job", damaged)
+    monkeypatch.setattr(jobs, "convert_unit", damaged)
     with pytest.raises(FormatError, match=r"^model.safetensors: tensor 'x': is damaged$") as caught:
         on_ray.convert(source, tmp_path / "again", **OPTIONS)
     assert caught.value.code == "digest"
@@ -207,14 +208,14 @@ def test_verification_reads_each_rank_in_a_task(
     relayout.convert(source, out, digest="sha256", **OPTIONS)
     here = relayout.verify(out, source=source)
     assert on_ray.verify(str(out), source=str(source)).as_json() == here.as_json()
-    verify_holder, paths = on_ray.verify_holder, []
+    read_table, paths = verify.read_table, []
 
-    def verified(path: str, *args: Any, **options: Any) -> Any:
-        paths.append(path)
-        return verify_holder(path, *args, **options)
+    def noting(folder: Any, *args: Any) -> Any:
+        paths.append(str(folder))
+        return read_table(folder, *args)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(on_ray, "verify_holder", verified)
+    monkeypatch.setattr(verify, "read_table", noting)
     assert on_ray.verify("out").ok
     assert paths == [str(out)] * 4  # A task has another working folder.
     file = out / "model-rank-2-part-1.safetensors"

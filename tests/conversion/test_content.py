@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +50,10 @@ def add_readme(folder: Path) -> None:
     (folder / "README.md").write_text("words")
 
 
-def change_modes(folder: Path) -> None:
+def change_modes_and_times(folder: Path) -> None:
     for path in folder.iterdir():
         path.chmod(0o600)
+        os.utime(path, (1, 1))
 
 
 def add_index(folder: Path) -> None:
@@ -72,7 +74,7 @@ def another_config(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["ranks", "whole"])
-@pytest.mark.parametrize("change", [add_readme, change_modes, add_index, one_shard, another_config])
+@pytest.mark.parametrize("change", [add_readme, change_modes_and_times, add_index, one_shard, another_config])
 def test_weight_files_do_not_change_with_what_is_no_weight(
     source: Path, tmp_path: Path, change: Callable[[Path], None], layout: str
 ) -> None:

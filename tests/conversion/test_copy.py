@@ -22,13 +22,12 @@ from support.planning import conversion_of, plan_of
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.conversion.copy import SOURCE, FileSink, TensorHashes, _FileChunks, run_steps
+from relayout.conversion.copy import SOURCE, TensorHashes, run_steps
 from relayout.conversion.journal import TensorDigests
-from relayout.conversion.sidecar import HeaderWriter, digests_of_all
+from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
-from relayout.format.chunks import DIGESTED_NBYTES
 from relayout.plans.plan import Plan
 from relayout.storage.local import files, staging
 
@@ -89,7 +88,7 @@ def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path
     source, plan, values = in_parts(tmp_path / "model", NUM_TENSORS, NUM_PARTS)
     found: list[tuple[int, TensorDigests]] = []
     hashes = TensorHashes(conversion_of(source, plan, 4096), Stop())
-    hashes._found = Slow()
+    hashes._partial = Slow()
     together = threading.Barrier(NUM_PARTS + 1)
 
     def hash_slices(which: int) -> None:
@@ -107,42 +106,6 @@ def test_each_tensor_is_complete_once_whichever_threads_hash_its_slices(tmp_path
     }
 
 
-class SlowChunks(_FileChunks):
-    """As `Slow`, of the number of chunks that are left."""
-
-    @property
-    def num_left(self) -> int:
-        left = self.left
-        time.sleep(0.01)
-        return left
-
-    @num_left.setter
-    def num_left(self, left: int) -> None:
-        self.left = left
-
-
-def test_each_chunk_of_a_file_counts_once_whichever_threads_hash_it(tmp_path: Path) -> None:
-    num_threads = 8
-    blob = random_bytes(num_threads * DIGESTED_NBYTES)
-    conversion = conversion_of(
-        read_source(write(tmp_path / "model", {"x": blob})), plan_of("x", 1, ((Slice(),),)), 4096
-    )
-    [file] = conversion.layout.files
-    chunks = SlowChunks(file, conversion.digest, Stop())
-    together = threading.Barrier(num_threads)
-
-    def hash_chunk(number: int) -> None:
-        together.wait()
-        at = number * DIGESTED_NBYTES
-        chunks.update(file.data_start + at, memoryview(blob)[at : at + DIGESTED_NBYTES])
-
-    with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(hash_chunk, range(num_threads)))
-    assert chunks.left == 0
-    expected = [digest(one.tobytes()) for one in blob.reshape(num_threads, -1)]
-    assert chunks.digests.hex() == "".join(expected)
-
-
 def test_a_tensor_of_which_bytes_were_not_hashed_has_no_digest(tmp_path: Path) -> None:
     arrays = {"a": random_bytes(3, 5), "b": random_bytes(7), "empty": random_bytes(0, 2)}
     source = read_source(write(tmp_path / "model", arrays))
@@ -154,30 +117,6 @@ def test_a_tensor_of_which_bytes_were_not_hashed_has_no_digest(tmp_path: Path) -
     del passed[1]
     with pytest.raises(AssertionError, match="tensor 'b': was not hashed to its end"):
         digests_of_all(conversion, passed)
-
-
-def test_rank_files_are_closed_before_their_headers_are_written(
-    large: tuple[Path, dict[str, Array]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[str]] = []
-    true_write, true_put = HeaderWriter.write, FileSink.put
-
-    def rank_files() -> list[str]:
-        return [path for path in open_files().values() if "model-rank-0" in path]
-
-    def put(self: FileSink, *args: Any) -> None:
-        true_put(self, *args)
-        seen.append(rank_files())
-
-    def write(*args: Any) -> None:
-        seen.append(rank_files())
-        true_write(*args)
-
-    monkeypatch.setattr(FileSink, "put", put)
-    monkeypatch.setattr(HeaderWriter, "write", write)
-    relayout.convert(large[0], tmp_path / "out")
-    assert all(seen[:-1])
-    assert seen[-1] == []
 
 
 def test_bytes_that_do_not_reach_the_drive_fail_the_conversion(

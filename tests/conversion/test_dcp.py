@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.conversions import EXPERT_CASES, OF_EACH_KIND, Conversions, assert_same, grouped, stock_tensors
+from support.conversions import (
+    EXPERT_CASES,
+    OF_EACH_KIND,
+    Conversions,
+    assert_same,
+    dcp_tensors,
+    grouped,
+    stock_tensors,
+)
 from support.local_stores import read_manifest, read_table
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from relayout.core.patterns import collapse_numbers
 
@@ -28,20 +35,8 @@ FUSED = {
 """Fused tensors, of which a rank holds a piece of each part."""
 
 
-def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """One of each kind of tensor that DCP finds, with the dtypes and shapes that it finds."""
-    reader = HuggingFaceStorageReader(str(folder))
-    described, tensors = reader.read_metadata().state_dict_metadata, {}
-    for name in {collapse_numbers(name): name for name in described}.values():
-        found = described[name]
-        assert isinstance(found, TensorStorageMetadata)
-        tensors[name] = torch.full(found.size, 77, dtype=torch.uint8).to(found.properties.dtype)
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
 def assert_whole(folder: Path, source: Path) -> None:
-    found, expected = whole_tensors(folder), stock_tensors(source)
+    found, expected = dcp_tensors(folder, one_of_each_kind=True), stock_tensors(source)
     assert {collapse_numbers(name) for name in found} == {collapse_numbers(name) for name in expected}
     assert_same(found, {name: expected[name] for name in found}, folder)
 

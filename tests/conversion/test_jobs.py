@@ -26,7 +26,7 @@ from support.toy_store import shelf
 
 import relayout
 from relayout.commands.convert import plan_conversion
-from relayout.conversion import copy, jobs
+from relayout.conversion import jobs
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.errors import FormatError, PlanError
 from relayout.plans.family import VLLM, Family, builtin_text
@@ -149,29 +149,6 @@ def test_a_plan_travels_with_the_jobs_which_plan_nothing(
     assert all(files[name] == expected[name] for name in weights)
 
 
-@everywhere
-def test_two_that_convert_a_unit_at_once_do_not_meet(
-    source: Path, expected: dict[str, bytes], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both have written half of it before one of them ends."""
-    all_jobs = jobs_of(source, f"{place}/out", **OPTIONS)
-    together, finish = threading.Barrier(2), jobs.HeaderWriter.write
-
-    def write(self: Any, unit: int, *others: Any) -> None:
-        if unit == 1:
-            together.wait(60)
-        finish(self, unit, *others)
-
-    monkeypatch.setattr(jobs.HeaderWriter, "write", write)
-    for job in all_jobs:
-        if job.unit != 1:
-            run_job(job)
-    records = at_once(lambda: run_job(all_jobs[1]), lambda: run_job(all_jobs[1]))
-    assert [record.read_nbytes > 0 for record in records] == [True, True]
-    commit_jobs(all_jobs)
-    assert_published(place, expected)
-
-
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as threads:
         return [started.result(PATIENCE) for started in [threads.submit(call) for call in calls]]
@@ -202,21 +179,6 @@ def test_what_a_killed_process_leaves_is_never_taken_for_done(
     assert run_job(all_jobs[1]).read_nbytes > 0
     commit_jobs(all_jobs)
     assert_published(str(tmp_path), expected)
-
-
-def test_a_unit_that_fails_leaves_nothing(source: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    all_jobs = jobs_of(source, f"{place}/out", **OPTIONS)
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "full")
-
-    monkeypatch.setattr(copy.FileSink, "put", fail)
-    with pytest.raises(OSError, match="full"):
-        run_job(all_jobs[0])
-    assert beside(place) == []
-    with pytest.raises(PlanError, match="no unit of this conversion is done"):
-        commit_jobs(all_jobs)
-    assert beside(place) == []
 
 
 @everywhere
@@ -283,21 +245,6 @@ def test_other_options_do_not_mix(source: Path, expected: dict[str, bytes], plac
         commit_jobs(all_jobs)
     run_job(all_jobs[-1])
     commit_jobs(all_jobs)
-    assert_published(place, expected)
-
-
-@everywhere
-def test_a_conversion_in_one_run_does_not_take_the_place_of_units(
-    source: Path, expected: dict[str, bytes], place: str
-) -> None:
-    all_jobs = jobs_of(source, f"{place}/out", **OPTIONS)
-    run_job(all_jobs[0])
-    with pytest.raises(PlanError, match="holds units of other processes"):
-        relayout.convert(source, f"{place}/out", **OPTIONS)
-    for job in all_jobs[1:]:
-        assert run_job(job).read_nbytes
-    assert not run_job(all_jobs[0]).read_nbytes
-    relayout.convert(source, f"{place}/out", force=True, **OPTIONS)
     assert_published(place, expected)
 
 

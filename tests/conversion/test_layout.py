@@ -31,16 +31,8 @@ def make_source(
     tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> SourceCheckpoint:
     """A checkpoint of tensors (name, dtype, shape), none of which is stored anywhere."""
-    return SourceCheckpoint(
-        root=LocalStore(Path("checkpoint")),
-        files=(),
-        tensors=tuple(SourceTensor(name, dtype, shape, 0, Extent(0, 0)) for name, dtype, shape in tensors),
-        metadata=metadata or {},
-        config={},
-        index=None,
-        side_files=(),
-        left_out=(),
-    )
+    heads = tuple(SourceTensor(name, dtype, shape, 0, Extent(0, 0)) for name, dtype, shape in tensors)
+    return SourceCheckpoint(LocalStore(Path("checkpoint")), (), heads, metadata or {})
 
 
 def largest_power(nbytes: int, limit: int) -> int:
@@ -168,13 +160,6 @@ def test_a_rank_that_holds_nothing_of_a_unit_has_an_empty_part() -> None:
     assert layout.files_of(0)[1].nbytes == layout.files_of(0)[1].data_start == 4096
 
 
-def test_a_tensor_larger_than_a_part_gets_one_of_its_own() -> None:
-    sizes = [4096, 4096, 40960, 4096, 100]
-    source = make_source([(f"t{i}", "U8", (size,)) for i, size in enumerate(sizes)])
-    layout = conversion_of(source, plan_of("none", 1, ((WHOLE,),) * 5), 4096, 10_000).layout
-    assert [file.tensors for file in layout.files] == [(0, 1), (2,), (3, 4)]
-
-
 def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
     source = make_source([(f"{i}" * 10**6, "U8", (2,)) for i in range(10, 22)])
     plan = plan_of("x", 2, ((Slice.along(0, ((0, 1),)), Slice.along(0, ((1, 1),))),) * 12)
@@ -184,16 +169,6 @@ def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
     assert [t for file in files for t in file.tensors] == list(range(12))
     assert all(10_000_000 < file.data_start < 25_000_000 for file in files[:-1])
     assert len(files) > 1
-
-
-def test_a_checkpoint_without_tensors_has_a_file_for_each_rank() -> None:
-    conversion = conversion_of(make_source([]), plan_of("x", 2, ()), 512)
-    layout = conversion.layout
-    assert layout.holders == ((0,), (1,))
-    assert [(file.name, file.tensors, file.nbytes) for file in layout.files] == [
-        ("model-rank-0-part-0.safetensors", (), 512),
-        ("model-rank-1-part-0.safetensors", (), 512),
-    ]
 
 
 @pytest.mark.parametrize("alignment", [-512, -1, 0, 1, 256, 511, 513, 1536, 4097, 6000, 32 * 2**20])
@@ -315,44 +290,6 @@ def test_metadata_names_the_content_first(max_part_nbytes: int) -> None:
         assert metadata["relayout"] == entry
         assert metadata["format"] == "pt"
         assert metadata["author"] == "größe"
-
-
-@pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
-def test_dcp_sharding_info_says_where_each_box_starts(max_part_nbytes: int) -> None:
-    source = make_source(TENSORS)
-    conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
-    layout = conversion.layout
-    assert conversion.options.dcp
-    for rank, numbers in enumerate(layout.holders):
-        found: dict[str, object] = {}
-        for number in numbers:
-            file = layout.files[number]
-            metadata = parse_header(header_of(conversion, number), file.nbytes, "x").metadata
-            assert metadata["DCP_VERSION"] == "1.0"
-            sharding = json.loads(metadata["DCP_SHARDING_INFO"])
-            # PyTorch looks up every key of the file.
-            assert list(sharding) == [TENSORS[t][0] for t in file.tensors]
-            found |= sharding
-        assert found == {
-            "embed": {"saved_offsets": [0, 0]},
-            "layers.0.down": {"saved_offsets": [0, (0, 4)[rank]]},
-            "layers.0.norm": {"saved_offsets": [0]},
-            "layers.0.up": {"saved_offsets": [0, (0, 32)[rank], 0]},
-            "scale": {"saved_offsets": []},
-        }
-
-
-@pytest.mark.parametrize(
-    "plan", [FUSED, plan_of("none", 1, ((WHOLE,),) * len(TENSORS))], ids=["a slice of two ranges", "one rank"]
-)
-def test_without_boxes_or_at_one_rank_there_is_no_dcp_sharding_info(plan: Plan) -> None:
-    source = make_source(TENSORS)
-    conversion = conversion_of(source, plan, 512)
-    layout = conversion.layout
-    assert not conversion.options.dcp
-    for number, file in enumerate(layout.files):
-        metadata = parse_header(header_of(conversion, number), file.nbytes, "x").metadata
-        assert sorted(metadata) == ["format", "relayout"]
 
 
 def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:

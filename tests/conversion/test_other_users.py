@@ -64,67 +64,43 @@ def restore(shared: Path, *, force: bool = False) -> None:
     relayout.restore(shared.parent / "model-tp1", shared / "out", force=force)
 
 
-def planted_folder(shared: Path) -> None:
-    place = shared / ".out.relayout-partial"
+def plant_folder(place: Path, victim: Path) -> None:
     (place / "output").mkdir(parents=True)
     (place / "P").mkdir()
-    (place / "P" / "link").symlink_to(shared.parent / "victim")
+    (place / "P" / "link").symlink_to(victim)
     (place / "relayout.journal").write_text("what is this?")
-    give_away(place)
 
 
-def planted_link_to_a_folder(shared: Path) -> None:
-    place = shared / ".out.relayout-partial"
-    place.symlink_to(shared.parent / "victim")
-    give_away(place)
+def plant_older_folder(place: Path, victim: Path) -> None:
+    relayout.convert(victim.parent / "model", place)
 
 
-def planted_file(shared: Path) -> None:
-    (shared / ".out.relayout-partial").write_text("what is this?")
-    give_away(shared / ".out.relayout-partial")
-
-
-def planted_lock(shared: Path) -> None:
-    (shared / ".out.relayout-lock").write_text("1\n")
-    give_away(shared / ".out.relayout-lock")
-
-
-def planted_link_for_a_lock(shared: Path) -> None:
-    (shared / ".out.relayout-lock").symlink_to(shared.parent / "victim" / "precious")
-    give_away(shared / ".out.relayout-lock")
-
-
-def planted_fifo_for_a_lock(shared: Path) -> None:
-    os.mkfifo(shared / ".out.relayout-lock")
-    give_away(shared / ".out.relayout-lock")
-
-
-def planted_older_folder(shared: Path) -> None:
-    relayout.convert(shared.parent / "model", shared / ".out.relayout-old")
-    give_away(shared / ".out.relayout-old")
+PARTIAL, LOCK, OLDER = ".out.relayout-partial", ".out.relayout-lock", ".out.relayout-old"
+Plant = Callable[[Path, Path], object]
+PLANTED: dict[str, tuple[str, Plant]] = {
+    "a folder": (PARTIAL, plant_folder),
+    "a link to a folder": (PARTIAL, lambda place, victim: place.symlink_to(victim)),
+    "a file": (PARTIAL, lambda place, victim: place.write_text("what is this?")),
+    "a lock": (LOCK, lambda place, victim: place.write_text("1\n")),
+    "a link for a lock": (LOCK, lambda place, victim: place.symlink_to(victim / "precious")),
+    "a fifo for a lock": (LOCK, lambda place, victim: os.mkfifo(place)),
+    "an older folder": (OLDER, plant_older_folder),
+}
+"""The name beside the output, and what is planted there; the other path is that of a folder that must not change."""
 
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("command", [convert, restore])
-@pytest.mark.parametrize(
-    "plant",
-    [
-        planted_folder,
-        planted_link_to_a_folder,
-        planted_file,
-        planted_lock,
-        planted_link_for_a_lock,
-        planted_fifo_for_a_lock,
-        planted_older_folder,
-    ],
-)
+@pytest.mark.parametrize("kind", PLANTED)
 def test_what_somebody_else_has_put_beside_the_output_is_refused_and_left_alone(
-    shared: Path, plant: Callable[[Path], None], command: Callable[..., None], force: bool
+    shared: Path, kind: str, command: Callable[..., None], force: bool
 ) -> None:
     relayout.convert(shared.parent / "model")
-    plant(shared)
+    name, plant = PLANTED[kind]
+    planted = shared / name
+    plant(planted, shared.parent / "victim")
+    give_away(planted)
     before = facts(shared.parent)
-    [planted] = [path for path in shared.iterdir() if path.name.startswith(".")]
     says = rf"{re.escape(str(planted))}: belongs to another user \(id {NOBODY}, not 0\)"
     with pytest.raises(PlanError, match=says):
         command(shared, force=force)
@@ -137,42 +113,10 @@ def test_what_somebody_else_has_put_beside_the_output_is_refused_and_left_alone(
     assert {path.stat().st_uid for path in (shared / "out").rglob("*")} == {0}
 
 
-@pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors", "relayout.journal"])
-@pytest.mark.parametrize("how", ["hard link", "link", "file of another user"])
-def test_through_what_was_planted_in_an_own_folder_nothing_is_read_or_written(
-    shared: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: str
-) -> None:
-    # An own folder that was open to others, before it is closed to them.
-    def stop(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("relayout.conversion.run.write_sidecar", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(shared)
-    place = shared / ".out.relayout-partial"
-    path = place / name if name == "relayout.journal" else place / "output" / name
-    aside = shared.parent / "victim" / name
-    path.rename(aside)
-    if how == "hard link":
-        os.link(aside, path)
-    elif how == "link":
-        path.symlink_to(aside)
-    else:
-        shutil.copy(aside, path)
-        os.chown(path, NOBODY, NOBODY)
-    before = aside.read_bytes()
-    convert(shared)
-    assert aside.read_bytes() == before
-    assert relayout.verify(shared / "out", source=shared.parent / "model").ok
-    assert {path.lstat().st_uid for path in (shared / "out").rglob("*")} == {0}
-    assert {path.lstat().st_nlink for path in (shared / "out").iterdir()} == {1}
-    assert [path.name for path in shared.iterdir()] == ["out"]
-
-
 def test_a_refused_command_does_not_bring_back_an_older_folder_of_somebody_else(shared: Path) -> None:
     # Else another user's weights would pass for what this one converted.
-    planted_older_folder(shared)
+    plant_older_folder(shared / OLDER, shared.parent / "victim")
+    give_away(shared / OLDER)
     (shared / "out").mkdir()
     before = facts(shared)
     with pytest.raises(PlanError, match="belongs to another user"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -148,13 +147,3 @@ def test_one_rank_holds_everything_in_balance() -> None:
 def test_a_checkpoint_of_no_bytes_is_previewed() -> None:
     found = previewed({"model.norm.weight": (0,)}, 2, LLAMA)
     assert (found.rank_nbytes, found.source_nbytes, found.balance) == ((0, 0), 0, 0.0)
-
-
-def test_all_of_it_is_json() -> None:
-    found = previewed({"strange": (3,)}, 2, LLAMA, unmatched="replicate")
-    parsed = json.loads(json.dumps(found.as_json()))
-    assert parsed["groups"] == [
-        {"pattern": "strange", "count": 1, "dtype": "BF16", "shape": [3], "cut": "whole", "rank_shapes": [[3]],
-         "rank_nbytes": 6}
-    ]  # fmt: skip
-    assert (parsed["num_ranks"], parsed["unmatched"], parsed["expert_parallel"]) == (2, ["strange"], False)

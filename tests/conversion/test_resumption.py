@@ -7,31 +7,29 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from support.bits import flip
-from support.journals import NotesIn, read_journal
-from support.mounts import mounted_tmpfs
+from support.journals import claims_in, interrupted_before_the_end
+from support.local_stores import staging_folder
 from support.planning import slice_nbytes
 
 import relayout
 from relayout.commands.convert import convert, plan_conversion
-from relayout.conversion import run as conversion
 from relayout.conversion.copy import FileSink
-from relayout.conversion.journal import JOURNAL_NAME, Journal, Written, parse_journal
+from relayout.conversion.journal import JOURNAL_NAME, Journal, Written, read_journal
+from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import ConversionPlan, Summary
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError
 from relayout.storage.local import files as file_io
 from relayout.storage.local import staging
 from relayout.storage.local.files import InputFile, OutputFile
-from relayout.storage.local.open_folder import OpenFolder
-from relayout.storage.local.staging import read_notes
 
 PARTIAL = ".out.relayout-partial"
 FILE = "model-rank-1-part-0.safetensors"
@@ -123,10 +121,9 @@ def interrupt(work: Path, *, force: bool = False, **options: Any) -> set[int]:
     note = f"finished work is kept in {work / PARTIAL}; the same command resumes it"
     assert caught.value.__notes__ == [note]
     assert [path.name for path in work.iterdir() if path.name.startswith(".")] == [PARTIAL]
-    found = read_journal(work / PARTIAL)
-    assert found is not None
-    assert len(found[1]) == DONE
-    return set(found[1])
+    done = claims_in(work / PARTIAL)
+    assert len(done) == DONE
+    return done
 
 
 def content(folder: Path) -> dict[str, bytes | str | None]:
@@ -205,10 +202,6 @@ def assert_goes_on(work: Path, resumed: set[int], **options: Any) -> None:
     assert [path.name for path in work.iterdir()] == ["out"]
 
 
-def test_only_the_rest_is_copied(work: Path) -> None:
-    assert_goes_on(work, interrupt(work))
-
-
 def test_an_undisturbed_conversion_resumes_nothing(work: Path) -> None:
     assert_goes_on(work, set())
 
@@ -220,17 +213,13 @@ def test_if_no_tensor_is_done_nothing_is_left(work: Path) -> None:
     assert list(work.iterdir()) == []
 
 
-def test_progress_starts_with_what_is_done(work: Path) -> None:
+def test_other_threads_and_other_memory_go_on_with_the_same_and_progress_starts_with_what_is_done(work: Path) -> None:
     interrupt(work)
     seen: list[tuple[int, int]] = []
-    planned(work).run(threads=1, progress=lambda *args: seen.append(args))
+    done = planned(work).run(threads=3, memory=2**23, progress=lambda *args: seen.append(args))
+    assert done.resumed_nbytes == DONE * LARGE_NBYTES
     assert min(seen)[0] >= DONE * LARGE_NBYTES
     assert seen[-1] == (TOTAL_NBYTES, TOTAL_NBYTES)
-
-
-def test_other_threads_and_other_memory_go_on_with_the_same(work: Path) -> None:
-    interrupt(work)
-    assert planned(work).run(threads=3, memory=2**23).resumed_nbytes == DONE * LARGE_NBYTES
     assert content(work / "out") == content(work.parent / "expected")
 
 
@@ -241,16 +230,6 @@ def test_a_side_file_goes_along_as_it_is_now(work: Path) -> None:
     assert (work / "out" / "config.json").read_text() == '{"b": 2}'
 
 
-def first_of_rank_1(work: Path, which: int) -> tuple[int, int]:
-    """A tensor that an interrupted conversion has done, and where it lies in the file of rank 1."""
-    plan = planned(work)
-    found = read_journal(work / PARTIAL)
-    assert found is not None
-    t = sorted(found[1])[which]
-    [(start, _)] = places_of(plan, {t})[FILE]
-    return t, start
-
-
 # What may have become of the partial folder. Each returns the claims that are not true any more.
 Damage = Callable[[Path, set[int]], set[int]]
 
@@ -259,10 +238,15 @@ def nothing(work: Path, done: set[int]) -> set[int]:
     return set()
 
 
-def first_byte(work: Path, done: set[int]) -> set[int]:
-    t, start = first_of_rank_1(work, 2)
-    flip(work / PARTIAL / "output" / FILE, start)
+def first_byte(work: Path, done: set[int], file: str = FILE) -> set[int]:
+    t = sorted(done)[2]
+    [(start, _)] = places_of(planned(work), {t})[file]
+    flip(work / PARTIAL / "output" / file, start)
     return {t}
+
+
+def first_byte_in_another_file(work: Path, done: set[int]) -> set[int]:
+    return first_byte(work, done, "model-rank-0-part-0.safetensors")
 
 
 def header_bytes(work: Path, done: set[int]) -> set[int]:
@@ -280,9 +264,7 @@ def journal_claims_the_half(work: Path, done: set[int]) -> set[int]:
     shutil.copy(work / PARTIAL / JOURNAL_NAME, work.parent / "aside" / JOURNAL_NAME)
     shutil.rmtree(work / PARTIAL)
     (work.parent / "aside").rename(work / PARTIAL)
-    found = read_journal(work / PARTIAL)
-    assert found is not None
-    assert set(found[1]) > done
+    assert claims_in(work / PARTIAL) > done
     return set()
 
 
@@ -298,6 +280,10 @@ def strange_files(work: Path, done: set[int]) -> set[int]:
     return set()
 
 
+def journal_beside(file: Path) -> Path:
+    return file.parent.parent / JOURNAL_NAME
+
+
 LOST: dict[str, Callable[[Path, Path], object]] = {
     "deleted": lambda file, outside: file.unlink(),
     "shorter": lambda file, outside: os.truncate(file, file.stat().st_size - 1),
@@ -309,7 +295,13 @@ LOST: dict[str, Callable[[Path, Path], object]] = {
     "a fifo": lambda file, outside: (file.unlink(), os.mkfifo(file)),
     "without a folder": lambda file, outside: shutil.rmtree(file.parent),
     "in a link": lambda file, outside: (file.parent.rename(outside), file.parent.symlink_to(outside)),
-    "without a journal": lambda file, outside: (file.parent.parent / JOURNAL_NAME).unlink(),
+    "without a journal": lambda file, outside: journal_beside(file).unlink(),
+    "a journal that is a link": lambda file, outside: (
+        journal_beside(file).rename(outside),
+        journal_beside(file).symlink_to(outside),
+    ),
+    "a journal with another name": lambda file, outside: os.link(journal_beside(file), outside),
+    "a journal that is a folder": lambda file, outside: (journal_beside(file).unlink(), journal_beside(file).mkdir()),
 }
 """What makes all claims wrong, as each tensor has a slice in that file. The other path is outside of all folders."""
 
@@ -320,11 +312,15 @@ def assert_believed(work: Path, claims: set[int]) -> None:
     before = content(outside) if outside.is_dir() else outside.read_bytes() if outside.exists() else None
     assert_goes_on(work, claims)
     assert (content(outside) if outside.is_dir() else outside.read_bytes() if outside.exists() else None) == before
+    assert {path.lstat().st_nlink for path in (work / "out").iterdir()} == {1}
     assert not any(path.is_symlink() for path in (work / "out").rglob("*"))
 
 
-@pytest.mark.parametrize("damage", [nothing, first_byte, header_bytes, journal_claims_the_half, strange_files])
-def test_only_what_is_true_is_believed(work: Path, damage: Damage) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [nothing, first_byte, first_byte_in_another_file, header_bytes, journal_claims_the_half, strange_files],
+)
+def test_only_the_rest_is_copied_and_only_what_is_true_is_believed(work: Path, damage: Damage) -> None:
     done = interrupt(work)
     assert_believed(work, done - damage(work, done))
 
@@ -368,25 +364,11 @@ def test_what_is_believed_was_read_from_the_drive_not_from_the_page_cache(
         assert of_file[:3] == ["sync", "forget", "read"], name
 
 
-def test_a_journal_that_is_a_link_is_not_written_through(work: Path) -> None:
-    interrupt(work)
-    journal = work / PARTIAL / JOURNAL_NAME
-    outside = work.parent / "outside"
-    journal.rename(outside)
-    journal.symlink_to(outside)
-    before = outside.read_bytes()
-    go(work)
-    assert outside.read_bytes() == before
-    assert content(work / "out") == content(work.parent / "expected")
-    assert [path.name for path in work.iterdir()] == ["out"]
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only a superuser can give files away")
-@pytest.mark.parametrize("part", ["output", FILE])
+@pytest.mark.parametrize("part", ["output", f"output/{FILE}", JOURNAL_NAME])
 def test_what_belongs_to_somebody_else_is_not_believed(work: Path, part: str) -> None:
     interrupt(work)
-    folder = work / PARTIAL / "output"
-    os.chown(folder if part == "output" else folder / part, 12345, 12345)
+    os.chown(work / PARTIAL / part, 12345, 12345)
     assert_goes_on(work, set())  # Each tensor has a slice in that file.
     assert {path.stat().st_uid for path in (work / "out", *(work / "out").iterdir())} == {0}
 
@@ -491,18 +473,15 @@ def test_a_forced_conversion_that_is_interrupted_keeps_the_old_folder_and_goes_o
 
 def test_rules_that_two_tensors_have_exchanged_are_other_options(work: Path) -> None:
     """The distinct cuts, and their order, are the same."""
+    plans = []
     for second in (2, 3):
-        rules = f'"large.{{0,{second}}}" = {{ dim = 0, by = "even" }}\n"**" = "whole"\n'
-        (work.parent / f"plan-{second}").mkdir()
-        (work.parent / f"plan-{second}" / "plan.toml").write_text(f"[cut]\n{rules}")
-    with pytest.raises(Stopped), stopping_at(3 * PUTS):
-        go(work, plan=work.parent / "plan-2" / "plan.toml")
-    assert (
-        planned(work, plan=work.parent / "plan-3" / "plan.toml").plan.cuts
-        == planned(work, plan=work.parent / "plan-2" / "plan.toml").plan.cuts
-    )
-    with pytest.raises(PlanError, match="holds an interrupted attempt, with other options"):
-        go(work, plan=work.parent / "plan-3" / "plan.toml")
+        path = work.parent / str(second) / "plan.toml"
+        path.parent.mkdir()
+        path.write_text(f'[cut]\n"large.{{0,{second}}}" = {{ dim = 0, by = "even" }}\n"**" = "whole"\n')
+        plans.append(planned(work, plan=path))
+    assert (plans[0].plan.cuts, plans[0].options) == (plans[1].plan.cuts, plans[1].options)
+    one, other = map(fingerprint_of, plans)
+    assert (one.source == other.source, one.options == other.options) == (True, False)
 
 
 def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:
@@ -532,47 +511,19 @@ def test_what_is_there_already_counts_as_space(work: Path, monkeypatch: pytest.M
     assert asked[0] > planned(work).layout.nbytes
 
 
-def test_a_drive_that_has_room_for_the_rest_only_is_large_enough(work: Path, tmp_path: Path) -> None:
-    with mounted_tmpfs(tmp_path / "drive", "4m") as drive:
-        plan = plan_conversion(source_of(work), drive / "out", tp=2, plan=work.parent / "plan.toml")
-        assert plan.layout.nbytes > 2 * 2**20
-        with stopping_at(DONE * PUTS), pytest.raises(Stopped):
-            plan.run(threads=1)
-        free = os.statvfs(drive)
-        assert free.f_bavail * free.f_frsize < plan.layout.nbytes
-        assert plan.run(threads=1).resumed_nbytes == DONE * LARGE_NBYTES
-        assert content(drive / "out") == content(work.parent / "expected")
-        assert [path.name for path in drive.iterdir()] == ["out"]
-
-
-def test_an_index_that_now_names_another_file_for_a_tensor_is_a_changed_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_now_names_another_file_for_a_tensor_is_a_changed_source(tmp_path: Path) -> None:
     """Two shards hold a tensor of one name and shape: files and headers stay the same, and the bytes do not."""
     source = tmp_path / "model"
     source.mkdir()
     for number in (1, 2):
         save_file({"w": np.full(4096, number, np.float32)}, source / f"model-{number}.safetensors")
     save_file({"x": np.arange(4096, dtype=np.float32)}, source / "model-3.safetensors")
-
-    def write_index(number: int) -> None:
+    found = []
+    for number in (1, 2):
         names = {"w": f"model-{number}.safetensors", "x": "model-3.safetensors"}
         (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    write_index(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion, "write_sidecar", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            convert(source, tmp_path / "out")
-    write_index(2)
-    with pytest.raises(PlanError, match="the source has changed since"):
-        convert(source, tmp_path / "out")
-    convert(source, tmp_path / "out", force=True)
-    stored = load_file(tmp_path / "out" / "model-rank-0-part-0.safetensors")
-    assert set(stored["w"]) == {2.0}
+        found.append(fingerprint_of(plan_conversion(source, tmp_path / "out")))
+    assert (found[0].options == found[1].options, found[0].source == found[1].source) == (True, False)
 
 
 def test_what_cannot_be_brought_from_the_page_cache_to_the_drive_is_an_error(
@@ -592,15 +543,6 @@ def test_what_cannot_be_brought_from_the_page_cache_to_the_drive_is_an_error(
     with pytest.raises(OSError, match=r"Input/output error: .*model-rank-0-part-0.safetensors"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_damage_counts_whichever_of_the_rank_files_has_it(work: Path, rank: int) -> None:
-    done = interrupt(work)
-    name, wrong = f"model-rank-{rank}-part-0.safetensors", min(done)
-    [(start, _)] = places_of(planned(work), {wrong})[name]
-    flip(work / PARTIAL / "output" / name, start)
-    assert_goes_on(work, done - {wrong})
 
 
 def test_other_errors_of_reading_a_rank_file_again_are_told_and_cost_nothing(
@@ -623,24 +565,17 @@ def test_other_errors_of_reading_a_rank_file_again_are_told_and_cost_nothing(
     assert_goes_on(work, done)
 
 
-def test_what_the_journal_says_of_chunks_counts_only_for_a_file_of_which_all_is_true(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise Stopped(errno.EIO, "stopped")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion, "write_sidecar", stop)
-        with pytest.raises(Stopped):
-            go(work)
+def test_what_the_journal_says_of_chunks_counts_only_for_a_file_of_which_all_is_true(work: Path) -> None:
+    with interrupted_before_the_end():
+        go(work)
     plan = planned(work)
-    with OpenFolder(work / PARTIAL) as folder:
-        text = read_notes(folder, JOURNAL_NAME)
-        found = None if text is None else parse_journal(text)
+    with suppress(Stopped), staging_folder(work / "out") as staged:
+        found = read_journal(staged)
         assert found is not None
         assert found[1].chunks.keys() == set(range(len(plan.layout.files)))
-        with Journal(NotesIn(folder), found[0], append=True) as journal:  # type: ignore[arg-type]
+        with Journal(staged, found[0], append=True) as journal:
             journal.add(Written(chunks={number: bytes(len(chunks)) for number, chunks in found[1].chunks.items()}))
+        raise Stopped
     for file in plan.layout.files:
         [(start, _)] = places_of(plan, {0})[file.name]
         flip(work / PARTIAL / "output" / file.name, start)

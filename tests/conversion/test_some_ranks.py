@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from support.conversions import Conversions, grouped
 from support.local_stores import read_source
 from support.models import expected_slice, read_tensors
+from support.planning import conversion_of, plan_of
 from support.profile import sample
 
 import relayout
+from relayout.conversion.copy import run_steps
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
+from relayout.conversion.layout import Conversion
+from relayout.conversion.steps import CopyPlan, Target
+from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.storage.local.files import InputFile
 
@@ -155,3 +165,66 @@ def test_jobs_convert_some_ranks(llama: Path, tmp_path: Path) -> None:
     commit_jobs(jobs)
     relayout.convert(llama, tmp_path / "one", **options)
     assert files_of(tmp_path / "jobs", "*") == files_of(tmp_path / "one", "*")
+
+
+ROWS = 16
+KINDS: dict[str, Callable[[int, int], Slice]] = {
+    "rows": lambda rank, width: Slice.along(0, [(4 * rank, 4)]),
+    "columns": lambda rank, width: Slice.along(1, [(width // TP * rank, width // TP)]),
+    "shared": lambda rank, width: Slice.along(0, [(rank // 2 * 8, 8)]),
+    # Held part by part, stored group by group.
+    "interleaved": lambda rank, width: Slice.along(0, [(4 * rank + at, 1) for at in (0, 2, 1, 3)]),
+    "owned": lambda rank, width: WHOLE if rank == 1 else NOT_HELD,
+    "whole": lambda rank, width: WHOLE,
+}
+"""What a rank of four holds of a tensor of 16 rows."""
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[tuple[str, int]]:
+    """Kind and width of each tensor."""
+    kinds = draw(st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=10))
+    return [(kind, TP * draw(st.sampled_from([1, 2, 4, 7, 16]))) for kind in kinds]
+
+
+@settings(max_examples=25)
+@given(
+    model=models(),
+    ranks=st.sets(st.integers(0, TP - 1), min_size=1),
+    max_part_nbytes=st.sampled_from([300, 2000, 10**6]),
+)
+def test_some_ranks_get_what_they_get_of_all_and_only_the_rows_that_they_need_are_read(
+    tmp_path_factory: pytest.TempPathFactory, model: list[tuple[str, int]], ranks: set[int], max_part_nbytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("some")
+    arrays = {
+        f"{t:02}": ((np.arange(ROWS * width) + 1) * (2654435761 + t) >> 7).astype(np.uint16).reshape(ROWS, width)
+        for t, (_, width) in enumerate(model)
+    }
+    save_file(arrays, folder / "model.safetensors")
+    slices = [tuple(KINDS[kind](rank, width) for rank in range(TP)) for kind, width in model]
+    conversion = conversion_of(read_source(folder), plan_of("x", TP, slices), 512, max_part_nbytes)
+    written: list[dict[str, bytearray]] = []
+    for one in (conversion, conversion.only(ranks)):
+        files = {file.name: bytearray(file.nbytes) for file in one.layout.files}
+        written.append(files)
+
+        def put(target: Target, view: memoryview, address: int, one: Conversion = one, files: Any = files) -> None:
+            files[one.layout.files[target.file].name][target.offset : target.offset + view.nbytes] = view
+
+        plan = CopyPlan(one, chunk_nbytes=4096, small_nbytes=600)
+        steps = [step for unit in range(len(one.layout.units)) for step in plan.steps(unit)]
+        digests = run_steps(one, steps, put, threads=1)
+    own = {name for name in written[0] if any(f"-rank-{rank}-" in name for rank in ranks)}
+    assert written[1] == {name: written[0][name] for name in own}
+    for t, tensor in enumerate(conversion.source.tensors):
+        needed = np.zeros((ROWS, tensor.extent.nbytes // ROWS), int)
+        for part in (slices[t][rank] for rank in ranks if slices[t][rank].is_held):
+            for start, length in part.ranges_along(0) or [(0, ROWS)]:
+                needed[start : start + length] = 1
+        read = np.zeros(tensor.extent.nbytes, int)
+        for extent in (extent for step in steps for other, extent in step.tensors if other == t):
+            read[extent.offset - tensor.extent.offset : extent.end - tensor.extent.offset] += 1
+        assert np.array_equal(read.reshape(ROWS, -1), needed)
+        is_known = t in digests and digests[t].source is not None
+        assert is_known == bool(needed.all())

@@ -11,8 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.conversions import Conversions, dcp_tensors, grouped, stock_tensors
+from support.journals import interrupted_before_the_end
 from support.loader_fixtures import assert_equal
 from support.profile import sample
+from support.trees import content
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import relayout
@@ -74,9 +76,7 @@ def test_it_is_an_ordinary_checkpoint_and_gives_back_its_source(
     assert relayout.verify(out).ok
     assert relayout.verify(out, source=source).ok
     relayout.restore(out, tmp_path / "back")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == {
-        path.name: path.read_bytes() for path in source.iterdir()
-    }
+    assert content(tmp_path / "back") == content(source)
 
 
 def test_a_rank_has_files_of_its_own_for_what_is_not_contiguous_alone(conversions: Conversions, tmp_path: Path) -> None:
@@ -101,26 +101,16 @@ def test_at_one_rank_it_is_the_source_in_another_order(conversions: Conversions,
     assert_equal(relayout.load(out, 0), stock_tensors(conversions.source("llama")))
 
 
-def test_an_interrupted_conversion_is_gone_on_with(
-    conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_conversion_is_gone_on_with(conversions: Conversions, tmp_path: Path) -> None:
     source = conversions.source("llama")
     relayout.convert(source, tmp_path / "clean", tp=2, layout="whole")
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("relayout.conversion.run.write_sidecar", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
+    with interrupted_before_the_end():
+        relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
     with pytest.raises(PlanError, match="with other options"):
         relayout.convert(source, tmp_path / "out", tp=2)
     summary = relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
     assert summary.resumed_nbytes == summary.source_nbytes
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
-        path.name: path.read_bytes() for path in (tmp_path / "clean").iterdir()
-    }
+    assert content(tmp_path / "out") == content(tmp_path / "clean")
 
 
 @pytest.mark.parametrize("pattern", ["model-*.safetensors", "relayout-rank-1-part-0.slices"])
@@ -148,9 +138,7 @@ def _differs(folder: Path, rank: int) -> bool:
     return False
 
 
-def test_a_slice_that_is_elsewhere_than_in_its_whole_tensor_is_refused(
-    conversions: Conversions, tmp_path: Path
-) -> None:
+def test_all_ranks_share_the_files_of_the_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:
     out = tmp_path / "out"
     relayout.convert(conversions.source("llama"), out, tp=2, layout="whole")
     manifest = json.loads((out / "relayout.json").read_text())

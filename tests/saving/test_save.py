@@ -33,8 +33,15 @@ def llama() -> dict[str, torch.Tensor]:
     return {"model.norm.weight": torch.randn(128), **tensors}
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+def files(folder: Path, *suffixes: str) -> dict[str, bytes]:
+    """All files, or those with a suffix."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix in suffixes or not suffixes}
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    found = files(folder, ".safetensors", ".slices")
+    assert len(found) > 1
+    return found
 
 
 @pytest.mark.parametrize("name", sample(["llama", "qwen3_moe", "phi3", "tied", "gpt_oss"], ["qwen3_moe", "tied"]))
@@ -61,10 +68,7 @@ def test_the_files_are_those_of_convert(tmp_path: Path, name: str, options: dict
     source = write_family(FAMILIES[name], tmp_path / "source")
     relayout.convert(source, tmp_path / "converted", **options)
     relayout.save(stock_tensors(source), tmp_path / "saved", config=source, **options)
-    weights = {name for name in files(tmp_path / "converted") if name.endswith((".safetensors", ".slices"))}
-    assert len(weights) > 1
-    saved, converted = (files(tmp_path / output) for output in ("saved", "converted"))
-    assert {name: saved[name] for name in weights} == {name: converted[name] for name in weights}
+    assert weights(tmp_path / "saved") == weights(tmp_path / "converted")
     assert relayout.verify(tmp_path / "saved").ok
 
 
@@ -75,9 +79,7 @@ def test_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
     assert not any(tensor.is_contiguous() for tensor in strided.values())
     relayout.save(tensors, tmp_path / "dense", config=CONFIG, tp=2)
     relayout.save(strided, tmp_path / "strided", config=CONFIG, tp=2, memory="4MiB", threads=2)
-    assert files(tmp_path / "strided").keys() == files(tmp_path / "dense").keys()
-    for file in (tmp_path / "dense").glob("*.safetensors"):
-        assert (tmp_path / "strided" / file.name).read_bytes() == file.read_bytes()
+    assert weights(tmp_path / "strided") == weights(tmp_path / "dense")
 
 
 def test_in_the_background_tensors_may_change_at_once(tmp_path: Path) -> None:
@@ -87,8 +89,7 @@ def test_in_the_background_tensors_may_change_at_once(tmp_path: Path) -> None:
     for tensor in tensors.values():
         tensor.zero_()
     assert future.result(PATIENCE).num_files == 2
-    for file in (tmp_path / "one").glob("*.safetensors"):
-        assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
+    assert weights(tmp_path / "other") == weights(tmp_path / "one")
 
 
 def test_a_failure_in_the_background_is_raised_by_the_future(tmp_path: Path) -> None:
@@ -170,21 +171,12 @@ def test_of_a_save_to_a_full_drive_nothing_is_left(tmp_path: Path) -> None:
 
 
 _SAVES = """
-import os, sys
+import sys
 from saving.test_save import CONFIG, llama
+from support.saving_worker import kill_after
 import relayout
 tensors = llama()
-true_pwrite, true_fsync = os.pwrite, os.fsync
-left = int(sys.argv[2])
-def dying(true):
-    def call(*given):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), 9)
-        return true(*given)
-    return call
-os.pwrite, os.fsync = dying(os.pwrite), dying(os.fsync)
+kill_after(int(sys.argv[2]))
 relayout.save(tensors, sys.argv[1], config=CONFIG, tp=2, memory="4MiB", threads=1, force=True)
 """
 
@@ -201,6 +193,5 @@ def test_of_a_save_that_is_killed_there_is_the_old_folder_or_the_new(tmp_path: P
     found = files(output)
     assert found == before or found.keys() == files(tmp_path / "new").keys()
     relayout.save(tensors, output, config=CONFIG, tp=2, force=True)
-    for file in (tmp_path / "new").glob("*.safetensors"):
-        assert (output / file.name).read_bytes() == file.read_bytes()
+    assert weights(output) == weights(tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint
+from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
@@ -115,11 +116,13 @@ def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversion
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def dcp_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All that PyTorch DCP finds, with the dtypes and shapes that it finds."""
+def dcp_tensors(folder: Path, *, one_of_each_kind: bool = False) -> dict[str, torch.Tensor]:
+    """What PyTorch DCP finds, with the dtypes and shapes that it finds; or of names that differ in numbers one."""
     reader = HuggingFaceStorageReader(str(folder))
-    tensors = {}
-    for name, found in reader.read_metadata().state_dict_metadata.items():
+    described, tensors = reader.read_metadata().state_dict_metadata, {}
+    names = {collapse_numbers(name) if one_of_each_kind else name: name for name in described}
+    for name in names.values():
+        found = described[name]
         assert isinstance(found, TensorStorageMetadata)
         tensors[name] = torch.full(found.size, 77, dtype=torch.uint8).to(found.properties.dtype)
     dcp.load(tensors, storage_reader=reader, no_dist=True)

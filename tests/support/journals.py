@@ -1,32 +1,28 @@
-"""Reads what an interrupted conversion says that it has done."""
+"""Interrupts conversions, and reads what they say that they have done."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
-from relayout.conversion import journal
-from relayout.conversion.journal import Fingerprint, TensorDigests
-from relayout.storage.local.open_folder import OpenFolder
-from relayout.storage.local.staging import LocalNotes, read_notes
+import pytest
 
-
-def read_journal(folder: Path) -> tuple[Fingerprint, Mapping[int, TensorDigests]] | None:
-    """What the journal in a folder is of, and the tensors that it claims to be done; None where there is none."""
-    if not folder.is_dir():
-        return None
-    with OpenFolder(folder) as opened:
-        text = read_notes(opened, journal.JOURNAL_NAME)
-    found = None if text is None else journal.parse_journal(text)
-    return None if found is None else (found[0], found[1].tensors)
+from relayout.conversion.journal import JOURNAL_NAME, parse_journal
 
 
-@dataclass(frozen=True)
-class NotesIn:
-    """A folder of notes, as far as a `Staging` is that."""
+def claims_in(folder: Path) -> set[int]:
+    """The tensors that the journal in a folder says are done; none where there is no journal."""
+    notes = folder / JOURNAL_NAME
+    found = parse_journal(notes.read_bytes()) if notes.is_file() else None
+    return set() if found is None else set(found[1].tensors)
 
-    folder: OpenFolder
 
-    def open_notes(self, name: str, header: bytes | None) -> LocalNotes:
-        return LocalNotes(self.folder, name, header)
+@contextmanager
+def interrupted_before_the_end() -> Iterator[None]:
+    """A conversion inside is stopped when all tensors are written, and the sidecar is not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("relayout.conversion.run.write_sidecar", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            yield

@@ -23,16 +23,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 def make_source(shapes: Shapes, *, stored_as: str = "BF16", **config: Any) -> SourceCheckpoint:
     """A checkpoint of tensors of these shapes, in this order."""
-    return SourceCheckpoint(
-        root=LocalStore(Path("checkpoint")),
-        files=(),
-        tensors=tuple(SourceTensor(name, stored_as, shape, 0, Extent(0, 0)) for name, shape in shapes.items()),
-        metadata={},
-        config=config,
-        index=None,
-        side_files=(),
-        left_out=(),
-    )
+    tensors = tuple(SourceTensor(name, stored_as, shape, 0, Extent(0, 0)) for name, shape in shapes.items())
+    return SourceCheckpoint(LocalStore(Path("checkpoint")), (), tensors, config=config)
 
 
 def try_plan(source: SourceCheckpoint, num_ranks: int) -> Plan | PlanError:

@@ -11,11 +11,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from support.group_worker import NUM_MEMBERS, forked, join
 from support.profile import sample
@@ -51,7 +52,7 @@ def _is_killed(folder: Path, member: int, num_calls: int, number: int) -> None:
     join(folder, number)
     whole = tensors_of(folder / "llama")
     if member in (number, -1):
-        _kill_after(num_calls)
+        kill_after(num_calls)
     options: dict[str, Any] = {"config": folder / "llama", "max_part_nbytes": "30KB", "threads": 1, "force": True}
     relayout.save(whole, folder / "out", tp=8, group=dist.group.WORLD, **options)
 
@@ -90,11 +91,9 @@ def _member(folder: Path, number: int) -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     import relayout
-    from relayout.conversion.journal import Journal
-    from relayout.saving.held import HeldTensor
 
     join(folder, number)
-    world = dist.group.WORLD
+    world, held = dist.group.WORLD, "relayout.saving.held.HeldTensor"
     line, square = init_device_mesh("cpu", (NUM_MEMBERS,)), init_device_mesh("cpu", (2, 2))
     seen = Seen(folder, number)
 
@@ -141,7 +140,7 @@ def _member(folder: Path, number: int) -> None:
     sum_of = DTensor.from_local(whole["model.norm.weight"], line, [Partial()])
     sums = {**parts, "model.norm.weight": sum_of if number == 1 else whole["model.norm.weight"]}
     seen.case("sums", save("sums", sums))
-    with _full_drive() if number == 2 else _nothing():
+    with _failing("os.pwrite", OSError(errno.ENOSPC, "No space left on device"), number == 2):
         seen.case("full", save("full", parts))
     seen.case("after", save("full", parts))
     seen.case("layout", save("whole", parts, layout="whole"))
@@ -158,59 +157,25 @@ def _member(folder: Path, number: int) -> None:
     both = [_StridedShard(0, split_factor=2), Replicate()]
     place = {"shape": eight.shape, "stride": eight.stride(), "run_check": False}
     seen.case("strided", save("overlap", {"x": DTensor.from_local(pieces, square, both, **place)}))
-    with _failing(HeldTensor, "copy", RuntimeError("the device is on fire")) if number == 1 else _nothing():
+    with _failing(f"{held}.copy", RuntimeError("the device is on fire"), number == 1):
         seen.case("copy", save("copy", parts, tp=1))  # This member only sends.
-    with _failing(Journal, "add", OSError(errno.EIO, "the drive is on fire")) if number == 0 else _nothing():
+    with _failing("relayout.conversion.journal.Journal.add", OSError(errno.EIO, "the drive is on fire"), number == 0):
         seen.case("notes", save("notes", parts))
-    with _failing(HeldTensor, "on_host", KeyboardInterrupt()) if number == 2 else _nothing():
+    with _failing(f"{held}.on_host", KeyboardInterrupt(), number == 2):
         seen.case("interrupted", lambda: save("interrupted", parts, background=True)().result())
     if url := os.environ.get("SAVE_URL"):
         seen.case("store", lambda: relayout.save(parts, url, tp=4, config=folder / "llama", group=world))
     if number == 3:
-        _kill_after(0)
+        kill_after(0)
     seen.case("killed", save("killed", parts))
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def _failing(name: str, error: BaseException, is_me: bool) -> AbstractContextManager[object]:
+    """A function or method that fails, in one member."""
+    return patch(name, side_effect=error) if is_me else nullcontext()
 
 
-@contextmanager
-def _failing(kind: type, method: str, error: BaseException) -> Iterator[None]:
-    """A method that fails."""
-    true = getattr(kind, method)
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    setattr(kind, method, fail)
-    try:
-        yield
-    finally:
-        setattr(kind, method, true)
-
-
-@contextmanager
-def _full_drive() -> Iterator[None]:
-    """Writes fail, after some."""
-    true, num_left = os.pwrite, 0
-
-    def pwrite(*given: Any) -> int:
-        nonlocal num_left
-        num_left -= 1
-        if num_left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return true(*given)
-
-    os.pwrite = pwrite
-    try:
-        yield
-    finally:
-        os.pwrite = true
-
-
-def _kill_after(num_calls: int) -> None:
+def kill_after(num_calls: int) -> None:
     """Kill this process at a call that writes, or brings to the drive what was written."""
     num_left = num_calls
 

@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Everything below a folder: name, and mode, size and time of the last change of what is not a folder."""
     found = {}

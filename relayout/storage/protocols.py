@@ -184,10 +184,10 @@ class Replaceable:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a URL has no store, or a backend cannot be used."""
+    """Why a backend cannot be used."""
 
     reason: str
-    """For a person; names the URL or the backend."""
+    """For a person; names the backend."""
 
 
 class Closable(Protocol):

@@ -18,14 +18,12 @@ from typing import Literal
 
 from relayout.errors import FormatError
 from relayout.storage.cloud.client import Body, NotCompleted, Version
-from relayout.storage.cloud.store import CloudStore, refusal_of
-from relayout.storage.protocols import LOCAL_COST, FileStat, Refusal, RequestError, Store
+from relayout.storage.cloud.store import CloudStore, check_url
+from relayout.storage.protocols import LOCAL_COST, FileStat, RequestError, Store
 
 
-def offer(url: str) -> Store | Refusal:
-    refused = refusal_of(url)
-    if refused is not None:
-        return refused
+def offer(url: str) -> Store:
+    check_url(url)
     name, _, prefix = url.removeprefix("toy://").rstrip("/").partition("/")
     return CloudStore(shelf(name), prefix)
 

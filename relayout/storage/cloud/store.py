@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import Client, WritableClient
@@ -21,7 +21,6 @@ from relayout.storage.protocols import (
     Kind,
     Modes,
     ReadableFile,
-    Refusal,
     Replaceable,
     RequestCost,
     Staging,
@@ -160,26 +159,23 @@ class CloudStore:
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
-def offer(url: str) -> Store | Refusal:
+def offer(url: str) -> Store:
     """A prefix of a bucket of S3, GCS or Azure."""
-    refused = refusal_of(url)
-    if refused is not None:
-        return refused
-    parts = urlsplit(url)
-    scheme = _SCHEMES.get(parts.scheme.lower(), parts.scheme.lower())
-    _, _, rest = url.partition("://")
+    check_url(url)
+    scheme, _, rest = url.partition("://")
+    scheme = _SCHEMES.get(scheme.lower(), scheme.lower())
     bucket, _, prefix = rest.rstrip("/").partition("/")
     from relayout.storage.cloud.bucket import BucketClient  # Other stores do not need it.
 
     return CloudStore(BucketClient.of(f"{scheme}://{bucket}"), prefix)
 
 
-def refusal_of(url: str) -> Refusal | None:
-    """Why a URL names no place in a store; None if it does."""
+def check_url(url: str) -> None:
+    """Raise PlanError unless a URL names a place in a store."""
     scheme, _, rest = url.partition("://")
-    parts = unquote(rest).split("/")
-    if _URL.fullmatch(f"{scheme.lower()}://{rest}") and not {".", ".."} & set(parts) and unquote(rest).isprintable():
-        return None
-    return Refusal(
-        f"expected {scheme}://BUCKET/PREFIX, without user, password, ?, # and \\, and without empty, . and .. parts"
-    )
+    parts = set(unquote(rest).split("/"))
+    if not _URL.fullmatch(f"{scheme.lower()}://{rest}") or {".", ".."} & parts or not unquote(rest).isprintable():
+        what = (
+            f"expected {scheme}://BUCKET/PREFIX, without user, password, ?, # and \\, and without empty, . and .. parts"
+        )
+        raise PlanError(what, code="option")

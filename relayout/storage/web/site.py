@@ -11,8 +11,8 @@ from relayout.errors import FormatError
 from relayout.format.fields import parse_object
 from relayout.storage.cloud.client import CLOUD_COST, Body
 from relayout.storage.cloud.connect import require
-from relayout.storage.cloud.store import CloudStore, refusal_of
-from relayout.storage.protocols import FileStat, Refusal, RequestCost, Store
+from relayout.storage.cloud.store import CloudStore, check_url
+from relayout.storage.protocols import FileStat, RequestCost, Store
 from relayout.storage.web import http
 
 _INDEX = "model.safetensors.index.json"
@@ -84,11 +84,9 @@ class WebClient:
         return sorted({name for name in values if isinstance(name, str)} - set(_KNOWN))
 
 
-def offer(url: str) -> Store | Refusal:
+def offer(url: str) -> Store:
     """A folder or file of a web server."""
-    refused = refusal_of(url)
-    if refused is not None:
-        return refused
+    check_url(url)
     require("urllib3", url)
     parts = urlsplit(url)
     return CloudStore(WebClient(f"{parts.scheme.lower()}://{parts.netloc}"), unquote(parts.path).strip("/"))

@@ -60,11 +60,7 @@ def find_config(folder: Store) -> Config:
 
 
 def read_config(folder: Store) -> Mapping[str, Any]:
-    """The content of `find_config`.
-
-    Raises:
-        FormatError: a file is not a JSON object.
-    """
+    """The content of `find_config`."""
     config = find_config(folder)
     if config.error is not None:
         raise config.error

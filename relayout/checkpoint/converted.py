@@ -39,11 +39,7 @@ def is_converted(folder: Store) -> bool:
 
 
 def find_manifest(folder: Store) -> Manifest | None:
-    """The manifest; None if a folder is no converted checkpoint.
-
-    Raises:
-        FormatError: the manifest is damaged.
-    """
+    """The manifest; None if a folder is no converted checkpoint. FormatError: it is damaged."""
     blob = find_manifest_blob(folder)
     return None if blob is None else parse_manifest(blob, folder.location(MANIFEST_NAME))
 
@@ -87,11 +83,7 @@ def read_manifest_blob(folder: Store) -> bytes:
 
 
 def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
-    """Check that a degree has a rank.
-
-    Raises:
-        PlanError: `rank` is not from 0 to `num_ranks` - 1.
-    """
+    """Raise PlanError unless a degree has a rank."""
     if not 0 <= rank < num_ranks:
         raise PlanError(
             f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})",
@@ -101,11 +93,7 @@ def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
 
 
 def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> None:
-    """Check that a folder has these ranks of its degree.
-
-    Raises:
-        PlanError: it lacks some.
-    """
+    """Raise PlanError unless a folder has these ranks of its degree."""
     missing = [rank for rank in ranks if manifest.ranks[rank] is None]
     if missing:
         lacks, has = ranks_text(missing), ranks_text(manifest.present)
@@ -211,11 +199,7 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
 
 
 def check_file(folder: Store, manifest: Manifest, index: int) -> None:
-    """Check that a file's first bytes name the content that the manifest says.
-
-    Raises:
-        FormatError: they name another: files have been mixed up.
-    """
+    """Raise FormatError unless a file's first bytes name the content that the manifest says: files may be mixed up."""
     file = manifest.files[index]
     start = memoryview(bytearray(HEAD_NBYTES))
     with folder.open(file.name, file.nbytes) as opened:
@@ -224,11 +208,7 @@ def check_file(folder: Store, manifest: Manifest, index: int) -> None:
 
 
 def check_head(start: memoryview, content: str, data_start: int, where: str) -> None:
-    """Check the first bytes of a file.
-
-    Raises:
-        FormatError: they name another content, or another start of the data section.
-    """
+    """Raise FormatError unless the first bytes of a file name this content and this start of the data section."""
     prefix = header_prefix(content)
     if start[LENGTH_NBYTES : LENGTH_NBYTES + len(prefix)] != prefix:
         raise FormatError(

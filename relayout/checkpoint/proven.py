@@ -153,14 +153,7 @@ def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: s
 
 
 def check_header(header: bytes | memoryview, digest: str, algorithm: DigestAlgorithm, where: str) -> None:
-    """Compare the digest of a file's header with that of the manifest.
-
-    Args:
-        where: the file's name in messages.
-
-    Raises:
-        FormatError: it differs.
-    """
+    """Raise FormatError unless a file's header has the digest of the manifest. `where` names the file in messages."""
     if algorithm.hex(header) != digest:
         raise FormatError("its header does not match the manifest: damaged", path=where, code="digest")
 

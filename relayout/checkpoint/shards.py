@@ -93,11 +93,7 @@ def _check_set(root: Store, first: re.Match[str], numbers: set[int]) -> None:
 
 
 def check_name(root: Store, name: str) -> None:
-    """Check that a file name can be stored in the source record, which is JSON.
-
-    Raises:
-        PlanError: the name is not UTF-8.
-    """
+    """Raise PlanError unless a file name is UTF-8: the source record, which has it, is JSON."""
     try:
         name.encode()
     except UnicodeEncodeError:

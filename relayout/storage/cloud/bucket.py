@@ -34,11 +34,7 @@ class BucketClient:
 
     @classmethod
     def of(cls, root: str) -> BucketClient:
-        """Make the client; no request is made yet.
-
-        Raises:
-            PlanError: obstore is missing, or the environment is not as a provider expects it.
-        """
+        """Make the client; no request is made yet."""
         return cls(root, connect.make_store(root))
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -134,11 +134,7 @@ def replaced(location: str) -> FormatError:
 
 
 def check_process(location: str) -> None:
-    """Check that this process was not forked after its parent had used a store.
-
-    Raises:
-        RequestError: it was.
-    """
+    """Raise RequestError if this process was forked after its parent had used a store."""
     global _used_by
     if _used_by is None:
         _used_by = os.getpid()

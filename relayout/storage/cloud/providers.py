@@ -31,11 +31,7 @@ _Key = int | str | None
 
 
 def uploads_of(root: str) -> Uploads:
-    """Uploads to a bucket, by its URL.
-
-    Raises:
-        PlanError: a package or credentials are missing.
-    """
+    """Uploads to a bucket, by its URL."""
     kinds: dict[str, Callable[[str], Uploads]] = {"s3": _S3, "gs": _Gcs, "az": _Azure}
     return kinds[root.partition("://")[0]](root)
 
@@ -121,11 +117,7 @@ class _Requests:
         return persistent(attempt, location)
 
     def _text(self, name: str, call: Callable[[], Any]) -> str:
-        """What `call` returns, which must be a text.
-
-        Raises:
-            RequestError: the answer lacks it, or the request failed repeatedly.
-        """
+        """What `call` returns, which must be a text."""
         value = self._request(name, call)
         if not value or not isinstance(value, str):
             raise request_error("ParseError", f"{self._root}/{name}")

@@ -122,11 +122,7 @@ class CloudStaging:
             self._lease.check()
 
     def read_published(self) -> None:
-        """Read what an attempt that ended while it published has created.
-
-        Raises:
-            FormatError: its record is none.
-        """
+        """Read what an attempt that ended while it published has created."""
         self._published = self._output.read(records.PUBLISHING, Publishing) or self._published
 
     def take_over(self, *, replace: bool) -> None:
@@ -161,11 +157,7 @@ class CloudStaging:
         return bool(units)
 
     def refuse_conversion(self) -> None:
-        """Check that there is no interrupted conversion without units, whose uploads would be lost.
-
-        Raises:
-            PlanError: there is one.
-        """
+        """Raise PlanError if there is an interrupted conversion without units, whose uploads would be lost."""
         if self._output.record_names(records.COMPLETE):
             what = "holds an interrupted conversion without units; --force discards it"
             raise PlanError(what, path=self.location, code="exists")
@@ -231,11 +223,7 @@ class CloudStaging:
             self._discard()
 
     def check_incomplete(self) -> None:
-        """Check that the output is not published yet.
-
-        Raises:
-            PlanError: it is.
-        """
+        """Raise PlanError if the output is published."""
         if self._output.client.stat(self._output.full(self._marker)) is not None:
             raise PlanError("is complete already; --force replaces it", path=str(self._output), code="exists")
 

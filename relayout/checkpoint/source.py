@@ -86,8 +86,6 @@ class SourceCheckpoint:
     """Files other than weights that a conversion copies, as paths relative to the folder."""
     left_out: tuple[str, ...] = ()
     """Files that a conversion does not copy, each with the reason, as text for the user."""
-    config_error: FormatError | None = None
-    """Why config.json cannot be used; None if it can."""
     is_file: bool = False
     """Whether `root` is a single file; its side files are beside it."""
 
@@ -273,7 +271,6 @@ def _assemble(
         index=index,
         side_files=side_files,
         left_out=(*left_out, *skipped),
-        config_error=config.error,
         is_file=is_file,
     )
 

@@ -581,28 +581,6 @@ def test_without_a_config_the_model_type_is_none(tmp_path: Path) -> None:
     assert (source.model_type, dict(source.config)) == (None, {})
 
 
-def test_a_config_with_a_byte_order_mark_is_needed_at_more_than_one_rank_only(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    source = tmp_path / "model"
-    write(source / "model.safetensors", {"model.norm.weight": A})
-    blob = b'\xef\xbb\xbf{"model_type": "llama"}'
-    (source / "config.json").write_bytes(blob)
-    with pytest.raises(OSError, match="not a valid JSON file"):
-        AutoConfig.from_pretrained(source)
-    says = r"config\.json: not valid JSON: begins with a byte order mark, which transformers refuses too"
-    with pytest.raises(FormatError, match=says):
-        convert(source, tmp_path / "out", tp=2)
-    convert(source, tmp_path / "out")
-    assert (tmp_path / "out" / "config.json").read_bytes() == blob
-    assert relayout.verify(tmp_path / "out", source=source).ok
-    with pytest.raises(FormatError, match=says):
-        relayout.load(tmp_path / "out", 0, tp=2)
-    found = relayout.inspect(source)
-    assert found.num_tensors == 1
-    assert all(re.search(says, row.reason or "") for row in found.amplification)
-
-
 def test_tensors_come_in_model_order_across_shards(tmp_path: Path) -> None:
     order = [
         "lm_head.weight",

@@ -65,7 +65,8 @@ class CacheEntry:
 class Cache:
     """Where loads keep what they fetch, and its limit.
 
-    Several processes of one user may use one folder at once, on one machine.
+    Several processes of one user may use one folder at once, on one machine. All methods raise PlanError if the
+    subfolder for entries is not relayout's, or another user's, and OSError if it cannot be written.
     """
 
     folder: str | os.PathLike[str]
@@ -78,10 +79,6 @@ class Cache:
 
         Args:
             name: 32 hexadecimal digits.
-
-        Raises:
-            PlanError: the subfolder for entries is not relayout's, or another user's.
-            OSError: the folder cannot be written.
         """
         assert _ENTRY.fullmatch(name)
         folder = self._own() / name
@@ -107,7 +104,6 @@ class Cache:
 
         Raises:
             PlanError: `limit` is no size.
-            OSError: an entry cannot be removed.
         """
         limit = None if self.limit is None else size(self.limit, "limit")
         own = self._own()
@@ -134,10 +130,6 @@ class Cache:
 
         Returns:
             A descriptor; whoever has it or a copy of it open has the right. None: another process has it.
-
-        Raises:
-            PlanError: the subfolder for entries is not relayout's, or another user's.
-            OSError: the folder cannot be written.
         """
         fd = _open(self._own() / _FILLING, os.O_CREAT)
         if _locks(fd, fcntl.LOCK_EX):
@@ -146,25 +138,13 @@ class Cache:
         return None
 
     def entries(self) -> list[CacheEntry]:
-        """What is kept, the least recently used first.
-
-        Raises:
-            PlanError: the subfolder for entries is not relayout's, or another user's.
-        """
+        """What is kept, the least recently used first."""
         if not (Path(self.folder) / _OWN).exists():
             return []
         return [_described(entry) for entry in sorted(self._entries(self._own()), key=_last_use)]
 
     def remove(self, name: str) -> bool:
-        """Remove an entry, unless a process uses it.
-
-        Returns:
-            Whether it is gone.
-
-        Raises:
-            PlanError: there is no such entry; or as `entries`.
-            OSError: a file of it cannot be removed.
-        """
+        """Remove an entry, unless a process uses it; return whether it is gone. PlanError: there is no such entry."""
         own = self._own()
         with _alone(own / _LOCK):
             if own / name not in self._entries(own):
@@ -172,11 +152,7 @@ class Cache:
             return self._remove(own, own / name)
 
     def _own(self) -> Path:
-        """The subfolder for entries, made if need be.
-
-        Raises:
-            PlanError: the folder of its name is not relayout's, or another user's.
-        """
+        """The subfolder for entries, made if need be."""
         own = Path(self.folder) / _OWN
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -279,9 +255,6 @@ class Lease(Closable):
 
         Args:
             write: makes the file under the name that it is given, in the same folder, with all bytes on the drive.
-
-        Raises:
-            OSError: the file cannot be made; or whatever `write` raises.
         """
         path = self.folder / name
         if path.exists():
@@ -298,20 +271,12 @@ class Lease(Closable):
                 partial.unlink(missing_ok=True)
 
     def keep_small(self, name: str, content: Callable[[], bytes]) -> None:
-        """Make a small file of the entry, unless it is there; one process and thread at a time does so.
-
-        Raises:
-            OSError: it cannot be made; or whatever `content` raises.
-        """
+        """Make a small file of the entry, unless it is there; one process and thread at a time does so."""
         with OpenFolder(self.folder) as folder:
             self.keep(name, lambda partial: folder.write(partial, content()))
 
     def describe(self, source: str, num_ranks: int, ranks: str = "") -> None:
-        """Note what `Cache.entries` shows.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Note what `Cache.entries` shows."""
         self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks, "ranks": ranks}).encode)
 
     @contextmanager

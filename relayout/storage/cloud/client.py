@@ -31,7 +31,10 @@ Version = Mapping[str, str]
 
 
 class Client(Protocol):
-    """Objects of one bucket, container or site, by their full names. Thread-safe."""
+    """Objects of one bucket, container or site, by their full names. Thread-safe.
+
+    All methods raise RequestError if a request fails repeatedly.
+    """
 
     @property
     def root(self) -> str:
@@ -49,24 +52,16 @@ class Client(Protocol):
 
         Raises:
             FormatError: the object does not exist ("missing") or has another version ("mismatch").
-            RequestError: the request failed.
         """
 
     def stat(self, name: str) -> FileStat | None:
-        """The metadata of an object; None if it does not exist.
-
-        Raises:
-            RequestError: the request failed.
-        """
+        """The metadata of an object; None if it does not exist."""
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Full names and versions of the objects below a prefix, or of all objects if it is empty.
 
         Names that differ from the prefix in the last part only, such as "a/bc" for "a/b", are not below it. A version
         is empty if the listing does not have it.
-
-        Raises:
-            RequestError: a request failed.
         """
 
 
@@ -83,18 +78,14 @@ class WritableClient(Client, Protocol):
 
         Raises:
             FileExistsError: the condition does not hold.
-            RequestError: the request failed. It may have been carried out, or may be carried out later.
+            RequestError: it may have been carried out, or may be carried out later.
         """
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; names without an object are no error."""
 
     def uploads(self) -> Uploads:
-        """Uploads to this bucket.
-
-        Raises:
-            PlanError: a package or credentials are missing.
-        """
+        """Uploads to this bucket. PlanError: a package or credentials are missing."""
 
 
 class NotCompleted(Enum):

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
@@ -306,7 +307,7 @@ class CloudStaging:
             begun += piece
             if len(begun) > _SMALL_NBYTES and name != self._marker:
                 upload = self._begin(name)
-                upload.append(_chained(bytes(begun), rest))
+                upload.append(chain([bytes(begun)], rest))
                 self._complete[name] = Complete.of(name, upload)
                 del self._uploads[name]
                 return
@@ -512,8 +513,3 @@ class _Notes(Closable):
 def _claim(name: str) -> str:
     """The name of the record of a complete file."""
     return records.COMPLETE + digest_hex(name.encode())
-
-
-def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest

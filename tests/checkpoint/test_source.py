@@ -178,15 +178,6 @@ def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path: Path) -> No
         read_source(tmp_path)
 
 
-def test_files_that_the_index_does_not_name_are_left_out_with_a_word(tmp_path: Path) -> None:
-    write_shards(tmp_path, "x.safetensors", "y.safetensors")
-    (tmp_path / "z.safetensors").write_bytes(b"no safetensors file at all")
-    write_index(tmp_path / INDEX, {"a": "x.safetensors"})
-    source = read_source(tmp_path)
-    assert_holds(source, {"a": A, "b": B})
-    assert source.left_out == tuple(f"{name}.safetensors: not named by {INDEX}" for name in "yz")
-
-
 def write_set(folder: Path, *files: str) -> dict[str, Array]:
     """A tensor in each file; what they hold together."""
     tensors = {f"w.{number}": np.arange(number, number + 5, dtype=np.uint8) for number in range(len(files))}
@@ -305,40 +296,6 @@ def test_a_shard_whose_name_is_not_utf8_is_refused_before_a_byte_is_copied(tmp_p
     with pytest.raises(PlanError, match=says):
         convert(source / name if which == "file" else source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [source]
-
-
-def hub_snapshot(cache: Path) -> Path:
-    """A model as huggingface_hub lays it out: names are relative links into a pool of blobs."""
-    model = cache / "models--org--name"
-    snapshot = model / "snapshots" / "0123abcd"
-    (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text("0123abcd")
-    (model / "blobs").mkdir()
-    snapshot.mkdir(parents=True)
-    write(model / "blobs" / "5a5a", {"a": A, "b": B})
-    write(model / "blobs" / "6b6b", {"c": C, "d": D})
-    (model / "blobs" / "7c7c").write_text('{"model_type": "llama"}')
-    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-    write_index(model / "blobs" / "8d8d", {"a": shards[0], "b": shards[0], "c": shards[1], "d": shards[1]})
-    for name, blob in zip([*shards, "config.json", INDEX], ["5a5a", "6b6b", "7c7c", "8d8d"], strict=True):
-        (snapshot / name).symlink_to(f"../../blobs/{blob}")
-    return snapshot
-
-
-def test_a_hub_snapshot_is_read_through_its_links(tmp_path: Path) -> None:
-    snapshot = hub_snapshot(tmp_path)
-    source = read_source(snapshot)
-    assert_holds(source, {"a": A, "b": B, "c": C, "d": D})
-    assert names(source) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert [(snapshot / file.name).resolve().name for file in source.files] == ["5a5a", "6b6b"]
-    assert (source.model_type, source.side_files) == ("llama", ("config.json",))
-
-
-def test_a_link_to_a_folder_is_a_folder(tmp_path: Path) -> None:
-    snapshot = hub_snapshot(tmp_path)
-    link = tmp_path / "link"
-    link.symlink_to(snapshot)
-    assert_holds(read_source(link), {"a": A, "b": B, "c": C, "d": D})
 
 
 def test_a_relative_path_is_read_from_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,12 +530,6 @@ def test_a_model_type_that_is_no_string_is_none(tmp_path: Path, model_type: Any)
     write(tmp_path / "model.safetensors", {"a": A})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert read_source(tmp_path).model_type is None
-
-
-def test_without_a_config_the_model_type_is_none(tmp_path: Path) -> None:
-    write(tmp_path / "model.safetensors", {"a": A})
-    source = read_source(tmp_path)
-    assert (source.model_type, dict(source.config)) == (None, {})
 
 
 def test_tensors_come_in_model_order_across_shards(tmp_path: Path) -> None:

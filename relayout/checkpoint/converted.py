@@ -133,11 +133,7 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
 
 
 def names_of_output(folder: Store) -> frozenset[str]:
-    """Names of all files of a converted checkpoint, as its manifest and source record name them.
-
-    Raises:
-        FormatError: one of them is missing, damaged, or foreign.
-    """
+    """Names of all files of a converted checkpoint, as its manifest and source record name them."""
     blob = read_manifest_blob(folder)
     manifest = parse_manifest(blob, folder.location(MANIFEST_NAME))
     signature = [] if find_signature(folder, blob) is None else [SIGNATURE_NAME]
@@ -145,11 +141,7 @@ def names_of_output(folder: Store) -> frozenset[str]:
 
 
 def find_signature(folder: Store, blob: bytes) -> bytes | None:
-    """The signature beside a manifest, given as stored, if it lists the SHA-256 of that; not verified. None: no other.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The signature beside a manifest, given as stored, if it lists the SHA-256 of that; else None. It is not verified."""
     try:
         signature = folder.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
         envelope = Fields(Fields(parse_object(signature, SIGNATURE_NAME)).object("dsseEnvelope"))

@@ -74,11 +74,7 @@ class Proven(Closable):
         return
 
     def read(self, offset: int, view: memoryview) -> None:
-        """Fill `view`; for other errors see `ReadableFile.read`.
-
-        Raises:
-            FormatError: the digest of a chunk differs, or of the header, if that is proven.
-        """
+        """Fill `view`; for errors see `ReadableFile.read`. FormatError: also if a digest differs."""
         start, end = self._proof.data_start, min(offset + view.nbytes, self.nbytes)
         if offset < start:
             self._read_head(offset, view[: min(start, end) - offset])
@@ -130,16 +126,11 @@ class Proven(Closable):
 
 
 def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: str) -> None:
-    """Compare the digest of a chunk.
+    """Raise FormatError unless the digest of a chunk, by its index, is among those of all chunks of its file.
 
     Args:
-        digest: of the chunk's bytes.
-        digests: of all chunks of the file, one after the other.
-        index: of the chunk.
+        digests: of all chunks, one after the other, in binary form.
         where: the file's name in messages.
-
-    Raises:
-        FormatError: it differs.
     """
     nbytes = len(digest) // 2
     expected = digests[nbytes * index : nbytes * (index + 1)].hex()

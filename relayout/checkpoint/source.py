@@ -284,11 +284,7 @@ def agreed_metadata(shards: Sequence[Mapping[str, str]]) -> dict[str, str]:
 def _collect_tensors(
     folder: Store, shards: list[tuple[SourceFile, Header]], named: Mapping[str, str] | None
 ) -> tuple[Iterable[SourceTensor], list[str]]:
-    """The tensors of all shards; and a text for each shard with tensors that the index `named` assigns elsewhere.
-
-    Raises:
-        FormatError: a tensor is in two shards, or the index names a tensor that its file lacks.
-    """
+    """The tensors of all shards; and a text for each shard with tensors that the index `named` assigns elsewhere."""
     tensors: dict[str, SourceTensor] = {}
     skipped = []
     for position, (shard, header) in enumerate(shards):

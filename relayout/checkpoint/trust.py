@@ -28,7 +28,6 @@ Trust: TypeAlias = str | os.PathLike[str] | None
 """A policy file; None: what RELAYOUT_TRUST names, or no policy if that is not set."""
 
 _VARIABLE = "RELAYOUT_TRUST"
-_MAX_POLICY_NBYTES = 2**20
 _MAX_SMALL_NBYTES = 2**30
 """Of a file that is proven whole, in memory: all but weight files."""
 _KINDS = ({"public_key"}, {"certificates"}, {"identity", "issuer"})
@@ -105,11 +104,8 @@ def policy_of(trust: Trust) -> Policy | None:
         raise PlanError(f"{_VARIABLE if trust is None else 'trust'} is empty, expected a policy file", code="option")
     import tomllib  # A load without a policy does not need it.
 
-    with open(path, "rb") as file:
-        text = file.read(_MAX_POLICY_NBYTES + 1)
+    text = Path(path).read_bytes()
     with about(path=path):
-        if len(text) > _MAX_POLICY_NBYTES:
-            raise PlanError(f"more than {_MAX_POLICY_NBYTES} bytes", code="limit")
         try:
             top = tomllib.loads(text.decode())
         except (ValueError, RecursionError) as error:
@@ -280,11 +276,7 @@ class TrustedStore(StoreOver):
         return TrustedStore(other, self.signed)
 
     def prove_side_files(self) -> None:
-        """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves.
-
-        Raises:
-            FormatError: one is missing, or is not the one that was signed.
-        """
+        """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves."""
         own = {*names_of_index(self.signed.manifest), *(file.name for file in self.signed.manifest.files)}
         for name in self.signed.digests.keys() - own:
             self.read(name, _MAX_SMALL_NBYTES)

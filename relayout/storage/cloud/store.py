@@ -138,11 +138,7 @@ class CloudStore:
         return staging.part_staged(self._output(), older, shared, part, replace=replace)
 
     def _output(self) -> OutputPrefix:
-        """The prefix as an output.
-
-        Raises:
-            PlanError: the store is read-only, or the prefix is a whole bucket.
-        """
+        """The prefix as an output. PlanError: the store is read-only, or the prefix is a whole bucket."""
         from relayout.storage.cloud.output.prefix import OutputPrefix
 
         if not isinstance(self.client, WritableClient):

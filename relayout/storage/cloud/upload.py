@@ -77,11 +77,7 @@ class Upload(Closable):
             self._send(index, self._parts.pop(index).memory[: self._size(index)])
 
     def tags(self) -> list[str]:
-        """What completes the upload, after all bytes were written.
-
-        Raises:
-            OSError: some were not.
-        """
+        """What completes the upload, after all bytes were written. OSError: some were not."""
         assert self.nbytes is not None
         num_parts = -(-self.nbytes // self.part_nbytes)
         missing = [index for index in range(num_parts) if index not in self._tags]

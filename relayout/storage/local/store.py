@@ -134,12 +134,7 @@ class LocalStore:
 
 
 def _entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every entry below a folder, by its relative name; `hidden`: also those whose names begin with a dot.
-
-    Raises:
-        FormatError: folders are nested so deep that their paths cannot be used.
-        OSError: a folder cannot be listed.
-    """
+    """Every entry below a folder, by its relative name; `hidden`: also those whose names begin with a dot."""
     pending = [""]
     while pending:
         prefix = pending.pop()

@@ -229,11 +229,7 @@ class HubClient:
         return address
 
     def _answer(self, method: str, url: str, location: str) -> BaseHTTPResponse:
-        """The hub's answer: a body, or the name of another place.
-
-        Raises:
-            FormatError, PlanError, RequestError: it is an error, in our words.
-        """
+        """The hub's answer: a body, or the name of another place. Errors are in our words."""
         if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
             what = (
                 "HF_HUB_OFFLINE is set, and the hub's cache on this machine does not have it: download it where there"

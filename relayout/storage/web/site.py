@@ -70,11 +70,7 @@ class WebClient:
         yield from ((above + name, version) for name, version in versions.items())
 
     def _shards(self, above: str) -> list[str]:
-        """The files that an index names. The reader of the checkpoint checks these names.
-
-        Raises:
-            FormatError: the index is larger or nested deeper than any, or no JSON.
-        """
+        """The files that an index names. The reader of the checkpoint checks these names."""
         location = f"{self.root}/{above}{_INDEX}"
         body = self.get(above + _INDEX, 0, None, None)
         if body.nbytes > _MAX_INDEX_NBYTES:

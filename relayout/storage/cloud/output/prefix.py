@@ -60,12 +60,7 @@ class OutputPrefix:
         }
 
     def load(self, full: str, limit: int) -> tuple[bytes, Version] | None:
-        """A small object and its version; None if it does not exist.
-
-        Raises:
-            FormatError: it is larger than `limit` bytes.
-            RequestError: the request failed.
-        """
+        """A small object and its version; None if it does not exist. FormatError: it is larger than `limit` bytes."""
         try:
             body = self.client.get(full, 0, None, None)
         except FormatError as error:
@@ -105,11 +100,7 @@ class OutputPrefix:
         return [name for name in names if records.kind_of(name) is not None]
 
     def read(self, name: str, kind: type[Record]) -> Record | None:
-        """A record; None if it does not exist.
-
-        Raises:
-            FormatError: the object is no record of this kind.
-        """
+        """A record; None if it does not exist. FormatError: the object is no record of this kind."""
         loaded = self.load(self.hidden + name, records.MAX_NBYTES)
         return None if loaded is None else records.parse(loaded[0], kind, f"{self.client.root}/{self.hidden}{name}")
 
@@ -128,10 +119,8 @@ class OutputPrefix:
         self.client.put(self.hidden + name, records.dump(record))
 
     def create(self, full: str, content: bytes) -> Version | None:
-        """Create a small object and return its version; None if it exists with this content.
-
-        Raises:
-            FileExistsError: it exists with another content.
+        """Create a small object and return its version; None if it exists with this content. FileExistsError: with
+        another.
         """
         try:
             return self.client.put(full, content, None)

@@ -141,7 +141,7 @@ def names_of_output(folder: Store) -> frozenset[str]:
 
 
 def find_signature(folder: Store, blob: bytes) -> bytes | None:
-    """The signature beside a manifest, given as stored, if it lists the SHA-256 of that; else None. It is not verified."""
+    """The signature beside a manifest, given as stored, if it lists the SHA-256 of that, else None; not verified."""
     try:
         signature = folder.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
         envelope = Fields(Fields(parse_object(signature, SIGNATURE_NAME)).object("dsseEnvelope"))

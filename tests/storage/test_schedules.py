@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.bucket_world import NEVER, Chances, Killed, Request, World, Writer, in_its_time
-from support.store_contract import MARKER, OLDER
+from support.store_contract import MARKER, staged
 
 from relayout.commands.convert import plan_conversion
 from relayout.conversion import jobs
@@ -23,7 +23,7 @@ from relayout.errors import PlanError, RelayoutError
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.output import lease, staging
 from relayout.storage.cloud.output import records as record_types
-from relayout.storage.protocols import Modes, RequestError
+from relayout.storage.protocols import RequestError
 
 Files = dict[str, bytes]
 Make = Callable[..., World]
@@ -438,7 +438,7 @@ def test_an_attempt_that_fails_deletes_no_object_that_has_replaced_its_own(make:
     writer.begin()
 
     def write() -> None:
-        with writer.store().stage(OLDER, replace=False, modes=Modes()) as staging:
+        with staged(writer.store()) as staging:
             for name in ("a", "b", MARKER):
                 staging.put(name, [b"ours"])
 

@@ -142,8 +142,8 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @contextmanager
-def staged(store: Store, *, replace: bool = False) -> Iterator[Staging]:
-    with store.stage(OLDER, replace=replace, modes=Modes()) as staging:
+def staged(store: Store, *, replace: bool = False, shared: str | None = None) -> Iterator[Staging]:
+    with store.stage(OLDER, replace=replace, modes=Modes(), shared=shared) as staging:
         yield staging
 
 

@@ -22,7 +22,7 @@ from relayout.format.manifest import (
 )
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
-from relayout.storage.protocols import Kind, Replaceable, Store
+from relayout.storage.protocols import Kind, Replaceable, Store, if_there
 
 if TYPE_CHECKING:
     from relayout.format.source_record import SourceRecord
@@ -46,14 +46,9 @@ def find_manifest(folder: Store) -> Manifest | None:
 
 def find_manifest_blob(folder: Store) -> bytes | None:
     """The manifest as stored; None if a folder is no converted checkpoint. For a remote store, one request."""
-    if not folder.cost.is_remote:
-        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES) if is_converted(folder) else None
-    try:
-        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
-    except FormatError as error:
-        if error.code == "missing":
-            return None
-        raise
+    if not folder.cost.is_remote and not is_converted(folder):
+        return None
+    return if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
 
 
 def read_manifest(folder: Store) -> Manifest:
@@ -71,15 +66,12 @@ def read_manifest_blob(folder: Store) -> bytes:
     Raises:
         FormatError: the manifest is missing.
     """
-    try:
-        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
-    except FormatError as error:
-        if error.code == "missing" and folder.kind() is Kind.NOTHING:
-            raise FormatError(folder.not_found_message(), path=str(folder), code="missing") from None
-        if error.code == "missing":
-            what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
-            raise FormatError(what, path=str(folder), code="missing") from None
-        raise
+    blob = if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
+    if blob is None:
+        what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
+        what = folder.not_found_message() if folder.kind() is Kind.NOTHING else what
+        raise FormatError(what, path=str(folder), code="missing")
+    return blob
 
 
 def check_rank(folder: Store, rank: int, num_ranks: int) -> None:

@@ -21,7 +21,7 @@ from relayout.format.chunks import CHUNKS_NAME
 from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
 from relayout.storage.local.page_cache import resident_nbytes
-from relayout.storage.protocols import Access, Closable, FileStat, ReadableFile, Store
+from relayout.storage.protocols import Access, Closable, FileStat, ReadableFile, Store, if_there
 from relayout.storage.stores import scheme_of
 
 Trust: TypeAlias = str | os.PathLike[str] | None
@@ -213,13 +213,11 @@ def _signed(store: Store, blob: bytes, digests: Mapping[str, str], signature: by
 
 
 def _read_signed(store: Store, name: str, limit: int) -> bytes:
-    try:
-        return store.read(name, limit)
-    except FormatError as error:
-        if error.code != "missing":
-            raise
+    blob = if_there(lambda: store.read(name, limit))
+    if blob is None:
         what = f"is not signed ({name} is missing), and the policy wants that: relayout sign"
-        raise FormatError(what, path=str(store), code="signature") from None
+        raise FormatError(what, path=str(store), code="signature")
+    return blob
 
 
 def _listed(signature: bytes, verifier: Any) -> Mapping[str, str]:
@@ -293,10 +291,9 @@ class TrustedStore(StoreOver):
         if name in (MANIFEST_NAME, SIGNATURE_NAME):
             return self.signed.blob if name == MANIFEST_NAME else self.signed.signature
         self._check_listed(name)
-        try:
-            blob = self.base.read(name, limit)
-        except FormatError as error:
-            raise self._missing(name) if error.code == "missing" else error from None
+        blob = if_there(lambda: self.base.read(name, limit))
+        if blob is None:
+            raise self._missing(name)
         if DigestAlgorithm.SHA256.hex(blob) != self.signed.digests[name]:
             raise FormatError("is not the file that was signed", path=self.location(name), code="digest")
         return blob

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from relayout.errors import FormatError, PlanError, shown
+
+Found = TypeVar("Found")
 
 
 class Access(Enum):
@@ -242,6 +244,16 @@ def read_whole(file: ReadableFile, location: str | Path, limit: int) -> bytes:
     content = bytearray(file.nbytes)
     file.read(0, memoryview(content))
     return bytes(content)
+
+
+def if_there(call: Callable[[], Found]) -> Found | None:
+    """What `call` returns; None if it raises the FormatError of a missing file."""
+    try:
+        return call()
+    except FormatError as error:
+        if error.code != "missing":
+            raise
+        return None
 
 
 class WritableFile(Closable, Protocol):

@@ -13,7 +13,7 @@ from relayout.storage.cloud import connect
 from relayout.storage.cloud.client import CLOUD_COST, Body, Uploads, Version
 from relayout.storage.cloud.failures import replaced as was_replaced
 from relayout.storage.cloud.failures import request, translated
-from relayout.storage.protocols import FileStat, RequestCost, RequestError
+from relayout.storage.protocols import FileStat, RequestCost, RequestError, if_there
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetResult, ObjectMeta
@@ -63,12 +63,7 @@ class BucketClient:
         )
 
     def stat(self, name: str) -> FileStat | None:
-        try:
-            return _stat_of(request(lambda: self.store.head(name), f"{self.root}/{name}"))
-        except FormatError as error:
-            if error.code == "missing":
-                return None
-            raise
+        return if_there(lambda: _stat_of(request(lambda: self.store.head(name), f"{self.root}/{name}")))
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
         location, last, begins = f"{self.root}/{prefix}", None, set()

@@ -25,6 +25,7 @@ from relayout.storage.protocols import (
     RequestCost,
     Staging,
     Store,
+    if_there,
     read_whole,
 )
 
@@ -83,13 +84,8 @@ class CloudStore:
     def stat(self, name: str) -> FileStat | None:
         if self.opened is None:
             return self.client.stat(self.full_name(name))
-        try:
-            file = self.open(name)
-        except FormatError as error:
-            if error.code == "missing":
-                return None
-            raise
-        return FileStat(file.nbytes, file.version)
+        file = if_there(lambda: self.open(name))
+        return None if file is None else FileStat(file.nbytes, file.version)
 
     def read(self, name: str, limit: int) -> bytes:
         """One request."""

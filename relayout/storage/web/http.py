@@ -19,7 +19,7 @@ from relayout.storage.cloud import connect
 from relayout.storage.cloud.bucket import check_answer, is_comparable
 from relayout.storage.cloud.client import Body, timed
 from relayout.storage.cloud.failures import persistent, replaced, request_error
-from relayout.storage.protocols import FileStat, RequestError
+from relayout.storage.protocols import FileStat, RequestError, if_there
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager, Timeout
@@ -60,12 +60,7 @@ def get(
 def stat(url: str, location: str) -> FileStat | None:
     """A file's metadata; see `Client.stat`."""
 
-    try:
-        return persistent(lambda: _described(send("HEAD", url, location), location)[0], location)
-    except FormatError as error:
-        if error.code == "missing":
-            return None
-        raise
+    return if_there(lambda: persistent(lambda: _described(send("HEAD", url, location), location)[0], location))
 
 
 def send(method: str, url: str, location: str, headers: Headers | None = None) -> BaseHTTPResponse:

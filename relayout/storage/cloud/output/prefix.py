@@ -13,7 +13,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import Version, WritableClient
 from relayout.storage.cloud.output import records
 from relayout.storage.cloud.output.records import Proof, Publishing, Record
-from relayout.storage.protocols import Replaceable, RequestError, Store
+from relayout.storage.protocols import Replaceable, RequestError, Store, if_there
 
 _NUM_REQUESTS = 16
 """Small requests at the same time."""
@@ -61,12 +61,9 @@ class OutputPrefix:
 
     def load(self, full: str, limit: int) -> tuple[bytes, Version] | None:
         """A small object and its version; None if it does not exist. FormatError: it is larger than `limit` bytes."""
-        try:
-            body = self.client.get(full, 0, None, None)
-        except FormatError as error:
-            if error.code == "missing":
-                return None
-            raise
+        body = if_there(lambda: self.client.get(full, 0, None, None))
+        if body is None:
+            return None
         if body.nbytes > limit:
             raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=f"{self.client.root}/{full}", code="limit")
         return body.content(), body.replaces

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from relayout.errors import FormatError
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.failures import Patience, request_error
 from relayout.storage.protocols import FileStat, RequestCost, RequestError
@@ -171,8 +172,10 @@ class Body:
         """First byte and end of the range."""
         return self.start, self.start + self.nbytes
 
-    def content(self) -> bytes:
-        """All bytes; for errors see `fill`."""
+    def content(self, limit: int | None = None) -> bytes:
+        """All bytes; for errors see `fill`. FormatError: also if they are more than `limit`."""
+        if limit is not None and self.nbytes > limit:
+            raise FormatError(f"{self.nbytes} bytes, limit {limit}", path=self.location, code="limit")
         view = memoryview(bytearray(self.nbytes))
         self.fill(view)
         return bytes(view)

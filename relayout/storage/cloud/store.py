@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from relayout.errors import FormatError, PlanError
+from relayout.errors import PlanError
 from relayout.storage.cloud.client import Client, WritableClient
 from relayout.storage.cloud.files import CloudFile
 from relayout.storage.protocols import (
@@ -91,10 +91,7 @@ class CloudStore:
         """One request."""
         if self.opened is not None and (file := self.opened.get(self.full_name(name))) is not None:
             return read_whole(file, self.location(name), limit)
-        body = self.client.get(self.full_name(name), 0, None, None)
-        if body.nbytes > limit:
-            raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=self.location(name), code="limit")
-        return body.content()
+        return self.client.get(self.full_name(name), 0, None, None).content(limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from relayout.errors import PlanError
+from relayout.storage.local.files import sync_and_drop_pages
 from relayout.storage.local.lock_file import user_of_new_files
 from relayout.storage.local.open_folder import OpenFolder, rename
 from relayout.storage.local.staging import (
@@ -49,11 +50,7 @@ class PartStaging(LocalStaging):
             for name in self.names():
                 rename(self.folder, name, target, name)
             os.fsync(target.fd)
-        fd = self.place.open_own(part, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_and_drop_pages(self.place, part)
         rename(self.place, part, self._whole, part)
         os.fsync(self._whole.fd)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 
 from relayout.core.workers import each
-from relayout.errors import FormatError
 from relayout.format.fields import parse_object
 from relayout.storage.cloud.client import CLOUD_COST, Body
 from relayout.storage.cloud.connect import require
@@ -72,10 +71,8 @@ class WebClient:
     def _shards(self, above: str) -> list[str]:
         """The files that an index names. The reader of the checkpoint checks these names."""
         location = f"{self.root}/{above}{_INDEX}"
-        body = self.get(above + _INDEX, 0, None, None)
-        if body.nbytes > _MAX_INDEX_NBYTES:
-            raise FormatError(f"{body.nbytes} bytes, limit {_MAX_INDEX_NBYTES}", path=location, code="limit")
-        named = parse_object(body.content(), location).get("weight_map")
+        content = self.get(above + _INDEX, 0, None, None).content(_MAX_INDEX_NBYTES)
+        named = parse_object(content, location).get("weight_map")
         values = named.values() if isinstance(named, dict) else ()
         return sorted({name for name in values if isinstance(name, str)} - set(_KNOWN))
 

@@ -62,11 +62,7 @@ class OutputPrefix:
     def load(self, full: str, limit: int) -> tuple[bytes, Version] | None:
         """A small object and its version; None if it does not exist. FormatError: it is larger than `limit` bytes."""
         body = if_there(lambda: self.client.get(full, 0, None, None))
-        if body is None:
-            return None
-        if body.nbytes > limit:
-            raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=f"{self.client.root}/{full}", code="limit")
-        return body.content(), body.replaces
+        return None if body is None else (body.content(limit), body.replaces)
 
     def proves(self, name: str, proof: Proof) -> bool:
         """Whether a file's object exists and fits its proof."""

@@ -16,7 +16,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -107,7 +107,7 @@ class Cache:
         """
         limit = None if self.limit is None else size(self.limit, "limit")
         own = self._own()
-        with _alone(own / _LOCK):
+        with _locked(own / _LOCK):
             self._sweep(own)
             coming = {path: nbytes for path, nbytes in self._coming(own).items() if not path.exists()}
             coming |= {lease.folder / name: n for name, n in files.items() if not (lease.folder / name).exists()}
@@ -146,7 +146,7 @@ class Cache:
     def remove(self, name: str) -> bool:
         """Remove an entry, unless a process uses it; return whether it is gone. PlanError: there is no such entry."""
         own = self._own()
-        with _alone(own / _LOCK):
+        with _locked(own / _LOCK):
             if own / name not in self._entries(own):
                 raise PlanError(f"has no entry {shown(name)}", path=own, code="missing")
             return self._remove(own, own / name)
@@ -259,7 +259,7 @@ class Lease(Closable):
         path = self.folder / name
         if path.exists():
             return
-        with _alone(self.folder / f"{_LOCK}-{name}"):
+        with _locked(self.folder / f"{_LOCK}-{name}"):
             if path.exists():
                 return
             partial = _partial(path)
@@ -279,17 +279,12 @@ class Lease(Closable):
         """Note what `Cache.entries` shows."""
         self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks, "ranks": ranks}).encode)
 
-    @contextmanager
-    def try_lock(self, name: str, *, shared: bool = False) -> Iterator[bool]:
+    def try_lock(self, name: str, *, shared: bool = False) -> AbstractContextManager[bool]:
         """Hold the entry's lock of this name, if no other process or thread does; or, shared, only others that share.
 
         Yields whether it is held.
         """
-        fd = _open(self.folder / f"{_LOCK}-{name}", os.O_CREAT)
-        try:
-            yield _locks(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        finally:
-            os.close(fd)
+        return _locked(self.folder / f"{_LOCK}-{name}", fcntl.LOCK_SH if shared else fcntl.LOCK_EX, waits=False)
 
     def close(self) -> None:
         """Release the entry, which may then be removed."""
@@ -302,13 +297,13 @@ class Lease(Closable):
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock file. Wait for whoever holds it, in a way that can be interrupted."""
-    fd = _open(lock, os.O_CREAT)
+def _locked(path: Path, kind: int = fcntl.LOCK_EX, *, waits: bool = True) -> Iterator[bool]:
+    """Hold a lock file, and yield whether it is held. Wait for whoever holds it, in a way that can be interrupted."""
+    fd = _open(path, os.O_CREAT)
     try:
-        while not _locks(fd, fcntl.LOCK_EX):
+        while not (is_held := _locks(fd, kind)) and waits:
             time.sleep(_POLL_SECONDS)
-        yield
+        yield is_held
     finally:
         os.close(fd)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import find_manifest_blob, names_of_index, names_of_output, read_manifest
-from relayout.checkpoint.proven import Proven, StoreOver, check_header, proof_of
+from relayout.checkpoint.proven import Proven, StoreOver, check_header, index_of, proof_of
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.delta import (
@@ -207,7 +207,7 @@ class DeltaStore(StoreOver):
 
     def stat(self, name: str) -> FileStat | None:
         store, there = self._place(name)
-        status, index = store.stat(there), self._index(name)
+        status, index = store.stat(there), index_of(self.delta.new, name)
         if status is None or index is None:
             return status
         file = self.delta.new.files[index]
@@ -224,7 +224,7 @@ class DeltaStore(StoreOver):
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        index = self._index(name)
+        index = index_of(self.delta.new, name)
         if index is None:
             store, there = self._place(name)
             return store.open(there, nbytes, access=access, version=version)
@@ -236,11 +236,6 @@ class DeltaStore(StoreOver):
         except BaseException:
             changed.close()
             raise
-
-    def _index(self, name: str) -> int | None:
-        """The position of a weight file in the manifests; None: it is another file."""
-        files = self.delta.new.files
-        return next((index for index, file in enumerate(files) if file.name == name), None)
 
     def _place(self, name: str) -> tuple[Store, str]:
         """Where a file is; of a weight file, its older version."""

@@ -44,6 +44,11 @@ def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool
     return FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests, manifest.digest, header_digest)
 
 
+def index_of(manifest: Manifest, name: str) -> int | None:
+    """The position of a weight file in a manifest; None: it is another file."""
+    return next((index for index, file in enumerate(manifest.files) if file.name == name), None)
+
+
 class Proven(Closable):
     """Reads whole chunks, and compares their digests. Thread-safe."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, names_of_index
-from relayout.checkpoint.proven import Proven, StoreOver, proof_of
+from relayout.checkpoint.proven import Proven, StoreOver, index_of, proof_of
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
@@ -124,11 +124,10 @@ def _parse_signer(top: object, folder: Path) -> Signer:
         if name not in known:
             raise PlanError(f"a signer has no {shown(name)}{did_you_mean(name, known)}", code="option")
         is_list = name in ("certificates", "prefixes", "content")
-        texts = value if is_list and isinstance(value, list) else [value] if not is_list else [None]
-        if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise PlanError(
-                f"{name} is {shown(value)}, expected {'texts in a list' if is_list else 'a text'}", code="option"
-            )
+        texts = value if is_list else [value]
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+            expected = "texts in a list" if is_list else "a text"
+            raise PlanError(f"{name} is {shown(value)}, expected {expected}", code="option")
     how = top.keys() - _OPTIONAL
     if how not in _KINDS or ("trust_config" in top and "identity" not in top):
         raise PlanError("a signer needs public_key, or certificates, or identity and issuer", code="option")
@@ -283,7 +282,9 @@ class TrustedStore(StoreOver):
         if name not in self.signed.digests:
             return None
         status = self.base.stat(name)
-        if status is None and self._index(name) is None:  # Of ranks that are elsewhere, files may be missing.
+        if (
+            status is None and index_of(self.signed.manifest, name) is None
+        ):  # Of ranks that are elsewhere, files may be missing.
             raise self._missing(name)
         return status
 
@@ -302,7 +303,7 @@ class TrustedStore(StoreOver):
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
         self._check_listed(name)
-        index = self._index(name)
+        index = index_of(self.signed.manifest, name)
         if index is None and name != CHUNKS_NAME:  # Its parts are proven by the manifest.
             status = self.base.stat(name)
             if status is not None:
@@ -323,11 +324,6 @@ class TrustedStore(StoreOver):
         except BaseException:
             opened.close()
             raise
-
-    def _index(self, name: str) -> int | None:
-        """The position of a weight file in the manifest; None: it is another file."""
-        files = self.signed.manifest.files
-        return next((index for index, file in enumerate(files) if file.name == name), None)
 
     def _check_listed(self, name: str) -> None:
         if name not in self.signed.digests:

@@ -260,10 +260,10 @@ ATTACKS: dict[str, Attack] = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_refused_before_a_tensor_is_returned(
-    copy_of: Path, source: Path, keys: Keys, tmp_path: Path, attack: str
+    copy_of: Path, source: Path, other: Path, keys: Keys, tmp_path: Path, attack: str
 ) -> None:
     (tmp_path / "source").symlink_to(source)
-    ATTACKS[attack](copy_of, other_model(source, keys, tmp_path), keys)
+    ATTACKS[attack](copy_of, other, keys)
     refused(copy_of, keys, tmp_path)
 
 
@@ -272,19 +272,15 @@ def other_weights(blob: bytes) -> bytes:
     return blob[:start] + bytes(byte ^ 1 for byte in blob[start:])
 
 
-_OTHER: dict[Path, Path] = {}
-
-
-def other_model(source: Path, keys: Keys, tmp_path: Path) -> Path:
-    """Equal names, other weights, signed by the same signer; made once."""
-    if source not in _OTHER:
-        changed = source.parent / "other-source"
-        shutil.copytree(source, changed)
-        for path in changed.glob("*.safetensors"):
-            edit(changed, path.name, other_weights)
-        (changed / "tokenizer.json").write_text('{"model": "other"}')
-        _OTHER[source] = make_signed(changed, source.parent / "other", keys)
-    return _OTHER[source]
+@pytest.fixture(scope="module")
+def other(source: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Equal names, other weights, signed by the same signer."""
+    folder = tmp_path_factory.mktemp("other")
+    shutil.copytree(source, folder / "source")
+    for path in (folder / "source").glob("*.safetensors"):
+        edit(path.parent, path.name, other_weights)
+    (folder / "source" / "tokenizer.json").write_text('{"model": "other"}')
+    return make_signed(folder / "source", folder / "model", keys)
 
 
 def refused(folder: Path, keys: Keys, tmp_path: Path) -> None:

@@ -32,11 +32,7 @@ class Config:
 
 
 def find_config(folder: Store) -> Config:
-    """Read the configuration.
-
-    Raises:
-        FormatError: a file is not a JSON object.
-    """
+    """Read the configuration. FormatError: a file is not a JSON object."""
     names: list[str] = []
     config = _read_object(folder, "config.json", names)
     nested = config.get("text_config")

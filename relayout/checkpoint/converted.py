@@ -52,20 +52,12 @@ def find_manifest_blob(folder: Store) -> bytes | None:
 
 
 def read_manifest(folder: Store) -> Manifest:
-    """Read and check relayout.json.
-
-    Raises:
-        FormatError: the manifest is missing or damaged.
-    """
+    """Read and check relayout.json. FormatError: it is missing or damaged."""
     return parse_manifest(read_manifest_blob(folder), folder.location(MANIFEST_NAME))
 
 
 def read_manifest_blob(folder: Store) -> bytes:
-    """Read relayout.json.
-
-    Raises:
-        FormatError: the manifest is missing.
-    """
+    """Read relayout.json. FormatError: it is missing."""
     blob = if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     if blob is None:
         what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
@@ -97,21 +89,13 @@ def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> No
 
 
 def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
-    """Read and check the table of one rank that the folder has, or of another holder.
-
-    Raises:
-        FormatError: the table is missing, damaged, or of another conversion.
-    """
+    """Read and check the table of one rank that the folder has, or of another holder. FormatError: it is damaged."""
     name = manifest.holders[rank].table
     return parse_table(folder.read(name, MAX_TABLE_NBYTES), manifest, rank, folder.location(name))
 
 
 def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
-    """Read and check the source record.
-
-    Raises:
-        FormatError: the record is missing, damaged, or of another conversion.
-    """
+    """Read and check the source record. FormatError: it is missing, damaged, or of another conversion."""
     # Imported here: a load of a rank as stored needs no record.
     from relayout.format.source_record import parse_record
 
@@ -161,12 +145,7 @@ CONVERTED = Replaceable(MANIFEST_NAME, names_of_output)
 
 
 def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
-    """The digests of the chunks of a file, one after the other, in binary form.
-
-    Raises:
-        FormatError: relayout.chunks is missing, or of another conversion.
-        OSError: it cannot be read.
-    """
+    """The digests of the chunks of a file, one after the other, in binary form. FormatError: they are damaged."""
     file = manifest.files[index]
     places = places_of_digests(manifest.files, manifest.chunk_nbytes, manifest.digest)
     place = places[index]

@@ -125,11 +125,7 @@ def _converted_folders(entries: Sequence[Entry]) -> set[str]:
 
 
 def find_index(root: Store, names: list[str]) -> str | None:
-    """The name of the index, or None.
-
-    Raises:
-        PlanError: there are several, none of them with the usual name.
-    """
+    """The name of the index, or None. PlanError: there are several, none of them with the usual name."""
     if HUB_INDEX_NAME in names:
         return HUB_INDEX_NAME
     others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX) and name[0] != "."]

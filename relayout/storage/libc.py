@@ -29,10 +29,8 @@ def libc() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> bool:
-    """Call a function that returns 0. Return False if the system or file system does not support it.
-
-    Raises:
-        OSError: it failed.
+    """Call a function that returns 0; return False if the system or file system does not support it. OSError: it
+    failed.
     """
     function = getattr(libc(), name, None)
     if function is not None and function(*arguments) == 0:
@@ -53,11 +51,7 @@ def sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Set a file's length and, if the file system can, allocate its blocks, so that a full disk fails here.
-
-    Raises:
-        OSError: there is not enough space.
-    """
+    """Set a file's length and, if the file system can, allocate its blocks, so that a full disk fails here."""
     os.ftruncate(fd, nbytes)
     # Not os.posix_fallocate: if the file system cannot allocate, the C library writes to every block.
     if nbytes:
@@ -65,20 +59,12 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def exchange_names(folder: int, name: str, other_folder: int, other: str) -> bool:
-    """Exchange two names, each in an open folder, atomically. Return False if the system does not support it.
-
-    Raises:
-        OSError: the exchange failed.
-    """
+    """Exchange two names, each in an open folder, atomically. Return False if the system does not support it."""
     return _call("renameat2", folder, os.fsencode(name), other_folder, os.fsencode(other), _RENAME_EXCHANGE)
 
 
 def map_file(fd: int, offset: int, nbytes: int, *, flags: int, writable: bool = False, address: int = 0) -> int:
-    """Map bytes of a file into memory and return the address; `offset` is a multiple of the page size.
-
-    Raises:
-        OSError: the file cannot be mapped.
-    """
+    """Map bytes of a file into memory and return the address; `offset` is a multiple of the page size."""
     result = libc().mmap(
         ctypes.c_void_p(address),
         ctypes.c_size_t(nbytes),

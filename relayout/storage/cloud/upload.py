@@ -31,7 +31,7 @@ class Upload(Closable):
         Args:
             name: the object's full name.
             location: its name in messages.
-            nbytes: the file's length; None if it is written from front to back, and ended by `end`.
+            nbytes: the file's length; None if it is written from front to back, by `append`.
         """
         self.name = name
         self.nbytes = nbytes

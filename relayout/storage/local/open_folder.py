@@ -43,10 +43,8 @@ class OpenFolder(Closable):
         self.fd = os.open(path, _FOLDER & ~os.O_NOFOLLOW) if fd is None else fd
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """Open a file and return its descriptor. With O_CREAT, create the file and missing subfolders.
-
-        Raises:
-            OSError: the file cannot be opened, is a link or, with O_CREAT, exists.
+        """Open a file, but no link, and return its descriptor. With O_CREAT, it must be new; missing subfolders are
+        made, too.
         """
         above, _, base = name.rpartition("/")
         create = flags & os.O_CREAT
@@ -58,7 +56,6 @@ class OpenFolder(Closable):
 
         Raises:
             FormatError: it is something else, which could give access to another user's file.
-            OSError: the file cannot be opened.
         """
         status = self.status(name)
         if status is not None:

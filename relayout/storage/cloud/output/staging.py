@@ -79,7 +79,9 @@ def part_staged(
 
 
 class CloudStaging:
-    """Uploads that become objects when they are published."""
+    """Uploads that become objects when they are published. Without `replace`, methods raise PlanError where they would
+    discard what other processes have done.
+    """
 
     can_read = False
 
@@ -127,12 +129,7 @@ class CloudStaging:
         self._published = self._output.read(records.PUBLISHING, Publishing) or self._published
 
     def take_over(self, *, replace: bool) -> None:
-        """Read what an earlier attempt has completed. Changes nothing.
-
-        Raises:
-            PlanError: there are units, and `replace` is not set.
-            FormatError: an object has the name of a record, and is none.
-        """
+        """Read what an earlier attempt has completed. Changes nothing."""
         output = self._output
         if self._has_units(replace=replace):
             done = len(output.read_all(records.UNITS, Unit))
@@ -145,11 +142,7 @@ class CloudStaging:
             self._complete[file.name], self._records[file.name] = file, name
 
     def _has_units(self, *, replace: bool) -> bool:
-        """Whether there are units, complete or not. Those of a `LIVE` name are left of processes that had the lease.
-
-        Raises:
-            PlanError: there are, and `replace` is not set.
-        """
+        """Whether there are units, complete or not. Those of a `LIVE` name are left of processes that had the lease."""
         names = self._output.record_names(records.UNITS) + self._output.record_names(records.UNIT_UPLOADS)
         units = [name for name in names if not name.partition("/")[2].startswith(LIVE)]
         if units and not replace:
@@ -164,11 +157,7 @@ class CloudStaging:
             raise PlanError(what, path=self.location, code="exists")
 
     def gather(self, shared: str, *, replace: bool) -> None:
-        """Take all parts of this name.
-
-        Raises:
-            PlanError: there are none; or there is another conversion, and `replace` is not set.
-        """
+        """Take all parts of this name, of which there must be some."""
         if not replace:
             self.refuse_conversion()
         prefix = f"{records.UNITS}{shared}/"
@@ -181,11 +170,7 @@ class CloudStaging:
         self._has_parts = True
 
     def await_parts(self, shared: str, *, replace: bool) -> None:
-        """Make room for parts of this name. Those of other such names are left of processes that had the lease.
-
-        Raises:
-            PlanError: there is an interrupted conversion, or a unit, and `replace` is not set.
-        """
+        """Make room for parts of this name. Those of other such names are left of processes that had the lease."""
         if not replace:
             self.refuse_conversion()
         self._has_units(replace=replace)
@@ -205,11 +190,7 @@ class CloudStaging:
             self._small |= {name: text.encode("latin-1") for name, text in unit.small.items()}
 
     def complete_part(self, record: str, *, replace: bool) -> None:
-        """Record the part, if it has notes. If another process has recorded it already, that record counts.
-
-        Raises:
-            PlanError: the output is complete, and `replace` is not set.
-        """
+        """Record the part, if it has notes. If another process has recorded it already, that record counts."""
         assert self._part is not None
         if self._part not in self._notes:
             return self._discard()
@@ -359,7 +340,6 @@ class CloudStaging:
         Raises:
             PlanError: something is there that may not be deleted.
             FileExistsError: another process has created or replaced an object there.
-            RequestError: a request failed.
         """
         self._check_written()
         self._has_begun = True

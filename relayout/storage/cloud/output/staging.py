@@ -40,17 +40,17 @@ def staged(output: OutputPrefix, older: Replaceable, *, replace: bool, shared: s
     what = "convert" if shared is None else "commit"
     with Lease(output, what) as lease:
         check_vacant(output, older, force=replace)  # Another process may have published meanwhile.
-        staging = CloudStaging(output, older, lease)
+        staging = CloudStaging(output, older, lease, replace=replace)
         staging.read_published()
         if shared is None:
-            staging.take_over(replace=replace)
+            staging.take_over()
         elif shared.startswith(LIVE):
-            staging.await_parts(shared, replace=replace)
+            staging.await_parts(shared)
         else:
-            staging.gather(shared, replace=replace)
+            staging.gather(shared)
         try:
             yield staging
-            staging.publish(replace=replace)
+            staging.publish()
         except BaseException as error:
             staging.give_up(error)
             raise
@@ -61,19 +61,18 @@ def part_staged(
     output: OutputPrefix, older: Replaceable, shared: str, part: str, *, replace: bool
 ) -> Iterator[CloudStaging]:
     """Stage a part of an output, and record it."""
-    staging = CloudStaging(output, older, None, shared, part)
-    if not replace:
-        staging.refuse_conversion()
+    staging = CloudStaging(output, older, None, shared, part, replace=replace)
+    staging.refuse_conversion()
     record = f"{records.UNITS}{shared}/{part}"
     unit = output.read(record, Unit)
     if unit is not None:
         staging.add_part(part, unit, with_files=False)
     try:
         yield staging
-        staging.complete_part(record, replace=replace)
+        staging.complete_part(record)
     except BaseException as error:
         staging.give_up(error)
-        if isinstance(error, RequestError) and not replace:
+        if isinstance(error, RequestError):
             staging.check_incomplete()  # The process that publishes aborts the uploads of others.
         raise
 
@@ -86,13 +85,21 @@ class CloudStaging:
     can_read = False
 
     def __init__(
-        self, output: OutputPrefix, older: Replaceable, lease: Lease | None, shared: str = "", part: str | None = None
+        self,
+        output: OutputPrefix,
+        older: Replaceable,
+        lease: Lease | None,
+        shared: str = "",
+        part: str | None = None,
+        *,
+        replace: bool,
     ) -> None:
         """Begin with nothing. A `part` has no lease, and claims nothing before it is complete."""
         self._output = output
         self._older = older
         self._marker = older.marker
         self._lease = lease
+        self._replace = replace
         self._part = part
         self._backend = output.client.uploads()
         self._erase = Eraser(output, self._backend.abort, self._check)
@@ -128,10 +135,10 @@ class CloudStaging:
         """Read what an attempt that ended while it published has created."""
         self._published = self._output.read(records.PUBLISHING, Publishing) or self._published
 
-    def take_over(self, *, replace: bool) -> None:
+    def take_over(self) -> None:
         """Read what an earlier attempt has completed. Changes nothing."""
         output = self._output
-        if self._has_units(replace=replace):
+        if self._has_units():
             done = len(output.read_all(records.UNITS, Unit))
             output.read_all(records.UNIT_UPLOADS, Begun)
             what = f"--force discards {done} units that other processes have converted, and those in progress"
@@ -141,25 +148,24 @@ class CloudStaging:
                 raise FormatError("is not the record that its name implies", path=f"{self.location}/{name}")
             self._complete[file.name], self._records[file.name] = file, name
 
-    def _has_units(self, *, replace: bool) -> bool:
+    def _has_units(self) -> bool:
         """Whether there are units, complete or not. Those of a `LIVE` name are left of processes that had the lease."""
         names = self._output.record_names(records.UNITS) + self._output.record_names(records.UNIT_UPLOADS)
         units = [name for name in names if not name.partition("/")[2].startswith(LIVE)]
-        if units and not replace:
+        if units and not self._replace:
             what = "holds units of other processes: --commit publishes them, --force discards them"
             raise PlanError(what, path=str(self._output), code="exists")
         return bool(units)
 
     def refuse_conversion(self) -> None:
         """Raise PlanError if there is an interrupted conversion without units, whose uploads would be lost."""
-        if self._output.record_names(records.COMPLETE):
+        if not self._replace and self._output.record_names(records.COMPLETE):
             what = "holds an interrupted conversion without units; --force discards it"
             raise PlanError(what, path=self.location, code="exists")
 
-    def gather(self, shared: str, *, replace: bool) -> None:
+    def gather(self, shared: str) -> None:
         """Take all parts of this name, of which there must be some."""
-        if not replace:
-            self.refuse_conversion()
+        self.refuse_conversion()
         prefix = f"{records.UNITS}{shared}/"
         units = self._output.read_all(prefix, Unit)
         if not units:
@@ -169,17 +175,16 @@ class CloudStaging:
             self._records |= {file.name: name for file in unit.files}
         self._has_parts = True
 
-    def await_parts(self, shared: str, *, replace: bool) -> None:
+    def await_parts(self, shared: str) -> None:
         """Make room for parts of this name. Those of other such names are left of processes that had the lease."""
-        if not replace:
-            self.refuse_conversion()
-        self._has_units(replace=replace)
+        self.refuse_conversion()
+        self._has_units()
         self._awaited = shared
         self.clear()
 
     def take_parts(self) -> None:
         if self._awaited is not None:
-            self.gather(self._awaited, replace=True)
+            self.gather(self._awaited)
             self._has_parts = False  # Nobody else could publish them.
 
     def add_part(self, part: str, unit: Unit, *, with_files: bool) -> None:
@@ -189,13 +194,12 @@ class CloudStaging:
             self._complete |= {file.name: file for file in unit.files}
             self._small |= {name: text.encode("latin-1") for name, text in unit.small.items()}
 
-    def complete_part(self, record: str, *, replace: bool) -> None:
+    def complete_part(self, record: str) -> None:
         """Record the part, if it has notes. If another process has recorded it already, that record counts."""
         assert self._part is not None
         if self._part not in self._notes:
             return self._discard()
-        if not replace:
-            self.check_incomplete()
+        self.check_incomplete()
         self._check_written()
         small = {name: content.decode("latin-1") for name, content in self._small.items()}
         unit = Unit(tuple(self._complete.values()), small, self._notes[self._part].text.decode("latin-1"))
@@ -206,7 +210,7 @@ class CloudStaging:
 
     def check_incomplete(self) -> None:
         """Raise PlanError if the output is published."""
-        if self._output.client.stat(self._output.full(self._marker)) is not None:
+        if not self._replace and self._output.client.stat(self._output.full(self._marker)) is not None:
             raise PlanError("is complete already; --force replaces it", path=str(self._output), code="exists")
 
     def _check_written(self) -> None:
@@ -334,7 +338,7 @@ class CloudStaging:
         if name in self._small or name in self._uploads or name in self._complete:
             raise FileExistsError(errno.EEXIST, "exists", self._output.location(name))
 
-    def publish(self, *, replace: bool) -> None:
+    def publish(self) -> None:
         """Create the objects of all files, the marker last. With `replace`, first delete those of the older output.
 
         Raises:
@@ -345,7 +349,7 @@ class CloudStaging:
         self._has_begun = True
         proofs = {name: file.proof for name, file in self._complete.items()}
         proofs |= {name: Proof(len(text), digest_hex(text), len(text)) for name, text in self._small.items()}
-        done = self._make_room(proofs, replace)
+        done = self._make_room(proofs)
         in_parallel(self._create, self._small.keys() - done.keys() - {self._marker})
         in_parallel(self._finish, [file for name, file in self._complete.items() if name not in done])
         self._check_unchanged({name: proof for name, proof in proofs.items() if name != self._marker}, done)
@@ -356,7 +360,7 @@ class CloudStaging:
         except (OSError, FormatError, PlanError) as error:  # The output is complete.
             warnings.warn(f"{self._output}: complete, but records are left in {self.location}: {error}", stacklevel=4)
 
-    def _make_room(self, proofs: dict[str, Proof], replace: bool) -> dict[str, str]:
+    def _make_room(self, proofs: dict[str, Proof]) -> dict[str, str]:
         """Delete what is in the way, by proof. Return the versions of files whose objects exist already."""
         output = self._output
         there = output.objects()
@@ -366,7 +370,7 @@ class CloudStaging:
         left = {name: version for name, version in there.items() if name not in done}
         old = set() if self._marker in there else output.published(self._published, left)
         rest = left.keys() - old
-        if replace and self._marker in there and rest:
+        if self._replace and self._marker in there and rest:
             old = rest & self._older.check(output.store, there, force=True)
         elif occupied := sorted(rest & proofs.keys()):
             raise FileExistsError(errno.EEXIST, "another object has been created here", output.location(occupied[0]))

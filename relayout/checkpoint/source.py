@@ -196,8 +196,9 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     names = [entry.name for entry in entries if "/" not in entry.name]
     shards = [name for name in names if name.endswith(".safetensors")]
     index_name = find_index(root, names)
+    index: tuple[str, bytes] | None = None
+    named: dict[str, str] | None = None
     if index_name is None:
-        index, named = None, None
         used, left_out = choose_shards(root, shards)
     else:
         check_name(root, index_name)

@@ -61,15 +61,10 @@ def part_staged(
     output: OutputPrefix, older: Replaceable, shared: str, part: str, *, replace: bool
 ) -> Iterator[CloudStaging]:
     """Stage a part of an output, and record it."""
-    staging = CloudStaging(output, older, None, shared, part, replace=replace)
-    staging.refuse_conversion()
-    record = f"{records.UNITS}{shared}/{part}"
-    unit = output.read(record, Unit)
-    if unit is not None:
-        staging.add_part(part, unit, with_files=False)
+    staging = PartStaging(output, older, shared, part, replace=replace)
     try:
         yield staging
-        staging.complete_part(record)
+        staging.complete()
     except BaseException as error:
         staging.give_up(error)
         if isinstance(error, RequestError):
@@ -84,23 +79,13 @@ class CloudStaging:
 
     can_read = False
 
-    def __init__(
-        self,
-        output: OutputPrefix,
-        older: Replaceable,
-        lease: Lease | None,
-        shared: str = "",
-        part: str | None = None,
-        *,
-        replace: bool,
-    ) -> None:
-        """Begin with nothing. A `part` has no lease, and claims nothing before it is complete."""
+    def __init__(self, output: OutputPrefix, older: Replaceable, lease: Lease | None, *, replace: bool) -> None:
+        """Begin with nothing. Without a lease, as of a part, nothing is claimed for the next attempt."""
         self._output = output
         self._older = older
         self._marker = older.marker
         self._lease = lease
         self._replace = replace
-        self._part = part
         self._backend = output.client.uploads()
         self._erase = Eraser(output, self._backend.abort, self._check)
         self._small: dict[str, bytes] = {}
@@ -121,7 +106,8 @@ class CloudStaging:
         """The name of parts that are still to come."""
         self._has_parts = False
         """Whether the files are those of parts, which others have recorded."""
-        self._begun = records.UPLOADS if part is None else f"{records.UNIT_UPLOADS}{shared}/"
+        self._begun = records.UPLOADS
+        """How names of records of uploads begin."""
 
     @property
     def location(self) -> str:
@@ -171,7 +157,9 @@ class CloudStaging:
         if not units:
             raise PlanError("no unit of this conversion is done", path=self.location, code="missing")
         for name, unit in units.items():
-            self.add_part(name.removeprefix(prefix), unit, with_files=True)
+            self._part_notes[name.removeprefix(prefix)] = unit.notes.encode("latin-1")
+            self._complete |= {file.name: file for file in unit.files}
+            self._small |= {name: text.encode("latin-1") for name, text in unit.small.items()}
             self._records |= {file.name: name for file in unit.files}
         self._has_parts = True
 
@@ -186,32 +174,6 @@ class CloudStaging:
         if self._awaited is not None:
             self.gather(self._awaited)
             self._has_parts = False  # Nobody else could publish them.
-
-    def add_part(self, part: str, unit: Unit, *, with_files: bool) -> None:
-        """Add the notes of a part, and optionally its files."""
-        self._part_notes[part] = unit.notes.encode("latin-1")
-        if with_files:
-            self._complete |= {file.name: file for file in unit.files}
-            self._small |= {name: text.encode("latin-1") for name, text in unit.small.items()}
-
-    def complete_part(self, record: str) -> None:
-        """Record the part, if it has notes. If another process has recorded it already, that record counts."""
-        assert self._part is not None
-        if self._part not in self._notes:
-            return self._discard()
-        self.check_incomplete()
-        self._check_written()
-        small = {name: content.decode("latin-1") for name, content in self._small.items()}
-        unit = Unit(tuple(self._complete.values()), small, self._notes[self._part].text.decode("latin-1"))
-        try:
-            self._output.create(self._output.hidden + record, records.dump(unit))
-        except FileExistsError:
-            self._discard()
-
-    def check_incomplete(self) -> None:
-        """Raise PlanError if the output is published."""
-        if not self._replace and self._output.client.stat(self._output.full(self._marker)) is not None:
-            raise PlanError("is complete already; --force replaces it", path=str(self._output), code="exists")
 
     def _check_written(self) -> None:
         for upload in self._uploads.values():
@@ -276,11 +238,10 @@ class CloudStaging:
         upload = self.write_file(name, nbytes, is_new=name not in self._uploads)
         upload.write(0, memoryview(head))
         file = Complete.of(name, upload)
-        if self._part is None:
+        if self._lease is not None:
             for notes in self._notes.values():  # They describe the file.
                 notes.close()
-            self._check()
-            self._output.write(_claim(name), file)
+            self.write_record(_claim(name), file)
             self._records[name] = _claim(name)
         self._complete[name] = file
         del self._uploads[name]
@@ -299,7 +260,7 @@ class CloudStaging:
         self._small[name] = bytes(begun)
 
     def read_notes(self, name: str) -> bytes | None:
-        if self._part_notes or self._part is not None:
+        if self._part_notes:
             return self._part_notes.get(name)
         if not self._complete:  # Notes alone prove nothing.
             return None
@@ -308,9 +269,6 @@ class CloudStaging:
 
     def open_notes(self, name: str, header: bytes | None) -> _Notes:
         """The caller continues from what is there, and writes from now on."""
-        if self._part is not None:
-            self._notes[name] = _Notes(None, name, header, 0)
-            return self._notes[name]
         self._has_begun = True
         earlier = self._output.read_all(f"{records.NOTES}{name}", Notes)
         if header is not None:
@@ -435,7 +393,7 @@ class CloudStaging:
             return
         try:
             self._discard()
-            if self._part is not None:
+            if self._lease is None:
                 return
             if self._records and (self._has_parts or any(notes.are_kept for notes in self._notes.values())):
                 if self._notes:
@@ -459,6 +417,44 @@ class CloudStaging:
             self._erase.objects({name: there[name] for name in ours})
             if not (self._published.files.keys() | self._published.older) & output.objects().keys():
                 self._erase.records([records.PUBLISHING])
+
+
+class PartStaging(CloudStaging):
+    """The uploads of a part, which is recorded as a whole when it is complete."""
+
+    def __init__(self, output: OutputPrefix, older: Replaceable, shared: str, part: str, *, replace: bool) -> None:
+        super().__init__(output, older, None, replace=replace)
+        self.refuse_conversion()
+        self._begun = f"{records.UNIT_UPLOADS}{shared}/"
+        self._part = part
+        self._record = f"{records.UNITS}{shared}/{part}"
+        done = output.read(self._record, Unit)
+        self._done = None if done is None else done.notes.encode("latin-1")
+
+    def read_notes(self, name: str) -> bytes | None:
+        return self._done if name == self._part else None
+
+    def open_notes(self, name: str, header: bytes | None) -> _Notes:
+        self._notes[name] = _Notes(None, name, header, 0)
+        return self._notes[name]
+
+    def complete(self) -> None:
+        """Record the part, if it has notes. If another process has recorded it already, that record counts."""
+        if self._part not in self._notes:
+            return self._discard()
+        self.check_incomplete()
+        self._check_written()
+        small = {name: content.decode("latin-1") for name, content in self._small.items()}
+        unit = Unit(tuple(self._complete.values()), small, self._notes[self._part].text.decode("latin-1"))
+        try:
+            self._output.create(self._output.hidden + self._record, records.dump(unit))
+        except FileExistsError:
+            self._discard()
+
+    def check_incomplete(self) -> None:
+        """Raise PlanError if the output is published."""
+        if not self._replace and self._output.client.stat(self._output.full(self._marker)) is not None:
+            raise PlanError("is complete already; --force replaces it", path=str(self._output), code="exists")
 
 
 class _Notes(Closable):

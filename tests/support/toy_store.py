@@ -119,10 +119,9 @@ class Shelf:
         content, current = self.objects[name]
         if version not in (None, current):
             raise FormatError("was replaced while it was read", path=location, code="mismatch")
-        part, stat = content[start:end], FileStat(len(content), current)
-        return Body(
-            stat, location, start, len(part), [part], lambda at: self.get(name, at, end, current), {"version": current}
-        )
+        piece, stat = content[start:end], FileStat(len(content), current)
+        part, again = (start, start + len(piece)), lambda at: self.get(name, at, end, current)
+        return Body(stat, location, part, [piece], again, {"version": current})
 
     def stat(self, name: str) -> FileStat | None:
         self._request("stat", name)

@@ -55,8 +55,7 @@ class BucketClient:
         return Body(
             stat,
             location,
-            part[0],
-            part[1] - part[0],
+            part,
             _pieces(result, location, part),
             lambda offset: self.get(name, offset, part[1], stat.version),
             _version(result.meta),

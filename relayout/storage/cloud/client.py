@@ -128,9 +128,8 @@ class Body:
     stat: FileStat
     """Of the whole object."""
     location: str
-    start: int
-    """Offset of the first byte."""
-    nbytes: int
+    part: tuple[int, int]
+    """First byte and end of the range."""
     pieces: Iterable[Bytes | bytes]
     """Raises RequestError, or FormatError if the object was replaced."""
     again: Callable[[int], Body]
@@ -162,15 +161,14 @@ class Body:
             if done - before >= _PROGRESS_NBYTES:
                 patience = Patience()
             patience.wait(failure)
-            body = self.again(self.start + done)
+            body = self.again(self.part[0] + done)
         if done != self.nbytes:
             what = "the server sent another number of bytes than it announced; load again"
-            raise RequestError(errno.EPROTO, f"bytes {self.start} to {self.part[1]}: {what}", self.location)
+            raise RequestError(errno.EPROTO, f"bytes {self.part[0]} to {self.part[1]}: {what}", self.location)
 
     @property
-    def part(self) -> tuple[int, int]:
-        """First byte and end of the range."""
-        return self.start, self.start + self.nbytes
+    def nbytes(self) -> int:
+        return self.part[1] - self.part[0]
 
     def content(self, limit: int | None = None) -> bytes:
         """All bytes; for errors see `fill`. FormatError: also if they are more than `limit`."""

@@ -48,13 +48,11 @@ def get(
         stat, part = _described(answer, location, None if end is None else (start, end))
         check_answer(stat, part, start, end, version, location)
         pieces = _pieces(answer, location, part)
-        return Body(stat, location, part[0], part[1] - part[0], pieces, again)
+        return Body(
+            stat, location, part, pieces, lambda offset: get(url, location, offset, part[1], stat.version, headers)
+        )
 
-    def again(offset: int) -> Body:
-        return get(url, location, offset, body.part[1], body.stat.version, headers)
-
-    body = persistent(ask, location)
-    return body
+    return persistent(ask, location)
 
 
 def stat(url: str, location: str) -> FileStat | None:

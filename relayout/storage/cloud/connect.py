@@ -179,7 +179,7 @@ class S3Settings:
     def for_obstore(self) -> dict[str, Any]:
         """Arguments for obstore, without what is not set."""
         # Unsigned: the transport proves the payload; hashing takes 1 to 2 s/GB.
-        settings = {"unsigned_payload": True, "endpoint": self.endpoint, "region": self.region}
+        settings: dict[str, Any] = {"unsigned_payload": True, "endpoint": self.endpoint, "region": self.region}
         if self.profile is not None:
             from obstore.auth.boto3 import Boto3CredentialProvider
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 
-from relayout.checkpoint.config import read_config
+from relayout.checkpoint.config import find_config
 from relayout.checkpoint.converted import check_present, read_record, read_table
 from relayout.checkpoint.source import agreed_metadata
 from relayout.core.arguments import ranks_text
@@ -57,7 +57,7 @@ def resharded_rank(store: Store, manifest: Manifest, rank: int, num_ranks: int) 
     """
     record = read_record(store, manifest)
     columns = zip(record.names, record.dtypes, record.shapes, strict=True)
-    source = TensorList(str(store), tuple(starmap(TensorInfo, columns)), read_config(store))
+    source = TensorList(str(store), tuple(starmap(TensorInfo, columns)), find_config(store).content)
     plan = recorded_plan(source, record, num_ranks)
     wanted = [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
     return ReshardedRank(store, rank, num_ranks, Ranks(store, manifest, record), wanted)

@@ -21,10 +21,6 @@ _QUANTIZATION_FILES = {
 """Files that hold a quantization_config instead of config.json: (quantization method, key or None for the whole)."""
 
 
-class ByteOrderMarkError(FormatError):
-    """A JSON file begins with a byte order mark, which transformers refuses."""
-
-
 @dataclass(frozen=True, slots=True)
 class Config:
     """The model configuration of a checkpoint folder."""
@@ -33,42 +29,21 @@ class Config:
     """config.json, completed by quantization_config from other files; empty if there is no config.json."""
     names: tuple[str, ...]
     """Names of the files that were read."""
-    error: FormatError | None
-    """Why config.json cannot be used (a byte order mark); None if it can."""
 
 
 def find_config(folder: Store) -> Config:
-    """Read the configuration; a byte order mark becomes `Config.error`.
-
-    Raises:
-        FormatError: a file is not a JSON object, for another reason than a byte order mark.
-    """
+    """Read the configuration. FormatError: a file is not a JSON object."""
     names: list[str] = []
-    try:
-        config = _read_object(folder, "config.json", names)
-        nested = config.get("text_config")
-        inside = nested.get("quantization_config") if isinstance(nested, dict) else None
-        quantization = config.get("quantization_config") or config.get("compression_config") or inside
-        for name, (method, key) in _QUANTIZATION_FILES.items():
-            if not quantization:
-                parsed = _read_object(folder, name, names)
-                own = parsed.get(key) if key else parsed
-                quantization = {"quant_method": method} | own if isinstance(own, dict) and own else None
-    except ByteOrderMarkError as error:
-        return Config({}, tuple(names), error)
-    return Config(config | {"quantization_config": quantization} if quantization else config, tuple(names), None)
-
-
-def read_config(folder: Store) -> Mapping[str, Any]:
-    """The content of `find_config`.
-
-    Raises:
-        FormatError: a file is not a JSON object.
-    """
-    config = find_config(folder)
-    if config.error is not None:
-        raise config.error
-    return config.content
+    config = _read_object(folder, "config.json", names)
+    nested = config.get("text_config")
+    inside = nested.get("quantization_config") if isinstance(nested, dict) else None
+    quantization = config.get("quantization_config") or config.get("compression_config") or inside
+    for name, (method, key) in _QUANTIZATION_FILES.items():
+        if not quantization:
+            parsed = _read_object(folder, name, names)
+            own = parsed.get(key) if key else parsed
+            quantization = {"quant_method": method} | own if isinstance(own, dict) and own else None
+    return Config(config | {"quantization_config": quantization} if quantization else config, tuple(names))
 
 
 def _read_object(folder: Store, name: str, names: list[str]) -> dict[str, Any]:
@@ -87,9 +62,6 @@ def parse_config(blob: bytes, where: str) -> dict[str, Any]:
     """
     with about(path=where):
         text = decode(blob)
-        if text.startswith("\ufeff"):
-            what = "not valid JSON: begins with a byte order mark, which transformers refuses too; save it without"
-            raise ByteOrderMarkError(what, code="syntax")
         check_depth(text)
         try:
             parsed = json.loads(text)

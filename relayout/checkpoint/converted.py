@@ -22,7 +22,7 @@ from relayout.format.manifest import (
 )
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
-from relayout.storage.protocols import Kind, Replaceable, Store
+from relayout.storage.protocols import Kind, Replaceable, Store, if_there
 
 if TYPE_CHECKING:
     from relayout.format.source_record import SourceRecord
@@ -39,59 +39,35 @@ def is_converted(folder: Store) -> bool:
 
 
 def find_manifest(folder: Store) -> Manifest | None:
-    """The manifest; None if a folder is no converted checkpoint.
-
-    Raises:
-        FormatError: the manifest is damaged.
-    """
+    """The manifest; None if a folder is no converted checkpoint. FormatError: it is damaged."""
     blob = find_manifest_blob(folder)
     return None if blob is None else parse_manifest(blob, folder.location(MANIFEST_NAME))
 
 
 def find_manifest_blob(folder: Store) -> bytes | None:
     """The manifest as stored; None if a folder is no converted checkpoint. For a remote store, one request."""
-    if not folder.cost.is_remote:
-        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES) if is_converted(folder) else None
-    try:
-        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
-    except FormatError as error:
-        if error.code == "missing":
-            return None
-        raise
+    if not folder.cost.is_remote and not is_converted(folder):
+        return None
+    return if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
 
 
 def read_manifest(folder: Store) -> Manifest:
-    """Read and check relayout.json.
-
-    Raises:
-        FormatError: the manifest is missing or damaged.
-    """
+    """Read and check relayout.json. FormatError: it is missing or damaged."""
     return parse_manifest(read_manifest_blob(folder), folder.location(MANIFEST_NAME))
 
 
 def read_manifest_blob(folder: Store) -> bytes:
-    """Read relayout.json.
-
-    Raises:
-        FormatError: the manifest is missing.
-    """
-    try:
-        return folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
-    except FormatError as error:
-        if error.code == "missing" and folder.kind() is Kind.NOTHING:
-            raise FormatError(folder.not_found_message(), path=str(folder), code="missing") from None
-        if error.code == "missing":
-            what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
-            raise FormatError(what, path=str(folder), code="missing") from None
-        raise
+    """Read relayout.json. FormatError: it is missing."""
+    blob = if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
+    if blob is None:
+        what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
+        what = folder.not_found_message() if folder.kind() is Kind.NOTHING else what
+        raise FormatError(what, path=str(folder), code="missing")
+    return blob
 
 
 def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
-    """Check that a degree has a rank.
-
-    Raises:
-        PlanError: `rank` is not from 0 to `num_ranks` - 1.
-    """
+    """Raise PlanError unless a degree has a rank."""
     if not 0 <= rank < num_ranks:
         raise PlanError(
             f"rank {rank}, expected 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})",
@@ -101,11 +77,7 @@ def check_rank(folder: Store, rank: int, num_ranks: int) -> None:
 
 
 def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> None:
-    """Check that a folder has these ranks of its degree.
-
-    Raises:
-        PlanError: it lacks some.
-    """
+    """Raise PlanError unless a folder has these ranks of its degree."""
     missing = [rank for rank in ranks if manifest.ranks[rank] is None]
     if missing:
         lacks, has = ranks_text(missing), ranks_text(manifest.present)
@@ -117,21 +89,13 @@ def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> No
 
 
 def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
-    """Read and check the table of one rank that the folder has, or of another holder.
-
-    Raises:
-        FormatError: the table is missing, damaged, or of another conversion.
-    """
+    """Read and check the table of one rank that the folder has, or of another holder. FormatError: it is damaged."""
     name = manifest.holders[rank].table
     return parse_table(folder.read(name, MAX_TABLE_NBYTES), manifest, rank, folder.location(name))
 
 
 def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
-    """Read and check the source record.
-
-    Raises:
-        FormatError: the record is missing, damaged, or of another conversion.
-    """
+    """Read and check the source record. FormatError: it is missing, damaged, or of another conversion."""
     # Imported here: a load of a rank as stored needs no record.
     from relayout.format.source_record import parse_record
 
@@ -145,11 +109,7 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
 
 
 def names_of_output(folder: Store) -> frozenset[str]:
-    """Names of all files of a converted checkpoint, as its manifest and source record name them.
-
-    Raises:
-        FormatError: one of them is missing, damaged, or foreign.
-    """
+    """Names of all files of a converted checkpoint, as its manifest and source record name them."""
     blob = read_manifest_blob(folder)
     manifest = parse_manifest(blob, folder.location(MANIFEST_NAME))
     signature = [] if find_signature(folder, blob) is None else [SIGNATURE_NAME]
@@ -157,11 +117,7 @@ def names_of_output(folder: Store) -> frozenset[str]:
 
 
 def find_signature(folder: Store, blob: bytes) -> bytes | None:
-    """The signature beside a manifest, given as stored, if it lists the SHA-256 of that; not verified. None: no other.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The signature beside a manifest, given as stored, if it lists the SHA-256 of that, else None; not verified."""
     try:
         signature = folder.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
         envelope = Fields(Fields(parse_object(signature, SIGNATURE_NAME)).object("dsseEnvelope"))
@@ -189,12 +145,7 @@ CONVERTED = Replaceable(MANIFEST_NAME, names_of_output)
 
 
 def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
-    """The digests of the chunks of a file, one after the other, in binary form.
-
-    Raises:
-        FormatError: relayout.chunks is missing, or of another conversion.
-        OSError: it cannot be read.
-    """
+    """The digests of the chunks of a file, one after the other, in binary form. FormatError: they are damaged."""
     file = manifest.files[index]
     places = places_of_digests(manifest.files, manifest.chunk_nbytes, manifest.digest)
     place = places[index]
@@ -211,11 +162,7 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
 
 
 def check_file(folder: Store, manifest: Manifest, index: int) -> None:
-    """Check that a file's first bytes name the content that the manifest says.
-
-    Raises:
-        FormatError: they name another: files have been mixed up.
-    """
+    """Raise FormatError unless a file's first bytes name the content that the manifest says: files may be mixed up."""
     file = manifest.files[index]
     start = memoryview(bytearray(HEAD_NBYTES))
     with folder.open(file.name, file.nbytes) as opened:
@@ -224,11 +171,7 @@ def check_file(folder: Store, manifest: Manifest, index: int) -> None:
 
 
 def check_head(start: memoryview, content: str, data_start: int, where: str) -> None:
-    """Check the first bytes of a file.
-
-    Raises:
-        FormatError: they name another content, or another start of the data section.
-    """
+    """Raise FormatError unless the first bytes of a file name this content and this start of the data section."""
     prefix = header_prefix(content)
     if start[LENGTH_NBYTES : LENGTH_NBYTES + len(prefix)] != prefix:
         raise FormatError(

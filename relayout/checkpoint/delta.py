@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import find_manifest_blob, names_of_index, names_of_output, read_manifest
-from relayout.checkpoint.proven import Proven, StoreOver, check_header, proof_of
+from relayout.checkpoint.proven import Proven, StoreOver, check_header, index_of, proof_of
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.delta import (
@@ -46,7 +46,7 @@ Paths: TypeAlias = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A delta whose manifests were read."""
+    """A delta whose manifests were read. Methods raise FormatError if a file of it is missing or damaged."""
 
     store: Store
     manifest: DeltaManifest
@@ -56,26 +56,18 @@ class Delta:
     """Of what it makes."""
 
     def table(self, side: str, rank: int) -> RankTable:
-        """The table of a rank or of another holder, `OLD` or `NEW`.
-
-        Raises:
-            FormatError: it is damaged.
-        """
+        """The table of a rank or of another holder, `OLD` or `NEW`."""
         manifest = self.old if side == OLD else self.new
         name = side + manifest.holders[rank].table
         return parse_table(self.store.read(name, MAX_TABLE_NBYTES), manifest, rank, self.store.location(name))
 
     def open(self, index: int) -> Changes | None:
-        """Open what changed in a weight file, by its position in the manifests; None: nothing.
-
-        Raises:
-            FormatError: the file is missing, or damaged.
-        """
+        """Open what changed in a weight file, by its position in the manifests; None: nothing."""
         return Changes(self, index) if self.manifest.files[index].nbytes else None
 
 
 class Changes(Closable):
-    """What changed in a weight file. Thread-safe."""
+    """What changed in a weight file. Thread-safe. Methods raise FormatError if it is damaged."""
 
     def __init__(self, delta: Delta, index: int) -> None:
         """As `Delta.open`, of a file that has changed."""
@@ -94,11 +86,7 @@ class Changes(Closable):
             raise
 
     def read(self, first: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """Read the pieces from `first` to before `end` at once. Yield those that changed, as stored.
-
-        Raises:
-            FormatError: one is damaged.
-        """
+        """Read the pieces from `first` to before `end` at once. Yield those that changed, as stored."""
         places = self.index.stored[first:end]
         begin = places[0].offset
         stored = memoryview(bytearray(places[-1].end - begin))
@@ -113,11 +101,7 @@ class Changes(Closable):
                 yield piece, view
 
     def apply(self, stored: memoryview, target: memoryview) -> None:
-        """Change the bytes of a piece by what is stored of it.
-
-        Raises:
-            FormatError: it is not of this many bytes.
-        """
+        """Change the bytes of a piece by what is stored of it."""
         with about(path=self._where):
             xor_into(stored, target)
 
@@ -171,11 +155,7 @@ def read_delta(store: Store) -> Delta:
 
 
 def names_of_delta(folder: Store) -> frozenset[str]:
-    """Names of all files of a delta, as its manifests name them.
-
-    Raises:
-        FormatError: one of them is missing, damaged, or foreign.
-    """
+    """Names of all files of a delta, as its manifests name them; for errors see `read_delta`."""
     delta = read_delta(folder)
     changed = [file.name for file, stored in zip(delta.new.files, delta.manifest.files, strict=True) if stored.nbytes]
     older = [MANIFEST_NAME, *(holder.table for holder in delta.old.holders.values())]
@@ -227,7 +207,7 @@ class DeltaStore(StoreOver):
 
     def stat(self, name: str) -> FileStat | None:
         store, there = self._place(name)
-        status, index = store.stat(there), self._index(name)
+        status, index = store.stat(there), index_of(self.delta.new, name)
         if status is None or index is None:
             return status
         file = self.delta.new.files[index]
@@ -244,7 +224,7 @@ class DeltaStore(StoreOver):
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        index = self._index(name)
+        index = index_of(self.delta.new, name)
         if index is None:
             store, there = self._place(name)
             return store.open(there, nbytes, access=access, version=version)
@@ -256,11 +236,6 @@ class DeltaStore(StoreOver):
         except BaseException:
             changed.close()
             raise
-
-    def _index(self, name: str) -> int | None:
-        """The position of a weight file in the manifests; None: it is another file."""
-        files = self.delta.new.files
-        return next((index for index, file in enumerate(files) if file.name == name), None)
 
     def _place(self, name: str) -> tuple[Store, str]:
         """Where a file is; of a weight file, its older version."""
@@ -275,11 +250,7 @@ class _Changed(Closable):
     alignment = 1
 
     def __init__(self, base: Store, delta: Delta, index: int) -> None:
-        """Open it, and make its header.
-
-        Raises:
-            FormatError: the header is damaged, or that of another file; or the delta is.
-        """
+        """Open it, and make its header. FormatError: that is damaged, or of another file; or the delta is."""
         self._file = delta.new.files[index]
         self._chunk_nbytes = delta.new.chunk_nbytes
         with ExitStack() as stack:
@@ -307,11 +278,7 @@ class _Changed(Closable):
         return
 
     def read(self, offset: int, view: memoryview) -> None:
-        """Fill `view`; for errors see `ReadableFile.read`.
-
-        Raises:
-            FormatError: the delta is damaged.
-        """
+        """Fill `view`; for errors see `ReadableFile.read`. FormatError: also if the delta is damaged."""
         start = self._file.data_start
         if offset < start:
             view[:] = self._head[offset : offset + view.nbytes]

@@ -44,6 +44,11 @@ def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool
     return FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests, manifest.digest, header_digest)
 
 
+def index_of(manifest: Manifest, name: str) -> int | None:
+    """The position of a weight file in a manifest; None: it is another file."""
+    return next((index for index, file in enumerate(manifest.files) if file.name == name), None)
+
+
 class Proven(Closable):
     """Reads whole chunks, and compares their digests. Thread-safe."""
 
@@ -74,11 +79,7 @@ class Proven(Closable):
         return
 
     def read(self, offset: int, view: memoryview) -> None:
-        """Fill `view`; for other errors see `ReadableFile.read`.
-
-        Raises:
-            FormatError: the digest of a chunk differs, or of the header, if that is proven.
-        """
+        """Fill `view`; for errors see `ReadableFile.read`. FormatError: also if a digest differs."""
         start, end = self._proof.data_start, min(offset + view.nbytes, self.nbytes)
         if offset < start:
             self._read_head(offset, view[: min(start, end) - offset])
@@ -130,16 +131,11 @@ class Proven(Closable):
 
 
 def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: str) -> None:
-    """Compare the digest of a chunk.
+    """Raise FormatError unless the digest of a chunk, by its index, is among those of all chunks of its file.
 
     Args:
-        digest: of the chunk's bytes.
-        digests: of all chunks of the file, one after the other.
-        index: of the chunk.
+        digests: of all chunks, one after the other, in binary form.
         where: the file's name in messages.
-
-    Raises:
-        FormatError: it differs.
     """
     nbytes = len(digest) // 2
     expected = digests[nbytes * index : nbytes * (index + 1)].hex()
@@ -153,14 +149,7 @@ def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: s
 
 
 def check_header(header: bytes | memoryview, digest: str, algorithm: DigestAlgorithm, where: str) -> None:
-    """Compare the digest of a file's header with that of the manifest.
-
-    Args:
-        where: the file's name in messages.
-
-    Raises:
-        FormatError: it differs.
-    """
+    """Raise FormatError unless a file's header has the digest of the manifest. `where` names the file in messages."""
     if algorithm.hex(header) != digest:
         raise FormatError("its header does not match the manifest: damaged", path=where, code="digest")
 

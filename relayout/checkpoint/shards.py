@@ -93,11 +93,7 @@ def _check_set(root: Store, first: re.Match[str], numbers: set[int]) -> None:
 
 
 def check_name(root: Store, name: str) -> None:
-    """Check that a file name can be stored in the source record, which is JSON.
-
-    Raises:
-        PlanError: the name is not UTF-8.
-    """
+    """Raise PlanError unless a file name is UTF-8: the source record, which has it, is JSON."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -129,11 +125,7 @@ def _converted_folders(entries: Sequence[Entry]) -> set[str]:
 
 
 def find_index(root: Store, names: list[str]) -> str | None:
-    """The name of the index, or None.
-
-    Raises:
-        PlanError: there are several, none of them with the usual name.
-    """
+    """The name of the index, or None. PlanError: there are several, none of them with the usual name."""
     if HUB_INDEX_NAME in names:
         return HUB_INDEX_NAME
     others = [name for name in names if name.endswith(".safetensors" + _INDEX_SUFFIX) and name[0] != "."]

@@ -86,8 +86,6 @@ class SourceCheckpoint:
     """Files other than weights that a conversion copies, as paths relative to the folder."""
     left_out: tuple[str, ...] = ()
     """Files that a conversion does not copy, each with the reason, as text for the user."""
-    config_error: FormatError | None = None
-    """Why config.json cannot be used; None if it can."""
     is_file: bool = False
     """Whether `root` is a single file; its side files are beside it."""
 
@@ -194,29 +192,27 @@ def _read_folder(root: Store) -> SourceCheckpoint:
         )
         raise PlanError(what, path=str(root), code="exists")
     entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))
-    names = [
-        entry.name for entry in entries if "/" not in entry.name
-    ]  # Including folders, which may have the name of a file.
+    # Including folders, which may have the name of a file.
+    names = [entry.name for entry in entries if "/" not in entry.name]
     shards = [name for name in names if name.endswith(".safetensors")]
     index_name = find_index(root, names)
-    left_out: list[str] = []
-    named: dict[str, str] | None = None
     index: tuple[str, bytes] | None = None
-    if index_name is not None:
-        index = (index_name, root.read(index_name, MAX_INDEX_NBYTES))
+    named: dict[str, str] | None = None
+    if index_name is None:
+        used, left_out = choose_shards(root, shards)
+    else:
+        check_name(root, index_name)
+        index = index_name, root.read(index_name, MAX_INDEX_NBYTES)
         named = parse_index(index[1], root.location(index_name))
         used_names = set(named.values())
         used = sorted(used_names)
-        left_out += [f"{name}: not named by {index_name}" for name in shards if name not in used_names]
-        check_name(root, index_name)
-    else:
-        used, left_out = choose_shards(root, shards)
+        left_out = [f"{name}: not named by {index_name}" for name in shards if name not in used_names]
     if not used:
         raise PlanError(f"contains no safetensors file{advice_without_shards(entries)}", path=str(root), code="missing")
     for name in used:
         check_name(root, name)
     side_files, not_copied = find_side_files(root, entries)
-    names_in_use = [*used, *side_files, *([] if index is None else [index[0]])]
+    names_in_use = [*used, *side_files, *([] if index_name is None else [index_name])]
     with about(path=str(root)):
         for name in names_in_use:
             check_path(name)  # Before a byte is copied: a store may list names that no folder can have.
@@ -273,7 +269,6 @@ def _assemble(
         index=index,
         side_files=side_files,
         left_out=(*left_out, *skipped),
-        config_error=config.error,
         is_file=is_file,
     )
 
@@ -287,11 +282,7 @@ def agreed_metadata(shards: Sequence[Mapping[str, str]]) -> dict[str, str]:
 def _collect_tensors(
     folder: Store, shards: list[tuple[SourceFile, Header]], named: Mapping[str, str] | None
 ) -> tuple[Iterable[SourceTensor], list[str]]:
-    """The tensors of all shards; and a text for each shard with tensors that the index `named` assigns elsewhere.
-
-    Raises:
-        FormatError: a tensor is in two shards, or the index names a tensor that its file lacks.
-    """
+    """The tensors of all shards; and a text for each shard with tensors that the index `named` assigns elsewhere."""
     tensors: dict[str, SourceTensor] = {}
     skipped = []
     for position, (shard, header) in enumerate(shards):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, names_of_index
-from relayout.checkpoint.proven import Proven, StoreOver, proof_of
+from relayout.checkpoint.proven import Proven, StoreOver, index_of, proof_of
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
@@ -21,14 +21,13 @@ from relayout.format.chunks import CHUNKS_NAME
 from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
 from relayout.storage.local.page_cache import resident_nbytes
-from relayout.storage.protocols import Access, Closable, FileStat, ReadableFile, Store
+from relayout.storage.protocols import Access, Closable, FileStat, ReadableFile, Store, if_there
 from relayout.storage.stores import scheme_of
 
 Trust: TypeAlias = str | os.PathLike[str] | None
 """A policy file; None: what RELAYOUT_TRUST names, or no policy if that is not set."""
 
 _VARIABLE = "RELAYOUT_TRUST"
-_MAX_POLICY_NBYTES = 2**20
 _MAX_SMALL_NBYTES = 2**30
 """Of a file that is proven whole, in memory: all but weight files."""
 _KINDS = ({"public_key"}, {"certificates"}, {"identity", "issuer"})
@@ -105,11 +104,8 @@ def policy_of(trust: Trust) -> Policy | None:
         raise PlanError(f"{_VARIABLE if trust is None else 'trust'} is empty, expected a policy file", code="option")
     import tomllib  # A load without a policy does not need it.
 
-    with open(path, "rb") as file:
-        text = file.read(_MAX_POLICY_NBYTES + 1)
+    text = Path(path).read_bytes()
     with about(path=path):
-        if len(text) > _MAX_POLICY_NBYTES:
-            raise PlanError(f"more than {_MAX_POLICY_NBYTES} bytes", code="limit")
         try:
             top = tomllib.loads(text.decode())
         except (ValueError, RecursionError) as error:
@@ -128,11 +124,10 @@ def _parse_signer(top: object, folder: Path) -> Signer:
         if name not in known:
             raise PlanError(f"a signer has no {shown(name)}{did_you_mean(name, known)}", code="option")
         is_list = name in ("certificates", "prefixes", "content")
-        texts = value if is_list and isinstance(value, list) else [value] if not is_list else [None]
-        if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise PlanError(
-                f"{name} is {shown(value)}, expected {'texts in a list' if is_list else 'a text'}", code="option"
-            )
+        texts = value if is_list else [value]
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+            expected = "texts in a list" if is_list else "a text"
+            raise PlanError(f"{name} is {shown(value)}, expected {expected}", code="option")
     how = top.keys() - _OPTIONAL
     if how not in _KINDS or ("trust_config" in top and "identity" not in top):
         raise PlanError("a signer needs public_key, or certificates, or identity and issuer", code="option")
@@ -217,13 +212,11 @@ def _signed(store: Store, blob: bytes, digests: Mapping[str, str], signature: by
 
 
 def _read_signed(store: Store, name: str, limit: int) -> bytes:
-    try:
-        return store.read(name, limit)
-    except FormatError as error:
-        if error.code != "missing":
-            raise
+    blob = if_there(lambda: store.read(name, limit))
+    if blob is None:
         what = f"is not signed ({name} is missing), and the policy wants that: relayout sign"
-        raise FormatError(what, path=str(store), code="signature") from None
+        raise FormatError(what, path=str(store), code="signature")
+    return blob
 
 
 def _listed(signature: bytes, verifier: Any) -> Mapping[str, str]:
@@ -280,11 +273,7 @@ class TrustedStore(StoreOver):
         return TrustedStore(other, self.signed)
 
     def prove_side_files(self) -> None:
-        """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves.
-
-        Raises:
-            FormatError: one is missing, or is not the one that was signed.
-        """
+        """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves."""
         own = {*names_of_index(self.signed.manifest), *(file.name for file in self.signed.manifest.files)}
         for name in self.signed.digests.keys() - own:
             self.read(name, _MAX_SMALL_NBYTES)
@@ -293,7 +282,9 @@ class TrustedStore(StoreOver):
         if name not in self.signed.digests:
             return None
         status = self.base.stat(name)
-        if status is None and self._index(name) is None:  # Of ranks that are elsewhere, files may be missing.
+        if (
+            status is None and index_of(self.signed.manifest, name) is None
+        ):  # Of ranks that are elsewhere, files may be missing.
             raise self._missing(name)
         return status
 
@@ -301,10 +292,9 @@ class TrustedStore(StoreOver):
         if name in (MANIFEST_NAME, SIGNATURE_NAME):
             return self.signed.blob if name == MANIFEST_NAME else self.signed.signature
         self._check_listed(name)
-        try:
-            blob = self.base.read(name, limit)
-        except FormatError as error:
-            raise self._missing(name) if error.code == "missing" else error from None
+        blob = if_there(lambda: self.base.read(name, limit))
+        if blob is None:
+            raise self._missing(name)
         if DigestAlgorithm.SHA256.hex(blob) != self.signed.digests[name]:
             raise FormatError("is not the file that was signed", path=self.location(name), code="digest")
         return blob
@@ -313,7 +303,7 @@ class TrustedStore(StoreOver):
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
         self._check_listed(name)
-        index = self._index(name)
+        index = index_of(self.signed.manifest, name)
         if index is None and name != CHUNKS_NAME:  # Its parts are proven by the manifest.
             status = self.base.stat(name)
             if status is not None:
@@ -334,11 +324,6 @@ class TrustedStore(StoreOver):
         except BaseException:
             opened.close()
             raise
-
-    def _index(self, name: str) -> int | None:
-        """The position of a weight file in the manifest; None: it is another file."""
-        files = self.signed.manifest.files
-        return next((index for index, file in enumerate(files) if file.name == name), None)
 
     def _check_listed(self, name: str) -> None:
         if name not in self.signed.digests:

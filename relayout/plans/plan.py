@@ -37,10 +37,6 @@ class PlannedCheckpoint(Protocol):
         """The content of config.json; empty if there is no such file."""
 
     @property
-    def config_error(self) -> FormatError | None:
-        """Why config.json cannot be used for planning, or None."""
-
-    @property
     def model_type(self) -> str | None:
         """`model_type` of config.json, or None."""
 
@@ -61,7 +57,6 @@ class TensorList:
     root: str
     tensors: Sequence[PlannedTensor]
     config: Mapping[str, Any]
-    config_error: FormatError | None = None
 
     @property
     def model_type(self) -> str | None:

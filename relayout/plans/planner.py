@@ -50,14 +50,12 @@ def plan_for(
             None: "error", but "replicate" with the plan of transformers, which lists only tensors that are cut.
 
     Raises:
-        FormatError: `plan` is not a valid plan file, or config.json begins with a byte order mark.
+        FormatError: `plan` is not a valid plan file.
         PlanError: there is no plan for this checkpoint, or its rules cannot be applied at this degree.
     """
     with about(path=str(checkpoint.root)):
         if unmatched not in (None, *get_args(Unmatched)):
             raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}", code="option")
-        if num_ranks > 1 and checkpoint.config_error is not None:
-            raise checkpoint.config_error
         try:
             family = _choose(checkpoint, plan)
         except PlanError:

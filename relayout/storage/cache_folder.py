@@ -16,7 +16,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -65,7 +65,8 @@ class CacheEntry:
 class Cache:
     """Where loads keep what they fetch, and its limit.
 
-    Several processes of one user may use one folder at once, on one machine.
+    Several processes of one user may use one folder at once, on one machine. All methods raise PlanError if the
+    subfolder for entries is not relayout's, or another user's, and OSError if it cannot be written.
     """
 
     folder: str | os.PathLike[str]
@@ -78,10 +79,6 @@ class Cache:
 
         Args:
             name: 32 hexadecimal digits.
-
-        Raises:
-            PlanError: the subfolder for entries is not relayout's, or another user's.
-            OSError: the folder cannot be written.
         """
         assert _ENTRY.fullmatch(name)
         folder = self._own() / name
@@ -107,11 +104,10 @@ class Cache:
 
         Raises:
             PlanError: `limit` is no size.
-            OSError: an entry cannot be removed.
         """
         limit = None if self.limit is None else size(self.limit, "limit")
         own = self._own()
-        with _alone(own / _LOCK):
+        with _locked(own / _LOCK):
             self._sweep(own)
             coming = {path: nbytes for path, nbytes in self._coming(own).items() if not path.exists()}
             coming |= {lease.folder / name: n for name, n in files.items() if not (lease.folder / name).exists()}
@@ -134,10 +130,6 @@ class Cache:
 
         Returns:
             A descriptor; whoever has it or a copy of it open has the right. None: another process has it.
-
-        Raises:
-            PlanError: the subfolder for entries is not relayout's, or another user's.
-            OSError: the folder cannot be written.
         """
         fd = _open(self._own() / _FILLING, os.O_CREAT)
         if _locks(fd, fcntl.LOCK_EX):
@@ -146,37 +138,21 @@ class Cache:
         return None
 
     def entries(self) -> list[CacheEntry]:
-        """What is kept, the least recently used first.
-
-        Raises:
-            PlanError: the subfolder for entries is not relayout's, or another user's.
-        """
+        """What is kept, the least recently used first."""
         if not (Path(self.folder) / _OWN).exists():
             return []
         return [_described(entry) for entry in sorted(self._entries(self._own()), key=_last_use)]
 
     def remove(self, name: str) -> bool:
-        """Remove an entry, unless a process uses it.
-
-        Returns:
-            Whether it is gone.
-
-        Raises:
-            PlanError: there is no such entry; or as `entries`.
-            OSError: a file of it cannot be removed.
-        """
+        """Remove an entry, unless a process uses it; return whether it is gone. PlanError: there is no such entry."""
         own = self._own()
-        with _alone(own / _LOCK):
+        with _locked(own / _LOCK):
             if own / name not in self._entries(own):
                 raise PlanError(f"has no entry {shown(name)}", path=own, code="missing")
             return self._remove(own, own / name)
 
     def _own(self) -> Path:
-        """The subfolder for entries, made if need be.
-
-        Raises:
-            PlanError: the folder of its name is not relayout's, or another user's.
-        """
+        """The subfolder for entries, made if need be."""
         own = Path(self.folder) / _OWN
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -279,14 +255,11 @@ class Lease(Closable):
 
         Args:
             write: makes the file under the name that it is given, in the same folder, with all bytes on the drive.
-
-        Raises:
-            OSError: the file cannot be made; or whatever `write` raises.
         """
         path = self.folder / name
         if path.exists():
             return
-        with _alone(self.folder / f"{_LOCK}-{name}"):
+        with _locked(self.folder / f"{_LOCK}-{name}"):
             if path.exists():
                 return
             partial = _partial(path)
@@ -298,33 +271,20 @@ class Lease(Closable):
                 partial.unlink(missing_ok=True)
 
     def keep_small(self, name: str, content: Callable[[], bytes]) -> None:
-        """Make a small file of the entry, unless it is there; one process and thread at a time does so.
-
-        Raises:
-            OSError: it cannot be made; or whatever `content` raises.
-        """
+        """Make a small file of the entry, unless it is there; one process and thread at a time does so."""
         with OpenFolder(self.folder) as folder:
             self.keep(name, lambda partial: folder.write(partial, content()))
 
     def describe(self, source: str, num_ranks: int, ranks: str = "") -> None:
-        """Note what `Cache.entries` shows.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Note what `Cache.entries` shows."""
         self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks, "ranks": ranks}).encode)
 
-    @contextmanager
-    def try_lock(self, name: str, *, shared: bool = False) -> Iterator[bool]:
+    def try_lock(self, name: str, *, shared: bool = False) -> AbstractContextManager[bool]:
         """Hold the entry's lock of this name, if no other process or thread does; or, shared, only others that share.
 
         Yields whether it is held.
         """
-        fd = _open(self.folder / f"{_LOCK}-{name}", os.O_CREAT)
-        try:
-            yield _locks(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        finally:
-            os.close(fd)
+        return _locked(self.folder / f"{_LOCK}-{name}", fcntl.LOCK_SH if shared else fcntl.LOCK_EX, waits=False)
 
     def close(self) -> None:
         """Release the entry, which may then be removed."""
@@ -337,13 +297,13 @@ class Lease(Closable):
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock file. Wait for whoever holds it, in a way that can be interrupted."""
-    fd = _open(lock, os.O_CREAT)
+def _locked(path: Path, kind: int = fcntl.LOCK_EX, *, waits: bool = True) -> Iterator[bool]:
+    """Hold a lock file, and yield whether it is held. Wait for whoever holds it, in a way that can be interrupted."""
+    fd = _open(path, os.O_CREAT)
     try:
-        while not _locks(fd, fcntl.LOCK_EX):
+        while not (is_held := _locks(fd, kind)) and waits:
             time.sleep(_POLL_SECONDS)
-        yield
+        yield is_held
     finally:
         os.close(fd)
 

@@ -86,11 +86,7 @@ class OpenFiles(Closable, Generic[Key, File]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Close all open files. The pool must not be in use, and cannot be used afterwards.
-
-        Raises:
-            OSError: a file could not be closed. All others were closed.
-        """
+        """Close all open files, also if one cannot be closed. Nobody may use the pool then, nor afterwards."""
         with ExitStack() as stack:
             for file in self._files.values():
                 stack.callback(file.close)

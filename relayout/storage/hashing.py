@@ -72,11 +72,7 @@ def hash_files(
 
 
 def sha256_hex(opened: ReadableFile) -> str:
-    """SHA-256 of a file, which is closed, in hex.
-
-    Raises:
-        FormatError, OSError: as `ReadableFile.read`.
-    """
+    """SHA-256 of a file, which is closed, in hex; for errors see `ReadableFile.read`."""
     digest = hashlib.sha256()
     buffer = Buffer()
     with opened as file:

@@ -7,11 +7,10 @@ import errno
 import mmap
 import os
 from functools import cache
-from typing import Any
 
 from relayout.core.extents import align_up
 
-_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ESPIPE})
 """Errors of a system or file system that does not support the call."""
 _START, _WAIT = 2, 7
 """Flags of sync_file_range(2): SYNC_FILE_RANGE_WRITE alone, and with both WAIT flags."""
@@ -29,8 +28,17 @@ def libc() -> ctypes.CDLL:
     return library
 
 
-def _function(name: str) -> Any:
-    return getattr(libc(), name, None)
+def _call(name: str, *arguments: object) -> bool:
+    """Call a function that returns 0; return False if the system or file system does not support it. OSError: it
+    failed.
+    """
+    function = getattr(libc(), name, None)
+    if function is not None and function(*arguments) == 0:
+        return True
+    code = errno.ENOSYS if function is None else ctypes.get_errno()
+    if code in _REFUSED:
+        return False
+    raise OSError(code, os.strerror(code))
 
 
 def sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
@@ -39,55 +47,24 @@ def sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
     Raises:
         OSError: the bytes could not be written; a later fsync would not report it again.
     """
-    function = _function("sync_file_range")
-    if function is None:
-        return
-    flags = ctypes.c_uint(_WAIT if wait else _START)
-    if function(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), flags) != 0:
-        code = ctypes.get_errno()
-        if code not in _REFUSED | {errno.ESPIPE}:
-            raise OSError(code, os.strerror(code))
+    _call("sync_file_range", fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WAIT if wait else _START)
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Set a file's length and, if the file system can, allocate its blocks, so that a full disk fails here.
-
-    Raises:
-        OSError: there is not enough space.
-    """
+    """Set a file's length and, if the file system can, allocate its blocks, so that a full disk fails here."""
     os.ftruncate(fd, nbytes)
     # Not os.posix_fallocate: if the file system cannot allocate, the C library writes to every block.
-    function = _function("fallocate")
-    if nbytes and function is not None and function(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
-        code = ctypes.get_errno()
-        if code not in _REFUSED:
-            raise OSError(code, os.strerror(code))
+    if nbytes:
+        _call("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
 
 
 def exchange_names(folder: int, name: str, other_folder: int, other: str) -> bool:
-    """Exchange two names, each in an open folder, atomically. Return False if the system does not support it.
-
-    Raises:
-        OSError: the exchange failed.
-    """
-    function = _function("renameat2")
-    if function is None:
-        return False
-    flag = ctypes.c_uint(_RENAME_EXCHANGE)
-    if function(folder, os.fsencode(name), other_folder, os.fsencode(other), flag) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _REFUSED:
-        return False
-    raise OSError(code, os.strerror(code))
+    """Exchange two names, each in an open folder, atomically. Return False if the system does not support it."""
+    return _call("renameat2", folder, os.fsencode(name), other_folder, os.fsencode(other), _RENAME_EXCHANGE)
 
 
 def map_file(fd: int, offset: int, nbytes: int, *, flags: int, writable: bool = False, address: int = 0) -> int:
-    """Map bytes of a file into memory and return the address; `offset` is a multiple of the page size.
-
-    Raises:
-        OSError: the file cannot be mapped.
-    """
+    """Map bytes of a file into memory and return the address; `offset` is a multiple of the page size."""
     result = libc().mmap(
         ctypes.c_void_p(address),
         ctypes.c_size_t(nbytes),

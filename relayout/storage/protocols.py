@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from relayout.errors import FormatError, PlanError, shown
+
+Found = TypeVar("Found")
 
 
 class Access(Enum):
@@ -95,11 +97,7 @@ class FileStat:
     """Permission bits; the default for a store without permissions."""
 
     def check(self, location: str | Path, nbytes: int | None, version: str | None = None) -> None:
-        """Check that the file at `where` has the expected length and version; None: any.
-
-        Raises:
-            FormatError: it has another.
-        """
+        """Raise FormatError unless the file at `location` has this length and version; None: any."""
         if nbytes not in (None, self.nbytes):
             raise FormatError(f"{self.nbytes} bytes long, expected {nbytes}", path=location, code="mismatch")
         if version not in (None, self.version):
@@ -184,10 +182,10 @@ class Replaceable:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a URL has no store, or a backend cannot be used."""
+    """Why a backend cannot be used."""
 
     reason: str
-    """For a person; names the URL or the backend."""
+    """For a person; names the backend."""
 
 
 class Closable(Protocol):
@@ -240,17 +238,22 @@ class ReadableFile(Closable, Protocol):
 
 
 def read_whole(file: ReadableFile, location: str | Path, limit: int) -> bytes:
-    """The content of a small file.
-
-    Raises:
-        FormatError: the file at `location` is larger than `limit` bytes.
-        OSError: reading failed.
-    """
+    """The content of a small file. FormatError: the file at `location` is larger than `limit` bytes."""
     if file.nbytes > limit:
         raise FormatError(f"{file.nbytes} bytes, limit {limit}", path=location, code="limit")
     content = bytearray(file.nbytes)
     file.read(0, memoryview(content))
     return bytes(content)
+
+
+def if_there(call: Callable[[], Found]) -> Found | None:
+    """What `call` returns; None if it raises the FormatError of a missing file."""
+    try:
+        return call()
+    except FormatError as error:
+        if error.code != "missing":
+            raise
+        return None
 
 
 class WritableFile(Closable, Protocol):
@@ -261,22 +264,14 @@ class WritableFile(Closable, Protocol):
     """
 
     def write(self, offset: int, view: memoryview, address: int = 0) -> None:
-        """Write `view` at `offset`. `address` is its memory address modulo 4096. The caller reuses the memory.
-
-        Raises:
-            OSError: the write failed.
-        """
+        """Write `view` at `offset`. `address` is its memory address modulo 4096. The caller reuses the memory."""
 
 
 class Notes(Closable, Protocol):
     """An append-only file."""
 
     def append(self, text: bytes) -> None:
-        """Append `text` atomically. Thread-safe.
-
-        Raises:
-            OSError: writing failed.
-        """
+        """Append `text` atomically. Thread-safe."""
 
 
 LIVE = "live-"
@@ -298,6 +293,9 @@ class Staging(Protocol):
 
     If an attempt fails, the files are kept for the next one if there are notes about them behind a header, and the
     error says so. Without notes they are deleted. An attempt that has changed nothing leaves those of an earlier one.
+
+    Methods raise OSError if a request or a system call fails, and FormatError if what is here under the name that they
+    are given is not a regular file of this user.
     """
 
     @property
@@ -335,7 +333,7 @@ class Staging(Protocol):
         """Open a file that was written here, to read what is stored on the drive.
 
         Raises:
-            FormatError: the file is missing, has another length, or is not a regular file of this user.
+            FormatError: the file is missing, or has another length.
             OSError: the file cannot be opened, or written bytes did not reach the drive.
         """
 
@@ -343,51 +341,34 @@ class Staging(Protocol):
         """Open a file of known length for writing. With `is_new`, create it and allocate its space.
 
         Raises:
-            FormatError: the existing file is not a regular file of this user.
             OSError: a new file exists already, or there is not enough space.
         """
 
     def write_head(self, name: str, head: bytes, nbytes: int) -> None:
-        """Write the first bytes of a file of `nbytes` after all others, and close it.
-
-        Raises:
-            FormatError: the existing file is not a regular file of this user.
-            OSError: writing failed.
-        """
+        """Write the first bytes of a file of `nbytes` after all others, and close it."""
 
     def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
         """Write a new file whole.
 
         Args:
             mode: the file's permissions before the umask; None: those of all other files.
-
-        Raises:
-            OSError: the file exists, or writing failed.
         """
 
     def read_notes(self, name: str) -> bytes | None:
-        """Read notes, which do not become part of the output; None if this user has no notes here.
-
-        Raises:
-            OSError: reading failed.
-        """
+        """Read notes, which do not become part of the output; None if this user has no notes here."""
 
     def open_notes(self, name: str, header: bytes | None) -> Notes:
         """Open notes for appending. Of an output, they are named `relayout.*`.
 
         Args:
             header: begin new notes with it, in place of existing ones; None: continue existing notes.
-
-        Raises:
-            FormatError: the existing notes are not a regular file of this user.
-            OSError: the notes cannot be opened.
         """
 
 
 class Store(Protocol):
     """Files in one folder or under one prefix. Thread-safe, and usable in forked children.
 
-    Names are relative, with "/" between their parts.
+    Names are relative, with "/" between their parts. Methods raise OSError if a request or a system call fails.
     """
 
     @property
@@ -404,11 +385,7 @@ class Store(Protocol):
         """The file's path for system calls; None if the store has no file descriptors. Does not access the file."""
 
     def kind(self) -> Kind:
-        """What exists at the store's own path or prefix.
-
-        Raises:
-            OSError: the request failed.
-        """
+        """What exists at the store's own path or prefix."""
 
     def not_found_message(self) -> str:
         """The message for a store of `Kind.NOTHING`: the reason, and possibly a remedy."""
@@ -424,18 +401,13 @@ class Store(Protocol):
         """
 
     def walk(self) -> Iterator[Entry]:
-        """Every file and folder, recursively, in any order. Skips names that begin with a dot, and all below them.
-
-        Raises:
-            OSError: a folder cannot be listed.
-        """
+        """Every file and folder, recursively, in any order. Skips names that begin with a dot, and all below them."""
 
     def stat(self, name: str) -> FileStat | None:
         """A file's metadata; None if it does not exist.
 
         Raises:
             FormatError: it is not a file of the store, but a folder, a device, or a link to a file elsewhere.
-            OSError: the request failed.
         """
 
     def read(self, name: str, limit: int) -> bytes:
@@ -443,7 +415,6 @@ class Store(Protocol):
 
         Raises:
             FormatError: the file is missing, cannot be opened, or is larger than `limit` bytes.
-            OSError: reading failed.
         """
 
     def open(
@@ -465,7 +436,6 @@ class Store(Protocol):
 
         Raises:
             PlanError: the store is read-only.
-            OSError: writing failed.
         """
 
     def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
@@ -493,7 +463,7 @@ class Store(Protocol):
 
         Raises:
             PlanError: another process is writing the same output, or the existing output cannot be replaced.
-            OSError: writing failed, or something else has been created here meanwhile.
+            OSError: something else has been created here meanwhile.
         """
 
     def stage_part(
@@ -510,5 +480,4 @@ class Store(Protocol):
 
         Raises:
             PlanError: the output exists already, and `replace` is not set.
-            OSError: writing failed.
         """

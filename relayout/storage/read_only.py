@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from relayout.errors import PlanError
-from relayout.storage.protocols import Kind, Modes, Replaceable, Staging, Store
+from relayout.storage.protocols import Kind
 
 
 class ReadOnlyStore:
@@ -24,21 +23,7 @@ class ReadOnlyStore:
     def snapshot(self) -> Self:
         return self
 
-    def add(self, name: str, content: bytes) -> NoReturn:
-        raise self._read_only()
+    def add(self, *arguments: Any, **options: Any) -> NoReturn:
+        raise PlanError("can only be read", path=str(self), code="unsupported")
 
-    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> NoReturn:
-        raise self._read_only()
-
-    def stage(
-        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
-    ) -> AbstractContextManager[Staging]:
-        raise self._read_only()
-
-    def stage_part(
-        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
-    ) -> AbstractContextManager[Staging]:
-        raise self._read_only()
-
-    def _read_only(self) -> PlanError:
-        return PlanError("can only be read", path=str(self), code="unsupported")
+    check_output = stage = stage_part = add

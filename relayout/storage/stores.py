@@ -7,9 +7,9 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-from relayout.errors import PlanError
+from relayout.errors import PlanError, about
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import Kind, Refusal, Store
+from relayout.storage.protocols import Kind, Store
 
 REGISTRY: dict[str, str] = {
     "file": "relayout.storage.local.store",
@@ -18,7 +18,8 @@ REGISTRY: dict[str, str] = {
     "hf": "relayout.storage.web.hub",
     **dict.fromkeys(("s3", "s3a", "gs", "az", "abfs", "abfss"), "relayout.storage.cloud.store"),
 }
-"""By the scheme of URLs: a module, imported on first use, with `offer(url: str) -> Store | Refusal`."""
+"""By the scheme of URLs: a module, imported on first use, with `offer(url: str) -> Store`, which raises PlanError
+for a URL that names no place there."""
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")
 
@@ -36,9 +37,8 @@ def find_store(path: str | os.PathLike[str]) -> Store:
         known = ", ".join(f"{name}://" for name in REGISTRY)
         what = f"no store for {scheme}://, expected a path, or one of {known}"
         raise PlanError(what, path=_shown(path), code="option")
-    store: Store | Refusal = import_module(REGISTRY[scheme]).offer(os.fspath(path))
-    if isinstance(store, Refusal):
-        raise PlanError(store.reason, path=_shown(path), code="option")
+    with about(path=_shown(path)):
+        store: Store = import_module(REGISTRY[scheme]).offer(os.fspath(path))
     return store
 
 
@@ -66,11 +66,7 @@ def find_input(path: str | os.PathLike[str]) -> Store:
 
 
 def check_exists(store: Store) -> None:
-    """Check that the store's own path or prefix exists.
-
-    Raises:
-        PlanError: it does not.
-    """
+    """Raise PlanError if there is nothing at the store's own path or prefix."""
     if store.kind() is Kind.NOTHING:
         raise PlanError(store.not_found_message(), path=str(store), code="missing")
 

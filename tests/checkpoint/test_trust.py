@@ -213,41 +213,13 @@ def chunk_digests_of_other_chunks(folder: Path, other: Path, keys: Keys) -> None
     edit(folder, "relayout.chunks", lambda blob: blob[32:64] + blob[:32] + blob[64:])
 
 
-FIELDS = {
-    "relayout": 2,
-    "requires": ["x"],
-    "generator": "forged",
-    "conversion": "0" * 32,
-    "digest": "xxh3_128",
-    "model_type": "qwen2",
-    "plan": "builtin:qwen2",
-    "expert_parallel": True,
-    "alignment": 512,
-    "dcp": False,
-    "source": {"record_digest": "0" * 64, "nbytes": 1},
-    "hub_index_digest": "0" * 64,
-    "chunk_nbytes": 2**21,
-    "files": [],
-    "ranks": [],
-    "whole": {},
-}
-FILE_FIELDS = {"name": "x.safetensors", "nbytes": 8192, "data_start": 8, "content": "0" * 32, "header_digest": "0" * 64}
-RANK_FIELDS = {"table_digest": "0" * 64, "num_tensors": 1, "nbytes": 5, "files": [0], "arena_nbytes": 1, "reads": []}
-
 ATTACKS: dict[str, Attack] = {
-    **{
-        f"field {name}": manifest_edit(lambda top, n=name, v=value: top.update({n: v}))
-        for name, value in FIELDS.items()
-    },
-    **{
-        f"field files/0/{name}": manifest_edit(lambda top, n=name, v=value: top["files"][0].update({n: v}))
-        for name, value in {**FILE_FIELDS, "chunks_digest": "0" * 64}.items()
-    },
-    **{
-        f"field ranks/1/{name}": manifest_edit(lambda top, n=name, v=value: top["ranks"][1].update({n: v}))
-        for name, value in RANK_FIELDS.items()
-    },
-    "field x_unknown": manifest_edit(lambda top: top.update(x_unknown=1)),
+    "another version": manifest_edit(lambda top: top.update(relayout=2)),
+    "another plan": manifest_edit(lambda top: top.update(plan="builtin:qwen2")),
+    "other digests": manifest_edit(lambda top: top.update(digest="xxh3_128")),
+    "another digest of a file": manifest_edit(lambda top: top["files"][0].update(chunks_digest="0" * 64)),
+    "another digest of a rank": manifest_edit(lambda top: top["ranks"][1].update(table_digest="0" * 64)),
+    "unknown field": manifest_edit(lambda top: top.update(x_unknown=1)),
     "unknown algorithm": manifest_edit(lambda top: top.update(digest="sha1")),
     "white space": lambda folder, other, keys: edit(folder, "relayout.json", lambda blob: blob + b" "),
     "no signature": lambda folder, other, keys: (folder / "model.sig").unlink(),
@@ -288,10 +260,10 @@ ATTACKS: dict[str, Attack] = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_refused_before_a_tensor_is_returned(
-    copy_of: Path, source: Path, keys: Keys, tmp_path: Path, attack: str
+    copy_of: Path, source: Path, other: Path, keys: Keys, tmp_path: Path, attack: str
 ) -> None:
     (tmp_path / "source").symlink_to(source)
-    ATTACKS[attack](copy_of, other_model(source, keys, tmp_path), keys)
+    ATTACKS[attack](copy_of, other, keys)
     refused(copy_of, keys, tmp_path)
 
 
@@ -300,19 +272,15 @@ def other_weights(blob: bytes) -> bytes:
     return blob[:start] + bytes(byte ^ 1 for byte in blob[start:])
 
 
-_OTHER: dict[Path, Path] = {}
-
-
-def other_model(source: Path, keys: Keys, tmp_path: Path) -> Path:
-    """Equal names, other weights, signed by the same signer; made once."""
-    if source not in _OTHER:
-        changed = source.parent / "other-source"
-        shutil.copytree(source, changed)
-        for path in changed.glob("*.safetensors"):
-            edit(changed, path.name, other_weights)
-        (changed / "tokenizer.json").write_text('{"model": "other"}')
-        _OTHER[source] = make_signed(changed, source.parent / "other", keys)
-    return _OTHER[source]
+@pytest.fixture(scope="module")
+def other(source: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Equal names, other weights, signed by the same signer."""
+    folder = tmp_path_factory.mktemp("other")
+    shutil.copytree(source, folder / "source")
+    for path in (folder / "source").glob("*.safetensors"):
+        edit(path.parent, path.name, other_weights)
+    (folder / "source" / "tokenizer.json").write_text('{"model": "other"}')
+    return make_signed(folder / "source", folder / "model", keys)
 
 
 def refused(folder: Path, keys: Keys, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import pytest
 from support.patience import PATIENCE
@@ -67,37 +68,22 @@ def test_folders_beside_the_entries_are_neither_removed_nor_counted(tmp_path: Pa
     assert content(tmp_path) == before
 
 
-def without_lease(entry: Path, elsewhere: Path) -> None:
-    (entry / ".lease").unlink()
+CHANGES: dict[str, Callable[[Path, Path], object]] = {
+    "without a lease": lambda entry, elsewhere: (entry / ".lease").unlink(),
+    "of another name": lambda entry, elsewhere: entry.rename(entry.with_name("my-model")),
+    "of a longer name": lambda entry, elsewhere: entry.rename(entry.with_name(OLD + "0")),
+    "a link": lambda entry, elsewhere: entry.rename(elsewhere) and entry.symlink_to(elsewhere),
+    "a link for a lease": lambda entry, elsewhere: (
+        (entry / ".lease").rename(elsewhere) and (entry / ".lease").symlink_to("sub/weights")
+    ),
+}
 
 
-def of_another_name(entry: Path, elsewhere: Path) -> None:
-    entry.rename(entry.with_name("my-model"))
-
-
-def of_a_longer_name(entry: Path, elsewhere: Path) -> None:
-    entry.rename(entry.with_name(OLD + "0"))
-
-
-def a_link(entry: Path, elsewhere: Path) -> None:
-    shutil.move(entry, elsewhere)
-    entry.symlink_to(elsewhere)
-
-
-def with_a_link_for_a_lease(entry: Path, elsewhere: Path) -> None:
-    (entry / ".lease").unlink()
-    (entry / ".lease").symlink_to("sub/weights")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [without_lease, of_another_name, of_a_longer_name, a_link, with_a_link_for_a_lease],
-    ids=lambda f: f.__name__,
-)
-def test_what_is_no_entry_is_not_touched_also_below_our_tag(tmp_path: Path, change: Any) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_no_entry_is_not_touched_also_below_our_tag(tmp_path: Path, change: str) -> None:
     cache = Cache(tmp_path / "cache", 2500)
     entry = fill(cache, OLD, 2000)
-    change(entry, tmp_path / "elsewhere")
+    CHANGES[change](entry, tmp_path / "elsewhere")
     before = content(tmp_path)
     assert has_room(cache, 2400)
     after = content(tmp_path)
@@ -185,20 +171,14 @@ def test_room_is_counted_once_for_a_file_and_until_it_is_there(tmp_path: Path) -
     assert cache.reserve(lease, {"other": 100}) is not None
 
 
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
-
-
 def test_a_full_drive_has_no_room_whatever_the_limit_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path, "1TB")
     first, second = fill(cache, OLD, 1000), fill(cache, OTHER, 1000)
     os.utime(first / ".lease", (1, 1))
     left = {first: 1000, second: 1000}
 
-    def usage(path: Path) -> Usage:
-        return Usage(3000, 0, 3000 - sum(nbytes for entry, nbytes in left.items() if entry.exists()))
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=3000 - sum(nbytes for entry, nbytes in left.items() if entry.exists()))
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     assert has_room(cache, 2000)

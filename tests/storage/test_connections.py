@@ -177,19 +177,6 @@ def test_an_answer_that_cannot_be_read_is_an_error_at_once(
     assert slept == []
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "message"),
-    [
-        (403, "RequestTimeTooSkewed", "this machine's clock is off"),
-        (404, "NoSuchUpload", "its upload no longer exists: aborted by another process"),
-    ],
-)
-def test_codes_of_s3_are_named_by_their_cause(server: Server, status: int, code: str, message: str) -> None:
-    server.interfere = refused(sends, status, code)
-    with pytest.raises(RequestError, match=f"{message}.*{code}"):
-        send("s3")
-
-
 def test_a_process_that_was_forked_does_not_use_connections_of_its_parent(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

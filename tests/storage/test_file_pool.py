@@ -266,15 +266,3 @@ main()
     said = relayout("convert", sharded, "--tp", "4", "-o", tmp_path / "out", limit=100, script=use_up)
     assert said.startswith("3 relayout: error: ")
     assert "Too many open files; this process may open 100 files: raise that with ulimit -n" in said
-
-
-def test_the_limit_of_the_process_is_left_as_it_is(sharded: Path, tmp_path: Path) -> None:
-    script = """
-import resource, sys, relayout
-hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
-relayout.convert(sys.argv[1], sys.argv[2], tp=2)
-relayout.restore(sys.argv[2], sys.argv[3])
-assert resource.getrlimit(resource.RLIMIT_NOFILE) == (50, hard)
-"""
-    assert relayout(sharded, tmp_path / "out", tmp_path / "back", limit=150, script=script) == ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from support.local_stores import hashed_file
 from relayout.core.extents import BLOCK, Extent
 from relayout.errors import FormatError
 from relayout.storage import hashing as rehash
-from relayout.storage.hashing import CHUNK_NBYTES, hash_files
+from relayout.storage.hashing import hash_files
 from relayout.storage.local.files import InputFile
 
 NBYTES = 10 * BLOCK + 1234
@@ -99,17 +97,6 @@ def test_digests_are_those_of_each_files_bytes(
     assert digests == [expected(extents, (BYTES, BYTES[::-1])[n % 2]) for n, extents in enumerate(arrangement)]
 
 
-def test_a_file_larger_than_a_chunk_needs_no_patching(tmp_path: Path) -> None:
-    nbytes = 2 * CHUNK_NBYTES + 4321
-    blob = np.random.default_rng(4).bytes(nbytes)
-    (tmp_path / "file").write_bytes(blob)
-    extents = [Extent(0, 10), Extent(10, CHUNK_NBYTES), Extent(CHUNK_NBYTES + 5000, nbytes - CHUNK_NBYTES - 5000)]
-    seen: list[int] = []
-    found = hash_files([hashed_file(tmp_path / "file", nbytes, extents)], 2, seen.append)
-    assert found == [expected(extents, blob)]
-    assert seen[-1] >= nbytes
-
-
 def test_nothing_is_read_twice_or_in_vain(path: Path, chunks: int, reads: list[Extent]) -> None:
     extents = [Extent(10, 20), Extent(30, 5), Extent(BLOCK - 1, 2), Extent(5 * BLOCK, 0), Extent(7 * BLOCK + 9, BLOCK)]
     hash_files([hashed_file(path, NBYTES, extents)], 1)
@@ -131,35 +118,3 @@ def test_a_file_of_another_length_is_refused(tmp_path: Path, nbytes: int, extent
     (tmp_path / "file").write_bytes(bytes(nbytes))
     with pytest.raises(FormatError, match=rf"file: {nbytes} bytes long, expected {NBYTES}"):
         hash_files([hashed_file(tmp_path / "file", NBYTES, extents)], 2)
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_a_read_that_fails_names_file_and_offset(
-    path: Path, chunks: int, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
-    true_preadv = os.preadv
-
-    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
-        if offset <= 4 * BLOCK < offset + views[0].nbytes:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return true_preadv(fd, views, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    at = 4 * BLOCK // chunks * chunks
-    with pytest.raises(OSError, match=rf"Input/output error at byte {at}\b.*/file") as caught:
-        hash_files([hashed_file(path, NBYTES, [Extent(0, NBYTES)])], threads)
-    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehash, "CHUNK_NBYTES", BLOCK)
-    file = tmp_path / "file"
-    file.write_bytes(BYTES)
-
-    def read(self: InputFile, offset: int, view: memoryview) -> None:
-        true_read(self, offset, view)
-        os.truncate(file, 2 * BLOCK)
-
-    monkeypatch.setattr(InputFile, "read", read)
-    with pytest.raises(FormatError, match=rf"file: ends at byte {2 * BLOCK}, expected {NBYTES} bytes"):
-        hash_files([hashed_file(file, NBYTES, [Extent(0, NBYTES)])], 1)

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.mounts import mounted_tmpfs
 from support.page_cache import Bytes, drive_nbytes, drop, opened, warm, write_cold
 
 from relayout.storage.local import page_cache as residency
@@ -82,14 +81,6 @@ def test_looking_reads_nothing(stored: Stored, way: str) -> None:
     assert drive_nbytes() == before
 
 
-def test_each_page_that_was_read_is_there_and_no_other(stored: Stored, way: str) -> None:
-    there = stored.warm_pages([0, 3, 4, 10, 63])
-    found = [resident_nbytes(stored.fd, page * PAGE, PAGE) for page in range(NUM_PAGES)]
-    assert found == [PAGE * int(is_there) for is_there in there[:NUM_PAGES]]
-    assert resident_nbytes(stored.fd, 0, NBYTES) == 5 * PAGE
-    assert resident_nbytes(stored.fd, PAGE, 9 * PAGE) == 2 * PAGE
-
-
 def test_all_that_is_not_there_comes_from_the_drive(stored: Stored, way: str) -> None:
     """The same by the kernel's count of what it had to read."""
     stored.warm_pages([*range(5, 25), 63])
@@ -139,26 +130,6 @@ def test_behind_the_end_and_in_nothing_there_is_nothing(stored: Stored, way: str
     assert resident_nbytes(stored.fd, offset, nbytes) == 0
 
 
-def test_an_empty_file_has_nothing(tmp_path: Path, way: str) -> None:
-    (tmp_path / "empty").touch()
-    with opened(tmp_path / "empty") as fd:
-        assert resident_nbytes(fd, 0, 4096) == 0
-
-
-def test_holes_are_there_only_once_they_were_read(tmp_path: Path, way: str) -> None:
-    path = tmp_path / "holes"
-    write_cold(path, 4 * PAGE)
-    os.truncate(path, 40 * PAGE)
-    drop(path)
-    with opened(path) as fd:
-        assert resident_nbytes(fd, 0, 40 * PAGE) == 0
-        warm(path, 30 * PAGE, 2 * PAGE)
-        assert resident_nbytes(fd, 0, 40 * PAGE) == 2 * PAGE
-        assert resident_nbytes(fd, 30 * PAGE, 2 * PAGE) == 2 * PAGE
-        warm(path, 2 * PAGE, PAGE)
-        assert resident_nbytes(fd, 0, 40 * PAGE) == 3 * PAGE
-
-
 def test_bytes_that_are_still_to_be_written_are_there(tmp_path: Path, way: str) -> None:
     path = tmp_path / "new"
     path.write_bytes(bytes(range(256)) * 64)
@@ -176,14 +147,6 @@ def test_a_descriptor_for_direct_reads_tells_the_same(stored: Stored, way: str) 
         assert resident_nbytes(direct, 0, NBYTES) == 2 * PAGE
     finally:
         os.close(direct)
-
-
-def test_all_of_a_file_in_memory_is_there(tmp_path: Path, way: str) -> None:
-    with mounted_tmpfs(tmp_path / "small", "1m") as place:
-        (place / "file").write_bytes(bytes(range(251)) * 100)
-        with opened(place / "file") as fd:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            assert resident_nbytes(fd, 0, 10**9) == 25_100
 
 
 def test_it_is_not_known_where_the_system_does_not_tell(

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.bucket_world import BUCKET, NEVER, Chances, Killed, World, Writer, in_its_time
-from support.s3_server import Object, Request
-from support.store_contract import MARKER, OLDER
+from support.bucket_world import NEVER, Chances, Killed, Request, World, Writer, in_its_time
+from support.store_contract import MARKER, staged
 
 from relayout.commands.convert import plan_conversion
 from relayout.conversion import jobs
@@ -24,9 +23,7 @@ from relayout.errors import PlanError, RelayoutError
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.output import lease, staging
 from relayout.storage.cloud.output import records as record_types
-from relayout.storage.protocols import Modes, RequestError
-
-pytest.importorskip("obstore", reason="the client of object stores")
+from relayout.storage.protocols import RequestError
 
 Files = dict[str, bytes]
 Make = Callable[..., World]
@@ -68,33 +65,31 @@ def strangers(world: World) -> Files:
     """What others have there: beside the output, below the hidden prefix, and an upload to a file of the output."""
     names = ["out2/model-rank-0-part-0.safetensors", "outer", f"{HIDDEN}theirs", f"{HIDDEN}leases/x", "relayout.json"]
     for name in names:
-        world.server.put(BUCKET, name, f"of {name}".encode())
-    world.server.uploads["theirs"] = BUCKET, "out/model-rank-0-part-0.safetensors", {1: Object(b"part", '"1"')}
-    world.server.uploads["theirs too"] = BUCKET, "elsewhere", {}
-    return {name: world.server.objects[BUCKET, name].content for name in names}
+        world.bucket.write(name, f"of {name}".encode())
+    world.bucket.parts["theirs"] = {0: b"part"}
+    world.bucket.parts["theirs too"] = {}
+    return {name: world.bucket.objects[name][0] for name in names}
 
 
 def check_strangers(world: World, theirs: Files) -> None:
-    assert {name: world.server.objects[BUCKET, name].content for name in theirs} == theirs
-    assert {"theirs", "theirs too"} <= world.server.uploads.keys()
+    assert {name: world.bucket.objects[name][0] for name in theirs} == theirs
+    assert {"theirs", "theirs too"} <= world.bucket.parts.keys()
 
 
 def there(world: World) -> Files:
-    return {n.removeprefix("out/"): world.server.objects[BUCKET, n].content for n in world.server.names(BUCKET, "out/")}
+    return {n.removeprefix("out/"): world.bucket.objects[n][0] for n in world.bucket.names("out/")}
 
 
 def records(world: World) -> list[bytes]:
     """What relayout has left below its hidden prefix."""
-    names = [
-        name for name in world.server.names(BUCKET, HIDDEN) if name not in (f"{HIDDEN}theirs", f"{HIDDEN}leases/x")
-    ]
-    return [world.server.objects[BUCKET, name].content for name in names]
+    names = [name for name in world.bucket.names(HIDDEN) if name not in (f"{HIDDEN}theirs", f"{HIDDEN}leases/x")]
+    return [world.bucket.objects[name][0] for name in names]
 
 
 def orphans(world: World) -> list[str]:
     """Uploads of nobody else's that no record names, so that nobody will ever abort them."""
     told = b"".join(records(world))
-    return [name for name in world.server.uploads if not name.startswith("theirs") and f'"{name}"'.encode() not in told]
+    return [name for name in world.bucket.parts if not name.startswith("theirs") and f'"{name}"'.encode() not in told]
 
 
 def convert(writer: Writer, plan: ConversionPlan, *, force: bool = False) -> None:
@@ -161,7 +156,7 @@ def test_after_a_kill_at_any_request_the_same_command_goes_on(
         assert there(world) == expected, moment
         check_strangers(world, theirs)
         num_orphans += len(orphans(world))
-        num_unrecorded += moment > 1 and "uploads" in requests[moment - 2].query
+        num_unrecorded += moment > 1 and requests[moment - 2].operation == "begin"
     assert num_orphans == num_unrecorded, "only those of a process that ended between their beginning and their record"
 
 
@@ -225,7 +220,7 @@ def killed_while_publishing(make: Make, plan: ConversionPlan) -> tuple[World, Wr
     world, writer = solo(make)
 
     def kill(writer: Writer, request: Request) -> None:
-        if request.key == "out/relayout.json" and request.method == "PUT":
+        if (request.operation, request.name) == ("put", "out/relayout.json"):
             writer.killed_at = writer.num_requests
 
     world.watch = kill
@@ -247,12 +242,12 @@ def test_what_others_put_where_an_attempt_was_killed_while_publishing_is_not_rep
     plan, expected = plans[2]
     world, writer = killed_while_publishing(make, plan)
     theirs = bytes(len(expected.get(name, b"x")))
-    world.server.put(BUCKET, f"out/{name}", theirs)
-    before = dict(world.server.objects)
+    world.bucket.write(f"out/{name}", theirs)
+    before = dict(world.bucket.objects)
     with pytest.raises(PlanError, match="out: is not empty"):
         convert(writer, plan, force=force)
-    assert world.server.objects == before
-    del world.server.objects[BUCKET, f"out/{name}"]
+    assert world.bucket.objects == before
+    del world.bucket.objects[f"out/{name}"]
     if name.startswith("model"):  # Ours was replaced by theirs: this is found out when it is to be published.
         with pytest.raises(RequestError, match="its upload no longer exists"):
             convert(writer, plan)
@@ -282,13 +277,13 @@ def test_a_side_file_that_has_changed_replaces_the_one_that_a_killed_attempt_has
 def test_a_refused_command_changes_nothing(make: Make, plans: dict[int, tuple[ConversionPlan, Files]]) -> None:
     world, writer = killed_while_publishing(make, plans[2][0])
     theirs = strangers(world)
-    before, uploads = dict(world.server.objects), dict(world.server.uploads)
+    before, uploads = dict(world.bucket.objects), dict(world.bucket.parts)
     with pytest.raises(PlanError, match="holds an interrupted attempt, with other options"):
         convert(writer, plans[1][0])
     with pytest.raises(PlanError, match="holds an interrupted conversion without units"):
         by_units(writer, plans[1][0])
-    del before[BUCKET, f"{HIDDEN}lease"]  # Its holder is gone.
-    assert (world.server.objects, world.server.uploads) == (before, uploads)
+    del before[f"{HIDDEN}lease"]  # Its holder is gone.
+    assert (world.bucket.objects, world.bucket.parts) == (before, uploads)
     convert(writer, plans[1][0], force=True)
     assert there(world) == plans[1][1]
     check_strangers(world, theirs)
@@ -296,11 +291,9 @@ def test_a_refused_command_changes_nothing(make: Make, plans: dict[int, tuple[Co
 
 def harm_of(request: Request) -> str:
     """How a request may harm what somebody else has there: "" if it cannot."""
-    if request.method == "DELETE" or "delete" in request.query:
+    if request.operation in ("delete", "abort"):
         return "deletes"
-    completes = request.method == "POST" and "uploadId" in request.query
-    creates = request.method == "PUT" and "partNumber" not in request.query
-    return "publishes" if (completes or creates) and request.key.startswith("out/") else ""
+    return "publishes" if request.operation in ("put", "complete") and request.name.startswith("out/") else ""
 
 
 class Halting(Writer):
@@ -309,8 +302,8 @@ class Halting(Writer):
     halts_at = NEVER
     other: Callable[[], None]
 
-    def request(self, *args: Any, **headers: Any) -> Any:
-        found = super().request(*args, **headers)
+    def request(self, request: Request) -> Any:
+        found = super().request(request)
         if self.num_requests == self.halts_at:
             self.other()
             self.world.current = self
@@ -368,7 +361,7 @@ def test_a_lease_is_taken_over_only_when_all_that_its_holder_asked_for_has_happe
     written: list[float] = []
 
     def watch(writer: Writer, request: Request) -> None:
-        if request.method not in ("GET", "HEAD"):
+        if not request.is_harmless:
             written.append(world.now)
 
     world.watch = watch
@@ -389,8 +382,8 @@ def test_what_somebody_puts_in_the_place_of_a_file_that_is_to_be_replaced_stays(
     theirs = bytes(len(plans[1][1][name]))
 
     def watch(writer: Writer, request: Request) -> None:
-        if request.key == f"{HIDDEN}publishing" and request.method == "PUT":  # What may go was proven before.
-            world.server.put(BUCKET, f"out/{name}", theirs)
+        if (request.operation, request.name) == ("put", f"{HIDDEN}publishing"):  # What may go was proven before.
+            world.bucket.write(f"out/{name}", theirs)
 
     world.watch = watch
     writer.begin()
@@ -403,12 +396,12 @@ def before_the_manifest(world: World, name: str, content: bytes | None) -> None:
     """Let another process replace or delete a published file just before the manifest is written."""
 
     def watch(writer: Writer, request: Request) -> None:
-        if request.query.get("prefix") == "out/" and (BUCKET, f"out/{name}") in world.server.objects:
+        if (request.operation, request.name) == ("list_objects", "out") and f"out/{name}" in world.bucket.objects:
             world.watch = lambda writer, request: None
             if content is None:
-                del world.server.objects[BUCKET, f"out/{name}"]
+                del world.bucket.objects[f"out/{name}"]
             else:
-                world.server.put(BUCKET, f"out/{name}", content)
+                world.bucket.write(f"out/{name}", content)
 
     world.watch = watch
 
@@ -428,7 +421,7 @@ def test_an_object_that_changes_before_the_manifest_is_written_is_an_error(
         WAYS[way](writer, plan)
     assert "relayout.json" not in there(world)
     assert there(world).get(name) == theirs
-    world.server.objects.pop((BUCKET, f"out/{name}"), None)
+    world.bucket.objects.pop(f"out/{name}", None)
     writer.begin()
     with suppress(RequestError):  # That an upload is gone.
         WAYS[way](writer, plan)
@@ -445,7 +438,7 @@ def test_an_attempt_that_fails_deletes_no_object_that_has_replaced_its_own(make:
     writer.begin()
 
     def write() -> None:
-        with writer.store().stage(OLDER, replace=False, modes=Modes()) as staging:
+        with staged(writer.store()) as staging:
             for name in ("a", "b", MARKER):
                 staging.put(name, [b"ours"])
 
@@ -459,7 +452,7 @@ def test_a_publication_reads_nothing_of_what_it_has_created(
 ) -> None:
     world, writer = solo(make)
     read: list[str] = []
-    world.watch = lambda writer, request: read.append(request.key) if request.method == "GET" else None
+    world.watch = lambda writer, request: read.append(request.name) if request.operation == "get" else None
     writer.begin()
     convert(writer, plans[2][0])
     assert not [name for name in read if name.startswith("out/")]
@@ -473,12 +466,12 @@ def test_where_an_output_lacks_a_file_the_same_manifest_goes_before_and_comes_la
     world, writer = solo(make)
     writer.begin()
     convert(writer, plan)
-    del world.server.objects[BUCKET, f"out/{name}"]
+    del world.bucket.objects[f"out/{name}"]
     created: list[tuple[str, bool]] = []
 
     def watch(writer: Writer, request: Request) -> None:
         if harm_of(request) == "publishes":
-            created.append((request.key, (BUCKET, "out/relayout.json") in world.server.objects))
+            created.append((request.name, "out/relayout.json" in world.bucket.objects))
 
     world.watch = watch
     writer.begin()
@@ -526,9 +519,9 @@ def test_what_has_the_name_of_a_record_and_is_none_is_an_error_that_names_it(
         content = json.dumps({"relayout": kind.__name__} | dict.fromkeys(kind.__dataclass_fields__)).encode()
     content = content.replace(b"KIND", json.dumps(kind.__name__).encode())
     world, writer = killed_while_publishing(make, plans[2][0])
-    world.server.put(BUCKET, f"{HIDDEN}{name}", content)
-    before = dict(world.server.objects)
-    uploads = dict(world.server.uploads)
+    world.bucket.write(f"{HIDDEN}{name}", content)
+    before = dict(world.bucket.objects)
+    uploads = dict(world.bucket.parts)
     with pytest.raises(RelayoutError) as caught:
         convert(writer, plans[2][0], force=force)
     if name.startswith("unit") and not force:
@@ -536,11 +529,11 @@ def test_what_has_the_name_of_a_record_and_is_none_is_an_error_that_names_it(
     else:
         assert f"{HIDDEN}{name}: not a record of relayout" in str(caught.value)
         assert "delete this object" in str(caught.value)
-    after = dict(world.server.objects)
-    after.pop((BUCKET, f"{HIDDEN}lease"), None)
-    before.pop((BUCKET, f"{HIDDEN}lease"), None)
+    after = dict(world.bucket.objects)
+    after.pop(f"{HIDDEN}lease", None)
+    before.pop(f"{HIDDEN}lease", None)
     assert after == before
-    assert world.server.uploads == uploads
+    assert world.bucket.parts == uploads
 
 
 class Schedule:
@@ -583,10 +576,10 @@ class Schedule:
         """Somebody else writes a file of the output, at some moment, if there is none."""
         self.num_requests += 1
         name = f"out/{self.random.choice(['config.json', 'model-rank-0-part-0.safetensors', 'relayout.json', 'notes'])}"
-        if self.num_requests >= self.stranger_at and (BUCKET, name) not in self.world.server.objects:
+        if self.num_requests >= self.stranger_at and name not in self.world.bucket.objects:
             self.stranger_at = NEVER
             self.disturbed[name] = b"theirs"
-            self.world.server.put(BUCKET, name, b"theirs")
+            self.world.bucket.write(name, b"theirs")
 
     def work(self, writer: Writer) -> None:
         random = self.random
@@ -614,7 +607,7 @@ class Schedule:
 
     def look(self) -> None:
         """Where there is a manifest, there is all that it names, at any moment."""
-        if (BUCKET, "out/relayout.json") in self.world.server.objects and "out/relayout.json" not in self.disturbed:
+        if "out/relayout.json" in self.world.bucket.objects and "out/relayout.json" not in self.disturbed:
             found = {name: blob for name, blob in there(self.world).items() if f"out/{name}" not in self.disturbed}
             whole = [tp for tp, (_, files) in self.plans.items() if files == found]
             assert whole, f"a manifest, and not all that it names: {sorted(found)}"
@@ -626,10 +619,10 @@ class Schedule:
         world.run()
         check_strangers(world, self.theirs)
         for name, blob in self.disturbed.items():
-            assert world.server.objects[BUCKET, name].content == blob
-            del world.server.objects[BUCKET, name]  # They take it away again.
+            assert world.bucket.objects[name][0] == blob
+            del world.bucket.objects[name]  # They take it away again.
         self.disturbed.clear()
-        outcome = "whole" if (BUCKET, "out/relayout.json") in world.server.objects else "none"
+        outcome = "whole" if "out/relayout.json" in world.bucket.objects else "none"
         self.look()
         world.chances, world.watch = Chances(), lambda writer, request: None
         again = Writer(world, "m9")

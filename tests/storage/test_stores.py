@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -237,10 +237,9 @@ def test_nothing_is_an_output_before_the_end(there: Ground) -> None:
         staging.put(MARKER, [b"{}"])
         with staging.write_file("weights", NBYTES, is_new=True) as file:
             file.write(100, memoryview(BYTES)[100:])
-        assert store.stat(MARKER) is None
         staging.write_head("weights", BYTES[:100], NBYTES)
         staging.write_head("only-a-head", b"head", 4)
-        assert store.stat(MARKER) is None
+        assert store.kind() is Kind.NOTHING
     assert names(store.walk()) == sorted([MARKER, "only-a-head", "weights"])
     assert content(store, "weights") == BYTES
     assert content(store, "only-a-head") == b"head"
@@ -541,10 +540,8 @@ def test_a_lease_is_refreshed_until_another_process_has_it(
 # Parts by several processes.
 
 
-@contextmanager
-def part(store: Store, shared: str, name: str, *, replace: bool = False) -> Iterator[Staging]:
-    with store.stage_part(OLDER, shared, name, replace=replace, modes=Modes()) as staging:
-        yield staging
+def part(store: Store, shared: str, name: str) -> AbstractContextManager[Staging]:
+    return store.stage_part(OLDER, shared, name, replace=False, modes=Modes())
 
 
 def add(store: Store, shared: str, name: str, **files: bytes) -> None:
@@ -561,7 +558,7 @@ def test_parts_are_published_together(there: Ground) -> None:
     add(store, "one", "a", first=b"1", second=b"22")
     add(store, "one", "b", third=b"333")
     assert store.kind() is not Kind.FOLDER
-    with store.stage(OLDER, replace=False, modes=Modes(), shared="one") as staging:
+    with staged(store, shared="one") as staging:
         assert sorted(staging.names()) == ["first", "second", "third"]
         assert [staging.read_notes(name) for name in "abc"] == [b"of a", b"of b", None]
         staging.put(MARKER, [b"done"])
@@ -570,7 +567,7 @@ def test_parts_are_published_together(there: Ground) -> None:
         "second": b"22",
         "third": b"333",
     }
-    with pytest.raises(PlanError), store.stage(OLDER, replace=False, modes=Modes(), shared="one"):
+    with pytest.raises(PlanError), staged(store, shared="one"):
         pass
 
 
@@ -582,7 +579,7 @@ def test_a_part_is_there_when_its_notes_are_and_else_not_at_all(there: Ground) -
         staging.put("second", [b"2"])
         staging.open_notes("b", b"").close()
         raise ZeroDivisionError
-    with pytest.raises(PlanError), store.stage(OLDER, replace=False, modes=Modes(), shared="one"):
+    with pytest.raises(PlanError), staged(store, shared="one"):
         pass
     with staged(store) as staging:
         assert staging.names() == []
@@ -599,7 +596,7 @@ def test_a_part_done_twice_is_there_once(there: Ground) -> None:
         add(store, "one", "a", first=b"1")
     with part(store, "one", "a") as staging:
         assert staging.read_notes("a") == b"of a"
-    with store.stage(OLDER, replace=False, modes=Modes(), shared="one") as staging:
+    with staged(store, shared="one") as staging:
         assert staging.names() == ["first"]
         staging.put(MARKER, [b"done"])
 
@@ -610,7 +607,7 @@ def test_parts_of_another_name_are_not_mixed_in(there: Ground) -> None:
     add(store, "two", "a", first=b"other")
     with pytest.raises(PlanError), staged(store):
         pass
-    with store.stage(OLDER, replace=False, modes=Modes(), shared="one") as staging:
+    with staged(store, shared="one") as staging:
         assert staging.names() == ["first"]
         staging.put(MARKER, [b"ours\nfirst"])
     assert content(store, "first") == b"1"
@@ -631,15 +628,9 @@ def beside(store: Store) -> list[str]:
     return [found.name for found in path.parent.glob(f".{path.name}.*")]
 
 
-@contextmanager
-def live(store: Store, name: str, *, replace: bool = False) -> Iterator[Staging]:
-    with store.stage(OLDER, replace=replace, modes=Modes(), shared=LIVE + name) as staging:
-        yield staging
-
-
 def test_parts_are_added_while_the_output_is_staged(there: Ground) -> None:
     store = there.store("out")
-    with live(store, "one") as staging:
+    with staged(store, shared=LIVE + "one") as staging:
         add(store, LIVE + "one", "a", first=b"1")
         add(store, LIVE + "one", "b", second=b"22")
         staging.take_parts()
@@ -651,7 +642,7 @@ def test_parts_are_added_while_the_output_is_staged(there: Ground) -> None:
 
 def test_of_parts_whose_output_fails_nothing_is_left(there: Ground) -> None:
     store = there.store("out")
-    with suppress(ZeroDivisionError), live(store, "one") as staging:
+    with suppress(ZeroDivisionError), staged(store, shared=LIVE + "one") as staging:
         add(store, LIVE + "one", "a", first=b"1")
         staging.take_parts()
         raise ZeroDivisionError
@@ -662,7 +653,7 @@ def test_of_parts_whose_output_fails_nothing_is_left(there: Ground) -> None:
 def test_parts_that_a_killed_process_has_left_are_deleted(there: Ground) -> None:
     store = there.store("out")
     add(store, LIVE + "one", "a", first=b"1")
-    with live(store, "two") as staging:
+    with staged(store, shared=LIVE + "two") as staging:
         add(store, LIVE + "two", "a", first=b"2")
         staging.take_parts()
         assert staging.names() == ["first"]
@@ -674,7 +665,7 @@ def test_parts_that_a_killed_process_has_left_are_deleted(there: Ground) -> None
 def test_parts_that_a_killed_process_has_left_do_not_stop_a_conversion(there: Ground) -> None:
     store = there.store("out")
     add(store, LIVE + "one", "a", first=b"1")
-    with store.stage(OLDER, replace=False, modes=Modes()) as staging:
+    with staged(store) as staging:
         assert staging.names() == []
         staging.put(MARKER, [b"done"])
     assert beside(store) == []
@@ -683,9 +674,9 @@ def test_parts_that_a_killed_process_has_left_do_not_stop_a_conversion(there: Gr
 def test_units_of_a_conversion_are_not_deleted_for_parts(there: Ground) -> None:
     store = there.store("out")
     add(store, "one", "a", first=b"1")
-    with pytest.raises(PlanError, match="force"), live(store, "two"):
+    with pytest.raises(PlanError, match="force"), staged(store, shared=LIVE + "two"):
         pass
-    with store.stage(OLDER, replace=False, modes=Modes(), shared="one") as staging:
+    with staged(store, shared="one") as staging:
         assert staging.names() == ["first"]
         staging.put(MARKER, [b"done"])
     assert content(store, "first") == b"1"
@@ -693,9 +684,9 @@ def test_units_of_a_conversion_are_not_deleted_for_parts(there: Ground) -> None:
 
 def test_only_one_process_has_live_parts(there: Ground) -> None:
     store = there.store("out")
-    with live(store, "one") as staging:
+    with staged(store, shared=LIVE + "one") as staging:
         add(store, LIVE + "one", "a", first=b"1")
-        with pytest.raises(PlanError, match="another"), live(store, "two"):
+        with pytest.raises(PlanError, match="another"), staged(store, shared=LIVE + "two"):
             pass
         staging.take_parts()
         assert staging.names() == ["first"]

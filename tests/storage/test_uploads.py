@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,23 +20,20 @@ from support.lying_server import (
     at,
     dropped,
     failing_late,
-    gone_at,
     is_completion,
     is_part,
     lost,
     puts,
     refused,
-    stalled,
 )
 from support.models import llama_files
-from support.s3_server import Request, Server
+from support.s3_server import Server
 
 import relayout
-from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
-from relayout.errors import FormatError, PlanError
+from relayout.conversion.jobs import unit_jobs
+from relayout.errors import PlanError
 from relayout.storage.cloud import connect, failures, upload
 from relayout.storage.cloud.bucket import BucketClient
-from relayout.storage.cloud.output import lease
 from relayout.storage.cloud.upload import Upload
 from relayout.storage.protocols import RequestError
 
@@ -48,7 +44,6 @@ HIDDEN = 256
 OPTIONS = {"tp": 2, "max_part_nbytes": 2_500_000}
 SOURCE, OUT = "s3://models/llama", "s3://models/out"
 MIB = 2**20
-NUM_MOMENTS = 5 if "RELAYOUT_SCHEDULES" in os.environ else 2
 Files = dict[str, bytes]
 
 
@@ -151,34 +146,6 @@ def test_parts_that_are_not_full_count_as_memory(server: Server, monkeypatch: py
     assert not any(one._parts for one in files)
 
 
-def test_the_first_part_of_a_file_is_its_last_and_the_manifest_is_the_last_object(server: Server) -> None:
-    convert()
-    keys = {one.key for one in server.requests if is_part(one) and "model-rank" in one.key}
-    assert len(keys) == 6
-    for key in keys:
-        numbers = [int(one.query["partNumber"]) for one in server.requests if is_part(one) and one.key == key]
-        assert sorted(numbers) == list(range(1, len(numbers) + 1))
-        assert numbers[-1] == 1
-    made = [one for one in server.requests if is_completion(one) or (one.method == "PUT" and not one.query)]
-    made = [one for one in made if one.key.startswith("out/")]
-    assert made[-1].key == "out/relayout.json"
-    assert all(one.headers["if-none-match"] == "*" for one in made)
-    assert len(made) == len({one.key for one in made}) == len(there(server))
-
-
-def test_nothing_is_visible_before_every_file_is_complete(server: Server) -> None:
-    seen: list[list[str]] = []
-
-    def look(request: Request) -> None:
-        if is_part(request):
-            seen.append(server.names("models", "out/"))
-
-    server.interfere = look
-    convert()
-    assert len(seen) > 12
-    assert set(map(tuple, seen)) == {()}
-
-
 def test_google_takes_the_same_requests_with_other_headers(
     server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,33 +159,6 @@ def test_google_takes_the_same_requests_with_other_headers(
     made = [one for one in server.requests if is_completion(one) or (one.method == "PUT" and not one.query)]
     made = [one for one in made if one.key.startswith("out/")]
     assert {one.headers["x-goog-if-generation-match"] for one in made} == {"0"}
-    assert nothing_is_left(server)
-
-
-def test_units_that_are_converted_by_several_processes_are_published_together(
-    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = unit_jobs(relayout.plan_conversion(SOURCE, OUT, **OPTIONS))
-    work = [UnitJob.from_json(json.loads(json.dumps(job.as_json()))) for job in made]
-    assert len(work) == 3
-    server.interfere = dropped(is_part, times=10**9)
-    with monkeypatch.context() as patch:
-        patch.setattr(connect, "RETRY_SECONDS", 0.2)
-        with pytest.raises(OSError, match="the connection broke repeatedly"):
-            run_job(work[0])
-    server.interfere = lambda request: None
-    for job in (work[2], work[0], work[2]):
-        run_job(job)
-    with pytest.raises(PlanError, match="1 of 3 units are not done: 1"):
-        commit_jobs(work)
-    with pytest.raises(PlanError, match="holds units of other processes"):
-        convert()
-    assert there(server) == {}
-    run_job(work[1])
-    before = sent(server)
-    commit_jobs(work)
-    assert sent(server) - before < SHARDS_NBYTES // 10, "the source's headers"
-    assert there(server) == expected
     assert nothing_is_left(server)
 
 
@@ -244,16 +184,11 @@ def passing(server: Server) -> dict[str, Interference]:
         "the answer is lost": one_after_the_other(
             lost(server, is_part, times=2), lost(server, is_completion, times=2), lost(server, puts("relayout.json"))
         ),
-        "stalled": stalled(is_part, 0.8),
     }
 
 
-@pytest.mark.parametrize("fault", ["refused", "dropped", "the answer is lost", "stalled"])
-def test_what_passes_changes_nothing(
-    server: Server, expected: Files, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if fault == "stalled":
-        monkeypatch.setattr(connect, "STALL_SECONDS", 0.5)
+@pytest.mark.parametrize("fault", ["refused", "dropped", "the answer is lost"])
+def test_what_passes_changes_nothing(server: Server, expected: Files, fault: str) -> None:
     server.interfere = passing(server)[fault]
     convert()
     assert there(server) == expected
@@ -270,57 +205,6 @@ def test_expired_credentials_are_one_clear_error_and_leave_nothing_to_see(server
     server.interfere = lambda request: None
     convert()
     assert there(server) == expected
-
-
-def test_a_stall_that_does_not_end_is_an_error_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.6)
-    monkeypatch.setattr(connect, "STALL_SECONDS", 0.5)
-    server.interfere = stalled(is_part, 2, times=1000)
-    with pytest.raises(OSError, match="requests repeatedly timed out"):
-        convert(threads=1)
-    server.interfere = lambda request: None
-    assert there(server) == {}
-
-
-def test_an_upload_that_somebody_aborts_is_an_error_and_the_same_command_makes_it_anew(
-    server: Server, expected: Files
-) -> None:
-    server.interfere = at(is_completion, server.uploads.clear)
-    with pytest.raises(OSError, match="its upload no longer exists: aborted by another process or a lifecycle rule"):
-        convert()
-    # What threads had not come to may be kept; it is never an output.
-    assert "relayout.json" not in there(server)
-    server.interfere = lambda request: None
-    convert()
-    assert there(server) == expected
-    assert nothing_is_left(server)
-
-
-@pytest.mark.parametrize("name", ["relayout.json", "model-rank-1-part-0.safetensors", "tokenizer.json"])
-def test_what_somebody_creates_meanwhile_is_never_replaced_and_no_work_is_lost(
-    server: Server, expected: Files, name: str
-) -> None:
-    server.interfere = at(is_completion, lambda: server.put("models", f"out/{name}", b"theirs"))
-    with pytest.raises(FileExistsError, match="out"):
-        convert()
-    server.interfere = lambda request: None
-    with pytest.raises(PlanError, match="out: is not empty"):
-        convert()
-    found = there(server)
-    assert found.pop(name) == b"theirs"
-    assert found.items() <= expected.items()
-    del server.objects["models", f"out/{name}"]
-    before = len(server.requests)
-    convert()
-    assert there(server) == expected
-    assert nothing_is_left(server)
-    assert not [one for one in server.requests[before:] if is_part(one) and "model-rank" in one.key]
-
-
-def test_no_request_lives_as_long_as_a_lease_that_nobody_refreshes() -> None:
-    # A failed request is made again for RETRY_SECONDS; the last one may stall.
-    assert connect.RETRY_SECONDS + connect.STALL_SECONDS + lease.VALID_SECONDS < lease.EXPIRY_SECONDS
-    assert lease.REFRESH_SECONDS < lease.VALID_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -343,62 +227,7 @@ def test_a_whole_bucket_is_no_output(server: Server, call: Callable[[], object])
     assert "theirs" in server.uploads
 
 
-def test_a_source_that_is_replaced_meanwhile_is_never_mixed(server: Server) -> None:
-    name = "llama/model-00002-of-00002.safetensors"
-    blob = MODEL["model-00002-of-00002.safetensors"]
-    server.interfere = at(is_part, lambda: server.put("models", name, blob[:-9] + bytes(9)), after=2)
-    with pytest.raises(FormatError, match=r"model-00002-of-00002.safetensors: (was replaced|has changed)"):
-        convert()
-    assert there(server) == {}
-
-
-def test_of_two_conversions_to_one_place_one_is_told_who_writes(server: Server, expected: Files) -> None:
-    # They know of each other only through the store, as two machines do.
-    children = [subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [child.communicate()[1] for child in children]
-    codes = [child.returncode for child in children]
-    assert sorted(codes) == [0, 2]
-    [refused] = [text for text, code in zip(said, codes, strict=True) if code]
-    assert "is being written by another conversion: convert, process" in refused or "is not empty" in refused
-    assert there(server) == expected
-    assert nothing_is_left(server)
-
-
 COMMAND = [sys.executable, "-m", "relayout", "convert", SOURCE, "-o", OUT, "--tp", "2", "--max-part-size", "2500000"]
-
-
-def requests_of_a_conversion(server: Server, convert: Callable[[], object]) -> list[Request]:
-    before = len(server.requests)
-    convert()
-    return server.requests[before:]
-
-
-def moments(first: int, last: int, number: int) -> list[int]:
-    return [first + (last - first) * n // (number - 1) for n in range(number)]
-
-
-def test_after_the_network_ends_at_any_moment_the_same_command_goes_on(
-    server: Server, expected: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = requests_of_a_conversion(server, lambda: convert(threads=1))
-    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
-    first = next(n for n, one in enumerate(requests) if is_part(one))
-    last = next(n for n, one in enumerate(requests) if one.key == "out/relayout.json" and one.method == "PUT")
-    went_on = 0
-    for moment in moments(first, last - 2, NUM_MOMENTS):
-        # An upload that ends between its beginning and its record is known to nobody.
-        moment += "uploads" in requests[moment - 1].query
-        server.clear("models", "out", ".out")
-        server.interfere = gone_at(moment)
-        with pytest.raises(OSError, match="s3://models"):
-            convert(threads=1)
-        server.interfere = lambda request: None
-        assert "relayout.json" not in there(server)
-        done = convert(threads=1)
-        went_on += done.resumed_nbytes > 0
-        assert there(server) == expected, moment
-        assert nothing_is_left(server), moment
-    assert went_on >= 1
 
 
 def test_after_a_kill_the_same_command_goes_on(server: Server, expected: Files) -> None:

@@ -1,7 +1,7 @@
 """Writers of one bucket in a time of their own: each request of each may be delayed, repeated, or its sender's last.
 
-The bucket is `s3_server`'s, without a network. Writers are threads of which one runs at a time; they change only where
-one makes a request or waits, so that a schedule is the same each time it is made from the same seed.
+The bucket is a `Shelf`. Writers are threads of which one runs at a time; they change only where one makes a request or
+waits, so that a schedule is the same each time it is made from the same seed.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
-from xml.sax.saxutils import escape, unescape
+from typing import Any, TypeVar
 
 import pytest
-from support import s3_server
-from support.s3_server import Request, answer
+from support.toy_store import Shelf
 
-from relayout.errors import FormatError, RelayoutError
+from relayout.errors import RelayoutError
 from relayout.storage.cloud.client import CLOUD_COST, Body, NotCompleted, Version
 from relayout.storage.cloud.output import lease, prefix
 from relayout.storage.cloud.output.lease import Lease
 from relayout.storage.cloud.store import CloudStore
-from relayout.storage.protocols import FileStat, RequestError
+from relayout.storage.protocols import FileStat
 
-BUCKET = "bucket"
 STALL_SECONDS = 20.0
 """After so long without an answer a client asks again."""
 NEVER = 10**9
+Result = TypeVar("Result")
 
 
 class Killed(BaseException):
@@ -53,13 +52,33 @@ class Chances:
     """The whole process stands still for minutes, before it looks at its lease."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a writer asks of the bucket."""
+
+    operation: str
+    """The method of the client."""
+    name: str
+    act: Callable[[], Any]
+
+    @property
+    def is_harmless(self) -> bool:
+        return self.operation in ("get", "stat", "list_objects")
+
+
+class Bucket(Shelf):
+    """Objects of which, as those of S3, equal ones have equal versions."""
+
+    def write(self, name: str, content: bytes) -> str:
+        self.objects[name] = content, hashlib.md5(content).hexdigest()
+        return self.objects[name][1]
+
+
 class World:
     """A bucket, its time, and those who make requests."""
 
     def __init__(self, seed: int = 0, chances: Chances = Chances()) -> None:
-        self.server = s3_server.Server()
-        self.server.server_close()
-        self.server.put = self._put  # type: ignore[method-assign]
+        self.bucket = Bucket("bucket")
         self.random = random.Random(seed)
         self.chances = chances
         self.now = 1000.0
@@ -72,17 +91,17 @@ class World:
         """Called after each request that may have changed something."""
         self.ended = threading.Event()
 
-    def _put(self, bucket: str, key: str, content: bytes) -> s3_server.Object:
-        """As S3 does: equal bytes have equal ETags."""
-        made = s3_server.Object(content, f'"{hashlib.md5(content).hexdigest()}"')
-        self.server.objects[bucket, key] = made
-        return made
+    def apply(self, request: Request) -> Any:
+        try:
+            return request.act()
+        finally:
+            if not request.is_harmless:
+                self.changed()
 
-    def apply(self, request: Request) -> s3_server.Answer:
-        found = answer(self.server, request)
-        if request.method not in ("GET", "HEAD"):
-            self.changed()
-        return found
+    def lose(self, request: Request) -> None:
+        """Do what is asked for; nobody gets the answer."""
+        with suppress(OSError, RelayoutError):
+            self.apply(request)
 
     def run(self) -> None:
         """Let all writers work until each has ended."""
@@ -93,7 +112,7 @@ class World:
         for writer in self.writers:
             writer.thread.join()
         for _, request in sorted(self.late, key=lambda one: one[0]):
-            self.apply(request)
+            self.lose(request)
         errors = [writer.error for writer in self.writers if writer.error is not None]
         if errors:
             raise errors[0]
@@ -107,7 +126,7 @@ class World:
         following = min(waiting, key=lambda writer: (writer.wakes, writer.order))
         for one in sorted((one for one in self.late if one[0] <= following.wakes), key=lambda one: one[0]):
             self.late.remove(one)
-            self.apply(one[1])
+            self.lose(one[1])
         self.now = max(self.now, following.wakes)
         self.current = following
         following.turn.release()
@@ -176,13 +195,9 @@ class Writer:
                 finally:
                     self.is_refreshing = False
 
-    def request(
-        self, method: str, key: str, query: dict[str, str] | None = None, body: bytes = b"", **headers: str
-    ) -> Any:
+    def request(self, request: Request) -> Any:
         """The answer to a request, which may be made several times, as clients do."""
         world, chances = self.world, self.world.chances
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        request = Request(method, BUCKET, key, query or {}, named, body)
         if self.is_killed:
             raise Killed
         self.num_requests += 1
@@ -190,14 +205,14 @@ class Writer:
         if self.num_requests == self.killed_at:
             self.is_killed = True
             if self.is_done_when_killed:
-                world.apply(request)
+                world.lose(request)
             raise Killed
         began = world.now
         if world.random.random() < chances.late:
             world.late.append((began + world.random.uniform(0, lease.REQUEST_SECONDS), request))
             self.wait(STALL_SECONDS + 1)
         if world.random.random() < chances.lost:
-            world.apply(request)
+            world.lose(request)
             self._delay(chances)
         self._delay(chances)
         if self.is_killed:
@@ -217,76 +232,46 @@ class WorldClient:
     """A writer's client of the bucket."""
 
     writer: Writer
-    root = f"s3://{BUCKET}"
+    root = "s3://bucket"
     cost = CLOUD_COST
 
+    @property
+    def _bucket(self) -> Bucket:
+        return self.writer.world.bucket
+
+    def _ask(self, act: Callable[..., Result], name: str, *arguments: object) -> Result:
+        found: Result = self.writer.request(Request(act.__name__, name, partial(act, name, *arguments)))
+        return found
+
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
-        found = self.writer.request("GET", name)
-        if found.status == 404:
-            raise FormatError("is missing", path=name, code="missing")
-        content = found.body[start:end]
-        stat = FileStat(len(found.body), found.headers["ETag"])
-        if version not in (None, stat.version):
-            raise FormatError("was replaced while it was read", path=name, code="mismatch")
-        return Body(
-            stat,
-            name,
-            start,
-            len(content),
-            iter([content]),
-            lambda offset: self.get(name, offset, end, stat.version),
-            {"e_tag": stat.version},
-        )
+        return self._ask(self._bucket.get, name, start, end, version)
 
     def stat(self, name: str) -> FileStat | None:
-        found = self.writer.request("HEAD", name)
-        return None if found.status == 404 else FileStat(len(found.body), found.headers["ETag"])
+        return self._ask(self._bucket.stat, name)
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
-        self.writer.request("GET", "", {"list-type": "2", "prefix": f"{prefix}/"})
-        server = self.writer.world.server
-        for name in server.names(BUCKET, f"{prefix}/"):
-            yield name, server.objects[BUCKET, name].etag
+        return self._ask(self._bucket.list_objects, prefix)
 
     def put(self, name: str, content: bytes, replaced: Any = True) -> Version:
-        condition = (
-            {} if replaced is True else {"if_none_match": "*"} if not replaced else {"if_match": replaced["e_tag"]}
-        )
-        found = self.writer.request("PUT", name, body=content, **condition)
-        if found.status == 412:
-            raise FileExistsError(17, "exists", name)
-        return {"e_tag": found.headers["ETag"]}
+        return self._ask(self._bucket.put, name, content, replaced)
 
     def delete(self, names: Sequence[str]) -> None:
-        keys = "".join(f"<Object><Key>{escape(name)}</Key></Object>" for name in names)
-        self.writer.request("POST", "", {"delete": ""}, f"<Delete>{keys}</Delete>".encode())
+        self.writer.request(Request("delete", "", partial(self._bucket.delete, names)))
 
     def uploads(self) -> WorldClient:
         return self
 
     def begin(self, name: str) -> str:
-        body = self.writer.request("POST", name, {"uploads": ""}).body.decode()
-        return str(body.partition("<UploadId>")[2].partition("<")[0])
+        return self._ask(self._bucket.begin, name)
 
     def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
-        query = {"uploadId": upload, "partNumber": str(index + 1)}
-        found = self.writer.request("PUT", name, query, bytes(body))
-        if found.status != 200:
-            raise RequestError(22, "the store refuses the request (HTTP 404, NoSuchUpload)", name, 404)
-        return str(found.headers["ETag"])
+        return self._ask(self._bucket.send, name, upload, index, memoryview(bytes(body)))
 
     def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:
-        parts = "".join(
-            f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(t)}</ETag></Part>" for n, t in enumerate(tags, 1)
-        )
-        body = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode()
-        answer = self.writer.request("POST", name, {"uploadId": upload}, body, if_none_match="*")
-        if answer.status == 200:
-            return unescape(answer.body.decode().partition("<ETag>")[2].partition("</ETag>")[0])
-        return NotCompleted.GONE if answer.status == 404 else NotCompleted.EXISTS
+        return self._ask(self._bucket.complete, name, upload, tags)
 
     def abort(self, name: str, upload: str) -> None:
-        self.writer.request("DELETE", name, {"uploadId": upload})
+        self._ask(self._bucket.abort, name, upload)
 
 
 class _Serial(ThreadPoolExecutor):

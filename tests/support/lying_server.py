@@ -70,12 +70,6 @@ def at(matches: Matches, call: Callable[[], object], after: int = 0) -> Interfer
     return _some(matches, 1, after, lambda request: call() and None)
 
 
-def gone_at(number: int) -> Interference:
-    """From its request `number` on the server cannot be reached: all that a killed client had done by then."""
-    counter = itertools.count()
-    return lambda request: _drop(request) if next(counter) >= number else None
-
-
 def _drop(request: Request) -> Answer:
     raise DroppedError
 

@@ -33,7 +33,6 @@ class Checkpoint:
     tensors: Sequence[TensorInfo]
     observed: Mapping[int, Sequence[tuple[Slice, ...]]]
     """By degree: for each tensor the slice of each rank."""
-    config_error: str | None = None
 
     @property
     def name(self) -> str:

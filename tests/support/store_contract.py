@@ -60,13 +60,10 @@ def _write_toy(store: Store, name: str, content: bytes) -> None:
     store.client.write(store.full_name(name), content)
 
 
-def _write_to_s3(store: Store, name: str, content: bytes) -> None:
-    bucket, _, prefix = str(store).removeprefix("s3://").partition("/")
-    s3_server.shared().put(bucket, f"{prefix}/{name}".lstrip("/"), content)
-
-
-def _write_to_web(store: Store, name: str, content: bytes) -> None:
-    bucket, _, prefix = str(store).removeprefix(f"{s3_server.shared().url}/").partition("/")
+def _write_to_server(store: Store, name: str, content: bytes) -> None:
+    """S3 and web servers are one here: its URLs name the bucket, too."""
+    place = str(store).removeprefix("s3://").removeprefix(f"{s3_server.shared().url}/")
+    bucket, _, prefix = place.partition("/")
     s3_server.shared().put(bucket, f"{prefix}/{name}".lstrip("/"), content)
 
 
@@ -77,8 +74,8 @@ def _web_place(folder: Path) -> str:
 KINDS = {
     "local": Kind(lambda folder: str(folder), _write_local),
     "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy),
-    "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_s3),
-    "web": Kind(_web_place, _write_to_web, is_writable=False, is_listed=False),
+    "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_server),
+    "web": Kind(_web_place, _write_to_server, is_writable=False, is_listed=False),
 }
 REAL_STORES = "RELAYOUT_TEST_STORES"
 """This variable names the real servers that take part, "seaweedfs" and "azurite", in place of what imitates some."""
@@ -142,8 +139,8 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @contextmanager
-def staged(store: Store, *, replace: bool = False) -> Iterator[Staging]:
-    with store.stage(OLDER, replace=replace, modes=Modes()) as staging:
+def staged(store: Store, *, replace: bool = False, shared: str | None = None) -> Iterator[Staging]:
+    with store.stage(OLDER, replace=replace, modes=Modes(), shared=shared) as staging:
         yield staging
 
 

@@ -18,14 +18,12 @@ from typing import Literal
 
 from relayout.errors import FormatError
 from relayout.storage.cloud.client import Body, NotCompleted, Version
-from relayout.storage.cloud.store import CloudStore, refusal_of
-from relayout.storage.protocols import LOCAL_COST, FileStat, Refusal, RequestError, Store
+from relayout.storage.cloud.store import CloudStore, check_url
+from relayout.storage.protocols import LOCAL_COST, FileStat, RequestError, Store
 
 
-def offer(url: str) -> Store | Refusal:
-    refused = refusal_of(url)
-    if refused is not None:
-        return refused
+def offer(url: str) -> Store:
+    check_url(url)
     name, _, prefix = url.removeprefix("toy://").rstrip("/").partition("/")
     return CloudStore(shelf(name), prefix)
 
@@ -121,10 +119,9 @@ class Shelf:
         content, current = self.objects[name]
         if version not in (None, current):
             raise FormatError("was replaced while it was read", path=location, code="mismatch")
-        part, stat = content[start:end], FileStat(len(content), current)
-        return Body(
-            stat, location, start, len(part), [part], lambda at: self.get(name, at, end, current), {"version": current}
-        )
+        piece, stat = content[start:end], FileStat(len(content), current)
+        part, again = (start, start + len(piece)), lambda at: self.get(name, at, end, current)
+        return Body(stat, location, part, [piece], again, {"version": current})
 
     def stat(self, name: str) -> FileStat | None:
         self._request("stat", name)

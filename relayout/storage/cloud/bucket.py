@@ -13,7 +13,7 @@ from relayout.storage.cloud import connect
 from relayout.storage.cloud.client import CLOUD_COST, Body, Uploads, Version
 from relayout.storage.cloud.failures import replaced as was_replaced
 from relayout.storage.cloud.failures import request, translated
-from relayout.storage.protocols import FileStat, RequestCost, RequestError
+from relayout.storage.protocols import FileStat, RequestCost, RequestError, if_there
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetResult, ObjectMeta
@@ -34,11 +34,7 @@ class BucketClient:
 
     @classmethod
     def of(cls, root: str) -> BucketClient:
-        """Make the client; no request is made yet.
-
-        Raises:
-            PlanError: obstore is missing, or the environment is not as a provider expects it.
-        """
+        """Make the client; no request is made yet."""
         return cls(root, connect.make_store(root))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -59,20 +55,14 @@ class BucketClient:
         return Body(
             stat,
             location,
-            part[0],
-            part[1] - part[0],
+            part,
             _pieces(result, location, part),
             lambda offset: self.get(name, offset, part[1], stat.version),
             _version(result.meta),
         )
 
     def stat(self, name: str) -> FileStat | None:
-        try:
-            return _stat_of(request(lambda: self.store.head(name), f"{self.root}/{name}"))
-        except FormatError as error:
-            if error.code == "missing":
-                return None
-            raise
+        return if_there(lambda: _stat_of(request(lambda: self.store.head(name), f"{self.root}/{name}")))
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
         location, last, begins = f"{self.root}/{prefix}", None, set()

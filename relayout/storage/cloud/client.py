@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from relayout.errors import FormatError
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.failures import Patience, request_error
 from relayout.storage.protocols import FileStat, RequestCost, RequestError
@@ -31,7 +32,10 @@ Version = Mapping[str, str]
 
 
 class Client(Protocol):
-    """Objects of one bucket, container or site, by their full names. Thread-safe."""
+    """Objects of one bucket, container or site, by their full names. Thread-safe.
+
+    All methods raise RequestError if a request fails repeatedly.
+    """
 
     @property
     def root(self) -> str:
@@ -49,24 +53,16 @@ class Client(Protocol):
 
         Raises:
             FormatError: the object does not exist ("missing") or has another version ("mismatch").
-            RequestError: the request failed.
         """
 
     def stat(self, name: str) -> FileStat | None:
-        """The metadata of an object; None if it does not exist.
-
-        Raises:
-            RequestError: the request failed.
-        """
+        """The metadata of an object; None if it does not exist."""
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Full names and versions of the objects below a prefix, or of all objects if it is empty.
 
         Names that differ from the prefix in the last part only, such as "a/bc" for "a/b", are not below it. A version
         is empty if the listing does not have it.
-
-        Raises:
-            RequestError: a request failed.
         """
 
 
@@ -83,18 +79,14 @@ class WritableClient(Client, Protocol):
 
         Raises:
             FileExistsError: the condition does not hold.
-            RequestError: the request failed. It may have been carried out, or may be carried out later.
+            RequestError: it may have been carried out, or may be carried out later.
         """
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; names without an object are no error."""
 
     def uploads(self) -> Uploads:
-        """Uploads to this bucket.
-
-        Raises:
-            PlanError: a package or credentials are missing.
-        """
+        """Uploads to this bucket. PlanError: a package or credentials are missing."""
 
 
 class NotCompleted(Enum):
@@ -136,9 +128,8 @@ class Body:
     stat: FileStat
     """Of the whole object."""
     location: str
-    start: int
-    """Offset of the first byte."""
-    nbytes: int
+    part: tuple[int, int]
+    """First byte and end of the range."""
     pieces: Iterable[Bytes | bytes]
     """Raises RequestError, or FormatError if the object was replaced."""
     again: Callable[[int], Body]
@@ -170,18 +161,19 @@ class Body:
             if done - before >= _PROGRESS_NBYTES:
                 patience = Patience()
             patience.wait(failure)
-            body = self.again(self.start + done)
+            body = self.again(self.part[0] + done)
         if done != self.nbytes:
             what = "the server sent another number of bytes than it announced; load again"
-            raise RequestError(errno.EPROTO, f"bytes {self.start} to {self.part[1]}: {what}", self.location)
+            raise RequestError(errno.EPROTO, f"bytes {self.part[0]} to {self.part[1]}: {what}", self.location)
 
     @property
-    def part(self) -> tuple[int, int]:
-        """First byte and end of the range."""
-        return self.start, self.start + self.nbytes
+    def nbytes(self) -> int:
+        return self.part[1] - self.part[0]
 
-    def content(self) -> bytes:
-        """All bytes; for errors see `fill`."""
+    def content(self, limit: int | None = None) -> bytes:
+        """All bytes; for errors see `fill`. FormatError: also if they are more than `limit`."""
+        if limit is not None and self.nbytes > limit:
+            raise FormatError(f"{self.nbytes} bytes, limit {limit}", path=self.location, code="limit")
         view = memoryview(bytearray(self.nbytes))
         self.fill(view)
         return bytes(view)

@@ -42,11 +42,7 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 
 
 def require(module: str, what: str, extra: str = "cloud") -> None:
-    """Check that an optional package is installed.
-
-    Raises:
-        PlanError: it is not; `what` needs it.
-    """
+    """Raise PlanError unless an optional package is installed, which `what` needs."""
     try:
         is_there = find_spec(module) is not None
     except ModuleNotFoundError:  # Nor is the package that it is in.
@@ -60,11 +56,7 @@ def require(module: str, what: str, extra: str = "cloud") -> None:
 
 
 def make_store(root: str) -> ObjectStore:
-    """obstore's client for the URL of a bucket. No request is made yet.
-
-    Raises:
-        PlanError: obstore is missing, or the environment is not as a provider expects it.
-    """
+    """obstore's client for the URL of a bucket. PlanError: the environment is not as a provider expects it."""
     require("obstore", root)
     from obstore.exceptions import BaseError
     from obstore.store import from_url
@@ -161,23 +153,18 @@ def endpoint_of(scheme: str) -> str | None:
 def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
     """For obstore. Options given in code replace all of those that it finds in the environment."""
     reach = reach_of(scheme)
+    is_named = any((url or "").startswith("http:") for url in (endpoint, endpoint_of(scheme)))
     options: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=reach.connect_seconds),
         "read_timeout": timedelta(seconds=reach.stall_seconds),
         "timeout": timedelta(hours=24),  # An answer may take as long as it likes while bytes arrive.
+        "allow_invalid_certificates": reach.any_certificate or None,
+        "root_certificate": reach.certificates and Path(reach.certificates).read_bytes(),
+        "proxy_url": reach.proxy,
+        "proxy_excludes": reach.proxy_excludes,
+        "allow_http": is_named or is_set(f"{_PREFIXES[scheme]}_ALLOW_HTTP") or None,
     }
-    if reach.any_certificate:
-        options["allow_invalid_certificates"] = True
-    if reach.certificates is not None:
-        options["root_certificate"] = Path(reach.certificates).read_bytes()
-    if reach.proxy is not None:
-        options["proxy_url"] = reach.proxy
-    if reach.proxy_excludes is not None:
-        options["proxy_excludes"] = reach.proxy_excludes
-    is_named = any((url or "").startswith("http:") for url in (f"{scheme}:", endpoint, endpoint_of(scheme)))
-    if is_named or is_set(f"{_PREFIXES.get(scheme, 'HTTP')}_ALLOW_HTTP"):
-        options["allow_http"] = True
-    return options
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -191,16 +178,13 @@ class S3Settings:
 
     def for_obstore(self) -> dict[str, Any]:
         """Arguments for obstore, without what is not set."""
-        settings: dict[str, Any] = {"unsigned_payload": True}  # The transport proves it; hashing takes 1 to 2 s/GB.
-        if self.endpoint is not None:
-            settings["endpoint"] = self.endpoint
-        if self.region is not None:
-            settings["region"] = self.region
+        # Unsigned: the transport proves the payload; hashing takes 1 to 2 s/GB.
+        settings: dict[str, Any] = {"unsigned_payload": True, "endpoint": self.endpoint, "region": self.region}
         if self.profile is not None:
             from obstore.auth.boto3 import Boto3CredentialProvider
 
             settings["credential_provider"] = Boto3CredentialProvider(self.profile)
-        return settings
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 def s3_settings() -> S3Settings:

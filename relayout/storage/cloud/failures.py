@@ -91,11 +91,7 @@ def request(call: Callable[[], Answer], location: str, part: tuple[int, int] | N
 
 
 def persistent(call: Callable[[], Answer], location: str) -> Answer:
-    """Call, and repeat the call while it raises a RequestError that may pass. All requests to stores are made so.
-
-    Raises:
-        RequestError: the request failed repeatedly; or this process was forked after its parent had made requests.
-    """
+    """Call, and repeat the call while it raises a RequestError that may pass. All requests to stores are made so."""
     check_process(location)
     patience = Patience()
     while True:
@@ -134,11 +130,7 @@ def replaced(location: str) -> FormatError:
 
 
 def check_process(location: str) -> None:
-    """Check that this process was not forked after its parent had used a store.
-
-    Raises:
-        RequestError: it was.
-    """
+    """Raise RequestError if this process was forked after its parent had used a store."""
     global _used_by
     if _used_by is None:
         _used_by = os.getpid()

@@ -18,12 +18,7 @@ class CloudFile(Closable):
     alignment: ClassVar[int] = 1
 
     def __init__(self, client: Client, name: str, location: str, *, version: str | None = None) -> None:
-        """Open the object by one request.
-
-        Raises:
-            FormatError: there is none, or it has another version.
-            RequestError: the request failed.
-        """
+        """Open the object by one request; for errors see `Client.get`."""
         self._client = client
         self._name = name
         self._where = location

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 from xml.etree.ElementTree import ParseError
 
@@ -28,14 +28,14 @@ _PIECE_NBYTES = 2**20
 """What is passed to a connection at once. The time of a stall is for each piece."""
 _Key = int | str | None
 """The status or code of a failure."""
+_COMPLETED: Mapping[_Key, NotCompleted] = {404: NotCompleted.GONE, 412: NotCompleted.EXISTS}
+"""Why an upload to S3 or GCS is not completed, by the status."""
+Answer = TypeVar("Answer")
+Outcome = TypeVar("Outcome")
 
 
 def uploads_of(root: str) -> Uploads:
-    """Uploads to a bucket, by its URL.
-
-    Raises:
-        PlanError: a package or credentials are missing.
-    """
+    """Uploads to a bucket, by its URL."""
     kinds: dict[str, Callable[[str], Uploads]] = {"s3": _S3, "gs": _Gcs, "az": _Azure}
     return kinds[root.partition("://")[0]](root)
 
@@ -92,7 +92,12 @@ class _Requests:
     def __init__(self, root: str) -> None:
         self._root, self._bucket = root, root.partition("://")[2]
 
-    def _request(self, name: str, call: Callable[[], Any], outcomes: Mapping[_Key, Any] = MappingProxyType({})) -> Any:
+    def _request(
+        self,
+        name: str,
+        call: Callable[[], Answer],
+        outcomes: Mapping[_Key, Outcome] = MappingProxyType({}),
+    ) -> Answer | Outcome:
         """What `call` returns, which makes a request; `outcomes` are results for failures of these statuses or codes.
 
         Raises:
@@ -100,7 +105,7 @@ class _Requests:
         """
         location = f"{self._root}/{name}"
 
-        def attempt() -> Any:
+        def attempt() -> Answer | Outcome:
             try:
                 return call()
             except self._errors as error:
@@ -121,11 +126,7 @@ class _Requests:
         return persistent(attempt, location)
 
     def _text(self, name: str, call: Callable[[], Any]) -> str:
-        """What `call` returns, which must be a text.
-
-        Raises:
-            RequestError: the answer lacks it, or the request failed repeatedly.
-        """
+        """What `call` returns, which must be a text."""
         value = self._request(name, call)
         if not value or not isinstance(value, str):
             raise request_error("ParseError", f"{self._root}/{name}")
@@ -192,9 +193,7 @@ class _S3(_Requests):
             MultipartUpload={"Parts": [{"PartNumber": part, "ETag": tag} for part, tag in enumerate(tags, 1)]},
             IfNoneMatch="*",
         )
-        outcomes: dict[_Key, NotCompleted] = {404: NotCompleted.GONE, 412: NotCompleted.EXISTS}
-        answer: str | NotCompleted = self._request(name, lambda: complete().get("ETag", ""), outcomes)
-        return answer
+        return self._request(name, lambda: str(complete().get("ETag", "")), _COMPLETED)
 
     def abort(self, name: str, upload: str) -> None:
         abort = partial(self._client.abort_multipart_upload, Bucket=self._bucket, Key=name, UploadId=upload)
@@ -283,9 +282,7 @@ class _Gcs(_Requests):
             tag = re.search(rb"<ETag>(?:&quot;|\")?([0-9A-Za-z/+=_-]+)", answer.content[:4000])
             return tag[1].decode() if tag else ""
 
-        outcomes: dict[_Key, NotCompleted] = {404: NotCompleted.GONE, 412: NotCompleted.EXISTS}
-        answer: str | NotCompleted = self._request(name, complete, outcomes)
-        return answer
+        return self._request(name, complete, _COMPLETED)
 
     def abort(self, name: str, upload: str) -> None:
         cancel = partial(self._upload(name, upload).cancel, self._session, timeout=self._timeout)
@@ -361,10 +358,8 @@ class _Azure(_Requests):
         commit, blocks = self._container.get_blob_client(name).commit_block_list, [BlobBlock(tag) for tag in tags]
         outcomes: dict[_Key, NotCompleted] = {409: NotCompleted.EXISTS, 412: NotCompleted.EXISTS}
         outcomes |= dict.fromkeys(("InvalidBlockList", "InvalidBlockId"), NotCompleted.GONE)
-        answer: str | NotCompleted = self._request(
-            name, lambda: commit(blocks, match_condition=MatchConditions.IfMissing).get("etag", ""), outcomes
-        )
-        return answer
+        created = partial(commit, blocks, match_condition=MatchConditions.IfMissing)
+        return self._request(name, lambda: str(created().get("etag", "")), outcomes)
 
     def abort(self, name: str, upload: str) -> None:
         pass

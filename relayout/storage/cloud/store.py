@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
-from relayout.errors import FormatError, PlanError
+from relayout.errors import PlanError
 from relayout.storage.cloud.client import Client, WritableClient
 from relayout.storage.cloud.files import CloudFile
 from relayout.storage.protocols import (
@@ -21,11 +21,11 @@ from relayout.storage.protocols import (
     Kind,
     Modes,
     ReadableFile,
-    Refusal,
     Replaceable,
     RequestCost,
     Staging,
     Store,
+    if_there,
     read_whole,
 )
 
@@ -84,22 +84,14 @@ class CloudStore:
     def stat(self, name: str) -> FileStat | None:
         if self.opened is None:
             return self.client.stat(self.full_name(name))
-        try:
-            file = self.open(name)
-        except FormatError as error:
-            if error.code == "missing":
-                return None
-            raise
-        return FileStat(file.nbytes, file.version)
+        file = if_there(lambda: self.open(name))
+        return None if file is None else FileStat(file.nbytes, file.version)
 
     def read(self, name: str, limit: int) -> bytes:
         """One request."""
         if self.opened is not None and (file := self.opened.get(self.full_name(name))) is not None:
             return read_whole(file, self.location(name), limit)
-        body = self.client.get(self.full_name(name), 0, None, None)
-        if body.nbytes > limit:
-            raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=self.location(name), code="limit")
-        return body.content()
+        return self.client.get(self.full_name(name), 0, None, None).content(limit)
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
@@ -139,11 +131,7 @@ class CloudStore:
         return staging.part_staged(self._output(), older, shared, part, replace=replace)
 
     def _output(self) -> OutputPrefix:
-        """The prefix as an output.
-
-        Raises:
-            PlanError: the store is read-only, or the prefix is a whole bucket.
-        """
+        """The prefix as an output. PlanError: the store is read-only, or the prefix is a whole bucket."""
         from relayout.storage.cloud.output.prefix import OutputPrefix
 
         if not isinstance(self.client, WritableClient):
@@ -160,26 +148,23 @@ class CloudStore:
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
-def offer(url: str) -> Store | Refusal:
+def offer(url: str) -> Store:
     """A prefix of a bucket of S3, GCS or Azure."""
-    refused = refusal_of(url)
-    if refused is not None:
-        return refused
-    parts = urlsplit(url)
-    scheme = _SCHEMES.get(parts.scheme.lower(), parts.scheme.lower())
-    _, _, rest = url.partition("://")
+    check_url(url)
+    scheme, _, rest = url.partition("://")
+    scheme = _SCHEMES.get(scheme.lower(), scheme.lower())
     bucket, _, prefix = rest.rstrip("/").partition("/")
     from relayout.storage.cloud.bucket import BucketClient  # Other stores do not need it.
 
     return CloudStore(BucketClient.of(f"{scheme}://{bucket}"), prefix)
 
 
-def refusal_of(url: str) -> Refusal | None:
-    """Why a URL names no place in a store; None if it does."""
+def check_url(url: str) -> None:
+    """Raise PlanError unless a URL names a place in a store."""
     scheme, _, rest = url.partition("://")
-    parts = unquote(rest).split("/")
-    if _URL.fullmatch(f"{scheme.lower()}://{rest}") and not {".", ".."} & set(parts) and unquote(rest).isprintable():
-        return None
-    return Refusal(
-        f"expected {scheme}://BUCKET/PREFIX, without user, password, ?, # and \\, and without empty, . and .. parts"
-    )
+    parts = set(unquote(rest).split("/"))
+    if not _URL.fullmatch(f"{scheme.lower()}://{rest}") or {".", ".."} & parts or not unquote(rest).isprintable():
+        what = (
+            f"expected {scheme}://BUCKET/PREFIX, without user, password, ?, # and \\, and without empty, . and .. parts"
+        )
+        raise PlanError(what, code="option")

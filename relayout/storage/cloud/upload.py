@@ -31,7 +31,7 @@ class Upload(Closable):
         Args:
             name: the object's full name.
             location: its name in messages.
-            nbytes: the file's length; None if it is written from front to back, and ended by `end`.
+            nbytes: the file's length; None if it is written from front to back, by `append`.
         """
         self.name = name
         self.nbytes = nbytes
@@ -77,11 +77,7 @@ class Upload(Closable):
             self._send(index, self._parts.pop(index).memory[: self._size(index)])
 
     def tags(self) -> list[str]:
-        """What completes the upload, after all bytes were written.
-
-        Raises:
-            OSError: some were not.
-        """
+        """What completes the upload, after all bytes were written. OSError: some were not."""
         assert self.nbytes is not None
         num_parts = -(-self.nbytes // self.part_nbytes)
         missing = [index for index in range(num_parts) if index not in self._tags]

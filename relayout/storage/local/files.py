@@ -13,15 +13,15 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from relayout.core.extents import BLOCK, align_down, align_up
 from relayout.errors import FormatError
 from relayout.storage.libc import allocate, sync_range
-from relayout.storage.local.open_folder import OpenFolder, restrict
+from relayout.storage.local.open_folder import OpenFolder, restrict, with_path
 from relayout.storage.protocols import Access, Closable, FileStat, read_whole
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
@@ -35,17 +35,6 @@ TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """O_NONBLOCK: do not wait if a FIFO has replaced the file since it was checked."""
 _MAX_PENDING = 4
 """The most writes of one file that may be in write-back from the page cache to the drive."""
-
-
-@contextmanager
-def with_path(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError that has no filename."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def check_regular(path: Path) -> os.stat_result:
@@ -136,26 +125,23 @@ class InputFile(Closable):
                 if direct and error.errno in _REFUSED:
                     self._disable_direct()
                     continue
-                raise OSError(
-                    error.errno, f"{os.strerror(error.errno or 0)} at byte {offset + done}", str(self.path)
-                ) from None
+                raise _at_byte(error, offset + done, self.path) from None
             if count == 0:
-                raise FormatError(
-                    f"ends at byte {offset + done}, expected {self.nbytes} bytes", path=self.path, code="truncated"
-                )
+                raise self._truncated(offset + done)
             if direct and done + count < expected:
                 # A short read may end inside a block: continue at the start of that block.
                 count = align_down(count, BLOCK)
                 if count == 0:
                     length = os.fstat(self._fd).st_size
                     if length < self.nbytes:
-                        raise FormatError(
-                            f"ends at byte {length}, expected {self.nbytes} bytes", path=self.path, code="truncated"
-                        )
+                        raise self._truncated(length)
                     self._disable_direct()
             done += count
         if self._access is Access.ONCE and not self._direct:
             _drop_pages(self._fd, offset, done)
+
+    def _truncated(self, end: int) -> FormatError:
+        return FormatError(f"ends at byte {end}, expected {self.nbytes} bytes", path=self.path, code="truncated")
 
     def _disable_direct(self) -> None:
         if self._access is Access.DIRECT:
@@ -249,9 +235,7 @@ class OutputFile(Closable):
             try:
                 done += os.pwrite(fd, view[done:], offset + done)
             except OSError as error:
-                raise OSError(
-                    error.errno, f"{os.strerror(error.errno or 0)} at byte {offset + done}", str(self.path)
-                ) from None
+                raise _at_byte(error, offset + done, self.path) from None
 
     def close(self) -> None:
         """See `Closable.close`. The kernel reports a write-back error once, to descriptors open at that time."""
@@ -268,17 +252,16 @@ class OutputFile(Closable):
                 os.close(fd)
 
 
+def _at_byte(error: OSError, offset: int, path: Path) -> OSError:
+    return OSError(error.errno, f"{os.strerror(error.errno or 0)} at byte {offset}", str(path))
+
+
 def _no_direct_io(path: Path) -> OSError:
     return OSError(errno.EOPNOTSUPP, "the file system refuses direct I/O; use backend 'buffered'", str(path))
 
 
 def sync_and_drop_pages(folder: OpenFolder, name: str) -> None:
-    """Write a file's pages to the drive and drop them, so that the next read comes from the drive.
-
-    Raises:
-        FormatError: it is not a regular file of the folder's owner.
-        OSError: the pages could not be written.
-    """
+    """Write a file's pages to the drive and drop them, so that the next read comes from the drive."""
     fd = folder.open_own(name, os.O_RDONLY)
     try:
         with with_path(folder.path / name):

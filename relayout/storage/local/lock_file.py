@@ -20,11 +20,7 @@ _MAX_NBYTES = 32
 
 
 def check_owner_is(path: Path, status: os.stat_result, user: int) -> None:
-    """Check that a file or folder belongs to this user.
-
-    Raises:
-        PlanError: it belongs to another user.
-    """
+    """Raise PlanError unless a file or folder belongs to this user."""
     if status.st_uid != user:
         raise PlanError(
             f"belongs to another user (id {status.st_uid}, not {user});"
@@ -98,11 +94,7 @@ def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
 
 
 def _check_is_lock(path: Path, status: os.stat_result, user: int) -> None:
-    """Check that a file may be truncated: this user's, regular, and by no other name (hard link) something else.
-
-    Raises:
-        PlanError: it is not.
-    """
+    """Raise PlanError unless a file may be truncated: this user's, regular, and without other names (hard links)."""
     check_owner_is(path, status, user)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # 0: its holder has just removed it.
         what = "is not a regular file, or has several hard links, and blocks the lock; remove it"

@@ -32,11 +32,7 @@ class Filesystem:
 
 
 def filesystem_of(path: Path) -> Filesystem:
-    """The file system of an existing file.
-
-    Raises:
-        OSError: stat(2) failed.
-    """
+    """The file system of an existing file."""
     status = path.stat()
     mount_point, kind = _mount_of(path)
     return Filesystem(kind, mount_point, status.st_blksize, _drive_block(status.st_dev))

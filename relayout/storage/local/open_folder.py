@@ -21,28 +21,34 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
+@contextmanager
+def with_path(path: Path, target: Path | None = None) -> Iterator[None]:
+    """Let an OSError name this path; of a renaming, also the other."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        more = () if target is None else (None, str(target))
+        raise OSError(error.errno, error.strerror, str(path), *more) from None
+
+
 class OpenFolder(Closable):
     """A folder that is held open. Names are relative to it and may include subfolders. Thread-safe."""
 
     def __init__(self, path: Path, fd: int | None = None) -> None:
-        """Open a folder, following links in its path; or take over its descriptor `fd`.
-
-        Raises:
-            OSError: the folder cannot be opened.
-        """
+        """Open a folder, following links in its path; or take over its descriptor `fd`."""
         self.path = path
         """Its path when it was opened; for messages only."""
         self.fd = os.open(path, _FOLDER & ~os.O_NOFOLLOW) if fd is None else fd
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """Open a file and return its descriptor. With O_CREAT, create the file and missing subfolders.
-
-        Raises:
-            OSError: the file cannot be opened, is a link or, with O_CREAT, exists.
+        """Open a file, but no link, and return its descriptor. With O_CREAT, it must be new; missing subfolders are
+        made, too.
         """
         above, _, base = name.rpartition("/")
         create = flags & os.O_CREAT
-        with self._below(above, create=bool(create)) as folder, self._with_path(name):
+        with self._below(above, create=bool(create)) as folder, with_path(self.path / name):
             return os.open(base, flags | _FILE | (os.O_EXCL if create else 0), mode, dir_fd=folder)
 
     def open_own(self, name: str, flags: int) -> int:
@@ -50,7 +56,6 @@ class OpenFolder(Closable):
 
         Raises:
             FormatError: it is something else, which could give access to another user's file.
-            OSError: the file cannot be opened.
         """
         status = self.status(name)
         if status is not None:
@@ -73,7 +78,7 @@ class OpenFolder(Closable):
             OSError: there is something that may not be replaced, or writing failed; nothing has changed.
         """
         partial, created = f".{os.urandom(8).hex()}.partial", list[str]()
-        with self._with_path(name):
+        with with_path(self.path / name):
             if replace and (status := self.status(name)) is not None and not stat.S_ISREG(status.st_mode):
                 raise FileExistsError(errno.EEXIST, "exists and is not a regular file")
             try:
@@ -110,28 +115,20 @@ class OpenFolder(Closable):
 
     def status(self, name: str) -> os.stat_result | None:
         """Status of an entry, without following a link; None if it does not exist."""
-        with self._with_path(name):
+        with with_path(self.path / name):
             try:
                 return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             except FileNotFoundError:
                 return None
 
     def subfolder(self, name: str) -> OpenFolder:
-        """Open a subfolder.
-
-        Raises:
-            OSError: it cannot be opened; NotADirectoryError also for a link.
-        """
-        with self._with_path(name):
+        """Open a subfolder. NotADirectoryError: it is none, or a link."""
+        with with_path(self.path / name):
             return OpenFolder(self.path / name, os.open(name, _FOLDER, dir_fd=self.fd))
 
     def make(self, name: str, mode: int) -> None:
-        """Create a subfolder; `mode` is before the umask.
-
-        Raises:
-            OSError: it exists, or cannot be created.
-        """
-        with self._with_path(name):
+        """Create a subfolder; `mode` is before the umask."""
+        with with_path(self.path / name):
             os.mkdir(name, mode, dir_fd=self.fd)
 
     def remove(self, name: str, only: Collection[str] | None = None) -> None:
@@ -147,7 +144,7 @@ class OpenFolder(Closable):
         if status is None:
             return
         if not stat.S_ISDIR(status.st_mode):
-            with self._with_path(name):
+            with with_path(self.path / name):
                 os.unlink(name, dir_fd=self.fd)
             return
         with self._writable(name) as folder:
@@ -155,7 +152,7 @@ class OpenFolder(Closable):
                 below = only and [path.removeprefix(f"{inside}/") for path in only if path.startswith(f"{inside}/")]
                 if only is None or below or inside in only:
                     folder.remove(inside, below)
-        with self._with_path(name):
+        with with_path(self.path / name):
             os.rmdir(name, dir_fd=self.fd)
 
     @contextmanager
@@ -175,7 +172,7 @@ class OpenFolder(Closable):
         """Grant a subfolder's owner all permissions, by descriptor, because chmod(2) follows links."""
         if not hasattr(os, "O_PATH"):
             return
-        with self._with_path(name):
+        with with_path(self.path / name):
             fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
             try:
                 Path(f"/proc/self/fd/{fd}").chmod(0o700)
@@ -193,7 +190,7 @@ class OpenFolder(Closable):
     def sync(self) -> None:
         """Write the entries of this folder and its subfolders to the drive."""
         for above, _, _, fd in os.fwalk(".", dir_fd=self.fd):
-            with self._with_path(above):
+            with with_path(self.path / above):
                 os.fsync(fd)
 
     def close(self) -> None:
@@ -208,7 +205,7 @@ class OpenFolder(Closable):
         fd = os.dup(self.fd)
         try:
             for part in names.split("/") if names else ():
-                with self._with_path(names):
+                with with_path(self.path / names):
                     if create:
                         with suppress(FileExistsError):
                             os.mkdir(part, dir_fd=fd)
@@ -219,54 +216,23 @@ class OpenFolder(Closable):
         finally:
             os.close(fd)
 
-    @contextmanager
-    def _with_path(self, name: str) -> Iterator[None]:
-        """Give an OSError the whole path."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno is None:
-                raise
-            raise OSError(error.errno, error.strerror, str(self.path / name)) from None
-
 
 def write_file(path: Path, content: bytes, *, replace: bool = True) -> None:
-    """Write a small file whole; see `OpenFolder.write`. Errors name `path`, never a temporary file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    try:
-        with OpenFolder(path.parent) as folder:
-            folder.write(path.name, content, replace=replace)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    """Write a small file whole; see `OpenFolder.write`. Errors name `path`, never a temporary file."""
+    with with_path(path), OpenFolder(path.parent) as folder:
+        folder.write(path.name, content, replace=replace)
 
 
 def rename(source: OpenFolder, name: str, target: OpenFolder, new_name: str) -> None:
-    """rename(2) from one open folder into another.
-
-    Raises:
-        OSError: rename(2) failed.
-    """
-    try:
+    """rename(2) from one open folder into another."""
+    with with_path(source.path / name, target.path / new_name):
         os.rename(name, new_name, src_dir_fd=source.fd, dst_dir_fd=target.fd)
-    except OSError as error:
-        paths = (str(source.path / name), None, str(target.path / new_name))
-        raise OSError(error.errno, error.strerror, *paths) from None
 
 
 def exchange(source: OpenFolder, name: str, target: OpenFolder, other: str) -> bool:
-    """Exchange two names atomically. Return False if the kernel or file system does not support it.
-
-    Raises:
-        OSError: the exchange failed.
-    """
-    try:
+    """Exchange two names atomically. Return False if the kernel or file system does not support it."""
+    with with_path(source.path / name, target.path / other):
         return exchange_names(source.fd, name, target.fd, other)
-    except OSError as error:
-        paths = (str(source.path / name), None, str(target.path / other))
-        raise OSError(error.errno, error.strerror, *paths) from None
 
 
 def restrict(fd: int, mode: int) -> None:

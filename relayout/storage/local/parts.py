@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from relayout.errors import PlanError
+from relayout.storage.local.files import sync_and_drop_pages
 from relayout.storage.local.lock_file import user_of_new_files
 from relayout.storage.local.open_folder import OpenFolder, rename
 from relayout.storage.local.staging import (
@@ -44,20 +45,12 @@ class PartStaging(LocalStaging):
         return read_notes(self._whole, name)
 
     def add(self, part: str) -> None:
-        """Add the files, and then the notes of the part.
-
-        Raises:
-            OSError: a file cannot be renamed, for example as the output was published meanwhile.
-        """
+        """Add the files, and then the notes of the part. This fails if the output was published meanwhile."""
         with subfolder(self._whole, FOLDER, self.modes.folder) as target:
             for name in self.names():
                 rename(self.folder, name, target, name)
             os.fsync(target.fd)
-        fd = self.place.open_own(part, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_and_drop_pages(self.place, part)
         rename(self.place, part, self._whole, part)
         os.fsync(self._whole.fd)
 
@@ -99,11 +92,7 @@ def _check_not_published(output: Path, marker: str, replace: bool) -> None:
 
 
 def _assembly(parent: OpenFolder, output: Path, shared: str, attempt: str) -> OpenFolder:
-    """Where parts are assembled, with a new folder for an attempt; several processes may make it at the same time.
-
-    Raises:
-        PlanError: it belongs to another user.
-    """
+    """Where parts are assembled, with a new folder for an attempt; several processes may make it at the same time."""
     user = user_of_new_files(parent, lock_of(output).name)
     for _ in range(_TRIES):
         with suppress(FileExistsError):

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from relayout.errors import FormatError, PlanError, shown
-from relayout.storage.local.files import InputFile, OutputFile, sync_and_drop_pages, with_path
+from relayout.storage.local.files import InputFile, OutputFile, sync_and_drop_pages
 from relayout.storage.local.lock_file import check_owner_is, locked
-from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
+from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict, with_path
 from relayout.storage.protocols import LIVE, Access, Closable, Modes, kept_note
 
 _TO_CREATE = os.O_RDWR | os.O_CREAT
@@ -100,11 +100,7 @@ def remove_leftovers(output: Path) -> None:
 
 
 def check_space(output: Path, nbytes: int) -> None:
-    """Check that the drive has space for `nbytes` more bytes.
-
-    Raises:
-        PlanError: fewer bytes are free.
-    """
+    """Raise PlanError unless the drive has space for `nbytes` more bytes."""
     status = os.statvfs(output.resolve().parent)
     free = status.f_bavail * status.f_frsize
     if free < nbytes:
@@ -314,11 +310,7 @@ def staging_folder(
 
 
 def _folder_of(place: OpenFolder, shared: str | None, replaced: Callable[[Path], object] | None) -> OpenFolder:
-    """Where an output is assembled: in the folder beside it, or in the one in there that parts share.
-
-    Raises:
-        PlanError: there are no such parts; or there are some, which are not asked for.
-    """
+    """Where an output is assembled: in the folder beside it, or in the one in there that parts share."""
     if shared is not None and shared.startswith(LIVE):
         _remove_older(place, force=replaced is not None)
         return subfolder(place, shared_folder(shared))
@@ -335,11 +327,8 @@ def _folder_of(place: OpenFolder, shared: str | None, replaced: Callable[[Path],
 
 
 def _remove_older(place: OpenFolder, *, force: bool) -> None:
-    """Delete what earlier attempts have left in a staging folder, whose lock is held. Units and resumable conversions
-    only with `force`.
-
-    Raises:
-        PlanError: there are some.
+    """Delete what earlier attempts have left in a staging folder, whose lock is held; units and resumable conversions
+    only with `force`, else raise PlanError.
     """
     if not force and (_has_notes(place) or _shared(place)):
         what = "holds an interrupted conversion, or units of other processes; --force discards them"
@@ -374,11 +363,7 @@ def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFol
 
 @contextmanager
 def _locked_parent(output: Path) -> Iterator[tuple[OpenFolder, int]]:
-    """Hold the output's lock. Yield its parent folder and this user's id there.
-
-    Raises:
-        PlanError: another process is writing the same output, or the lock belongs to another user.
-    """
+    """Hold the output's lock. Yield its parent folder and this user's id there."""
     with OpenFolder(output.parent) as parent, locked(parent, lock_of(output).name, output) as user:
         yield parent, user
 
@@ -394,10 +379,8 @@ def place_of(output: Path) -> Path:
 
 
 def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
-    """Open the staging folder of an earlier attempt and make it private; None if there is none.
-
-    Raises:
-        PlanError: it belongs to another user, or relayout did not make it.
+    """Open the staging folder of an earlier attempt and make it private; None: there is none. PlanError: it is not
+    ours.
     """
     path = place_of(output)
     status = parent.status(path.name)
@@ -418,11 +401,7 @@ def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
 
 
 def _check_ours(place: OpenFolder) -> None:
-    """Check that a staging folder has only names that relayout uses, so that it may be deleted.
-
-    Raises:
-        PlanError: it has others.
-    """
+    """Raise PlanError unless a staging folder has only names that relayout uses, so that it may be deleted."""
     for name in place.names():
         if not _OURS.fullmatch(name):
             what = f"holds {shown(name)}, which relayout did not put there; move it away"
@@ -451,11 +430,7 @@ def _remove(parent: OpenFolder, place: OpenFolder, output: Path) -> None:
 def _undo_rename(
     parent: OpenFolder, output: Path, user: int, replaced: Callable[[Path], frozenset[str]] | None
 ) -> None:
-    """Rename an older folder back to `output`, if a process was killed between two renames.
-
-    Raises:
-        PlanError: the older folder belongs to another user, or it is not to be replaced.
-    """
+    """Rename an older folder back to `output`, if a process was killed between two renames."""
     old = older_folder(output)
     status = parent.status(old.name)
     if status is None:

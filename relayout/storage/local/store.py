@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import unquote, urlsplit
 
-from relayout.errors import FormatError, did_you_mean
+from relayout.errors import FormatError, PlanError, did_you_mean
 from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
 from relayout.storage.local.paths import is_inside, resolve_inside
 from relayout.storage.protocols import (
@@ -22,7 +22,6 @@ from relayout.storage.protocols import (
     FileStat,
     Kind,
     Modes,
-    Refusal,
     Replaceable,
     RequestCost,
     Store,
@@ -135,12 +134,7 @@ class LocalStore:
 
 
 def _entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every entry below a folder, by its relative name; `hidden`: also those whose names begin with a dot.
-
-    Raises:
-        FormatError: folders are nested so deep that their paths cannot be used.
-        OSError: a folder cannot be listed.
-    """
+    """Every entry below a folder, by its relative name; `hidden`: also those whose names begin with a dot."""
     pending = [""]
     while pending:
         prefix = pending.pop()
@@ -183,9 +177,9 @@ def _similar(path: Path) -> str:
         return ""
 
 
-def offer(url: str) -> Store | Refusal:
+def offer(url: str) -> Store:
     """A folder or file by its URL, file:///PATH."""
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
-        return Refusal("expected file:///PATH")
+        raise PlanError("expected file:///PATH", code="option")
     return LocalStore(Path(unquote(parts.path)))

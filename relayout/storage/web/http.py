@@ -19,7 +19,7 @@ from relayout.storage.cloud import connect
 from relayout.storage.cloud.bucket import check_answer, is_comparable
 from relayout.storage.cloud.client import Body, timed
 from relayout.storage.cloud.failures import persistent, replaced, request_error
-from relayout.storage.protocols import FileStat, RequestError
+from relayout.storage.protocols import FileStat, RequestError, if_there
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager, Timeout
@@ -36,11 +36,7 @@ Headers = Mapping[str, str]
 def get(
     url: str, location: str, start: int, end: int | None, version: str | None, headers: Headers | None = None
 ) -> Body:
-    """Request a range of a file; see `Client.get`.
-
-    Args:
-        where: the file's name in messages.
-    """
+    """Request a range of a file, which messages call `location`; see `Client.get`."""
     request_headers = dict(headers or {})
     if end is not None:
         request_headers["range"] = f"bytes={start}-{end - 1}"
@@ -48,36 +44,21 @@ def get(
         request_headers["if-match"] = version
 
     def ask() -> Body:
-        answer = _checked(
-            _final(send("GET", url, location, request_headers), location),
-            location,
-            None if end is None else (start, end),
-        )
-        stat = stat_of(answer, location)
-        part = _part(answer, stat.nbytes)
+        answer = send("GET", url, location, request_headers)
+        stat, part = _described(answer, location, None if end is None else (start, end))
         check_answer(stat, part, start, end, version, location)
         pieces = _pieces(answer, location, part)
-        return Body(stat, location, part[0], part[1] - part[0], pieces, again)
+        return Body(
+            stat, location, part, pieces, lambda offset: get(url, location, offset, part[1], stat.version, headers)
+        )
 
-    def again(offset: int) -> Body:
-        return get(url, location, offset, body.part[1], body.stat.version, headers)
-
-    body = persistent(ask, location)
-    return body
+    return persistent(ask, location)
 
 
 def stat(url: str, location: str) -> FileStat | None:
     """A file's metadata; see `Client.stat`."""
 
-    def ask() -> FileStat:
-        return stat_of(_checked(_final(send("HEAD", url, location), location), location), location)
-
-    try:
-        return persistent(ask, location)
-    except FormatError as error:
-        if error.code == "missing":
-            return None
-        raise
+    return if_there(lambda: persistent(lambda: _described(send("HEAD", url, location), location)[0], location))
 
 
 def send(method: str, url: str, location: str, headers: Headers | None = None) -> BaseHTTPResponse:
@@ -128,12 +109,7 @@ def redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
 
 
 def small_answer(answer: BaseHTTPResponse, location: str, limit: int) -> bytes:
-    """The body of an answer.
-
-    Raises:
-        FormatError: it has more than `limit` bytes.
-        RequestError: it did not arrive.
-    """
+    """The body of an answer. FormatError: it has more than `limit` bytes."""
     content = bytearray()
     for piece in timed(_pieces(answer, location), location):
         content += piece
@@ -142,27 +118,30 @@ def small_answer(answer: BaseHTTPResponse, location: str, limit: int) -> bytes:
     return bytes(content)
 
 
-def _final(answer: BaseHTTPResponse, location: str) -> BaseHTTPResponse:
-    """Check that an answer does not send elsewhere.
+def _described(
+    answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None
+) -> tuple[FileStat, tuple[int, int]]:
+    """Of an answer with bytes: length and version of the file, and which range it brings; for errors see `Client.get`.
 
-    Raises:
-        RequestError: it does.
+    Args:
+        part: the range that was asked for.
     """
-    target = redirect_of(answer, "")
-    if target is None:
-        return answer
-    answer.close()
-    parts = urlsplit(target)
-    named = escape_controls(f"{parts.scheme}://{parts.hostname}"[:100])  # Not what may be a signature.
-    what = f"redirected to {named}: redirects to other servers are not followed; give that URL if you trust it"
-    raise RequestError(errno.EPROTO, f"{what} (HTTP {answer.status})", location, answer.status)
-
-
-def _checked(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None) -> BaseHTTPResponse:
-    """Check the status of an answer; for errors see `Client.get`."""
     if answer.status in (200, 206):
-        return answer
+        found = _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
+        length = found[3] if found else answer.headers.get("content-length", "")
+        if (answer.status == 206 and found is None) or not _NUMBER.fullmatch(length):
+            answer.close()
+            raise RequestError(errno.EPROTO, "the server sends no file length, or no valid range", location)
+        version = answer.headers.get("etag") or answer.headers.get("last-modified") or ""
+        brought = (int(found[1]), int(found[2]) + 1) if found else (0, int(length))
+        return FileStat(int(length), version), brought
     answer.close()
+    target = redirect_of(answer, "")
+    if target is not None:
+        parts = urlsplit(target)
+        named = escape_controls(f"{parts.scheme}://{parts.hostname}"[:100])  # Not what may be a signature.
+        what = f"redirected to {named}: redirects to other servers are not followed; give that URL if you trust it"
+        raise RequestError(errno.EPROTO, f"{what} (HTTP {answer.status})", location, answer.status)
     if answer.status in (404, 410):
         raise FormatError("is missing", path=location, code="missing")
     if answer.status == 412:
@@ -176,29 +155,6 @@ def retry_after(answer: BaseHTTPResponse) -> float | None:
     """Seconds for which a server wants to be left alone; None if it does not say, or says a date."""
     text = answer.headers.get("retry-after", "")
     return float(text) if _NUMBER.fullmatch(text) else None
-
-
-def stat_of(answer: BaseHTTPResponse, location: str) -> FileStat:
-    """Length and version of the file that an answer is about.
-
-    Raises:
-        RequestError: the answer does not tell the length.
-    """
-    part = _content_range(answer)
-    length = part[3] if part else answer.headers.get("content-length", "")
-    if (answer.status == 206 and part is None) or not _NUMBER.fullmatch(length):
-        answer.close()
-        raise RequestError(errno.EPROTO, "the server sends no file length, or no valid range", location)
-    return FileStat(int(length), answer.headers.get("etag") or answer.headers.get("last-modified") or "")
-
-
-def _part(answer: BaseHTTPResponse, nbytes: int) -> tuple[int, int]:
-    part = _content_range(answer)
-    return (int(part[1]), int(part[2]) + 1) if part else (0, nbytes)
-
-
-def _content_range(answer: BaseHTTPResponse) -> re.Match[str] | None:
-    return _RANGE.fullmatch(answer.headers.get("content-range", "")) if answer.status == 206 else None
 
 
 def _pieces(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ from relayout.storage.cloud.connect import require
 from relayout.storage.cloud.failures import persistent, replaced
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import Access, FileStat, Kind, ReadableFile, Refusal, RequestCost, RequestError, Store
+from relayout.storage.protocols import Access, FileStat, Kind, ReadableFile, RequestCost, RequestError, Store
 from relayout.storage.web import http
 
 if TYPE_CHECKING:
@@ -229,11 +229,7 @@ class HubClient:
         return address
 
     def _answer(self, method: str, url: str, location: str) -> BaseHTTPResponse:
-        """The hub's answer: a body, or the name of another place.
-
-        Raises:
-            FormatError, PlanError, RequestError: it is an error, in our words.
-        """
+        """The hub's answer: a body, or the name of another place. Errors are in our words."""
         if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
             what = (
                 "HF_HUB_OFFLINE is set, and the hub's cache on this machine does not have it: download it where there"
@@ -289,11 +285,7 @@ def _file(entry: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
 
 
 def _commit(text: str, location: str) -> str:
-    """A commit's hash, which becomes part of paths and URLs.
-
-    Raises:
-        FormatError: it is none.
-    """
+    """A commit's hash, which becomes part of paths and URLs. FormatError: it is none."""
     if not _COMMIT.fullmatch(text):
         raise FormatError(
             f"{shown(text)} is not a commit: expected 40 hexadecimal digits", path=location, code="unsafe"
@@ -342,11 +334,11 @@ class HubStore(CloudStore):
         return self._source(name).open(name, nbytes, access=access, version=version)
 
 
-def offer(url: str) -> Store | Refusal:
+def offer(url: str) -> Store:
     """A repository, or a folder in it. No request is made yet."""
     match = _URL.fullmatch(url)
     if match is None or {".", ".."} & set(match["folder"].split("/")):
-        return Refusal("expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it")
+        raise PlanError("expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it", code="option")
     require("huggingface_hub", url, "hub")
     require("urllib3", url, "hub")
     return HubStore(HubClient(match["repo"], match["revision"]), match["folder"].strip("/"))

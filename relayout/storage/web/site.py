@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 
 from relayout.core.workers import each
-from relayout.errors import FormatError
 from relayout.format.fields import parse_object
 from relayout.storage.cloud.client import CLOUD_COST, Body
 from relayout.storage.cloud.connect import require
-from relayout.storage.cloud.store import CloudStore, refusal_of
-from relayout.storage.protocols import FileStat, Refusal, RequestCost, Store
+from relayout.storage.cloud.store import CloudStore, check_url
+from relayout.storage.protocols import FileStat, RequestCost, Store
 from relayout.storage.web import http
 
 _INDEX = "model.safetensors.index.json"
@@ -70,25 +69,17 @@ class WebClient:
         yield from ((above + name, version) for name, version in versions.items())
 
     def _shards(self, above: str) -> list[str]:
-        """The files that an index names. The reader of the checkpoint checks these names.
-
-        Raises:
-            FormatError: the index is larger or nested deeper than any, or no JSON.
-        """
+        """The files that an index names. The reader of the checkpoint checks these names."""
         location = f"{self.root}/{above}{_INDEX}"
-        body = self.get(above + _INDEX, 0, None, None)
-        if body.nbytes > _MAX_INDEX_NBYTES:
-            raise FormatError(f"{body.nbytes} bytes, limit {_MAX_INDEX_NBYTES}", path=location, code="limit")
-        named = parse_object(body.content(), location).get("weight_map")
+        content = self.get(above + _INDEX, 0, None, None).content(_MAX_INDEX_NBYTES)
+        named = parse_object(content, location).get("weight_map")
         values = named.values() if isinstance(named, dict) else ()
         return sorted({name for name in values if isinstance(name, str)} - set(_KNOWN))
 
 
-def offer(url: str) -> Store | Refusal:
+def offer(url: str) -> Store:
     """A folder or file of a web server."""
-    refused = refusal_of(url)
-    if refused is not None:
-        return refused
+    check_url(url)
     require("urllib3", url)
     parts = urlsplit(url)
     return CloudStore(WebClient(f"{parts.scheme.lower()}://{parts.netloc}"), unquote(parts.path).strip("/"))

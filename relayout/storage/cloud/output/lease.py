@@ -68,12 +68,7 @@ class Lease:
         self._stop = threading.Event()
 
     def __enter__(self) -> Lease:
-        """Take it.
-
-        Raises:
-            PlanError: another process writes the output.
-            FormatError: the object of its name is no lease. Nothing was changed.
-        """
+        """Take it. PlanError: another process writes the output. FormatError: the object of its name is no lease."""
         self._take()
         _held.add(self._token)
         self._begin_refreshing()

@@ -13,7 +13,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import Version, WritableClient
 from relayout.storage.cloud.output import records
 from relayout.storage.cloud.output.records import Proof, Publishing, Record
-from relayout.storage.protocols import Replaceable, RequestError, Store
+from relayout.storage.protocols import Replaceable, RequestError, Store, if_there
 
 _NUM_REQUESTS = 16
 """Small requests at the same time."""
@@ -60,21 +60,9 @@ class OutputPrefix:
         }
 
     def load(self, full: str, limit: int) -> tuple[bytes, Version] | None:
-        """A small object and its version; None if it does not exist.
-
-        Raises:
-            FormatError: it is larger than `limit` bytes.
-            RequestError: the request failed.
-        """
-        try:
-            body = self.client.get(full, 0, None, None)
-        except FormatError as error:
-            if error.code == "missing":
-                return None
-            raise
-        if body.nbytes > limit:
-            raise FormatError(f"{body.nbytes} bytes, limit {limit}", path=f"{self.client.root}/{full}", code="limit")
-        return body.content(), body.replaces
+        """A small object and its version; None if it does not exist. FormatError: it is larger than `limit` bytes."""
+        body = if_there(lambda: self.client.get(full, 0, None, None))
+        return None if body is None else (body.content(limit), body.replaces)
 
     def proves(self, name: str, proof: Proof) -> bool:
         """Whether a file's object exists and fits its proof."""
@@ -105,11 +93,7 @@ class OutputPrefix:
         return [name for name in names if records.kind_of(name) is not None]
 
     def read(self, name: str, kind: type[Record]) -> Record | None:
-        """A record; None if it does not exist.
-
-        Raises:
-            FormatError: the object is no record of this kind.
-        """
+        """A record; None if it does not exist. FormatError: the object is no record of this kind."""
         loaded = self.load(self.hidden + name, records.MAX_NBYTES)
         return None if loaded is None else records.parse(loaded[0], kind, f"{self.client.root}/{self.hidden}{name}")
 
@@ -128,10 +112,8 @@ class OutputPrefix:
         self.client.put(self.hidden + name, records.dump(record))
 
     def create(self, full: str, content: bytes) -> Version | None:
-        """Create a small object and return its version; None if it exists with this content.
-
-        Raises:
-            FileExistsError: it exists with another content.
+        """Create a small object and return its version; None if it exists with this content. FileExistsError: with
+        another.
         """
         try:
             return self.client.put(full, content, None)

@@ -141,11 +141,7 @@ def dump(record: object) -> bytes:
 
 
 def parse(content: bytes, kind: type[Record], location: str) -> Record:
-    """The record that an object holds.
-
-    Raises:
-        FormatError: it holds none of this kind.
-    """
+    """The record that an object holds. FormatError: it holds none of this kind."""
     try:
         value = json.loads(content.decode())
         if not isinstance(value, dict) or value.pop(_MARK, None) != kind.__name__:

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
@@ -39,17 +40,17 @@ def staged(output: OutputPrefix, older: Replaceable, *, replace: bool, shared: s
     what = "convert" if shared is None else "commit"
     with Lease(output, what) as lease:
         check_vacant(output, older, force=replace)  # Another process may have published meanwhile.
-        staging = CloudStaging(output, older, lease)
+        staging = CloudStaging(output, older, lease, replace=replace)
         staging.read_published()
         if shared is None:
-            staging.take_over(replace=replace)
+            staging.take_over()
         elif shared.startswith(LIVE):
-            staging.await_parts(shared, replace=replace)
+            staging.await_parts(shared)
         else:
-            staging.gather(shared, replace=replace)
+            staging.gather(shared)
         try:
             yield staging
-            staging.publish(replace=replace)
+            staging.publish()
         except BaseException as error:
             staging.give_up(error)
             raise
@@ -60,37 +61,31 @@ def part_staged(
     output: OutputPrefix, older: Replaceable, shared: str, part: str, *, replace: bool
 ) -> Iterator[CloudStaging]:
     """Stage a part of an output, and record it."""
-    staging = CloudStaging(output, older, None, shared, part)
-    if not replace:
-        staging.refuse_conversion()
-    record = f"{records.UNITS}{shared}/{part}"
-    unit = output.read(record, Unit)
-    if unit is not None:
-        staging.add_part(part, unit, with_files=False)
+    staging = PartStaging(output, older, shared, part, replace=replace)
     try:
         yield staging
-        staging.complete_part(record, replace=replace)
+        staging.complete()
     except BaseException as error:
         staging.give_up(error)
-        if isinstance(error, RequestError) and not replace:
+        if isinstance(error, RequestError):
             staging.check_incomplete()  # The process that publishes aborts the uploads of others.
         raise
 
 
 class CloudStaging:
-    """Uploads that become objects when they are published."""
+    """Uploads that become objects when they are published. Without `replace`, methods raise PlanError where they would
+    discard what other processes have done.
+    """
 
     can_read = False
 
-    def __init__(
-        self, output: OutputPrefix, older: Replaceable, lease: Lease | None, shared: str = "", part: str | None = None
-    ) -> None:
-        """Begin with nothing. A `part` has no lease, and claims nothing before it is complete."""
+    def __init__(self, output: OutputPrefix, older: Replaceable, lease: Lease | None, *, replace: bool) -> None:
+        """Begin with nothing. Without a lease, as of a part, nothing is claimed for the next attempt."""
         self._output = output
         self._older = older
         self._marker = older.marker
         self._lease = lease
-        self._part = part
+        self._replace = replace
         self._backend = output.client.uploads()
         self._erase = Eraser(output, self._backend.abort, self._check)
         self._small: dict[str, bytes] = {}
@@ -111,7 +106,8 @@ class CloudStaging:
         """The name of parts that are still to come."""
         self._has_parts = False
         """Whether the files are those of parts, which others have recorded."""
-        self._begun = records.UPLOADS if part is None else f"{records.UNIT_UPLOADS}{shared}/"
+        self._begun = records.UPLOADS
+        """How names of records of uploads begin."""
 
     @property
     def location(self) -> str:
@@ -122,22 +118,13 @@ class CloudStaging:
             self._lease.check()
 
     def read_published(self) -> None:
-        """Read what an attempt that ended while it published has created.
-
-        Raises:
-            FormatError: its record is none.
-        """
+        """Read what an attempt that ended while it published has created."""
         self._published = self._output.read(records.PUBLISHING, Publishing) or self._published
 
-    def take_over(self, *, replace: bool) -> None:
-        """Read what an earlier attempt has completed. Changes nothing.
-
-        Raises:
-            PlanError: there are units, and `replace` is not set.
-            FormatError: an object has the name of a record, and is none.
-        """
+    def take_over(self) -> None:
+        """Read what an earlier attempt has completed. Changes nothing."""
         output = self._output
-        if self._has_units(replace=replace):
+        if self._has_units():
             done = len(output.read_all(records.UNITS, Unit))
             output.read_all(records.UNIT_UPLOADS, Begun)
             what = f"--force discards {done} units that other processes have converted, and those in progress"
@@ -147,97 +134,46 @@ class CloudStaging:
                 raise FormatError("is not the record that its name implies", path=f"{self.location}/{name}")
             self._complete[file.name], self._records[file.name] = file, name
 
-    def _has_units(self, *, replace: bool) -> bool:
-        """Whether there are units, complete or not. Those of a `LIVE` name are left of processes that had the lease.
-
-        Raises:
-            PlanError: there are, and `replace` is not set.
-        """
+    def _has_units(self) -> bool:
+        """Whether there are units, complete or not. Those of a `LIVE` name are left of processes that had the lease."""
         names = self._output.record_names(records.UNITS) + self._output.record_names(records.UNIT_UPLOADS)
         units = [name for name in names if not name.partition("/")[2].startswith(LIVE)]
-        if units and not replace:
+        if units and not self._replace:
             what = "holds units of other processes: --commit publishes them, --force discards them"
             raise PlanError(what, path=str(self._output), code="exists")
         return bool(units)
 
     def refuse_conversion(self) -> None:
-        """Check that there is no interrupted conversion without units, whose uploads would be lost.
-
-        Raises:
-            PlanError: there is one.
-        """
-        if self._output.record_names(records.COMPLETE):
+        """Raise PlanError if there is an interrupted conversion without units, whose uploads would be lost."""
+        if not self._replace and self._output.record_names(records.COMPLETE):
             what = "holds an interrupted conversion without units; --force discards it"
             raise PlanError(what, path=self.location, code="exists")
 
-    def gather(self, shared: str, *, replace: bool) -> None:
-        """Take all parts of this name.
-
-        Raises:
-            PlanError: there are none; or there is another conversion, and `replace` is not set.
-        """
-        if not replace:
-            self.refuse_conversion()
+    def gather(self, shared: str) -> None:
+        """Take all parts of this name, of which there must be some."""
+        self.refuse_conversion()
         prefix = f"{records.UNITS}{shared}/"
         units = self._output.read_all(prefix, Unit)
         if not units:
             raise PlanError("no unit of this conversion is done", path=self.location, code="missing")
         for name, unit in units.items():
-            self.add_part(name.removeprefix(prefix), unit, with_files=True)
+            self._part_notes[name.removeprefix(prefix)] = unit.notes.encode("latin-1")
+            self._complete |= {file.name: file for file in unit.files}
+            self._small |= {name: text.encode("latin-1") for name, text in unit.small.items()}
             self._records |= {file.name: name for file in unit.files}
         self._has_parts = True
 
-    def await_parts(self, shared: str, *, replace: bool) -> None:
-        """Make room for parts of this name. Those of other such names are left of processes that had the lease.
-
-        Raises:
-            PlanError: there is an interrupted conversion, or a unit, and `replace` is not set.
-        """
-        if not replace:
-            self.refuse_conversion()
-        self._has_units(replace=replace)
+    def await_parts(self, shared: str) -> None:
+        """Make room for parts of this name. Those of other such names are left of processes that had the lease."""
+        self.refuse_conversion()
+        self._has_units()
         self._awaited = shared
         self.clear()
 
     def take_parts(self) -> None:
         if self._awaited is not None:
-            self.gather(self._awaited, replace=True)
+            self.gather(self._awaited)
             self._has_parts = False  # Nobody else could publish them.
-
-    def add_part(self, part: str, unit: Unit, *, with_files: bool) -> None:
-        """Add the notes of a part, and optionally its files."""
-        self._part_notes[part] = unit.notes.encode("latin-1")
-        if with_files:
-            self._complete |= {file.name: file for file in unit.files}
-            self._small |= {name: text.encode("latin-1") for name, text in unit.small.items()}
-
-    def complete_part(self, record: str, *, replace: bool) -> None:
-        """Record the part, if it has notes. If another process has recorded it already, that record counts.
-
-        Raises:
-            PlanError: the output is complete, and `replace` is not set.
-        """
-        assert self._part is not None
-        if self._part not in self._notes:
-            return self._discard()
-        if not replace:
-            self.check_incomplete()
-        self._check_written()
-        small = {name: content.decode("latin-1") for name, content in self._small.items()}
-        unit = Unit(tuple(self._complete.values()), small, self._notes[self._part].text.decode("latin-1"))
-        try:
-            self._output.create(self._output.hidden + record, records.dump(unit))
-        except FileExistsError:
-            self._discard()
-
-    def check_incomplete(self) -> None:
-        """Check that the output is not published yet.
-
-        Raises:
-            PlanError: it is.
-        """
-        if self._output.client.stat(self._output.full(self._marker)) is not None:
-            raise PlanError("is complete already; --force replaces it", path=str(self._output), code="exists")
 
     def _check_written(self) -> None:
         for upload in self._uploads.values():
@@ -302,11 +238,10 @@ class CloudStaging:
         upload = self.write_file(name, nbytes, is_new=name not in self._uploads)
         upload.write(0, memoryview(head))
         file = Complete.of(name, upload)
-        if self._part is None:
+        if self._lease is not None:
             for notes in self._notes.values():  # They describe the file.
                 notes.close()
-            self._check()
-            self._output.write(_claim(name), file)
+            self.write_record(_claim(name), file)
             self._records[name] = _claim(name)
         self._complete[name] = file
         del self._uploads[name]
@@ -318,14 +253,14 @@ class CloudStaging:
             begun += piece
             if len(begun) > _SMALL_NBYTES and name != self._marker:
                 upload = self._begin(name)
-                upload.append(_chained(bytes(begun), rest))
+                upload.append(chain([bytes(begun)], rest))
                 self._complete[name] = Complete.of(name, upload)
                 del self._uploads[name]
                 return
         self._small[name] = bytes(begun)
 
     def read_notes(self, name: str) -> bytes | None:
-        if self._part_notes or self._part is not None:
+        if self._part_notes:
             return self._part_notes.get(name)
         if not self._complete:  # Notes alone prove nothing.
             return None
@@ -334,9 +269,6 @@ class CloudStaging:
 
     def open_notes(self, name: str, header: bytes | None) -> _Notes:
         """The caller continues from what is there, and writes from now on."""
-        if self._part is not None:
-            self._notes[name] = _Notes(None, name, header, 0)
-            return self._notes[name]
         self._has_begun = True
         earlier = self._output.read_all(f"{records.NOTES}{name}", Notes)
         if header is not None:
@@ -364,19 +296,18 @@ class CloudStaging:
         if name in self._small or name in self._uploads or name in self._complete:
             raise FileExistsError(errno.EEXIST, "exists", self._output.location(name))
 
-    def publish(self, *, replace: bool) -> None:
+    def publish(self) -> None:
         """Create the objects of all files, the marker last. With `replace`, first delete those of the older output.
 
         Raises:
             PlanError: something is there that may not be deleted.
             FileExistsError: another process has created or replaced an object there.
-            RequestError: a request failed.
         """
         self._check_written()
         self._has_begun = True
         proofs = {name: file.proof for name, file in self._complete.items()}
         proofs |= {name: Proof(len(text), digest_hex(text), len(text)) for name, text in self._small.items()}
-        done = self._make_room(proofs, replace)
+        done = self._make_room(proofs)
         in_parallel(self._create, self._small.keys() - done.keys() - {self._marker})
         in_parallel(self._finish, [file for name, file in self._complete.items() if name not in done])
         self._check_unchanged({name: proof for name, proof in proofs.items() if name != self._marker}, done)
@@ -387,7 +318,7 @@ class CloudStaging:
         except (OSError, FormatError, PlanError) as error:  # The output is complete.
             warnings.warn(f"{self._output}: complete, but records are left in {self.location}: {error}", stacklevel=4)
 
-    def _make_room(self, proofs: dict[str, Proof], replace: bool) -> dict[str, str]:
+    def _make_room(self, proofs: dict[str, Proof]) -> dict[str, str]:
         """Delete what is in the way, by proof. Return the versions of files whose objects exist already."""
         output = self._output
         there = output.objects()
@@ -397,7 +328,7 @@ class CloudStaging:
         left = {name: version for name, version in there.items() if name not in done}
         old = set() if self._marker in there else output.published(self._published, left)
         rest = left.keys() - old
-        if replace and self._marker in there and rest:
+        if self._replace and self._marker in there and rest:
             old = rest & self._older.check(output.store, there, force=True)
         elif occupied := sorted(rest & proofs.keys()):
             raise FileExistsError(errno.EEXIST, "another object has been created here", output.location(occupied[0]))
@@ -462,7 +393,7 @@ class CloudStaging:
             return
         try:
             self._discard()
-            if self._part is not None:
+            if self._lease is None:
                 return
             if self._records and (self._has_parts or any(notes.are_kept for notes in self._notes.values())):
                 if self._notes:
@@ -486,6 +417,44 @@ class CloudStaging:
             self._erase.objects({name: there[name] for name in ours})
             if not (self._published.files.keys() | self._published.older) & output.objects().keys():
                 self._erase.records([records.PUBLISHING])
+
+
+class PartStaging(CloudStaging):
+    """The uploads of a part, which is recorded as a whole when it is complete."""
+
+    def __init__(self, output: OutputPrefix, older: Replaceable, shared: str, part: str, *, replace: bool) -> None:
+        super().__init__(output, older, None, replace=replace)
+        self.refuse_conversion()
+        self._begun = f"{records.UNIT_UPLOADS}{shared}/"
+        self._part = part
+        self._record = f"{records.UNITS}{shared}/{part}"
+        done = output.read(self._record, Unit)
+        self._done = None if done is None else done.notes.encode("latin-1")
+
+    def read_notes(self, name: str) -> bytes | None:
+        return self._done if name == self._part else None
+
+    def open_notes(self, name: str, header: bytes | None) -> _Notes:
+        self._notes[name] = _Notes(None, name, header, 0)
+        return self._notes[name]
+
+    def complete(self) -> None:
+        """Record the part, if it has notes. If another process has recorded it already, that record counts."""
+        if self._part not in self._notes:
+            return self._discard()
+        self.check_incomplete()
+        self._check_written()
+        small = {name: content.decode("latin-1") for name, content in self._small.items()}
+        unit = Unit(tuple(self._complete.values()), small, self._notes[self._part].text.decode("latin-1"))
+        try:
+            self._output.create(self._output.hidden + self._record, records.dump(unit))
+        except FileExistsError:
+            self._discard()
+
+    def check_incomplete(self) -> None:
+        """Raise PlanError if the output is published."""
+        if not self._replace and self._output.client.stat(self._output.full(self._marker)) is not None:
+            raise PlanError("is complete already; --force replaces it", path=str(self._output), code="exists")
 
 
 class _Notes(Closable):
@@ -524,8 +493,3 @@ class _Notes(Closable):
 def _claim(name: str) -> str:
     """The name of the record of a complete file."""
     return records.COMPLETE + digest_hex(name.encode())
-
-
-def _chained(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest

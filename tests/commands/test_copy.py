@@ -273,7 +273,10 @@ def test_a_strangers_folder_is_not_replaced(source: Path, tmp_path: Path) -> Non
             relayout.copy(source / "ranks", out, ranks="0", force=force)
     (out / "theirs").unlink()
     relayout.copy(source / "ranks", out, ranks="0")
-    with pytest.raises(PlanError, match="is not empty; --force replaces it"):
+    with pytest.raises(
+        PlanError,
+        match=r"holds a complete conversion of model type llama, [\d,]+ bytes, at TP 4 \(ranks 0\); --force",
+    ):
         relayout.copy(source / "ranks", out, ranks="1-2")
     (out / "theirs").write_text("x")
     with pytest.raises(PlanError, match=r"holds files that relayout did not write, so --force does not .*'theirs'"):

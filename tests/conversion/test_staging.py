@@ -473,7 +473,7 @@ def test_what_relayout_did_not_write_is_named_and_nothing_is_touched(
         (out / stranger).write_text("USER")
     before = content(tmp_path), listing(tmp_path)
     says = "nothing proves that relayout wrote it" if not named else f"did not write, so .*: '{re.escape(named)}'$"
-    with pytest.raises(PlanError, match=says if force else "is not empty") as caught:
+    with pytest.raises(PlanError, match=says if force or not named else "already holds") as caught:
         convert(source, out, force=force)
     assert caught.value.path == str(out)
     assert (content(tmp_path), listing(tmp_path)) == before
@@ -834,7 +834,7 @@ def test_a_force_that_was_killed_between_the_exchange_and_the_end_leaves_nothing
     shutil.copytree(out, tmp_path / ".out.relayout-partial" / "done")
     (tmp_path / ".out.relayout-partial" / "relayout.journal").write_text("of what is done")
     before = content(out)
-    with pytest.raises(PlanError, match="is not empty"):
+    with pytest.raises(PlanError, match="already holds"):
         convert(source, out)
     assert content(out) == before
     assert_nothing_hidden(out)

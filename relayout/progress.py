@@ -48,7 +48,7 @@ def reporting(progress: Progress, phase: str, total: int) -> Iterator[Reporter |
     elif progress in (None, False):
         yield None
     else:
-        raise PlanError(f"progress={shown(progress)}, expected True, False, None or a function", code="option")
+        raise PlanError(f"progress: {shown(progress)}, expected True, False, None or a function", code="option")
 
 
 class _Bar:

@@ -76,7 +76,7 @@ PathArgument = Annotated[
     typer.Argument(metavar="PATH", help="A .safetensors file, a checkpoint folder, plain or converted, or its URL."),
 ]
 ConvertedArgument = Annotated[
-    str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote, or its URL.")
+    str, typer.Argument(metavar="CONVERTED", help="A folder that `relayout convert` wrote, or its URL.")
 ]
 PlanOption = Annotated[
     str | None,
@@ -183,7 +183,10 @@ def _root(
 )
 def convert(
     source: SourceArgument,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Number of tensor-parallel ranks.")] = 1,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", metavar="N", help="Number of tensor-parallel ranks. Default: 1, which cuts no tensor."),
+    ] = None,
     align: Annotated[
         str, typer.Option(metavar="BYTES", help="Tensors start at multiples of this power of two, 512 to 16MiB.")
     ] = "4096",
@@ -275,7 +278,7 @@ def convert(
     if unit is not None and commit:
         raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
     options: PlanOptions = {
-        "tp": tp,
+        "tp": 1 if tp is None else tp,
         "align": align,
         "plan": plan,
         "expert_parallel": expert_parallel,
@@ -297,10 +300,13 @@ def convert(
         _show(done, render.summary, as_json=as_json, quiet=quiet)
         return
     planned = plan_conversion(source, output, **options)
+    if not dry_run:
+        _begin_work()
+    if tp is None and not as_json and not quiet:
+        _tell("note: no --tp: the output is for 1 rank, and no tensor is cut; --tp N cuts for N ranks")
     if dry_run:
         _show(planned.preview(), render.preview, as_json=as_json, quiet=quiet, verbose=verbose)
         return
-    _begin_work()
     if unit is None and not commit:
         done = planned.run(progress=progress, **run)
         _show(done, render.summary, as_json=as_json, quiet=quiet)
@@ -362,9 +368,16 @@ def plans(
         show(render.families(family.builtin_families()), verbose=True)
 
 
-@_command("inspect llama-3.1-8b", "inspect llama-3.1-8b-tp8 --rank 3")
+@_command("inspect llama-3.1-8b", "inspect llama-3.1-8b --tp 8", "inspect llama-3.1-8b-tp8 --rank 3")
 def inspect(
-    path: PathArgument, rank: RankOption = None, verbose: VerboseOption = False, as_json: JsonOption = False
+    path: PathArgument,
+    rank: RankOption = None,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", metavar="N", help="For a plain checkpoint: only this degree. Default: 2, 4, 8 and 16."),
+    ] = None,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what a rank reads, now and after a conversion.
 
@@ -373,7 +386,7 @@ def inspect(
     from relayout.cli import render
     from relayout.commands import inspect as inspection
 
-    _show(inspection.inspect(path, rank=rank), render.inspection, as_json=as_json, verbose=verbose)
+    _show(inspection.inspect(path, rank=rank, tp=tp), render.inspection, as_json=as_json, verbose=verbose)
 
 
 @_command("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b")
@@ -462,7 +475,13 @@ def restore(
     trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
-    force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Replace DIR if it is a converted folder. A restored one bears no mark of relayout: delete it first.",
+        ),
+    ] = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -721,8 +740,13 @@ def bench(
     ] = None,
     runs: Annotated[int, typer.Option(metavar="N", help="Loads per loader; medians are reported.")] = 3,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Drop these files from the page cache without asking.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--yes/--no",
+            "-y/-n",
+            help="Drop these files from the page cache; without that, only warm loads are measured. Default: ask.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what relayout gains on this machine.
@@ -740,7 +764,7 @@ def bench(
             result = replace(result, source=None, converted=None)
     else:
         plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
-        may_drop = yes or may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes)
+        may_drop = may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes) if yes is None else yes
         result = plan.run(drop_caches=may_drop, tell=_tell)
     _show(result, render.bench, as_json=as_json)
     if result.wrong:
@@ -762,7 +786,10 @@ def may_drop_caches(num_files: int, nbytes: int) -> bool:
 
 
 def _tell(line: str) -> None:
-    typer.echo(escape_controls(line), err=True)
+    try:
+        _print_error(escape_controls(line))
+    except OSError:  # A closed stderr must not stop the work.
+        abandon(sys.stderr)
 
 
 @_command("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8")

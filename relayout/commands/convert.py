@@ -143,10 +143,10 @@ def _layout_of(options: PlanOptions) -> tuple[int, int, int, str, DigestAlgorith
     check_alignment(alignment)
     layout = options.get("layout", RANKS)
     if layout not in (RANKS, WHOLE_TENSORS):
-        raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
+        raise PlanError(f"layout: {layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
     named, known = options.get("digest", DigestAlgorithm.XXH3_128.value), [each.value for each in DigestAlgorithm]
     if named not in known:
-        raise PlanError(f"digest={shown(named)}, expected {' or '.join(known)}", code="option")
+        raise PlanError(f"digest: {shown(named)}, expected {' or '.join(known)}", code="option")
     return tp, alignment, max_part_nbytes, layout, DigestAlgorithm(named)
 
 

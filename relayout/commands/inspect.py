@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from relayout.checkpoint.converted import check_present, check_rank, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import SourceCheckpoint, read_source
-from relayout.core.arguments import integer
+from relayout.core.arguments import at_least_one, integer
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Extent
 from relayout.core.patterns import collapse_numbers
-from relayout.core.slices import Slice
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import Manifest, RankTable
-from relayout.plans.planner import plan_for
+from relayout.plans.planner import plan_for, refusal
 from relayout.results import Result
 from relayout.storage.protocols import Store
 from relayout.storage.stores import find_input
@@ -103,19 +102,20 @@ class Inspection(Result):
     """Whether PyTorch DCP reads the rank files as one model. None for a plain checkpoint, or if ranks are missing."""
 
 
-def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspection:
+def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | None = None) -> Inspection:
     """Summarize a .safetensors file, a plain checkpoint or a converted one. Reads headers and tables only.
 
     Args:
         path: the file or folder.
         rank: show only this rank of a converted checkpoint; None: sums over its ranks, and the tensors of the first.
+        tp: what a conversion of a plain checkpoint to this degree would change; None: to 2, 4, 8 and 16.
 
     Returns:
         What was found.
 
     Raises:
         FormatError: a file is damaged.
-        PlanError: `path` is not a checkpoint, or has no such rank.
+        PlanError: `path` is not a checkpoint, or has no such rank, or `tp` is not a degree or `path` converted already.
 
     Example:
         >>> import relayout
@@ -126,11 +126,14 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
     """
     store = find_input(path)
     rank = None if rank is None else integer(rank, "rank")
+    degrees = DEGREES if tp is None else (at_least_one(tp, "tp"),)
     if is_converted(store):
+        if tp is not None:
+            raise PlanError("already converted: omit --tp", path=str(store), code="option")
         return _inspect_converted(store, read_manifest(store), rank)
     if rank is not None:
-        raise PlanError("not converted, so it has no ranks: omit the rank", path=str(store), code="option")
-    return _inspect_plain(store, read_source(store))
+        raise PlanError("not converted, so it has no ranks: omit --rank", path=str(store), code="option")
+    return _inspect_plain(store, read_source(store), degrees)
 
 
 def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> Inspection:
@@ -163,7 +166,7 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
     )
 
 
-def _inspect_plain(store: Store, source: SourceCheckpoint) -> Inspection:
+def _inspect_plain(store: Store, source: SourceCheckpoint, degrees: Sequence[int]) -> Inspection:
     return Inspection(
         path=str(store),
         converted=False,
@@ -179,7 +182,7 @@ def _inspect_plain(store: Store, source: SourceCheckpoint) -> Inspection:
             (tensor.name, tensor.dtype, tensor.shape, tensor.extent.nbytes, None) for tensor in source.tensors
         ),
         ranks=(),
-        amplification=tuple(_amplification(source, tp) for tp in DEGREES),
+        amplification=tuple(_amplification(source, tp) for tp in degrees),
         left_out=source.left_out,
         dcp=None,
     )
@@ -190,7 +193,7 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
     try:
         plan = plan_for(source, tp)
     except RelayoutError as error:
-        return Amplification(tp, None, None, whole, None, None, str(error))
+        return Amplification(tp, None, None, whole, None, None, refusal(error))
     needed, by_rows, apart = [0] * tp, [0] * tp, 0
     alike = Counter(
         (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)
@@ -224,16 +227,8 @@ def _extents(table: RankTable) -> list[Extent]:
 def _table_rows(table: RankTable) -> Iterator[tuple[str, str, tuple[int, ...], int, str | None]]:
     for row, extent in enumerate(_extents(table)):
         part, source = table.slices[row], table.source_shapes[row]
-        cut = None if part.is_whole else _cut_in_words(part, source)
+        cut = None if part.is_whole else part.in_words(source)
         yield table.names[row], table.dtypes[row], table.shapes[row], extent.nbytes, cut
-
-
-def _cut_in_words(part: Slice, source: tuple[int, ...]) -> str:
-    dims = (
-        f"dim {axis}" if len(ranges) <= 1 else f"{len(ranges)} ranges of dim {axis}"
-        for axis, ranges in part.by_axis or ()
-    )
-    return f"{', '.join(dims)} of {list(source)}"
 
 
 def _groups(rows: Iterable[tuple[str, str, tuple[int, ...], int, str | None]]) -> tuple[TensorGroup, ...]:

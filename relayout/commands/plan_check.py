@@ -12,7 +12,7 @@ from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.errors import PlanError
 from relayout.plans.draft import KindWithoutRule, draft_plan
 from relayout.plans.family import TRANSFORMERS, VLLM, Family
-from relayout.plans.planner import plan_by, plan_for
+from relayout.plans.planner import plan_by, plan_for, refusal
 from relayout.results import Result
 from relayout.storage.stores import find_input
 
@@ -89,6 +89,5 @@ def _refusal(checkpoint: SourceCheckpoint, degree: int, family: Family, kinds: S
     try:
         plan_by(checkpoint, degree, family, unmatched="error")
     except PlanError as error:
-        tensor = "" if error.tensor is None else f"tensor {error.tensor!r}: "
-        return f"{tensor}{error.what.partition(' (this checkpoint')[0]}"
+        return refusal(error)
     return None

@@ -66,11 +66,11 @@ def report(
     store, target = find_store(path), Path(output)
     if is_converted(store):
         if tp is not None or plan is not None:
-            raise PlanError("already converted: omit degree and plan", path=path, code="option")
+            raise PlanError("already converted: omit --tp and --plan", path=path, code="option")
         content, digests = of_converted(store)
     else:
         if tp is None:
-            raise PlanError("not converted: set the number of ranks (tp=N, --tp N)", path=path, code="option")
+            raise PlanError("not converted: set --tp N, the number of ranks", path=path, code="option")
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)

@@ -163,12 +163,12 @@ def truncated_shard(work: Path) -> list[str]:
 def output_not_empty(work: Path) -> list[str]:
     (work / "out").mkdir()
     (work / "out" / "precious").write_text("mine")
-    return ["convert", "model", "-o", "out"]
+    return ["convert", "model", "--tp", "1", "-o", "out"]
 
 
 def source_through_a_link(work: Path) -> list[str]:
     (work / "link").symlink_to("model")
-    return ["convert", "link", "-o", "model", "--force"]
+    return ["convert", "link", "--tp", "1", "-o", "model", "--force"]
 
 
 def plan_is_no_toml(work: Path) -> list[str]:
@@ -238,18 +238,18 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(here: Run, work: Path, 
             "convert model/model.safetensors --tp 2",
             r"a single file: name the folder to write with -o OUT, or convert the",
         ),
-        ("inspect model --rank 0", r"model: not converted, so it has no ranks: omit the rank"),
+        ("inspect model --rank 0", r"model: not converted, so it has no ranks: omit --rank"),
         ("convert / --tp 2", r" /: the root folder has no folder beside it: name the folder to write with -o"),
-        ("convert model --tp 0", r"tp=0, expected 1 to"),
-        ("doctor model --tp 0", r"tp=0, expected 1 or more"),
+        ("convert model --tp 0", r"tp: 0, expected 1 to"),
+        ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
         ("convert model --align 3000", r"alignment 3000 is not a power of two"),
         ("convert model --align 32MiB", r"alignment 33554432 .* between 512 and"),
         ("convert model --align many", r"'many' is not a size"),
         (f"convert model --memory {'9' * 5000}", r"is too large, expected at most 9223372036854775807 bytes"),
         ("convert model --max-part-size 0", r"part size of 0 bytes"),
-        ("convert model --threads 0", "0 threads"),
-        ("convert model --memory 1MiB", "1048576 bytes of memory"),
-        ("convert model -o .", r"is inside the source folder, or contains it"),
+        ("convert model --tp 1 --threads 0", "threads: 0, expected 1 or more"),
+        ("convert model --tp 1 --memory 1MiB", "1048576 bytes of memory"),
+        ("convert model --tp 1 -o .", r"is inside the source folder, or contains it"),
     ],
 )
 def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Path, args: str, says: str) -> None:
@@ -306,7 +306,7 @@ def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
         "from relayout import __main__; from relayout.cli import console;"
         " console._SECONDS_BETWEEN_EVENTS = 0; __main__.main()"
     )
-    for args in ("convert model -o out", "verify out", "restore out -o back"):
+    for args in ("convert model --tp 1 -o out", "verify out", "restore out -o back"):
         done = run_unread(*args.split(), *as_json, cwd=work, stderr=stderr, script=script)
         assert done.returncode == 0, done.stderr
         assert stderr or all(line.startswith('{"event": ') for line in done.stderr.splitlines())
@@ -321,7 +321,9 @@ def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
-@pytest.mark.parametrize("args", ["inspect out", "--help", "convert model -o again", "convert model -o again --json"])
+@pytest.mark.parametrize(
+    "args", ["inspect out", "--help", "convert model --tp 1 -o again", "convert model -o again --json"]
+)
 def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_path: Path, args: str) -> None:
     place = shutil.copytree(converted, tmp_path / "converted")
     with Path("/dev/full").open("w") as full:
@@ -371,8 +373,8 @@ def test_what_cannot_be_read_or_written_is_one_line_and_leaves_nothing_behind(tm
         ("model", "convert model/model.safetensors", 2, r"model\.safetensors: .*Permission denied"),
         ("mine.toml", "convert model --tp 2 --plan mine.toml", 2, r"mine\.toml: cannot be read: Permission denied"),
         ("model/model.safetensors", "inspect model", 2, r"model\.safetensors: cannot be read: Permission denied"),
-        ("model/tokenizer.json", "convert model", 2, r"tokenizer\.json: .*Permission denied"),
-        (".", "convert model", 3, "Permission denied"),
+        ("model/tokenizer.json", "convert model --tp 1", 2, r"tokenizer\.json: .*Permission denied"),
+        (".", "convert model --tp 1", 3, "Permission denied"),
     ]
     places = [tmp_path / str(number) for number in range(len(cases))]
     for place, (victim, *_) in zip(places, cases, strict=True):
@@ -421,11 +423,24 @@ def test_what_is_printed_after_a_conversion_adds_up(here: Run, work: Path) -> No
 def test_the_default_output_lies_beside_the_source(here: Run, work: Path, cwd: str, source: str, output: str) -> None:
     (work / "model" / "sub").mkdir()
     before = set(tree(work))
-    done = here("convert", source, cwd=work / cwd)
+    done = here("convert", source, "--tp", "1", cwd=work / cwd)
     assert (done.returncode, done.stderr) == (0, "")
     new = set(tree(work)) - before
     assert f"{output}/relayout.json" in new
     assert all(f"{path}/".startswith(f"{output}/") for path in new)
+
+
+def test_who_leaves_out_the_degree_is_told_before_a_byte_is_written(here: Run, work: Path) -> None:
+    told = "note: no --tp: the output is for 1 rank, and no tensor is cut; --tp N cuts for N ranks\n"
+    for options, says in (
+        (["--dry-run"], told),
+        (["--dry-run", "--json"], ""),
+        (["--quiet"], ""),
+        (["--force"], told),
+        (["--tp", "1", "--force"], ""),
+    ):
+        done = here("convert", "model", *options, cwd=work)
+        assert (done.returncode, done.stderr) == (0, says), options
 
 
 def one_object(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str, Any]:
@@ -520,8 +535,15 @@ def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: di
         ("model", r"\n +2 +\S+ kB +\S+ kB \(\d\.\dx\) +\S+ kB \(\d\.\dx\) +1\.\d\dx +1\.\d\dx"),
         ("model/model.safetensors", r"model/model\.safetensors: plain checkpoint, model type llama, 12 tensors"),
         ("out", r"out: converted checkpoint, model type llama, plan builtin:llama, 12 tensors, .* in 2 files\n"),
-        ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +dim 1 of \[64, 100\]"),
+        ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64 x 50 +dim 1: 0 to 50 of 100"),
         ("out --rank 1", r"\n +1 +12 +\S+ kB +1 +\d"),
+        (
+            "out --rank 1",
+            r"\ntensors of rank 1 .*\n(.*\n)+model\.layers\.\*\.mlp\.down_proj\.weight.* 50 to 100 of 100",
+        ),
+        ("model", r"\nnote cannot be cut for 4, 8, 16 ranks; for 4: tensor '\S+': dim 0 of .* heads"),
+        ("model --tp 2", r"\na rank of 2 would read \S+ kB to get (\S+) kB; after convert --tp 2: \1 kB in one read"),
+        ("model --tp 3", r"\nnote cannot be cut for 3 ranks: tensor "),
     ],
 )
 def test_inspect_prints_for_people(here: Run, converted: Path, args: str, says: str) -> None:
@@ -581,7 +603,7 @@ def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, conver
     assert [difference[key] for key in ("file", "tensor", "start", "end")] == [file, name, start, end]
 
 
-@pytest.mark.parametrize("command", ["convert model", "verify out"])
+@pytest.mark.parametrize("command", ["convert model --tp 1", "verify out"])
 def test_progress_is_silent_in_a_pipe(here: Run, work: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     relayout.convert(work / "model", work / "out", tp=2)
@@ -662,7 +684,9 @@ def test_the_installed_script_is_the_same_command(work: Path) -> None:
 HOSTILE = "evil\n\x1b]0;title\x07\x1b[31m\u202e[bold]name[/bold]"
 
 
-@pytest.mark.parametrize("args", ["inspect odd", "inspect odd-tp1", "convert odd --dry-run", "convert odd -o out"])
+@pytest.mark.parametrize(
+    "args", ["inspect odd", "inspect odd-tp1", "convert odd --tp 1 --dry-run", "convert odd --tp 1 -o out"]
+)
 def test_names_from_a_file_never_steer_the_terminal(here: Run, work: Path, args: str) -> None:
     odd = write_model(work / "odd", CONFIG | {"model_type": f"{HOSTILE} type"})
     save_file({HOSTILE: np.arange(1, 9, dtype=np.uint8)}, odd / "model.safetensors")
@@ -725,6 +749,6 @@ def test_a_shard_whose_name_is_no_utf_8_is_refused_at_once(here: Run, work: Path
 def test_a_model_without_tensors_can_be_converted_and_verified(here: Run, work: Path) -> None:
     (work / "none").mkdir()
     save_file({}, work / "none" / "model.safetensors")
-    for args in (["convert", "none"], ["verify", "none-tp1", "--source", "none"], ["inspect", "none-tp1"]):
+    for args in (["convert", "none", "--tp", "1"], ["verify", "none-tp1", "--source", "none"], ["inspect", "none-tp1"]):
         done = here(*args, cwd=work)
         assert (done.returncode, done.stderr) == (0, "")

@@ -136,7 +136,9 @@ def test_a_dumb_terminal_gets_no_escape_sequences(command: str, folder: Path) ->
     assert len(text) > 20
 
 
-@pytest.mark.parametrize("command", ["inspect odd", "inspect odd-tp1", "convert odd --dry-run", "verify odd-tp1"])
+@pytest.mark.parametrize(
+    "command", ["inspect odd", "inspect odd-tp1", "convert odd --tp 1 --dry-run", "verify odd-tp1"]
+)
 def test_names_that_the_encoding_lacks_are_escaped(command: str, tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     save_file({"größe.重み": np.arange(1, 9, dtype=np.uint8)}, tmp_path / "odd" / "model.safetensors")

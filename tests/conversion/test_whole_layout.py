@@ -164,5 +164,5 @@ def test_a_slice_that_is_elsewhere_than_in_its_whole_tensor_is_refused(
 def test_what_dcp_needs_is_not_asked_for_beside_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--dcp does not apply to --layout whole"):
         relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="whole", dcp=True)
-    with pytest.raises(PlanError, match="layout='columns', expected 'ranks' or 'whole'"):
+    with pytest.raises(PlanError, match="layout: 'columns', expected 'ranks' or 'whole'"):
         relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="columns")

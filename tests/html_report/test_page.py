@@ -168,7 +168,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(folder: Path, tmp_path
 
 
 def test_what_cannot_be_shown_is_refused(folder: Path, llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="set the number of ranks"):
+    with pytest.raises(PlanError, match="set --tp N, the number of ranks"):
         relayout.report(llama, tmp_path / "page.html")
     with pytest.raises(PlanError, match="already converted"):
         relayout.report(folder, tmp_path / "page.html", tp=2)

@@ -98,7 +98,7 @@ def sign(
     blob = read_manifest_blob(store)
     manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
     if manifest.digest is not DigestAlgorithm.SHA256:
-        what = f"its digests are {manifest.digest.value}, and anybody can forge what has them: convert with --digest sha256"
+        what = f"its digests are {manifest.digest.value}, which anybody can forge: convert with --digest sha256"
         raise PlanError(what, path=str(store), code="option")
     _check_older(store)
     signer = _signer(key, certificate, chain, identity_token)

@@ -381,7 +381,7 @@ def inspect(
 ) -> None:
     """Show what a rank reads, now and after a conversion.
 
-    Also shows tensors, ranks and alignment. Reads headers only.
+    Also shows tensors and ranks. Reads headers only.
     """
     from relayout.cli import render
     from relayout.commands import inspect as inspection

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 _USUAL_DEGREE = 8
 """The first lines of `inspect` are about this tensor-parallel degree, or the next lower one that is possible, unless
 another was asked for."""
-_ALIGNMENTS = {4096: "4 KiB", 2 * 2**20: "2 MiB"}
-"""Blocks of drives, huge pages."""
 _PLAN_FILE_WIDTH = 80
 _SHOWN_NAME = 12
 """Letters of the name of a cache entry."""
@@ -305,10 +303,6 @@ def inspection(result: Inspection) -> Iterator[Block]:
     if result.dcp is not None:
         no = "not by PyTorch DCP (--no-dcp, or a slice of a fused tensor is not one contiguous box)"
         yield Line(f"readable as one model by relayout.safe_open, and {'by PyTorch DCP' if result.dcp else no}")
-    shares = (
-        f"{_percent(result.aligned_nbytes[nbytes], result.nbytes)} to {what}" for nbytes, what in _ALIGNMENTS.items()
-    )
-    yield Line(f"bytes of tensors that are aligned: {', '.join(shares)}")
     if result.ranks:
         numbers = [(rank.rank, rank.num_tensors, rank.nbytes, rank.num_files, rank.num_reads) for rank in result.ranks]
         rows = [(str(rank), f"{count:,}", decimal(nbytes), *map(str, more)) for rank, count, nbytes, *more in numbers]

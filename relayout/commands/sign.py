@@ -182,18 +182,13 @@ def _sizes(store: Store, expected: Mapping[str, object]) -> dict[str, int]:
 
 def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -> str:
     """The SHA-256 of a file that is as manifest and record say."""
-    index = next((index for index, file in enumerate(manifest.files) if file.name == name), None)
-    opened = store.open(name, access=Access.BUFFERED)
     where = store.location(name)
-    if index is not None:
-        try:
-            if opened.nbytes != manifest.files[index].nbytes:
-                raise FormatError(f"{opened.nbytes} bytes long, expected {manifest.files[index].nbytes}", path=where)
-            opened = Proven(opened, proof_of(store, manifest, index, with_header=True), where)
-        except BaseException:
-            opened.close()
-            raise
-    digest = sha256_hex(opened)
+    index = next((index for index, file in enumerate(manifest.files) if file.name == name), None)
+    if index is None:
+        digest = sha256_hex(store.open(name, access=Access.BUFFERED))
+    else:
+        with store.open(name, manifest.files[index].nbytes, access=Access.BUFFERED) as opened:
+            digest = sha256_hex(Proven(opened, proof_of(store, manifest, index, with_header=True), where))
     if expected not in (None, digest):
         raise FormatError("differs from what was written: damaged", path=where, code="digest")
     return digest

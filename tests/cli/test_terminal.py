@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import prestarted
+from support.bits import flip
 from support.hub_models import MODELS
 from support.patience import PATIENCE
 from support.terminals import read_terminal
@@ -43,8 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     (place / "llama" / "tokenizer.bin").write_text("left out")
     relayout.convert(place / "llama", place / "out", tp=8)
     shutil.copytree(place / "out", place / "damaged")
-    path = place / "damaged" / "model-rank-3-part-0.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xee")
+    flip(place / "damaged" / "model-rank-3-part-0.safetensors", -1)
     MODELS["gpt-oss-20b"].write(place / "gpt-oss-20b")
     return place
 

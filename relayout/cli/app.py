@@ -90,6 +90,12 @@ TrustFileOption = Annotated[
         "--trust", metavar="FILE", help="Whose signatures count (TOML): all else is refused. Default: RELAYOUT_TRUST."
     ),
 ]
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Replace an older output that relayout wrote; discard an interrupted attempt at another."
+    ),
+]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
 RankOption = Annotated[
@@ -266,12 +272,7 @@ def convert(
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Replace OUT if relayout wrote it; discard an interrupted conversion with other options."
-        ),
-    ] = False,
+    force: ForceOption = False,
     unit: Annotated[
         str | None,
         typer.Option(
@@ -527,9 +528,7 @@ def copy(
     trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace DST if relayout wrote it; discard another interrupted attempt.")
-    ] = False,
+    force: ForceOption = False,
 ) -> None:
     """Copy the files that ranks need between folders and stores.
 
@@ -575,8 +574,8 @@ def delta(
     old: Annotated[str, typer.Argument(metavar="OLD", help="A folder that `relayout convert` wrote, or its URL.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The same model, converted alike, with other weights.")],
     output: Annotated[str, typer.Option("--output", "-o", metavar="DELTA", help="Folder to write, or its URL.")],
-    threads: Annotated[int, typer.Option(metavar="N", help="Threads that read, compare and compress.")] = 8,
-    force: Annotated[bool, typer.Option("--force", help="Replace DELTA if this command wrote it.")] = False,
+    threads: ThreadsOption = 8,
+    force: ForceOption = False,
 ) -> None:
     """Write what changed between two converted folders.
 
@@ -598,8 +597,8 @@ def apply(
         list[str], typer.Argument(metavar="DELTA...", help="What `relayout delta` wrote, in order: folders or URLs.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="NEW", help="Folder to write, or its URL.")],
-    threads: Annotated[int, typer.Option(metavar="N", help="Threads that read, change and write.")] = 8,
-    force: Annotated[bool, typer.Option("--force", help="Replace NEW if relayout converted it.")] = False,
+    threads: ThreadsOption = 8,
+    force: ForceOption = False,
 ) -> None:
     """Write the folder that deltas make of their base.
 

@@ -128,12 +128,7 @@ def plan_checkpoint(checkpoint: SourceCheckpoint, target: Store, **options: Unpa
 
 
 def _layout_of(options: PlanOptions) -> tuple[int, int, int, str, DigestAlgorithm]:
-    """Degree, alignment, part size, layout, and how stored bytes are hashed.
-
-    Raises:
-        PlanError: one is invalid.
-        TypeError: there is no such option.
-    """
+    """Degree, alignment, part size, layout, and how stored bytes are hashed."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
         advice = did_you_mean(unknown[0], PlanOptions.__annotations__)
         raise TypeError(f"{shown(unknown[0])} is no option of a conversion{advice}")

@@ -247,20 +247,14 @@ class _Copying:
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
     def run(self, threads: int, piece_nbytes: int, progress: Progress) -> int:
-        """Copy what is not there yet; returns how many bytes were.
-
-        Raises:
-            FormatError: the source is damaged.
-            OSError: reading or writing failed.
-        """
+        """Copy what is not there yet; returns how many bytes were."""
         total = sum(file.nbytes - file.data_start for file in self._files)
         num_readers = num_readers_of(threads, piece_nbytes)
         with reporting(progress if self._existing else None, "checking finished work", total) as report:
             missing = []
             for index in range(len(self._files)):
                 missing.append(self._missing(index, num_readers))
-                if report is not None:
-                    report(sum(file.nbytes - file.data_start for file in self._files[: index + 1]))
+                report(sum(file.nbytes - file.data_start for file in self._files[: index + 1]))
         self._num_left = [sum(extent.nbytes for extent in extents) for extents in missing]
         resumed_nbytes = total - sum(self._num_left)
 
@@ -272,8 +266,7 @@ class _Copying:
             for index, nbytes in enumerate(self._num_left):
                 if not nbytes:
                     self._complete(index)
-            on_progress = None if report is None else lambda done: report(resumed_nbytes + done)
-            Workers(threads, pieces(), Buffer, self._copy, self._stop).run(on_progress)
+            Workers(threads, pieces(), Buffer, self._copy, self._stop).run(report.after(resumed_nbytes))
         return resumed_nbytes
 
     def _missing(self, index: int, num_readers: int) -> list[Extent]:

@@ -191,13 +191,8 @@ class _TensorWriter:
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
-    def run(self, threads: int, chunk_nbytes: int, on_progress: Callable[[int], None] | None) -> None:
-        """Do all the work; call once.
-
-        Raises:
-            FormatError: a tensor's bytes do not have the digest in the record.
-            OSError: a read or write failed.
-        """
+    def run(self, threads: int, chunk_nbytes: int, on_progress: Callable[[int], None]) -> None:
+        """Do all the work; call once."""
         for index, num_left in enumerate(self._num_left):
             if not num_left:
                 self._complete(index)

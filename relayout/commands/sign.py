@@ -109,8 +109,7 @@ def sign(
 
         def digest(name: str) -> None:
             digests[name] = _digest(store, manifest, name, expected.get(name))
-            if report is not None:
-                report(sum(sizes[done] for done in list(digests)))
+            report(sum(sizes[done] for done in list(digests)))
 
         each(digest, list(sizes), integer(threads, "threads"))
     signature = _signed(signer, Path(str(path)).name, digests)
@@ -125,11 +124,7 @@ def sign(
 
 
 def _check_older(store: Store) -> None:
-    """Check that what is to be replaced is a signature.
-
-    Raises:
-        PlanError: it is not.
-    """
+    """Check that what is to be replaced is a signature."""
     try:
         blob = store.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
         is_signature = "dsseEnvelope" in parse_object(blob, SIGNATURE_NAME)
@@ -142,11 +137,7 @@ def _check_older(store: Store) -> None:
 
 
 def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | None]:
-    """The SHA-256 of each file that manifest and record name; None for weight files, of which they prove the pieces.
-
-    Raises:
-        FormatError: the source record or relayout.chunks is damaged.
-    """
+    """The SHA-256 of each file that manifest and record name; None for weight files, of which they prove the pieces."""
     record = read_record(store, manifest)
     expected: dict[str, str | None] = dict.fromkeys(names_of(manifest, record))
     expected |= {side.name: side.digest for side in record.side_files}
@@ -160,11 +151,7 @@ def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | 
 
 
 def _sizes(store: Store, expected: Mapping[str, object]) -> dict[str, int]:
-    """The length of each file to be signed: all that is there but an older signature, hidden files and caches.
-
-    Raises:
-        FormatError: one is missing, or is there and cannot be read as a file.
-    """
+    """The length of each file to be signed: all that is there but an older signature, hidden files and caches."""
     names = set(expected)
     for entry in store.walk():
         if entry.refusal is not None:
@@ -200,12 +187,7 @@ def _signer(
     chain: Sequence[str | os.PathLike[str]],
     identity_token: str | None,
 ) -> Any:
-    """What signs: a `model_signing.signing.Config`.
-
-    Raises:
-        PlanError: the package refuses the key or certificates, or is missing.
-        OSError: they cannot be read.
-    """
+    """What signs: a `model_signing.signing.Config`."""
     try:
         from model_signing.signing import Config as AnyConfig
     except ImportError:

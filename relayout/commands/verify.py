@@ -33,8 +33,8 @@ from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files, sha25
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_input
 
-Check: TypeAlias = Callable[[Sequence[int], Callable[[int], None] | None], Iterable[Report]]
-"""Checks the digests of these holders, and calls the function, if any, with the bytes read so far."""
+Check: TypeAlias = Callable[[Sequence[int], Callable[[int], None]], Iterable[Report]]
+"""Checks the digests of these holders, and calls the function with the bytes read so far."""
 
 _CHANGED = "has changed in the source since the conversion"
 
@@ -97,30 +97,23 @@ def verify(
     is_cut_again = original is not None or manifest.whole is not None
     total = hash_nbytes + (manifest.source_nbytes if is_cut_again else 0)
     with reporting(progress, "verifying", total) as report_nbytes:
-
-        def after(nbytes_before: int) -> Callable[[int], None] | None:
-            return None if report_nbytes is None else lambda done: report_nbytes(nbytes_before + done)
-
-        def begin(phase: str) -> None:
-            if report_nbytes is not None:
-                report_nbytes.begin(phase)
-
         if check is None:
             num_readers = _num_readers(threads, memory)
             for holder, table in usable.items():
-                _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
+                on_progress = report_nbytes.after(report.nbytes)
+                _check_digests(folder, manifest, holder, table, report, num_readers, on_progress)
         else:
             for part in check(list(usable), report_nbytes):
                 report.merge(part)
         if signed is not None:
-            begin("checking what is signed")
+            report_nbytes.begin("checking what is signed")
             needed = {file.name for holder in holders for file in manifest.holder_files(holder)}
             _check_signed(folder, signed, needed, report, _num_readers(threads, memory))
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
-            begin("comparing with the source" if original is not None else "comparing the copies")
+            report_nbytes.begin("comparing with the source" if original is not None else "comparing the copies")
             some = manifest.only(wanted)
-            _compare(folder, some, usable, record, original, report, *shared, after(hash_nbytes))
+            _compare(folder, some, usable, record, original, report, *shared, report_nbytes.after(hash_nbytes))
     return report
 
 
@@ -178,7 +171,7 @@ def _check_digests(
     table: RankTable,
     report: Report,
     threads: int,
-    on_progress: Callable[[int], None] | None,
+    on_progress: Callable[[int], None],
 ) -> None:
     """Read a holder's own files once, and compare the digests of slices and chunks."""
     own = own_files(manifest, holder)
@@ -233,7 +226,7 @@ def _compare(
     report: Report,
     threads: int,
     chunk_nbytes: int,
-    on_progress: Callable[[int], None] | None,
+    on_progress: Callable[[int], None],
 ) -> None:
     """Cut the source, or the folder's whole tensors, with the conversion's copy plan, and compare all digests."""
     source = _whole_source(folder, manifest, tables[manifest.num_ranks]) if original is None else original
@@ -247,8 +240,7 @@ def _compare(
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
     steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
     passed = run_steps(conversion, steps, None, threads=threads, on_progress=on_progress)
-    if on_progress is not None:
-        on_progress(manifest.source_nbytes)  # Some ranks may not need all of it.
+    on_progress(manifest.source_nbytes)  # Some ranks may not need all of it.
     digests = digests_of_all(conversion, passed)
     rows = {holder: {name: row for row, name in enumerate(table.names)} for holder, table in tables.items()}
     for t, name in enumerate(record.names):

@@ -7,6 +7,7 @@ import gzip
 import html
 import json
 import os
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -100,12 +101,8 @@ def render(content: dict[str, Any], digests: bytes) -> bytes:
         "CONTENT": base64.b64encode(packed).decode(),
         "DIGESTS": base64.b64encode(short).decode(),
     }
-    head, *rest = _file("page.html").split("{{")
-    pieces = [head]
-    for piece in rest:
-        name, _, after = piece.partition("}}")
-        pieces += [parts[name], after]
-    return "".join(pieces).encode()
+    # At once: what is filled in may have names of parts in it.
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _file("page.html")).encode()
 
 
 def _file(name: str) -> str:

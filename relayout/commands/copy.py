@@ -116,16 +116,28 @@ def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:
     """
     folder = find_input(path)
     blob, manifest, kept = _kept(folder, ranks)
-    sizes = {file.name: file.nbytes for file in kept.files}
+    weights = {file.name: file.nbytes for file in kept.files}
     signature = [] if find_signature(folder, blob) is None else [SIGNATURE_NAME]
-    for name in sorted(names_of(kept, read_record(folder, manifest)).union(signature) - sizes.keys()):
+    others = names_of(kept, read_record(folder, manifest)).union(signature) - weights.keys()
+    sizes = weights | sizes_of(folder, others)
+    in_order = sorted(sizes, key=lambda name: (name == MANIFEST_NAME, name))
+    named = tuple(NeededFile(name, sizes[name]) for name in in_order)
+    return NeededFiles(str(path), manifest.num_ranks, kept.present, sum(sizes.values()), named)
+
+
+def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
+    """The length of each file, by name, in the order of the names.
+
+    Raises:
+        FormatError: one is missing.
+    """
+    sizes = {}
+    for name in sorted(names):
         status = folder.stat(name)
         if status is None:
             raise FormatError("is missing", path=folder.location(name), code="missing")
         sizes[name] = status.nbytes
-    in_order = sorted(sizes, key=lambda name: (name == MANIFEST_NAME, name))
-    named = tuple(NeededFile(name, sizes[name]) for name in in_order)
-    return NeededFiles(str(path), manifest.num_ranks, kept.present, sum(sizes.values()), named)
+    return sizes
 
 
 def copy(

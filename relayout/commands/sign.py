@@ -21,6 +21,7 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.proven import Proven, proof_of
 from relayout.checkpoint.trust import package_missing
+from relayout.commands.copy import sizes_of
 from relayout.core.arguments import integer
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.workers import each
@@ -158,13 +159,7 @@ def _sizes(store: Store, expected: Mapping[str, object]) -> dict[str, int]:
             raise FormatError(entry.refusal, path=store.location(entry.name), code="unsafe")
         if not entry.is_folder:
             names.add(entry.name)
-    sizes = {}
-    for name in sorted(names - {SIGNATURE_NAME}):
-        status = store.stat(name)
-        if status is None:
-            raise FormatError("is missing", path=store.location(name), code="missing")
-        sizes[name] = status.nbytes
-    return sizes
+    return sizes_of(store, names - {SIGNATURE_NAME})
 
 
 def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -> str:

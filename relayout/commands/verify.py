@@ -16,9 +16,9 @@ from relayout.commands.differences import Report
 from relayout.commands.records import check_record, check_slices
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_steps, share_memory
 from relayout.conversion.layout import stored_conversion
+from relayout.conversion.run import num_readers_of
 from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
-from relayout.core.arguments import integer, size
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.dtypes import num_bytes
@@ -29,7 +29,7 @@ from relayout.format.chunks import CHUNKS_NAME, chunks_of
 from relayout.format.index import SIGNATURE_NAME, Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
-from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files, sha256_hex
+from relayout.storage.hashing import HashedFile, hash_files, sha256_hex
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_input
 
@@ -76,8 +76,8 @@ def verify(
         >>> relayout.verify("llama-3.1-8b-tp8", source="llama-3.1-8b").ok
         True
     """
-    threads, memory = integer(threads, "threads"), size(memory, "memory")
-    shared = share_memory(threads, memory)
+    threads, chunk_nbytes = share_memory(threads, memory)
+    num_readers = num_readers_of(threads, chunk_nbytes)
     folder, policy = find_input(path), policy_of(trust)
     signed = None if policy is None else prove(folder, policy)
     manifest = read_manifest(folder) if signed is None else signed.manifest
@@ -98,7 +98,6 @@ def verify(
     total = hash_nbytes + (manifest.source_nbytes if is_cut_again else 0)
     with reporting(progress, "verifying", total) as report_nbytes:
         if check is None:
-            num_readers = _num_readers(threads, memory)
             for holder, table in usable.items():
                 on_progress = report_nbytes.after(report.nbytes)
                 _check_digests(folder, manifest, holder, table, report, num_readers, on_progress)
@@ -108,12 +107,13 @@ def verify(
         if signed is not None:
             report_nbytes.begin("checking what is signed")
             needed = {file.name for holder in holders for file in manifest.holder_files(holder)}
-            _check_signed(folder, signed, needed, report, _num_readers(threads, memory))
+            _check_signed(folder, signed, needed, report, num_readers)
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
             report_nbytes.begin("comparing with the source" if original is not None else "comparing the copies")
             some = manifest.only(wanted)
-            _compare(folder, some, usable, record, original, report, *shared, report_nbytes.after(hash_nbytes))
+            on_progress = report_nbytes.after(hash_nbytes)
+            _compare(folder, some, usable, record, original, report, threads, chunk_nbytes, on_progress)
     return report
 
 
@@ -135,14 +135,10 @@ def verify_holder(
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks, manifest.present)
     table, own = read_table(folder, manifest, holder), own_files(manifest, holder)
-    num_readers = _num_readers(integer(threads, "threads"), size(memory, "memory"))
+    num_readers = num_readers_of(*share_memory(threads, memory))
     with reporting(progress, "verifying", sum(manifest.files[index].nbytes for index in own)) as report_nbytes:
         _check_digests(folder, manifest, holder, table, report, num_readers, report_nbytes)
     return report
-
-
-def _num_readers(threads: int, memory: int) -> int:
-    return max(1, min(threads, memory // CHUNK_NBYTES))
 
 
 def _check_signed(folder: Store, signed: Signed, needed: Container[str], report: Report, threads: int) -> None:

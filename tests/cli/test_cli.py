@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -23,7 +22,7 @@ from support import prestarted
 from support.bits import flip
 from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
-from support.terminals import read_terminal
+from support.terminals import ENVIRONMENT, VARIABLES, terminal
 from support.tools import built_command
 from support.trees import tree
 
@@ -34,10 +33,6 @@ from relayout.format.index import FORMAT_VERSION
 Array = npt.NDArray[Any]
 RELAYOUT = [sys.executable, "-m", "relayout"]
 INDEX = "model.safetensors.index.json"
-
-# Whatever terminal the tests run in says nothing about the one that they imitate.
-TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM")
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in TERMINAL_VARIABLES} | {"TERM": "xterm"}
 
 CONFIG = {
     "model_type": "llama",
@@ -129,7 +124,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         return subprocess.CompletedProcess(sys.argv, end.value.code or 0, stdout, stderr)
 
     monkeypatch.setattr("relayout.cli.app.app", built_command())
-    for name in TERMINAL_VARIABLES:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return run_here
 
@@ -587,32 +582,27 @@ def test_progress_is_silent_in_a_pipe(here: Run, work: Path, monkeypatch: pytest
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def seen_on_a_terminal(args: list[str], cwd: Path) -> tuple[bytes, bytes]:
+def seen_on_a_terminal(args: list[str], cwd: Path) -> tuple[str, str]:
     """What the command writes to stdout, a pipe, and to stderr, a terminal."""
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [*RELAYOUT, *args], cwd=cwd, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs
-    ) as child:
-        os.close(theirs)
-        seen = read_terminal(ours)
-        stdout, _ = child.communicate(timeout=PATIENCE)
-    os.close(ours)
-    assert child.returncode == 0, seen
-    return stdout, seen
+    with terminal() as (theirs, read):
+        done = prestarted.run(*args, cwd=cwd, env=ENVIRONMENT, stderr=theirs)
+        seen = read()
+    assert done.returncode == 0, seen
+    return done.stdout, seen
 
 
-@pytest.mark.parametrize(("command", "word"), [("convert model", b"converting"), ("verify out", b"verifying")])
-def test_progress_is_shown_on_a_terminal(work: Path, command: str, word: bytes) -> None:
+@pytest.mark.parametrize(("command", "word"), [("convert model", "converting"), ("verify out", "verifying")])
+def test_progress_is_shown_on_a_terminal(work: Path, command: str, word: str) -> None:
     relayout.convert(work / "model", work / "out", tp=2)
     stdout, seen = seen_on_a_terminal(command.split(), work)
     assert word in seen
     assert word not in stdout
-    assert seen.count(b"\x1b[?25h") == seen.count(b"\x1b[?25l") > 0, "the cursor is hidden, and comes back"
+    assert seen.count("\x1b[?25h") == seen.count("\x1b[?25l") > 0, "the cursor is hidden, and comes back"
 
 
 def test_with_json_a_terminal_sees_nothing(work: Path) -> None:
     stdout, seen = seen_on_a_terminal(["convert", "model", "--json"], work)
-    assert (json.loads(stdout)["num_tensors"], seen) == (12, b"")
+    assert (json.loads(stdout)["num_tensors"], seen) == (12, "")
 
 
 def test_the_versions_are_those_of_package_and_format(tmp_path: Path) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,7 +16,7 @@ from support import prestarted
 from support.bits import flip
 from support.hub_models import MODELS
 from support.patience import PATIENCE
-from support.terminals import read_terminal
+from support.terminals import ENVIRONMENT, terminal
 from typer.testing import CliRunner
 
 import relayout
@@ -31,8 +26,6 @@ from relayout.tables import Column, shortened, table, unbroken
 pytestmark = pytest.mark.documents
 
 WIDTH = 80
-UNSET = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM", "LC_ALL")
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in UNSET}
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 
 
@@ -51,15 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
 
 def in_terminal(command: str, cwd: Path, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """The exit code, and what the command prints to a terminal."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
     env = ENVIRONMENT | {"TERM": "xterm-256color"} | dict(environment or {})
     imports = prestarted.LOADER if command.startswith("doctor") else prestarted.COMMANDS
-    done = prestarted.run(*command.split(), cwd=cwd, env=env, imports=imports, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    seen = read_terminal(ours)
-    os.close(ours)
-    return done.returncode, seen.decode().replace("\r\n", "\n")
+    with terminal(WIDTH) as (theirs, read):
+        done = prestarted.run(*command.split(), cwd=cwd, env=env, imports=imports, stdout=theirs, stderr=theirs)
+        return done.returncode, read()
 
 
 def is_word_of(word: str, known: set[str]) -> bool:

@@ -103,19 +103,6 @@ def test_tensors_of_any_dtype_and_odd_sizes_in_one_chunk_come_back(tmp_path: Pat
     assert_equal(relayout.load(tmp_path / "old", 0, deltas=tmp_path / "delta"), expected)
 
 
-def test_ten_deltas_make_the_tenth_step(mistral: Path, tmp_path: Path) -> None:
-    last = convert(next_step(mistral, tmp_path / "source-0", 0), tmp_path / "0")
-    deltas = []
-    for step in range(1, 11):
-        source = next_step(tmp_path / f"source-{step - 1}", tmp_path / f"source-{step}", step, share=0.01)
-        last, before = convert(source, tmp_path / f"{step}"), last
-        deltas.append(Path(relayout.delta(before, last, tmp_path / f"delta-{step}").output))
-    relayout.apply_deltas(tmp_path / "0", deltas, tmp_path / "made")
-    assert tree(tmp_path / "made") == tree(last)
-    for rank in range(2):
-        assert_equal(relayout.load(tmp_path / "0", rank, deltas=deltas), stored_in(last, rank))
-
-
 def test_loads_of_every_kind_read_through_deltas(steps: Path) -> None:
     deltas = [steps / "0-to-1", steps / "1-to-2"]
     for rank in range(2):

@@ -21,6 +21,7 @@ import relayout
 from relayout.errors import FormatError
 
 Tree = dict[str, Any]
+INDEX = "model.safetensors.index.json"
 HEAD, TABLE = "model-rank-1-part-0.safetensors", "relayout.rank-1.json.zst"
 
 
@@ -155,30 +156,32 @@ def test_a_bulk_that_cannot_go_directly_to_its_place_is_named(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "what", ["a tensor too few", "another file", "another order", "another size", "none is listed", "not asked for"]
+    "change",
+    [
+        lambda top: top["weight_map"].popitem(),
+        lambda top: top["weight_map"].update({min(top["weight_map"]): "x.safetensors"}),
+        lambda top: top.update(weight_map=dict(reversed(top["weight_map"].items()))),
+        lambda top: top["metadata"].update(total_size=1),
+    ],
 )
-def test_the_index_for_stock_loaders_is_compared(pristine: Path, tmp_path: Path, what: str) -> None:
-    folder = shutil.copytree(pristine / ("two" if what == "not asked for" else "one"), tmp_path / "out")
-    path = folder / "model.safetensors.index.json"
-    if what == "not asked for":
-        shutil.copy(pristine / "one" / path.name, path)
-    elif what == "none is listed":
-        edit_manifest(folder, lambda top: top.update(hub_index_digest=None))
-    else:
-        top = json.loads(path.read_text())
-        name = min(top["weight_map"])
-        if what == "a tensor too few":
-            del top["weight_map"][name]
-        elif what == "another order":
-            top["weight_map"] = dict(reversed(top["weight_map"].items()))
-        elif what == "another file":
-            top["weight_map"][name] = "x.safetensors"
-        else:
-            top["metadata"]["total_size"] += 1
-        blob = json.dumps(top).encode()
-        path.write_bytes(blob)
-        edit_manifest(folder, lambda manifest: manifest.update(hub_index_digest=digest(blob)))
-    assert any(one.startswith("model.safetensors.index.json: ") for one in differences(folder))
+def test_the_index_for_stock_loaders_is_compared(
+    pristine: Path, tmp_path: Path, change: Callable[[Tree], object]
+) -> None:
+    folder = shutil.copytree(pristine / "one", tmp_path / "out")
+    top = json.loads((folder / INDEX).read_text())
+    change(top)
+    blob = json.dumps(top).encode()
+    (folder / INDEX).write_bytes(blob)
+    edit_manifest(folder, lambda manifest: manifest.update(hub_index_digest=digest(blob)))
+    assert any(one.startswith(f"{INDEX}: ") for one in differences(folder))
+
+
+def test_an_index_that_no_manifest_lists_is_found(pristine: Path, folder: Path, tmp_path: Path) -> None:
+    one = shutil.copytree(pristine / "one", tmp_path / "one")
+    edit_manifest(one, lambda top: top.update(hub_index_digest=None))
+    shutil.copy(one / INDEX, folder)
+    for out in (one, folder):
+        assert differences(out) == [f"{INDEX}: is not part of this conversion"]
 
 
 def exchange_offsets(top: Tree) -> None:

@@ -350,7 +350,7 @@ def convert(
 @_command("plans", "plans llama > my-plan.toml", "plans --check my-model")
 def plans(
     out: Output,
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this plan.")] = None,
     observe: Annotated[
         str | None,
         typer.Option(metavar="SRC", help="Observe how the installed vLLM shards SRC, and write a plan file."),
@@ -594,7 +594,7 @@ def apply(
     out: Output,
     base: Annotated[str, typer.Argument(metavar="BASE", help="The folder that the first delta was made from.")],
     changes: Annotated[
-        list[str], typer.Argument(metavar="DELTA...", help="What `relayout delta` wrote, in order: folders or URLs.")
+        list[str], typer.Argument(metavar="DELTA", help="What `relayout delta` wrote, in order: folders or URLs.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="NEW", help="Folder to write, or its URL.")],
     threads: ThreadsOption = 8,

@@ -148,7 +148,7 @@ def test_what_no_rank_holds_is_found(shape: tuple[int, ...], cut: Cut, says: str
         record = "relayout.source.json.zst"
         assert found == {(record, name, says), (record, None, "cannot be loaded at another degree")}
     if 0 not in shape:
-        with pytest.raises(FormatError, match="the stored bytes are damaged"):
+        with pytest.raises(FormatError, match=r"the stored bytes are damaged|no rank holds it, so the file cannot"):
             relayout.restore(tmp_path / "out", tmp_path / "back")
 
 

@@ -81,7 +81,7 @@ def plan_budget(threads: int | None, memory: int | None, most: int, cost: Reques
     if memory is None:
         memory = max(MIN_BUFFER, min(most, NODE_BUFFERS // ranks))
     if threads < 1:
-        raise PlanError(f"{threads} threads, expected 1 or more", code="option")
+        raise PlanError(f"threads: {threads}, expected 1 or more", code="option")
     if memory < MIN_BUFFER:
         raise PlanError(f"{memory} bytes of memory, expected {MIN_BUFFER} or more", code="option")
     limit = memory // MIN_BUFFER

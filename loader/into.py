@@ -96,7 +96,7 @@ def _fill(
         raise PlanError(memory.reason, code="unsupported")
     reads = place_at(contents.reads, memory.offsets)
     stop = Stop()
-    checks = checks_of(contents.at(memory.offsets), stop) if options.verify else None
+    checks = checks_of(contents.at(memory.offsets), contents.files, reads, stop) if options.verify else None
     job = ReadJob(contents.files, reads, budget, checks, stop=stop)
     with reporting(options.progress, "loading", sum(contents.sizes())) as report:
         running = backend.start(memory, job)

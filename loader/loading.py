@@ -78,7 +78,7 @@ def load_arena(plan: ArenaPlan, options: Options) -> dict[str, torch.Tensor]:
     choice, budget = options.choose(plan.files)
     tensors = plan.tensors() if options.verify else None
     stop = Stop()
-    checks = None if tensors is None else checks_of(tensors, stop)
+    checks = None if tensors is None else checks_of(tensors, plan.files, plan.reads, stop)
     job = ReadJob(plan.files, plan.reads, budget, checks, stop=stop)
     with reporting(options.progress, "loading", plan.nbytes) as report:
         arena = choice.backend.allocate(plan.arena_nbytes)

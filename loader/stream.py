@@ -242,12 +242,13 @@ def _stream(
     reads = [part.layout.reads for part in parts] if rounds is None else [each.reads for each in rounds]
     offsets = [offset for part in parts for offset in part.layout.offsets]
     stop = Stop()
-    checks = checks_of(contents.at(offsets), stop) if options.verify else None
     sizes = [sum(read.transfer.total_nbytes for read in part) for part in reads]
     counter = PartCounter([part.start for part in parts], sizes, stop)
     pool = backend.pool(arena_nbytes)
     window = _Window(pool, parts, counter, arena_nbytes, bound, stop)
-    job = ReadJob(contents.files, tuple(chain.from_iterable(reads)), budget, checks, counter.count, stop)
+    planned = tuple(chain.from_iterable(reads))
+    checks = checks_of(contents.at(offsets), contents.files, planned, stop) if options.verify else None
+    job = ReadJob(contents.files, planned, budget, checks, counter.count, stop)
     done = 0
     running: RunningJob | None = None
     views: dict[str, torch.Tensor] = {}

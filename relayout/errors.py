@@ -11,7 +11,8 @@ from reprlib import Repr
 class RelayoutError(Exception):
     """Base of both families. The text is one line: file, tensor, what was found, what was expected.
 
-    Programs match on `code` and the other fields, not on the text.
+    Programs match on `code` and the other fields, not on the text. The text names options as the command line has them
+    (`--force`); a function has them as arguments of that name (`force=True`).
 
     Example:
         >>> import relayout

@@ -34,10 +34,14 @@ class Reporter:
         """Report the bytes done in all phases."""
         self._show(done, self._total)
 
+    def after(self, before: int) -> Callable[[int], None]:
+        """What reports a part of the work: the bytes done of that, after so many."""
+        return lambda done: self(before + done)
+
 
 @contextmanager
-def reporting(progress: Progress, phase: str, total: int) -> Iterator[Reporter | None]:
-    """Yield what to call with the bytes done so far, or None if progress is off."""
+def reporting(progress: Progress, phase: str, total: int) -> Iterator[Reporter]:
+    """Yield what to call with the bytes done so far; nobody sees it if progress is off."""
     if progress is True:
         # Not by rich, which would count FORCE_COLOR as a terminal.
         display = _bar(total) if sys.stderr is not None and sys.stderr.isatty() else _lines()
@@ -46,9 +50,9 @@ def reporting(progress: Progress, phase: str, total: int) -> Iterator[Reporter |
     elif callable(progress):
         yield Reporter(progress, phase, total)
     elif progress in (None, False):
-        yield None
+        yield Reporter(lambda done, total: None, phase, total)
     else:
-        raise PlanError(f"progress={shown(progress)}, expected True, False, None or a function", code="option")
+        raise PlanError(f"progress: {shown(progress)}, expected True, False, None or a function", code="option")
 
 
 class _Bar:

@@ -45,7 +45,7 @@ def commands() -> str:
 def _command(name: str, command: Any) -> str:
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option" and param.name != "help"]
-    usage = " ".join(["relayout", name, *(argument.metavar for argument in arguments), "[OPTIONS]"])
+    usage = " ".join(["relayout", name, *map(_usage, arguments), "[OPTIONS]"])
     lines = [f"## {name}", "", f"`{usage}`", "", _plain(command.help), ""]
     lines += [_item(argument.metavar, argument.help) for argument in arguments]
     for option in options:
@@ -53,6 +53,11 @@ def _command(name: str, command: Any) -> str:
         default = "" if option.is_flag or option.default is None else f" Default: {option.default}."
         lines.append(_item(flags, option.help + (default if "Default:" not in option.help else "")))
     return "\n".join(lines)
+
+
+def _usage(argument: Any) -> str:
+    name = argument.metavar + ("..." if argument.nargs != 1 else "")
+    return name if argument.required else f"[{name}]"
 
 
 def _item(what: str, text: str) -> str:

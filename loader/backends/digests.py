@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from relayout.core.digests import ExtentDigests
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop
 from relayout.errors import FormatError
+from relayout.format.index import Read
 from relayout.loader.sources.columns import TensorColumns
+from relayout.loader.sources.stored import StoredFile
 
 
 class Checks:
     """Compares the digests of tensors. For thread safety, see `core.digests.ExtentDigests`."""
 
     def __init__(
-        self, names: Sequence[str], offsets: Sequence[int], sizes: Sequence[int], digests: Sequence[str], stop: Stop
+        self,
+        names: Sequence[str],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        digests: Sequence[str],
+        file_at: Callable[[int], str | None],
+        stop: Stop,
     ) -> None:
-        """Tensors of `sizes` bytes at `offsets` of the arena.
+        """Tensors of `sizes` bytes at `offsets` of the arena; `file_at` is the file that an offset is read from.
 
         Raises:
             FormatError: the digest of a tensor without bytes is wrong.
         """
         self._names = names
+        self._offsets = offsets
+        self._file_at = file_at
         self._expected = digests
         extents = (Extent(offset, nbytes) for offset, nbytes in zip(offsets, sizes, strict=True))
         self._hashed = ExtentDigests(list(extents), stop)
@@ -47,22 +57,28 @@ class Checks:
             FormatError: a tensor was not compared, as its bytes did not arrive in order.
         """
         if left := self._hashed.num_left:
-            raise FormatError(
-                f"{left} tensors could not be checked: their bytes did not arrive in order", code="digest"
-            )
+            path = self._file_at(self._offsets[self._hashed.digests.index("")])
+            what = f"{left} tensors could not be checked: their bytes did not arrive in order"
+            raise FormatError(what, path=path, code="digest")
 
     def _compare(self, row: int) -> None:
         digest = self._hashed.digests[row]
         if digest != self._expected[row]:
             raise FormatError(
                 f"its bytes have digest {digest}, expected {self._expected[row]}: damaged",
+                path=self._file_at(self._offsets[row]),
                 tensor=self._names[row],
                 code="digest",
             )
 
 
-def checks_of(tensors: TensorColumns, stop: Stop) -> Checks | None:
-    """Checks for the digests of tensors in an arena, if they have any; `stop` is the job's."""
+def checks_of(tensors: TensorColumns, files: Sequence[StoredFile], reads: Sequence[Read], stop: Stop) -> Checks | None:
+    """Checks for the digests of tensors in an arena, if they have any; files, reads and `stop` are the job's."""
     if tensors.digests is None:
         return None
-    return Checks(tensors.names, tensors.offsets, tensors.sizes(), tensors.digests, stop)
+
+    def file_at(offset: int) -> str | None:
+        places = ((read.transfer.target, read.transfer.target_end, read.file) for read in reads)
+        return next((files[file].where for start, end, file in places if start <= offset < end), None)
+
+    return Checks(tensors.names, tensors.offsets, tensors.sizes(), tensors.digests, file_at, stop)

@@ -20,7 +20,7 @@ from relayout.checkpoint.converted import (
     read_table,
 )
 from relayout.checkpoint.trust import TrustedStore, refuse_deltas, trusted
-from relayout.core.arguments import integer
+from relayout.core.arguments import at_least_one, integer
 from relayout.core.dtypes import num_bytes
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE
@@ -168,9 +168,7 @@ def find_rank(
     """
     rank = integer(rank, "rank")
     if tp is not None:
-        tp = integer(tp, "tp")
-        if tp < 1:
-            raise PlanError(f"tp={tp}, expected 1 or more", code="option")
+        tp = at_least_one(tp, "tp")
     store = trusted(find_input(path).snapshot(), trust)
     blob = find_manifest_blob(store)
     if blob is not None:

@@ -24,7 +24,7 @@ from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import check_present, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert, default_output
-from relayout.core.arguments import integer, size
+from relayout.core.arguments import at_least_one, integer, size
 from relayout.errors import PlanError
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.plans.planner import plan_for
@@ -281,9 +281,7 @@ def plan_bench(
         PlanError: the folders are of different checkpoints, or not local; there is no plan for the checkpoint; or torch
             is not installed.
     """
-    runs, tp = integer(runs, "runs"), None if tp is None else integer(tp, "tp")
-    if runs < 1:
-        raise PlanError(f"runs={runs}, expected 1 or more", code="option")
+    runs, tp = at_least_one(runs, "runs"), None if tp is None else at_least_one(tp, "tp")
     if util.find_spec("torch") is None:
         raise PlanError("loads need torch, which is not installed: install the extra 'torch'", code="unsupported")
     folders = _find_folders(path, tp, against)

@@ -143,11 +143,7 @@ def _tell(running: Sequence[Running]) -> None:
 
 
 def _lines(running: Sequence[Running], limit: float, kills: int) -> list[bytes]:
-    """Wait for the next line of each process.
-
-    Raises:
-        Died: a process ended, or did not answer in time.
-    """
+    """Wait for the next line of each process."""
     deadline = time.monotonic() + limit
     lines: dict[int, bytes] = {}
     waiting: dict[IO[bytes] | None, int] = {process.stdout: rank for rank, (process, _) in enumerate(running)}

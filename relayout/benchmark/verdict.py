@@ -15,6 +15,8 @@ _SPREAD = 1.5
 """If the slowest run takes this many times as long as the fastest, the figures are not trustworthy."""
 _BUSY = 0.15
 """If other processes use more than this share of the processors, the measurement is disturbed."""
+_TOO_SHORT_SECONDS = 0.05
+"""Of loads that take less, most is no reading: opening files, starting threads, parsing headers."""
 _AT_LIMIT = 0.85
 """A loader that reaches this share of the drive's limit has little left to gain."""
 
@@ -76,6 +78,11 @@ class RankLoads:
         ours, other = self.ours(), self.best_other()
         return None if ours is None or other is None else other.median("seconds") / ours.median("seconds")
 
+    def is_too_short(self) -> bool:
+        """Whether relayout and the fastest other loader take too little time to be compared."""
+        compared = [timing for timing in (self.ours(), self.best_other()) if timing is not None]
+        return all(timing.median("seconds") < _TOO_SHORT_SECONDS for timing in compared)
+
     def is_clear(self) -> bool:
         """Whether every run of one of the two was faster than every run of the other."""
         ours, other = self.ours(), self.best_other()
@@ -132,6 +139,12 @@ def verdict(loads: Sequence[RankLoads], tp: int, drive: float | None, *, is_conv
     if not compared:
         alone = "No other loader was measured: name the plain folder to compare with."
         return alone if any(group.done for group in loads) else "Nothing could be measured."
+    compared = [group for group in compared if not group.is_too_short()]
+    if not compared:
+        return (
+            f"No verdict: every load took less than {_TOO_SHORT_SECONDS} s, too little to compare loaders. Measure a"
+            " larger model, or one that is made for it: relayout bench FOLDER --size 4GB"
+        )
     what = "relayout" if is_converted else "relayout, slicing the plain folder,"
     states = [
         f"from a {state} page cache {what} is {' and '.join(gains)}"

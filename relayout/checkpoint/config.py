@@ -13,6 +13,7 @@ from relayout.format.safetensors import check_depth, refuse_surrogates
 from relayout.storage.protocols import Store
 
 _MAX_CONFIG_NBYTES = 16 * 2**20
+CONFIG_NAME = "config.json"
 _QUANTIZATION_FILES = {
     "hf_quant_config.json": ("modelopt", "quantization"),
     "quantize_config.json": ("gptq", None),
@@ -34,7 +35,7 @@ class Config:
 def find_config(folder: Store) -> Config:
     """Read the configuration. FormatError: a file is not a JSON object."""
     names: list[str] = []
-    config = _read_object(folder, "config.json", names)
+    config = _read_object(folder, CONFIG_NAME, names)
     nested = config.get("text_config")
     inside = nested.get("quantization_config") if isinstance(nested, dict) else None
     quantization = config.get("quantization_config") or config.get("compression_config") or inside

@@ -140,7 +140,19 @@ def names_of_index(manifest: Manifest) -> list[str]:
     return [SOURCE_RECORD_NAME, CHUNKS_NAME, *tables, *hub_index, MANIFEST_NAME]
 
 
-CONVERTED = Replaceable(MANIFEST_NAME, names_of_output)
+def describe_output(folder: Store) -> str:
+    """What a converted checkpoint is, by its manifest, which is written last.
+
+    Raises:
+        FormatError: it is damaged, or foreign.
+    """
+    manifest = read_manifest(folder)
+    model = f"model type {manifest.model_type}" if manifest.model_type else "a model"
+    some = "" if manifest.has_all else f" (ranks {ranks_text(manifest.present)})"
+    return f"a complete conversion of {model}, {manifest.source_nbytes:,} bytes, at TP {manifest.num_ranks}{some}"
+
+
+CONVERTED = Replaceable(MANIFEST_NAME, describe_output, names_of_output)
 """An output of `convert`, the only one that `force` replaces."""
 
 

@@ -165,7 +165,12 @@ def names_of_delta(folder: Store) -> frozenset[str]:
     )
 
 
-DELTA_OUTPUT = Replaceable(MANIFEST_NAME, names_of_delta)
+def describe_delta(folder: Store) -> str:
+    """What a delta is, by its manifest, which is written last; for errors see `read_delta`."""
+    return f"a complete delta of {len(read_delta(folder).manifest.files)} files"
+
+
+DELTA_OUTPUT = Replaceable(MANIFEST_NAME, describe_delta, names_of_delta)
 """An output of `delta`."""
 
 

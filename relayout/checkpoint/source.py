@@ -187,8 +187,8 @@ def model_order(name: str) -> str:
 def _read_folder(root: Store) -> SourceCheckpoint:
     if is_converted(root):
         what = (
-            f"is already a converted checkpoint (contains {MANIFEST_NAME}): load it at another degree (tp=N), or "
-            "convert its source, which `relayout restore` writes"
+            f"is already a converted checkpoint (contains {MANIFEST_NAME}): relayout.load(..., tp=N) loads it at"
+            " another degree; or convert its source, which `relayout restore` writes"
         )
         raise PlanError(what, path=str(root), code="exists")
     entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))

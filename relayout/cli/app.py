@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect as python
 import json
 import shutil
 import signal
@@ -10,9 +11,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, NoReturn, ParamSpec, Protocol, TypeVar
 
 import typer
 
@@ -24,6 +25,7 @@ from relayout.storage.file_pool import advice_on_limit
 
 if TYPE_CHECKING:
     from relayout.cli.console import Block
+    from relayout.progress import Progress
 
 P = ParamSpec("P")
 
@@ -55,14 +57,6 @@ Exit codes: 0 done, 1 verification found a difference, 2 bad input or usage,
 )
 
 
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object; progress and errors are JSON lines on stderr.")
-]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
-VerboseOption = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Print all rows, and progress even if stderr is not a terminal.")
-]
-
 # Paths are `str`: each may be the URL of a store.
 SourceArgument = Annotated[
     str,
@@ -76,7 +70,7 @@ PathArgument = Annotated[
     typer.Argument(metavar="PATH", help="A .safetensors file, a checkpoint folder, plain or converted, or its URL."),
 ]
 ConvertedArgument = Annotated[
-    str, typer.Argument(metavar="OUT", help="A folder that `relayout convert` wrote, or its URL.")
+    str, typer.Argument(metavar="CONVERTED", help="A folder that `relayout convert` wrote, or its URL.")
 ]
 PlanOption = Annotated[
     str | None,
@@ -96,6 +90,12 @@ TrustFileOption = Annotated[
         "--trust", metavar="FILE", help="Whose signatures count (TOML): all else is refused. Default: RELAYOUT_TRUST."
     ),
 ]
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Replace an older output that relayout wrote; discard an interrupted attempt at another."
+    ),
+]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
 RankOption = Annotated[
@@ -113,34 +113,65 @@ AddressOption = Annotated[
 ]
 
 
-class VerifyOptions(TypedDict):
-    """Options of every way to verify."""
-
-    source: str | None
-    ranks: str | None
-    trust: str | None
-    threads: int
-    memory: str
+class _Result(Protocol):
+    def as_json(self) -> dict[str, object]: ...
 
 
-class RunOptions(TypedDict):
-    """Options of every way to carry out a conversion."""
-
-    force: bool
-    threads: int
-    memory: str
+R = TypeVar("R", bound=_Result)
 
 
-def _command(*examples: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Register a command, with examples in its help. Its errors are printed."""
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How a command prints, by the options that all commands have."""
+
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print all rows, and progress even if stderr is not a terminal.")
+    ] = False
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; progress and errors are JSON lines on stderr.")
+    ] = False
+
+    def work(self, what: str) -> Progress:
+        """Begin work: from now on, a signal raises an exception, for cleanup, and a closed stdout does not end the
+        process. Returns how its progress is shown."""
+        from relayout.cli.console import progress
+
+        signals.raise_when_asked()
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        return progress(what, as_json=self.as_json, quiet=self.quiet, verbose=self.verbose)
+
+    def show(self, result: R, text: Callable[[R], Iterable[Block]]) -> None:
+        """Print a result. A closed stdout does not change the exit code, which reports the work."""
+        from relayout.cli.console import show
+
+        try:
+            if self.as_json:
+                _print(json.dumps(result.as_json()) + "\n")
+            elif not self.quiet:
+                show(text(result), verbose=self.verbose)
+        except BrokenPipeError:
+            abandon(sys.stdout)
+        except OSError as error:
+            error.filename = "standard output"
+            raise
+
+
+def _command(*examples: str) -> Callable[[Callable[Concatenate[Output, P], None]], Callable[..., None]]:
+    """Register a command, with examples in its help. It gets an `Output`, and its errors are printed."""
     text = "\b\nExamples:\n" + "\n".join(f"  relayout {line}" for line in examples)
+    common = list(python.signature(Output, eval_str=True).parameters.values())
 
-    def register(function: Callable[P, None]) -> Callable[P, None]:
+    def register(function: Callable[Concatenate[Output, P], None]) -> Callable[..., None]:
         @wraps(function)
-        def run(*args: P.args, **options: P.kwargs) -> None:
-            with _errors(as_json=bool(options["as_json"])):
-                function(*args, **options)
+        def run(**options: Any) -> None:
+            out = Output(**{option.name: options.pop(option.name) for option in common})
+            with _errors(as_json=out.as_json):
+                function(out, **options)
 
+        _, *own = python.signature(function, eval_str=True).parameters.values()
+        run.__signature__ = python.Signature([*own, *common])  # type: ignore[attr-defined]
+        run.__annotations__ = {option.name: option.annotation for option in (*own, *common)}
         return app.command(epilog=text)(run)
 
     return register
@@ -182,8 +213,12 @@ def _root(
     "convert llama-3.1-8b --tp 4 -o /fast/llama-tp4 --layout whole",
 )
 def convert(
+    out: Output,
     source: SourceArgument,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Number of tensor-parallel ranks.")] = 1,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", metavar="N", help="Number of tensor-parallel ranks. Default: 1, which cuts no tensor."),
+    ] = None,
     align: Annotated[
         str, typer.Option(metavar="BYTES", help="Tensors start at multiples of this power of two, 512 to 16MiB.")
     ] = "4096",
@@ -237,12 +272,7 @@ def convert(
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Replace OUT if relayout wrote it; discard an interrupted conversion with other options."
-        ),
-    ] = False,
+    force: ForceOption = False,
     unit: Annotated[
         str | None,
         typer.Option(
@@ -256,9 +286,6 @@ def convert(
     ] = False,
     engine: EngineOption = None,
     address: AddressOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
 
@@ -266,7 +293,6 @@ def convert(
     any model can be converted, into a folder for stock loaders.
     """
     from relayout.cli import render
-    from relayout.cli.console import progress as progress_of
     from relayout.commands.convert import PlanOptions, plan_conversion
 
     _check_engine(engine, address)
@@ -275,7 +301,7 @@ def convert(
     if unit is not None and commit:
         raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
     options: PlanOptions = {
-        "tp": tp,
+        "tp": 1 if tp is None else tp,
         "align": align,
         "plan": plan,
         "expert_parallel": expert_parallel,
@@ -287,37 +313,44 @@ def convert(
         "ranks": ranks,
         "digest": digest,
     }
-    run: RunOptions = {"force": force, "threads": threads, "memory": memory}
-    progress = progress_of("converting", as_json=as_json, quiet=quiet, verbose=verbose)
     if engine is not None and not dry_run:
         from relayout.clusters import on_ray
 
-        _begin_work()
-        done = on_ray.convert(source, output, address=address, progress=progress, **run, **options)
-        _show(done, render.summary, as_json=as_json, quiet=quiet)
+        done = on_ray.convert(
+            source,
+            output,
+            address=address,
+            force=force,
+            threads=threads,
+            memory=memory,
+            progress=out.work("converting"),
+            **options,
+        )
+        out.show(done, render.summary)
         return
     planned = plan_conversion(source, output, **options)
+    progress = None if dry_run else out.work("converting")
+    if tp is None and not out.as_json and not out.quiet:
+        _tell("note: no --tp: the output is for 1 rank, and no tensor is cut; --tp N cuts for N ranks")
     if dry_run:
-        _show(planned.preview(), render.preview, as_json=as_json, quiet=quiet, verbose=verbose)
-        return
-    _begin_work()
-    if unit is None and not commit:
-        done = planned.run(progress=progress, **run)
-        _show(done, render.summary, as_json=as_json, quiet=quiet)
-        return
-    from relayout.conversion import jobs
+        out.show(planned.preview(), render.preview)
+    elif unit is not None:
+        from relayout.conversion import jobs
 
-    if unit is not None:
-        share = jobs.convert_share(planned, unit, progress=progress, **run)
-        _show(share, render.units, as_json=as_json, quiet=quiet)
+        share = jobs.convert_share(planned, unit, force=force, threads=threads, memory=memory, progress=progress)
+        out.show(share, render.units)
+    elif commit:
+        from relayout.conversion import jobs
+
+        out.show(jobs.commit_units(planned, force=force), render.committed)
     else:
-        done = jobs.commit_units(planned, force=force)
-        _show(done, render.committed, as_json=as_json, quiet=quiet)
+        out.show(planned.run(force=force, threads=threads, memory=memory, progress=progress), render.summary)
 
 
 @_command("plans", "plans llama > my-plan.toml", "plans --check my-model")
 def plans(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this plan.")] = None,
+    out: Output,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this plan.")] = None,
     observe: Annotated[
         str | None,
         typer.Option(metavar="SRC", help="Observe how the installed vLLM shards SRC, and write a plan file."),
@@ -333,7 +366,6 @@ def plans(
         ),
     ] = None,
     plan: PlanOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """List the built-in plans, print one, or make one for a checkpoint."""
     from relayout.cli import render
@@ -343,18 +375,18 @@ def plans(
         from relayout.observe.plan_file import observe_plan
 
         written = observe_plan(observe, output, trust_remote_code=trust_remote_code)
-        _show(written, render.observed, as_json=as_json)
+        out.show(written, render.observed)
     elif check is not None:
         from relayout.commands.plan_check import check_plan
 
         checked = check_plan(check, plan=plan)
-        _print(json.dumps(checked.as_json()) + "\n" if as_json else render.plan_check(checked))
+        _print(json.dumps(checked.as_json()) + "\n" if out.as_json else render.plan_check(checked))
         if checked.draft_error is not None:
             raise typer.Exit(EXIT_DIFFERENCE)
     elif name is not None:
         text = family.builtin_text(name)
-        _print(json.dumps({"name": name, "text": text}) + "\n" if as_json else text)
-    elif as_json:
+        _print(json.dumps({"name": name, "text": text}) + "\n" if out.as_json else text)
+    elif out.as_json:
         _print(json.dumps({plan.name: plan.model_types for plan in family.builtin_families()}) + "\n")
     else:
         from relayout.cli.console import show
@@ -362,22 +394,29 @@ def plans(
         show(render.families(family.builtin_families()), verbose=True)
 
 
-@_command("inspect llama-3.1-8b", "inspect llama-3.1-8b-tp8 --rank 3")
+@_command("inspect llama-3.1-8b", "inspect llama-3.1-8b --tp 8", "inspect llama-3.1-8b-tp8 --rank 3")
 def inspect(
-    path: PathArgument, rank: RankOption = None, verbose: VerboseOption = False, as_json: JsonOption = False
+    out: Output,
+    path: PathArgument,
+    rank: RankOption = None,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", metavar="N", help="For a plain checkpoint: only this degree. Default: 2, 4, 8 and 16."),
+    ] = None,
 ) -> None:
     """Show what a rank reads, now and after a conversion.
 
-    Also shows tensors, ranks and alignment. Reads headers only.
+    Also shows tensors and ranks. Reads headers only.
     """
     from relayout.cli import render
     from relayout.commands import inspect as inspection
 
-    _show(inspection.inspect(path, rank=rank), render.inspection, as_json=as_json, verbose=verbose)
+    out.show(inspection.inspect(path, rank=rank, tp=tp), render.inspection)
 
 
 @_command("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b")
 def verify(
+    out: Output,
     path: ConvertedArgument,
     source: Annotated[
         str | None,
@@ -389,35 +428,34 @@ def verify(
     memory: MemoryOption = "512MiB",
     engine: EngineOption = None,
     address: AddressOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Check every byte of a converted folder.
 
     Checks structure, manifest, and the digest of every slice; with --source, each slice against the source.
     """
     from relayout.cli import render
-    from relayout.cli.console import progress as progress_of
     from relayout.commands import verify as verification
 
     _check_engine(engine, address)
-    _begin_work()
-    progress = progress_of("verifying", as_json=as_json, quiet=quiet, verbose=verbose)
-    options: VerifyOptions = {
-        "source": source,
-        "ranks": ranks,
-        "trust": trust,
-        "threads": threads,
-        "memory": memory,
-    }
+    progress = out.work("verifying")
     if engine is None:
-        report = verification.verify(path, progress=progress, **options)
+        report = verification.verify(
+            path, source=source, ranks=ranks, trust=trust, threads=threads, memory=memory, progress=progress
+        )
     else:
         from relayout.clusters import on_ray
 
-        report = on_ray.verify(path, address=address, progress=progress, **options)
-    _show(report, render.report, as_json=as_json, quiet=quiet, verbose=verbose)
+        report = on_ray.verify(
+            path,
+            source=source,
+            ranks=ranks,
+            trust=trust,
+            address=address,
+            threads=threads,
+            memory=memory,
+            progress=progress,
+        )
+    out.show(report, render.report)
     if not report.ok:
         raise typer.Exit(EXIT_DIFFERENCE)
 
@@ -427,6 +465,7 @@ def verify(
     "sign s3://bucket/llama-tp8 --key my.key --certificate my.crt",
 )
 def sign(
+    out: Output,
     path: ConvertedArgument,
     key: Annotated[str | None, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")] = None,
     certificate: Annotated[str | None, typer.Option(metavar="FILE", help="Of that key, PEM.")] = None,
@@ -435,9 +474,6 @@ def sign(
     ] = None,
     sigstore: Annotated[bool, typer.Option("--sigstore", help="Sign by an identity, without a key.")] = False,
     threads: ThreadsOption = 8,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Sign a folder that was converted with --digest sha256.
 
@@ -445,57 +481,54 @@ def sign(
     (RELAYOUT_TRUST, --trust) then proves of the folder what is read, as it is read.
     """
     from relayout.cli import render
-    from relayout.cli.console import progress as progress_of
     from relayout.commands import sign as signing
 
-    _begin_work()
-    progress = progress_of("hashing", as_json=as_json, quiet=quiet, verbose=verbose)
+    progress = out.work("hashing")
     how = {"key": key, "certificate": certificate}
     done = signing.sign(path, **how, chain=chain or (), sigstore=sigstore, threads=threads, progress=progress)
-    _show(done, render.signed, as_json=as_json, quiet=quiet)
+    out.show(done, render.signed)
 
 
 @_command("restore llama-3.1-8b-tp8 -o llama-3.1-8b")
 def restore(
+    out: Output,
     path: ConvertedArgument,
     output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
     trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
-    force: Annotated[bool, typer.Option("--force", help="Replace DIR if relayout converted it.")] = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Replace DIR if it is a converted folder. A restored one bears no mark of relayout: delete it first.",
+        ),
+    ] = False,
 ) -> None:
     """Rebuild the source from a converted folder.
 
     Writes shards, index and side files, byte for byte, and checks every digest.
     """
     from relayout.cli import render
-    from relayout.cli.console import progress as progress_of
     from relayout.commands import restore as restoration
 
-    _begin_work()
-    progress = progress_of("restoring", as_json=as_json, quiet=quiet, verbose=verbose)
-    options: RunOptions = {"force": force, "threads": threads, "memory": memory}
-    done = restoration.restore(path, output, trust=trust, progress=progress, **options)
-    _show(done, render.restored, as_json=as_json, quiet=quiet)
+    progress = out.work("restoring")
+    done = restoration.restore(
+        path, output, force=force, trust=trust, threads=threads, memory=memory, progress=progress
+    )
+    out.show(done, render.restored)
 
 
 @_command("copy s3://bucket/llama-3.1-8b-tp8 /nvme/llama --ranks 0-3", "copy llama-3.1-8b-tp8 gs://bucket/llama")
 def copy(
+    out: Output,
     path: Annotated[str, typer.Argument(metavar="SRC", help="A folder that `relayout convert` wrote, or its URL.")],
     output: Annotated[str, typer.Argument(metavar="DST", help="The folder or prefix to write.")],
     ranks: RanksOption = None,
     trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace DST if relayout wrote it; discard another interrupted attempt.")
-    ] = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
+    force: ForceOption = False,
 ) -> None:
     """Copy the files that ranks need between folders and stores.
 
@@ -503,14 +536,13 @@ def copy(
     interruption the same command resumes.
     """
     from relayout.cli import render
-    from relayout.cli.console import progress as progress_of
     from relayout.commands import copy as copying
 
-    _begin_work()
-    progress = progress_of("copying", as_json=as_json, quiet=quiet, verbose=verbose)
-    options: RunOptions = {"force": force, "threads": threads, "memory": memory}
-    done = copying.copy(path, output, ranks=ranks, trust=trust, progress=progress, **options)
-    _show(done, render.copied, as_json=as_json, quiet=quiet)
+    progress = out.work("copying")
+    done = copying.copy(
+        path, output, ranks=ranks, force=force, trust=trust, threads=threads, memory=memory, progress=progress
+    )
+    out.show(done, render.copied)
 
 
 @_command(
@@ -518,10 +550,10 @@ def copy(
     "files llama-3.1-8b-tp8 --ranks 0-3 > names.txt",
 )
 def files(
+    out: Output,
     path: ConvertedArgument,
     ranks: RanksOption = None,
     null: Annotated[bool, typer.Option("--null", "-0", help="End each name with NUL instead of a line end.")] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Print the names of the files that ranks need.
 
@@ -530,7 +562,7 @@ def files(
     from relayout.commands import copy as copying
 
     needed = copying.files(path, ranks=ranks)
-    if as_json:
+    if out.as_json:
         _print(json.dumps(needed.as_json()) + "\n")
     else:
         _print("".join(f"{file.name}{chr(0) if null else chr(10)}" for file in needed.files))
@@ -538,41 +570,35 @@ def files(
 
 @_command("delta step-1 step-2 -o step-1-to-2")
 def delta(
+    out: Output,
     old: Annotated[str, typer.Argument(metavar="OLD", help="A folder that `relayout convert` wrote, or its URL.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The same model, converted alike, with other weights.")],
     output: Annotated[str, typer.Option("--output", "-o", metavar="DELTA", help="Folder to write, or its URL.")],
-    threads: Annotated[int, typer.Option(metavar="N", help="Threads that read, compare and compress.")] = 8,
-    force: Annotated[bool, typer.Option("--force", help="Replace DELTA if this command wrote it.")] = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
+    threads: ThreadsOption = 8,
+    force: ForceOption = False,
 ) -> None:
     """Write what changed between two converted folders.
 
     Single elements, anywhere, cost about as much as the places where they are.
     """
     from relayout.cli import render
-    from relayout.cli.console import progress as progress_of
     from relayout.commands import delta as deltas
 
-    _begin_work()
-    progress = progress_of("comparing", as_json=as_json, quiet=quiet, verbose=verbose)
+    progress = out.work("comparing")
     done = deltas.delta(old, new, output, force=force, threads=threads, progress=progress)
-    _show(done, render.delta_done, as_json=as_json, quiet=quiet)
+    out.show(done, render.delta_done)
 
 
 @_command("apply step-1 step-1-to-2 -o step-2", "apply step-1 step-1-to-2 step-2-to-3 -o step-3")
 def apply(
+    out: Output,
     base: Annotated[str, typer.Argument(metavar="BASE", help="The folder that the first delta was made from.")],
     changes: Annotated[
-        list[str], typer.Argument(metavar="DELTA...", help="What `relayout delta` wrote, in order: folders or URLs.")
+        list[str], typer.Argument(metavar="DELTA", help="What `relayout delta` wrote, in order: folders or URLs.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="NEW", help="Folder to write, or its URL.")],
-    threads: Annotated[int, typer.Option(metavar="N", help="Threads that read, change and write.")] = 8,
-    force: Annotated[bool, typer.Option("--force", help="Replace NEW if relayout converted it.")] = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
+    threads: ThreadsOption = 8,
+    force: ForceOption = False,
 ) -> None:
     """Write the folder that deltas make of their base.
 
@@ -580,17 +606,16 @@ def apply(
     the same command resumes.
     """
     from relayout.cli import render
-    from relayout.cli.console import progress as progress_of
     from relayout.commands import delta as deltas
 
-    _begin_work()
-    progress = progress_of("copying", as_json=as_json, quiet=quiet, verbose=verbose)
+    progress = out.work("copying")
     done = deltas.apply_deltas(base, changes, output, force=force, threads=threads, progress=progress)
-    _show(done, render.copied, as_json=as_json, quiet=quiet)
+    out.show(done, render.copied)
 
 
 @_command("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0")
 def doctor(
+    out: Output,
     path: PathArgument,
     rank: RankOption = None,
     device: Annotated[
@@ -599,8 +624,6 @@ def doctor(
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks. Default: as converted, or 1.")
     ] = None,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Show which backend a load would use, and why.
 
@@ -610,11 +633,12 @@ def doctor(
     from relayout.loader.diagnose import doctor as diagnosis
 
     result = diagnosis.diagnose(path, rank=rank, device=device, tp=tp)
-    _show(result, render.diagnosis, as_json=as_json, verbose=verbose)
+    out.show(result, render.diagnosis)
 
 
 @_command("warm llama-3.1-8b-tp8", "warm llama-3.1-8b-tp8 --rank 0 --memory 16GB")
 def warm(
+    out: Output,
     path: PathArgument,
     rank: RankOption = None,
     memory: Annotated[
@@ -622,25 +646,22 @@ def warm(
         typer.Option(metavar="SIZE", help="Maximum bytes to cache. Default: half of the free memory."),
     ] = None,
     threads: Annotated[int, typer.Option(metavar="N", help="Requests in flight.")] = 4,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Read files into the page cache before a load.
 
     An engine with RELAYOUT_WARM=PATH in its environment does this in the background while it starts.
     """
     from relayout.cli import render
-    from relayout.cli.console import progress as progress_of
     from relayout.commands import warm as warming
 
-    progress = progress_of("warming", as_json=as_json, quiet=quiet, verbose=verbose)
+    progress = out.work("warming")
     done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
-    _show(done, render.warmed, as_json=as_json, quiet=quiet, verbose=verbose)
+    out.show(done, render.warmed)
 
 
 @_command("cache", "cache /nvme/relayout --add llama-3.1-8b --tp 8", "cache /nvme/relayout --remove 3f2a")
 def cache(
+    out: Output,
     folder: Annotated[
         str | None, typer.Argument(metavar="FOLDER", help="The cache's folder. Default: RELAYOUT_CACHE.")
     ] = None,
@@ -669,22 +690,18 @@ def cache(
             "--background", help="Of --add: at low priority, until stdin is closed or the parent process ends."
         ),
     ] = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """List the entries of a cache, add one, or remove them.
 
     Entries are conversions of plain checkpoints, and files of remote ones. Entries in use are not removed.
     """
     from relayout.cli import render
-    from relayout.cli.console import progress as progress_of
     from relayout.commands import cache as caching
 
     if add is not None:
         if tp is None:
             raise PlanError("--add needs --tp N", code="option")
-        _begin_work()
+        progress = replace(out, quiet=out.quiet or background).work("converting")
         if background:
             signals.end_with_stdin()
         listing = caching.add(
@@ -695,15 +712,16 @@ def cache(
             limit=limit,
             expert_parallel=expert_parallel,
             observe=observe,
-            progress=progress_of("converting", as_json=as_json, quiet=quiet or background, verbose=verbose),
+            progress=progress,
         )
     else:
         listing = caching.cache(folder, remove=remove or (), clear=clear)
-    _show(listing, render.cache, as_json=as_json, verbose=verbose)
+    out.show(listing, render.cache)
 
 
 @_command("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8")
 def bench(
+    out: Output,
     path: Annotated[
         str,
         typer.Argument(metavar="PATH", help="A checkpoint, plain or converted; with --size, a folder on the drive."),
@@ -721,9 +739,13 @@ def bench(
     ] = None,
     runs: Annotated[int, typer.Option(metavar="N", help="Loads per loader; medians are reported.")] = 3,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Drop these files from the page cache without asking.")
-    ] = False,
-    as_json: JsonOption = False,
+        bool | None,
+        typer.Option(
+            "--yes/--no",
+            "-y/-n",
+            help="Drop these files from the page cache; without that, only warm loads are measured. Default: ask.",
+        ),
+    ] = None,
 ) -> None:
     """Measure what relayout gains on this machine.
 
@@ -733,16 +755,16 @@ def bench(
     from relayout.benchmark import measure
     from relayout.cli import render
 
-    _begin_work()
+    out.work("measuring")
     if size is not None:
         with measure.made_checkpoint(path, size, tp, _tell) as source:
             result = measure.plan_bench(source, tp=tp, runs=runs).run(drop_caches=True, tell=_tell)
             result = replace(result, source=None, converted=None)
     else:
         plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
-        may_drop = yes or may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes)
+        may_drop = may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes) if yes is None else yes
         result = plan.run(drop_caches=may_drop, tell=_tell)
-    _show(result, render.bench, as_json=as_json)
+    out.show(result, render.bench)
     if result.wrong:
         raise typer.Exit(EXIT_DIFFERENCE)
 
@@ -762,11 +784,15 @@ def may_drop_caches(num_files: int, nbytes: int) -> bool:
 
 
 def _tell(line: str) -> None:
-    typer.echo(escape_controls(line), err=True)
+    try:
+        _print_error(escape_controls(line))
+    except OSError:  # A closed stderr must not stop the work.
+        abandon(sys.stderr)
 
 
 @_command("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8")
 def report(
+    out: Output,
     path: PathArgument,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; an existing file is replaced.")
@@ -775,7 +801,6 @@ def report(
         int | None, typer.Option("--tp", metavar="N", help="For a plain checkpoint: forecast a conversion to N ranks.")
     ] = None,
     plan: PlanOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Write an HTML page that shows every file and tensor.
 
@@ -784,43 +809,12 @@ def report(
     from relayout.cli import render
     from relayout.html_report import page
 
-    _show(page.report(path, output, tp=tp, plan=plan), render.page, as_json=as_json)
+    out.show(page.report(path, output, tp=tp, plan=plan), render.page)
 
 
 def _check_engine(engine: str | None, address: str | None) -> None:
     if address is not None and engine is None:
         raise PlanError("--address needs --engine ray", code="option")
-
-
-def _begin_work() -> None:
-    """From now on, a signal raises an exception, for cleanup, and a closed stdout does not end the process."""
-    signals.raise_when_asked()
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-
-
-class _Result(Protocol):
-    def as_json(self) -> dict[str, object]: ...
-
-
-R = TypeVar("R", bound=_Result)
-
-
-def _show(
-    result: R, text: Callable[[R], Iterable[Block]], *, as_json: bool, quiet: bool = False, verbose: bool = False
-) -> None:
-    """Print a result. A closed stdout does not change the exit code, which reports the work."""
-    from relayout.cli.console import show
-
-    try:
-        if as_json:
-            _print(json.dumps(result.as_json()) + "\n")
-        elif not quiet:
-            show(text(result), verbose=verbose)
-    except BrokenPipeError:
-        abandon(sys.stdout)
-    except OSError as error:
-        error.filename = "standard output"
-        raise
 
 
 def _print(text: str) -> None:

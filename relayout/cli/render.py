@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from relayout.plans.family import Family
 
 _USUAL_DEGREE = 8
-"""The first lines of `inspect` are about this tensor-parallel degree, or the next lower one that is possible."""
-_ALIGNMENTS = {4096: "4 KiB", 2 * 2**20: "2 MiB"}
-"""Blocks of drives, huge pages."""
+"""The first lines of `inspect` are about this tensor-parallel degree, or the next lower one that is possible, unless
+another was asked for."""
 _PLAN_FILE_WIDTH = 80
 _SHOWN_NAME = 12
 """Letters of the name of a cache entry."""
@@ -60,7 +59,7 @@ def summary(done: Summary) -> Iterator[Block]:
     if done.resumed_nbytes:
         yield Line(f"{decimal(done.resumed_nbytes)} of it resumed from an interrupted conversion, after verification")
     if done.num_ranks == 1:
-        yield Line("1 rank: no tensor is cut, stock loaders read the folder too; --tp N cuts it for N ranks")
+        yield Line("1 rank: no tensor is cut, stock loaders read the folder too")
     if done.is_private:
         yield Line(
             f"only you can read it, as with the source; for others: chmod -R a+rX {done.output}", "note", "yellow"
@@ -304,10 +303,6 @@ def inspection(result: Inspection) -> Iterator[Block]:
     if result.dcp is not None:
         no = "not by PyTorch DCP (--no-dcp, or a slice of a fused tensor is not one contiguous box)"
         yield Line(f"readable as one model by relayout.safe_open, and {'by PyTorch DCP' if result.dcp else no}")
-    shares = (
-        f"{_percent(result.aligned_nbytes[nbytes], result.nbytes)} to {what}" for nbytes, what in _ALIGNMENTS.items()
-    )
-    yield Line(f"bytes of tensors that are aligned: {', '.join(shares)}")
     if result.ranks:
         numbers = [(rank.rank, rank.num_tensors, rank.nbytes, rank.num_files, rank.num_reads) for rank in result.ranks]
         rows = [(str(rank), f"{count:,}", decimal(nbytes), *map(str, more)) for rank, count, nbytes, *more in numbers]
@@ -315,30 +310,34 @@ def inspection(result: Inspection) -> Iterator[Block]:
     if result.amplification:
         headings = ("tp", "a rank needs", "reads by slices", "reads whole shards", "disk", "if whole")
         yield Table(_numbers(*headings), list(_amplification(result)), "degrees")
-    columns = [Column("tensors", "name"), Column("count", "number"), Column("dtype", drop=1), Column("shape", "words")]
+    whose = f"tensors of rank {result.ranks[0].rank}" if result.ranks else "tensors"
+    columns = [Column(whose, "name"), Column("count", "number"), Column("dtype", drop=1), Column("shape", "words")]
     groups = []
     for group in result.groups:
-        what, bracket, shape = (group.cut or "").partition("[")
-        cut = [f"{what}{unbroken(bracket + shape)}"] if result.converted else []
+        part = [group.cut or ""] if result.converted else []
         groups.append(
-            (group.pattern, str(group.count), group.dtype, unbroken(_shape(group.shape)), *cut, decimal(group.nbytes))
+            (group.pattern, str(group.count), group.dtype, unbroken(_shape(group.shape)), *part, decimal(group.nbytes))
         )
-    columns += [Column("part of", "words")] if result.converted else []
+    columns += [Column("part of the whole", "words")] if result.converted else []
     yield Table([*columns, Column("bytes", "number")], groups, "groups")
     yield Listing(result.left_out, "files", "left out")
 
 
 def _gain(result: Inspection) -> Iterator[Block]:
     """What a conversion would change at a usual degree, and why other degrees are impossible."""
-    possible = [row for row in result.amplification if row.needed_nbytes is not None and row.tp <= _USUAL_DEGREE]
+    rows = result.amplification
+    possible = [row for row in rows if row.reason is None and (row.tp <= _USUAL_DEGREE or len(rows) == 1)]
     if possible:
         row = possible[-1]
         needed = decimal(row.needed_nbytes or 0)
         read = decimal(row.row_reader_nbytes or 0)
         after = f"after convert --tp {row.tp}: {needed} in one read"
         yield Line("", f"a rank of {row.tp} would read {read} to get {needed}; {after}")
-    for reason in dict.fromkeys(row.reason for row in result.amplification if row.reason):
-        yield Line(reason, "note", "yellow")
+    refused = [row for row in rows if row.reason is not None]
+    if refused:
+        degrees = ", ".join(str(row.tp) for row in refused)
+        first = f"; for {refused[0].tp}" if len(refused) > 1 else ""
+        yield Line(f"cannot be cut for {degrees} ranks{first}: {refused[0].reason}", "note", "yellow")
 
 
 def _amplification(result: Inspection) -> Iterator[Sequence[str]]:
@@ -440,7 +439,7 @@ def loads(groups: Iterable[RankLoads], drive: float | None) -> Table:
     rows: list[Sequence[str]] = []
     for group in groups:
         rows.append((f"{group.title}, {group.state}", *[""] * 6))
-        ours = group.ours()
+        ours = None if group.is_too_short() else group.ours()
         for timing in group.done:
             share = "" if drive is None or group.state != "cold" else f"{100 * timing.gb_per_s / drive:.0f} %"
             rows.append(

@@ -222,15 +222,8 @@ def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, Ra
     if manifest.whole is None and manifest.num_ranks > 1:
         report.add(MANIFEST_NAME, "has a hub_index_digest, but no rank has whole tensors")
         return
-    check_copy(
-        folder,
-        HUB_INDEX_NAME,
-        None,
-        manifest.hub_index_digest,
-        manifest.digest,
-        "differs from what was written",
-        report,
-    )
+    digest, what = manifest.hub_index_digest, "differs from what was written"
+    check_copy(folder, HUB_INDEX_NAME, None, digest, manifest.digest, what, report)
     holder = max(manifest.holders)  # With whole tensors.
     if holder in tables:
         _check_hub_index(folder, manifest, holder, tables[holder], report)

@@ -128,12 +128,7 @@ def plan_checkpoint(checkpoint: SourceCheckpoint, target: Store, **options: Unpa
 
 
 def _layout_of(options: PlanOptions) -> tuple[int, int, int, str, DigestAlgorithm]:
-    """Degree, alignment, part size, layout, and how stored bytes are hashed.
-
-    Raises:
-        PlanError: one is invalid.
-        TypeError: there is no such option.
-    """
+    """Degree, alignment, part size, layout, and how stored bytes are hashed."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
         advice = did_you_mean(unknown[0], PlanOptions.__annotations__)
         raise TypeError(f"{shown(unknown[0])} is no option of a conversion{advice}")
@@ -143,10 +138,10 @@ def _layout_of(options: PlanOptions) -> tuple[int, int, int, str, DigestAlgorith
     check_alignment(alignment)
     layout = options.get("layout", RANKS)
     if layout not in (RANKS, WHOLE_TENSORS):
-        raise PlanError(f"layout={layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
+        raise PlanError(f"layout: {layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
     named, known = options.get("digest", DigestAlgorithm.XXH3_128.value), [each.value for each in DigestAlgorithm]
     if named not in known:
-        raise PlanError(f"digest={shown(named)}, expected {' or '.join(known)}", code="option")
+        raise PlanError(f"digest: {shown(named)}, expected {' or '.join(known)}", code="option")
     return tp, alignment, max_part_nbytes, layout, DigestAlgorithm(named)
 
 

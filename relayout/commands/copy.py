@@ -116,16 +116,28 @@ def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:
     """
     folder = find_input(path)
     blob, manifest, kept = _kept(folder, ranks)
-    sizes = {file.name: file.nbytes for file in kept.files}
+    weights = {file.name: file.nbytes for file in kept.files}
     signature = [] if find_signature(folder, blob) is None else [SIGNATURE_NAME]
-    for name in sorted(names_of(kept, read_record(folder, manifest)).union(signature) - sizes.keys()):
+    others = names_of(kept, read_record(folder, manifest)).union(signature) - weights.keys()
+    sizes = weights | sizes_of(folder, others)
+    in_order = sorted(sizes, key=lambda name: (name == MANIFEST_NAME, name))
+    named = tuple(NeededFile(name, sizes[name]) for name in in_order)
+    return NeededFiles(str(path), manifest.num_ranks, kept.present, sum(sizes.values()), named)
+
+
+def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
+    """The length of each file, by name, in the order of the names.
+
+    Raises:
+        FormatError: one is missing.
+    """
+    sizes = {}
+    for name in sorted(names):
         status = folder.stat(name)
         if status is None:
             raise FormatError("is missing", path=folder.location(name), code="missing")
         sizes[name] = status.nbytes
-    in_order = sorted(sizes, key=lambda name: (name == MANIFEST_NAME, name))
-    named = tuple(NeededFile(name, sizes[name]) for name in in_order)
-    return NeededFiles(str(path), manifest.num_ranks, kept.present, sum(sizes.values()), named)
+    return sizes
 
 
 def copy(
@@ -247,20 +259,14 @@ class _Copying:
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
     def run(self, threads: int, piece_nbytes: int, progress: Progress) -> int:
-        """Copy what is not there yet; returns how many bytes were.
-
-        Raises:
-            FormatError: the source is damaged.
-            OSError: reading or writing failed.
-        """
+        """Copy what is not there yet; returns how many bytes were."""
         total = sum(file.nbytes - file.data_start for file in self._files)
         num_readers = num_readers_of(threads, piece_nbytes)
         with reporting(progress if self._existing else None, "checking finished work", total) as report:
             missing = []
             for index in range(len(self._files)):
                 missing.append(self._missing(index, num_readers))
-                if report is not None:
-                    report(sum(file.nbytes - file.data_start for file in self._files[: index + 1]))
+                report(sum(file.nbytes - file.data_start for file in self._files[: index + 1]))
         self._num_left = [sum(extent.nbytes for extent in extents) for extents in missing]
         resumed_nbytes = total - sum(self._num_left)
 
@@ -272,8 +278,7 @@ class _Copying:
             for index, nbytes in enumerate(self._num_left):
                 if not nbytes:
                     self._complete(index)
-            on_progress = None if report is None else lambda done: report(resumed_nbytes + done)
-            Workers(threads, pieces(), Buffer, self._copy, self._stop).run(on_progress)
+            Workers(threads, pieces(), Buffer, self._copy, self._stop).run(report.after(resumed_nbytes))
         return resumed_nbytes
 
     def _missing(self, index: int, num_readers: int) -> list[Extent]:

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -95,11 +94,7 @@ class _Side:
         return _Side(store, blob, manifest, read_record(store, manifest))
 
     def header(self, index: int) -> tuple[bytes, Header]:
-        """The header of a weight file, as stored and parsed.
-
-        Raises:
-            FormatError: it is damaged.
-        """
+        """The header of a weight file, as stored and parsed."""
         file = self.manifest.files[index]
         shard, header = read_shard(self.store, file.name)
         check_header(shard.header, file.header_digest, self.manifest.digest, self.store.location(file.name))
@@ -151,10 +146,9 @@ def delta(
         written, done = [], 0
         with reporting(progress, "comparing", total) as report:
             for index, file in enumerate(files):
-                on_progress = partial(_report, report, done)
-                written.append(_write_changes(before, after, index, staging, threads, on_progress))
+                written.append(_write_changes(before, after, index, staging, threads, report.after(done)))
                 done += file.nbytes
-                on_progress(file.nbytes)
+                report(done)
         known = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}
         changed = tuple(side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in known)
         put_tables(before.store, staging, before.manifest, OLD)
@@ -219,11 +213,6 @@ def apply_deltas(
     return copy_from(with_deltas(found, read), inputs, output, None, force, threads, DEFAULT_MEMORY, progress)
 
 
-def _report(report: Callable[[int], None] | None, before: int, done: int) -> None:
-    if report is not None:
-        report(before + done)
-
-
 def _check_layout(before: _Side, after: _Side) -> None:
     difference = layout_difference(before.manifest, after.manifest)
     for holder in before.manifest.holders if difference is None else ():
@@ -237,12 +226,7 @@ def _check_layout(before: _Side, after: _Side) -> None:
 def _write_changes(
     before: _Side, after: _Side, index: int, staging: Staging, threads: int, report: Callable[[int], None]
 ) -> DeltaFile:
-    """Compare two versions of a weight file, and write what differs.
-
-    Raises:
-        FormatError: one of them is damaged.
-        PlanError: they have different tensors.
-    """
+    """Compare two versions of a weight file, and write what differs."""
     file, sides, algorithm = after.manifest.files[index], (before, after), after.manifest.digest
     digests = [read_chunk_digests(side.store, side.manifest, index) for side in sides]
     rows = [np.frombuffer(each_side, np.uint8).reshape(-1, algorithm.nbytes) for each_side in digests]

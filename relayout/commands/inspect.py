@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from relayout.checkpoint.converted import check_present, check_rank, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import SourceCheckpoint, read_source
-from relayout.core.arguments import integer
+from relayout.core.arguments import at_least_one, integer
 from relayout.core.dtypes import num_bytes
-from relayout.core.extents import Extent
 from relayout.core.patterns import collapse_numbers
-from relayout.core.slices import Slice
 from relayout.errors import PlanError, RelayoutError
-from relayout.format.index import Manifest, RankTable
-from relayout.plans.planner import plan_for
+from relayout.format.index import Manifest
+from relayout.plans.planner import plan_for, refusal
 from relayout.results import Result
 from relayout.storage.protocols import Store
 from relayout.storage.stores import find_input
 
-ALIGNMENTS = (512, 4096, 65536, 2 * 2**20)
 DEGREES = (2, 4, 8, 16)
 
 
@@ -78,44 +75,43 @@ class Inspection(Result):
     path: str
     converted: bool
     model_type: str | None
-    plan: str | None
-    """Full name of the plan that cut it, ORIGIN:NAME, or "none"; None for a plain checkpoint."""
-    num_ranks: int | None
-    """The tensor-parallel degree; None for a plain checkpoint."""
-    present: tuple[int, ...]
-    """The ranks that the folder has; empty for a plain checkpoint."""
     num_files: int
     num_tensors: int
     """Tensors of the whole model."""
     nbytes: int
     """Stored bytes of all tensors shown: of all ranks, one rank, or the plain checkpoint."""
-    aligned_nbytes: dict[int, int]
-    """Alignment -> bytes of the tensors whose offset is a multiple of it."""
     groups: tuple[TensorGroup, ...]
     """In a converted checkpoint: groups of the requested rank, or of the first."""
-    ranks: tuple[RankSummary, ...]
+    plan: str | None = None
+    """Full name of the plan that cut it, ORIGIN:NAME, or "none"; None for a plain checkpoint."""
+    num_ranks: int | None = None
+    """The tensor-parallel degree; None for a plain checkpoint."""
+    present: tuple[int, ...] = ()
+    """The ranks that the folder has; empty for a plain checkpoint."""
+    ranks: tuple[RankSummary, ...] = ()
     """Empty for a plain checkpoint."""
-    amplification: tuple[Amplification, ...]
-    """Empty for a converted checkpoint."""
-    left_out: tuple[str, ...]
-    """Files that a conversion would not copy, each with the reason."""
-    dcp: bool | None
+    dcp: bool | None = None
     """Whether PyTorch DCP reads the rank files as one model. None for a plain checkpoint, or if ranks are missing."""
+    amplification: tuple[Amplification, ...] = ()
+    """Empty for a converted checkpoint."""
+    left_out: tuple[str, ...] = ()
+    """Files that a conversion would not copy, each with the reason."""
 
 
-def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspection:
+def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | None = None) -> Inspection:
     """Summarize a .safetensors file, a plain checkpoint or a converted one. Reads headers and tables only.
 
     Args:
         path: the file or folder.
         rank: show only this rank of a converted checkpoint; None: sums over its ranks, and the tensors of the first.
+        tp: what a conversion of a plain checkpoint to this degree would change; None: to 2, 4, 8 and 16.
 
     Returns:
         What was found.
 
     Raises:
         FormatError: a file is damaged.
-        PlanError: `path` is not a checkpoint, or has no such rank.
+        PlanError: `path` is not a checkpoint, or has no such rank, or `tp` is not a degree or `path` converted already.
 
     Example:
         >>> import relayout
@@ -126,11 +122,14 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None) -> Inspect
     """
     store = find_input(path)
     rank = None if rank is None else integer(rank, "rank")
+    degrees = DEGREES if tp is None else (at_least_one(tp, "tp"),)
     if is_converted(store):
+        if tp is not None:
+            raise PlanError("already converted: omit --tp", path=str(store), code="option")
         return _inspect_converted(store, read_manifest(store), rank)
     if rank is not None:
-        raise PlanError("not converted, so it has no ranks: omit the rank", path=str(store), code="option")
-    return _inspect_plain(store, read_source(store))
+        raise PlanError("not converted, so it has no ranks: omit --rank", path=str(store), code="option")
+    return _inspect_plain(store, read_source(store), degrees)
 
 
 def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> Inspection:
@@ -139,7 +138,11 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
         check_present(folder, manifest, [rank])
     shown = manifest.present if rank is None else [rank]
     tables = [read_table(folder, manifest, shown_rank) for shown_rank in shown]
-    extents = [extent for table in tables for extent in _extents(table)]
+    first = tables[0]
+    cuts = (
+        None if part.is_whole else part.in_words(whole)
+        for part, whole in zip(first.slices, first.source_shapes, strict=True)
+    )
     entries = [(shown_rank, manifest.holders[shown_rank]) for shown_rank in shown]
     return Inspection(
         path=str(folder),
@@ -150,38 +153,27 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
         present=manifest.present,
         num_files=len({index for _, entry in entries for index in entry.files}),
         num_tensors=len({name for table in tables for name in table.names}),
-        nbytes=sum(extent.nbytes for extent in extents),
-        aligned_nbytes=_aligned(extents),
-        groups=_groups(_table_rows(tables[0])),
+        nbytes=sum(entry.nbytes for _, entry in entries),
+        groups=_groups(zip(first.names, first.dtypes, first.shapes, cuts, strict=True)),
         ranks=tuple(
             RankSummary(shown_rank, entry.num_tensors, entry.nbytes, len(entry.files), len(entry.reads))
             for shown_rank, entry in entries
         ),
-        amplification=(),
-        left_out=(),
         dcp=manifest.whole is not None or (manifest.dcp or manifest.num_ranks == 1 if manifest.has_all else None),
     )
 
 
-def _inspect_plain(store: Store, source: SourceCheckpoint) -> Inspection:
+def _inspect_plain(store: Store, source: SourceCheckpoint, degrees: Sequence[int]) -> Inspection:
     return Inspection(
         path=str(store),
         converted=False,
         model_type=source.model_type,
-        plan=None,
-        num_ranks=None,
-        present=(),
         num_files=len(source.files),
         num_tensors=len(source.tensors),
         nbytes=source.nbytes,
-        aligned_nbytes=_aligned(tensor.extent for tensor in source.tensors),
-        groups=_groups(
-            (tensor.name, tensor.dtype, tensor.shape, tensor.extent.nbytes, None) for tensor in source.tensors
-        ),
-        ranks=(),
-        amplification=tuple(_amplification(source, tp) for tp in DEGREES),
+        groups=_groups((tensor.name, tensor.dtype, tensor.shape, None) for tensor in source.tensors),
+        amplification=tuple(_amplification(source, tp) for tp in degrees),
         left_out=source.left_out,
-        dcp=None,
     )
 
 
@@ -190,7 +182,7 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
     try:
         plan = plan_for(source, tp)
     except RelayoutError as error:
-        return Amplification(tp, None, None, whole, None, None, str(error))
+        return Amplification(tp, None, None, whole, None, None, refusal(error))
     needed, by_rows, apart = [0] * tp, [0] * tp, 0
     alike = Counter(
         (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)
@@ -206,43 +198,10 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
     return Amplification(tp, max(needed), max(by_rows), whole, sum(needed), source.nbytes + apart, None)
 
 
-def _aligned(extents: Iterable[Extent]) -> dict[int, int]:
-    extents = list(extents)
-    return {
-        alignment: sum(extent.nbytes for extent in extents if extent.offset % alignment == 0)
-        for alignment in ALIGNMENTS
-    }
-
-
-def _extents(table: RankTable) -> list[Extent]:
-    return [
-        Extent(offset, num_bytes(dtype, shape) or 0)
-        for dtype, shape, offset in zip(table.dtypes, table.shapes, table.offsets, strict=True)
-    ]
-
-
-def _table_rows(table: RankTable) -> Iterator[tuple[str, str, tuple[int, ...], int, str | None]]:
-    for row, extent in enumerate(_extents(table)):
-        part, source = table.slices[row], table.source_shapes[row]
-        cut = None if part.is_whole else _cut_in_words(part, source)
-        yield table.names[row], table.dtypes[row], table.shapes[row], extent.nbytes, cut
-
-
-def _cut_in_words(part: Slice, source: tuple[int, ...]) -> str:
-    dims = (
-        f"dim {axis}" if len(ranges) <= 1 else f"{len(ranges)} ranges of dim {axis}"
-        for axis, ranges in part.by_axis or ()
-    )
-    return f"{', '.join(dims)} of {list(source)}"
-
-
-def _groups(rows: Iterable[tuple[str, str, tuple[int, ...], int, str | None]]) -> tuple[TensorGroup, ...]:
-    sums: dict[tuple[str, str, tuple[int, ...], str | None], tuple[int, int]] = {}
-    for name, dtype, shape, nbytes, cut in rows:
-        key = (collapse_numbers(name), dtype, shape, cut)
-        count, total = sums.get(key, (0, 0))
-        sums[key] = (count + 1, total + nbytes)
+def _groups(tensors: Iterable[tuple[str, str, tuple[int, ...], str | None]]) -> tuple[TensorGroup, ...]:
+    """Groups of tensors, each given by name, dtype, shape and cut."""
+    counts = Counter((collapse_numbers(name), *kind) for name, *kind in tensors)
     return tuple(
-        TensorGroup(pattern, count, dtype, shape, total, cut)
-        for (pattern, dtype, shape, cut), (count, total) in sums.items()
+        TensorGroup(pattern, count, dtype, shape, count * (num_bytes(dtype, shape) or 0), cut)
+        for (pattern, dtype, shape, cut), count in counts.items()
     )

@@ -9,14 +9,13 @@ from importlib import util
 from pathlib import Path
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.commands.inspect import DEGREES
 from relayout.errors import PlanError
 from relayout.plans.draft import KindWithoutRule, draft_plan
 from relayout.plans.family import TRANSFORMERS, VLLM, Family
-from relayout.plans.planner import plan_by, plan_for
+from relayout.plans.planner import plan_by, plan_for, refusal
 from relayout.results import Result
 from relayout.storage.stores import find_input
-
-_DEGREES = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
         kinds=kinds,
         draft=None if draft is None else draft.text,
         draft_error=error,
-        degrees={} if rules is None else {degree: _refusal(checkpoint, degree, rules, kinds) for degree in _DEGREES},
+        degrees={} if rules is None else {degree: _refusal(checkpoint, degree, rules, kinds) for degree in DEGREES},
         has_vllm=util.find_spec("vllm") is not None,
     )
 
@@ -89,6 +88,5 @@ def _refusal(checkpoint: SourceCheckpoint, degree: int, family: Family, kinds: S
     try:
         plan_by(checkpoint, degree, family, unmatched="error")
     except PlanError as error:
-        tensor = "" if error.tensor is None else f"tensor {error.tensor!r}: "
-        return f"{tensor}{error.what.partition(' (this checkpoint')[0]}"
+        return refusal(error)
     return None

@@ -21,6 +21,7 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.proven import Proven, proof_of
 from relayout.checkpoint.trust import package_missing
+from relayout.commands.copy import sizes_of
 from relayout.core.arguments import integer
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.workers import each
@@ -98,7 +99,7 @@ def sign(
     blob = read_manifest_blob(store)
     manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
     if manifest.digest is not DigestAlgorithm.SHA256:
-        what = f"its digests are {manifest.digest.value}, and anybody can forge what has them: convert --digest sha256"
+        what = f"its digests are {manifest.digest.value}, which anybody can forge: convert with --digest sha256"
         raise PlanError(what, path=str(store), code="option")
     _check_older(store)
     signer = _signer(key, certificate, chain, identity_token)
@@ -109,8 +110,7 @@ def sign(
 
         def digest(name: str) -> None:
             digests[name] = _digest(store, manifest, name, expected.get(name))
-            if report is not None:
-                report(sum(sizes[done] for done in list(digests)))
+            report(sum(sizes[done] for done in list(digests)))
 
         each(digest, list(sizes), integer(threads, "threads"))
     signature = _signed(signer, Path(str(path)).name, digests)
@@ -125,11 +125,7 @@ def sign(
 
 
 def _check_older(store: Store) -> None:
-    """Check that what is to be replaced is a signature.
-
-    Raises:
-        PlanError: it is not.
-    """
+    """Check that what is to be replaced is a signature."""
     try:
         blob = store.read(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES)
         is_signature = "dsseEnvelope" in parse_object(blob, SIGNATURE_NAME)
@@ -142,11 +138,7 @@ def _check_older(store: Store) -> None:
 
 
 def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | None]:
-    """The SHA-256 of each file that manifest and record name; None for weight files, of which they prove the pieces.
-
-    Raises:
-        FormatError: the source record or relayout.chunks is damaged.
-    """
+    """The SHA-256 of each file that manifest and record name; None for weight files, of which they prove the pieces."""
     record = read_record(store, manifest)
     expected: dict[str, str | None] = dict.fromkeys(names_of(manifest, record))
     expected |= {side.name: side.digest for side in record.side_files}
@@ -160,40 +152,25 @@ def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | 
 
 
 def _sizes(store: Store, expected: Mapping[str, object]) -> dict[str, int]:
-    """The length of each file to be signed: all that is there but an older signature, hidden files and caches.
-
-    Raises:
-        FormatError: one is missing, or is there and cannot be read as a file.
-    """
+    """The length of each file to be signed: all that is there but an older signature, hidden files and caches."""
     names = set(expected)
     for entry in store.walk():
         if entry.refusal is not None:
             raise FormatError(entry.refusal, path=store.location(entry.name), code="unsafe")
         if not entry.is_folder:
             names.add(entry.name)
-    sizes = {}
-    for name in sorted(names - {SIGNATURE_NAME}):
-        status = store.stat(name)
-        if status is None:
-            raise FormatError("is missing", path=store.location(name), code="missing")
-        sizes[name] = status.nbytes
-    return sizes
+    return sizes_of(store, names - {SIGNATURE_NAME})
 
 
 def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -> str:
     """The SHA-256 of a file that is as manifest and record say."""
-    index = next((index for index, file in enumerate(manifest.files) if file.name == name), None)
-    opened = store.open(name, access=Access.BUFFERED)
     where = store.location(name)
-    if index is not None:
-        try:
-            if opened.nbytes != manifest.files[index].nbytes:
-                raise FormatError(f"{opened.nbytes} bytes long, expected {manifest.files[index].nbytes}", path=where)
-            opened = Proven(opened, proof_of(store, manifest, index, with_header=True), where)
-        except BaseException:
-            opened.close()
-            raise
-    digest = sha256_hex(opened)
+    index = next((index for index, file in enumerate(manifest.files) if file.name == name), None)
+    if index is None:
+        digest = sha256_hex(store.open(name, access=Access.BUFFERED))
+    else:
+        with store.open(name, manifest.files[index].nbytes, access=Access.BUFFERED) as opened:
+            digest = sha256_hex(Proven(opened, proof_of(store, manifest, index, with_header=True), where))
     if expected not in (None, digest):
         raise FormatError("differs from what was written: damaged", path=where, code="digest")
     return digest
@@ -205,12 +182,7 @@ def _signer(
     chain: Sequence[str | os.PathLike[str]],
     identity_token: str | None,
 ) -> Any:
-    """What signs: a `model_signing.signing.Config`.
-
-    Raises:
-        PlanError: the package refuses the key or certificates, or is missing.
-        OSError: they cannot be read.
-    """
+    """What signs: a `model_signing.signing.Config`."""
     try:
         from model_signing.signing import Config as AnyConfig
     except ImportError:

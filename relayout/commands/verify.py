@@ -16,9 +16,9 @@ from relayout.commands.differences import Report
 from relayout.commands.records import check_record, check_slices
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_steps, share_memory
 from relayout.conversion.layout import stored_conversion
+from relayout.conversion.run import num_readers_of
 from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
-from relayout.core.arguments import integer, size
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.dtypes import num_bytes
@@ -29,12 +29,12 @@ from relayout.format.chunks import CHUNKS_NAME, chunks_of
 from relayout.format.index import SIGNATURE_NAME, Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
-from relayout.storage.hashing import CHUNK_NBYTES, HashedFile, hash_files, sha256_hex
+from relayout.storage.hashing import HashedFile, hash_files, sha256_hex
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_input
 
-Check: TypeAlias = Callable[[Sequence[int], Callable[[int], None] | None], Iterable[Report]]
-"""Checks the digests of these holders, and calls the function, if any, with the bytes read so far."""
+Check: TypeAlias = Callable[[Sequence[int], Callable[[int], None]], Iterable[Report]]
+"""Checks the digests of these holders, and calls the function with the bytes read so far."""
 
 _CHANGED = "has changed in the source since the conversion"
 
@@ -76,8 +76,8 @@ def verify(
         >>> relayout.verify("llama-3.1-8b-tp8", source="llama-3.1-8b").ok
         True
     """
-    threads, memory = integer(threads, "threads"), size(memory, "memory")
-    shared = share_memory(threads, memory)
+    threads, chunk_nbytes = share_memory(threads, memory)
+    num_readers = num_readers_of(threads, chunk_nbytes)
     folder, policy = find_input(path), policy_of(trust)
     signed = None if policy is None else prove(folder, policy)
     manifest = read_manifest(folder) if signed is None else signed.manifest
@@ -97,30 +97,23 @@ def verify(
     is_cut_again = original is not None or manifest.whole is not None
     total = hash_nbytes + (manifest.source_nbytes if is_cut_again else 0)
     with reporting(progress, "verifying", total) as report_nbytes:
-
-        def after(nbytes_before: int) -> Callable[[int], None] | None:
-            return None if report_nbytes is None else lambda done: report_nbytes(nbytes_before + done)
-
-        def begin(phase: str) -> None:
-            if report_nbytes is not None:
-                report_nbytes.begin(phase)
-
         if check is None:
-            num_readers = _num_readers(threads, memory)
             for holder, table in usable.items():
-                _check_digests(folder, manifest, holder, table, report, num_readers, after(report.nbytes))
+                on_progress = report_nbytes.after(report.nbytes)
+                _check_digests(folder, manifest, holder, table, report, num_readers, on_progress)
         else:
             for part in check(list(usable), report_nbytes):
                 report.merge(part)
         if signed is not None:
-            begin("checking what is signed")
+            report_nbytes.begin("checking what is signed")
             needed = {file.name for holder in holders for file in manifest.holder_files(holder)}
-            _check_signed(folder, signed, needed, report, _num_readers(threads, memory))
+            _check_signed(folder, signed, needed, report, num_readers)
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
-            begin("comparing with the source" if original is not None else "comparing the copies")
+            report_nbytes.begin("comparing with the source" if original is not None else "comparing the copies")
             some = manifest.only(wanted)
-            _compare(folder, some, usable, record, original, report, *shared, after(hash_nbytes))
+            on_progress = report_nbytes.after(hash_nbytes)
+            _compare(folder, some, usable, record, original, report, threads, chunk_nbytes, on_progress)
     return report
 
 
@@ -142,14 +135,10 @@ def verify_holder(
     manifest = read_manifest(folder)
     report = Report(manifest.num_ranks, manifest.present)
     table, own = read_table(folder, manifest, holder), own_files(manifest, holder)
-    num_readers = _num_readers(integer(threads, "threads"), size(memory, "memory"))
+    num_readers = num_readers_of(*share_memory(threads, memory))
     with reporting(progress, "verifying", sum(manifest.files[index].nbytes for index in own)) as report_nbytes:
         _check_digests(folder, manifest, holder, table, report, num_readers, report_nbytes)
     return report
-
-
-def _num_readers(threads: int, memory: int) -> int:
-    return max(1, min(threads, memory // CHUNK_NBYTES))
 
 
 def _check_signed(folder: Store, signed: Signed, needed: Container[str], report: Report, threads: int) -> None:
@@ -178,7 +167,7 @@ def _check_digests(
     table: RankTable,
     report: Report,
     threads: int,
-    on_progress: Callable[[int], None] | None,
+    on_progress: Callable[[int], None],
 ) -> None:
     """Read a holder's own files once, and compare the digests of slices and chunks."""
     own = own_files(manifest, holder)
@@ -233,7 +222,7 @@ def _compare(
     report: Report,
     threads: int,
     chunk_nbytes: int,
-    on_progress: Callable[[int], None] | None,
+    on_progress: Callable[[int], None],
 ) -> None:
     """Cut the source, or the folder's whole tensors, with the conversion's copy plan, and compare all digests."""
     source = _whole_source(folder, manifest, tables[manifest.num_ranks]) if original is None else original
@@ -247,8 +236,7 @@ def _compare(
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
     steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
     passed = run_steps(conversion, steps, None, threads=threads, on_progress=on_progress)
-    if on_progress is not None:
-        on_progress(manifest.source_nbytes)  # Some ranks may not need all of it.
+    on_progress(manifest.source_nbytes)  # Some ranks may not need all of it.
     digests = digests_of_all(conversion, passed)
     rows = {holder: {name: row for row, name in enumerate(table.names)} for holder, table in tables.items()}
     for t, name in enumerate(record.names):

@@ -14,7 +14,7 @@ from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.journal import TensorDigests, Written
 from relayout.conversion.layout import Conversion
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, SourceRange, Span, Step, Target
-from relayout.core.arguments import integer, size
+from relayout.core.arguments import at_least_one, size
 from relayout.core.digests import EMPTY_DIGEST, OrderedDigests
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.slices import CutTensor
@@ -183,9 +183,7 @@ def share_memory(threads: int, memory: int | str, output: Store | None = None) -
     Raises:
         PlanError: there are no threads, or not enough bytes for one.
     """
-    threads, memory = integer(threads, "threads"), size(memory, "memory")
-    if threads < 1:
-        raise PlanError(f"{threads} threads, expected at least one", code="option")
+    threads, memory = at_least_one(threads, "threads"), size(memory, "memory")
     num_copies = 3 if output is not None and output.cost.is_remote else 2
     if memory < num_copies * _MIN_CHUNK_NBYTES:
         what = f"{memory} bytes of memory, expected at least {num_copies * _MIN_CHUNK_NBYTES}"

@@ -55,6 +55,14 @@ def integer(value: object, what: str) -> int:
     raise PlanError(f"{what}: {shown(value)} is not an integer", code="option")
 
 
+def at_least_one(value: object, what: str) -> int:
+    """As `integer`, of a value that must be positive."""
+    number = integer(value, what)
+    if number < 1:
+        raise PlanError(f"{what}: {number}, expected 1 or more", code="option")
+    return number
+
+
 def ranks(value: str | Iterable[int], num_ranks: int) -> tuple[int, ...]:
     """Ranks, rising and each once, given as integers or as text such as "0-3,8" (ends are included).
 

@@ -16,6 +16,8 @@ Range = tuple[int, int]
 """(start, length) in elements along one dimension."""
 
 
+_MAX_NAMED = 4
+"""Ranges of a slice that are named in words."""
 _MAX_TRANSFERS = 2**20
 """Of one slice. No plan comes near; a table that others wrote may."""
 
@@ -61,6 +63,17 @@ class Slice:
     def axes(self) -> tuple[int, ...]:
         """The axes that are cut."""
         return tuple(axis for axis, _ in self.by_axis or ())
+
+    def in_words(self, shape: tuple[int, ...]) -> str:
+        """Which part of a tensor of this shape it is, such as "dim 1: 0 to 96 of 384"."""
+        if not self.is_held:
+            return "not held"
+        axes = []
+        for axis, ranges in self.by_axis or ():
+            named = ", ".join(f"{start} to {start + length}" for start, length in ranges[:_MAX_NAMED]) or "nothing"
+            more = f" and {len(ranges) - _MAX_NAMED} more ranges" if len(ranges) > _MAX_NAMED else ""
+            axes.append(f"dim {axis}: {named}{more} of {shape[axis]}")
+        return "; ".join(axes) or "whole"
 
     @property
     def axis(self) -> int:

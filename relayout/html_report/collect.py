@@ -11,7 +11,7 @@ from relayout.commands.restore import recorded_source
 from relayout.conversion.layout import Conversion, stored_conversion
 from relayout.core.dtypes import num_bytes
 from relayout.core.patterns import collapse_numbers
-from relayout.core.slices import CutTensor, Slice
+from relayout.core.slices import CutTensor
 from relayout.format.index import RankTable
 from relayout.html_report.kinds import KINDS, kind_of
 from relayout.storage.protocols import Store
@@ -109,26 +109,13 @@ def _slice(cut: CutTensor, index: int) -> dict[str, Any]:
     return {
         "shape": cut.shapes[index],
         "nbytes": cut.sizes[index],
-        "words": _words(part, cut.shape),
+        "words": part.in_words(cut.shape),
         "is_whole": part.is_whole,
         "is_held": part.is_held,
         "pieces": [[transfer.source, transfer.nbytes] for transfer in transfers] if is_near else None,
         "runs": sum(transfer.count for transfer in transfers),
         "holders": len(cut.cut.holders[index]),
     }
-
-
-def _words(part: Slice, shape: tuple[int, ...]) -> str:
-    if not part.is_held:
-        return "not held"
-    if part.is_whole:
-        return "whole"
-    axes = []
-    for axis, ranges in part.by_axis or ():
-        shown = ", ".join(f"{start} to {start + length}" for start, length in ranges[:4]) or "nothing"
-        more = f" and {len(ranges) - 4} more ranges" if len(ranges) > 4 else ""
-        axes.append(f"dim {axis}: {shown}{more} of {shape[axis]}")
-    return "; ".join(axes)
 
 
 def _rank(groups: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import gzip
 import html
 import json
 import os
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -66,11 +67,11 @@ def report(
     store, target = find_store(path), Path(output)
     if is_converted(store):
         if tp is not None or plan is not None:
-            raise PlanError("already converted: omit degree and plan", path=path, code="option")
+            raise PlanError("already converted: omit --tp and --plan", path=path, code="option")
         content, digests = of_converted(store)
     else:
         if tp is None:
-            raise PlanError("not converted: set the number of ranks (tp=N, --tp N)", path=path, code="option")
+            raise PlanError("not converted: set --tp N, the number of ranks", path=path, code="option")
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)
@@ -100,12 +101,8 @@ def render(content: dict[str, Any], digests: bytes) -> bytes:
         "CONTENT": base64.b64encode(packed).decode(),
         "DIGESTS": base64.b64encode(short).decode(),
     }
-    head, *rest = _file("page.html").split("{{")
-    pieces = [head]
-    for piece in rest:
-        name, _, after = piece.partition("}}")
-        pieces += [parts[name], after]
-    return "".join(pieces).encode()
+    # At once: what is filled in may have names of parts in it.
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _file("page.html")).encode()
 
 
 def _file(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
-from relayout.errors import PlanError, about, shown
+from relayout.errors import PlanError, RelayoutError, about, shown
 from relayout.plans.coverage import check_all_held
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
 from relayout.plans.family import BUILTIN, EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
@@ -26,6 +26,7 @@ Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
 
 _DEGREES_TO_TRY = range(1, 65)
+_POSSIBLE = " (this checkpoint can be cut for --tp "
 
 
 def plan_for(
@@ -55,7 +56,8 @@ def plan_for(
     """
     with about(path=str(checkpoint.root)):
         if unmatched not in (None, *get_args(Unmatched)):
-            raise PlanError(f"unmatched={unmatched!r}, expected one of {', '.join(get_args(Unmatched))}", code="option")
+            expected = " or ".join(map(repr, get_args(Unmatched)))
+            raise PlanError(f"unmatched: {unmatched!r}, expected {expected}", code="option")
         try:
             family = _choose(checkpoint, plan)
         except PlanError:
@@ -63,6 +65,12 @@ def plan_for(
                 raise
             family = None
         return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)
+
+
+def refusal(error: RelayoutError) -> str:
+    """Why a checkpoint cannot be cut at a degree, without its path, and without the degrees at which it can be."""
+    tensor = "" if error.tensor is None else f"tensor {error.tensor!r}: "
+    return tensor + error.what.partition(_POSSIBLE)[0]
 
 
 def plan_by(
@@ -83,7 +91,7 @@ def plan_by(
     """
     with about(path=str(checkpoint.root)):
         if not 1 <= num_ranks <= MAX_RANKS:
-            raise PlanError(f"tp={num_ranks}, expected 1 to {MAX_RANKS}", code="option")
+            raise PlanError(f"tp: {num_ranks}, expected 1 to {MAX_RANKS}", code="option")
         if num_ranks == 1:
             name, cuts = "none" if family is None else family.full_name, [Cut((WHOLE,))] * len(checkpoint.tensors)
             return Plan(name, 1, *number_cuts(cuts), family=family)
@@ -391,5 +399,5 @@ def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Sch
         return applied(num_ranks)
     except PlanError as error:
         degrees = ", ".join(str(degree) for degree in _DEGREES_TO_TRY if degree == 1 or fits(degree))
-        error.what += f" (this checkpoint can be cut for --tp {degrees})"
+        error.what += f"{_POSSIBLE}{degrees})"
         raise

@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from weakref import WeakKeyDictionary
 
+from relayout.checkpoint.config import CONFIG_NAME
 from relayout.checkpoint.shards import find_side_files
 from relayout.checkpoint.source import model_order, read_source
 from relayout.commands.convert import PlanOptions, plan_checkpoint, with_options
@@ -31,7 +32,7 @@ from relayout.saving.folder import MemoryFolder
 from relayout.saving.held import HeldTensor, in_stored_order
 from relayout.saving.shards import INDEX_NAME, Shard, TensorHead, lay_out_shards, share_out
 from relayout.saving.together import save_together
-from relayout.storage.protocols import read_whole
+from relayout.storage.protocols import Kind, read_whole
 from relayout.storage.stores import find_input, find_store
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ def save(
         tensors: by name, on any device. Of a DTensor (FSDP2, tensor-parallel, or both), this process gives its shard.
             They must not change before the save has ended; with `background`, before this function returns.
         output: the folder to make, or its URL. It appears complete or not at all. All processes must reach it.
-        config: the content of config.json; or a folder whose small files, such as config.json and those of the
-            tokenizer, are copied. Of a group, that of the first member counts.
+        config: the content of config.json, or that file; or a folder whose small files, such as config.json and those
+            of the tokenizer, are copied. Of a group, that of the first member counts.
         group: a process group; all members save together, each with what it holds, and with equal options. Default:
             this process alone, which holds everything.
         background: copy the tensors to host memory, and return at once.
@@ -353,8 +354,11 @@ def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, by
         PlanError: there is no such folder.
     """
     if isinstance(config, Mapping):
-        return {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+        return {CONFIG_NAME: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
     folder = find_input(config)
+    if folder.kind() is Kind.FILE:
+        beside, name = folder.parent()
+        return {CONFIG_NAME: beside.read(name, MAX_TABLE_NBYTES)}
     entries = sorted(folder.walk(), key=lambda entry: entry.name.split("/"))
     names, _ = find_side_files(folder, entries)
     return {name: read_whole(folder.open(name), folder.location(name), MAX_TABLE_NBYTES) for name in names}

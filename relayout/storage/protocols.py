@@ -144,9 +144,10 @@ class Replaceable:
 
     marker: str
     """The file that every such output has, which is written last."""
+    describe: Callable[[Store], str]
+    """What an output is, by its records. A FormatError: they are damaged, or foreign."""
     names: Callable[[Store], frozenset[str]]
-    """Names of all files that an output's records name, the records too. A FormatError: they are damaged, or foreign.
-    """
+    """Names of all files that an output's records name, the records too. A FormatError as of `describe`."""
 
     def check(self, store: Store, there: Collection[str], *, force: bool) -> frozenset[str]:
         """Check that an output may be written to `store`. Changes nothing.
@@ -166,9 +167,10 @@ class Replaceable:
         if self.marker not in there:
             what = f"is not empty, and not a converted folder ({self.marker} is missing): delete it or choose another"
             raise PlanError(what, path=str(store), code="exists")
-        if not force:
-            raise PlanError("is not empty; --force replaces it", path=str(store), code="exists")
         try:
+            if not force:
+                what = f"already holds {self.describe(store)}; --force replaces it"
+                raise PlanError(what, path=str(store), code="exists")
             named = self.names(store)
         except FormatError as error:
             what = f"is not empty; nothing proves that relayout wrote it, so delete it or choose another: {error}"

@@ -179,6 +179,17 @@ def loads(ours: list[float], other: list[float], state: str = "cold", **more: An
         ([loads([2.0, 2.1], [1.0, 1.1])], 9.0, "No clear gain here: .* is 2.0x slower"),
         ([loads([1.0, 1.0], [1.0, 1.0])], 1.1, "No clear gain here, as the other loader reaches the drive's limit too"),
         ([loads([1.0, 1.0], [1.0, 1.0], "warm")], 1.1, "No clear gain here, where nothing was read from the drive"),
+        (
+            [loads([0.009, 0.01], [0.003, 0.004])],
+            2.0,
+            "No verdict: every load took less than 0.05 s, too little to compare loaders. Measure a larger model",
+        ),
+        ([loads([0.009], [0.08])], 2.0, "Compared with .* is 8.9x faster for one rank of 4."),
+        (
+            [loads([0.009], [0.003], "warm"), loads([1.0], [2.0])],
+            2.0,
+            "Compared with .*, from a cold page cache relayout is 2.0x faster for one rank of 4.$",
+        ),
         ([replace(loads([1.0], []), timings=(timing("relayout", [1.0]),))], 2.0, "No other loader was measured"),
         ([], None, "Nothing could be measured"),
     ],
@@ -305,6 +316,9 @@ def test_the_command_drops_no_cache_unasked_and_fits_80_columns(
     assert "one rank of 4, cold" in allowed.stdout
     assert "drive: 2.00 GB/s" in allowed.stdout
     assert all(len(line) <= 80 for line in (done.stdout + allowed.stdout).splitlines())
+    monkeypatch.setattr("relayout.cli.app.may_drop_caches", lambda *about: pytest.fail("was asked"))
+    assert CliRunner().invoke(app, ["bench", str(folders.source), "--no"]).exit_code == 0
+    assert not_measured == [False, True, False]
 
 
 def test_a_person_is_asked_before_caches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

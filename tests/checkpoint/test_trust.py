@@ -549,7 +549,7 @@ def test_only_what_is_as_it_was_written_is_signed(copy_of: Path, keys: Keys) -> 
 
 def test_what_anybody_can_forge_is_not_signed(source: Path, keys: Keys, tmp_path: Path) -> None:
     relayout.convert(source, tmp_path / "out", tp=2)
-    with pytest.raises(PlanError, match="convert --digest sha256"):
+    with pytest.raises(PlanError, match="convert with --digest sha256"):
         relayout.sign(tmp_path / "out", key=keys.key)
 
 

@@ -86,7 +86,7 @@ def test_a_signal_while_modules_are_imported_is_one_line(work: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize(("args", "code"), [("convert model", 0), ("convert nothing", 2), ("verify model", 2)])
+@pytest.mark.parametrize(("args", "code"), [("convert model --tp 1", 0), ("convert nothing", 2), ("verify model", 2)])
 def test_a_signal_while_the_process_ends_changes_nothing(
     work: Path, number: signal.Signals, args: str, code: int
 ) -> None:

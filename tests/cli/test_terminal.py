@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,9 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import prestarted
+from support.bits import flip
 from support.hub_models import MODELS
 from support.patience import PATIENCE
-from support.terminals import read_terminal
+from support.terminals import ENVIRONMENT, terminal
 from typer.testing import CliRunner
 
 import relayout
@@ -30,8 +26,6 @@ from relayout.tables import Column, shortened, table, unbroken
 pytestmark = pytest.mark.documents
 
 WIDTH = 80
-UNSET = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "TERM", "LC_ALL")
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in UNSET}
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 
 
@@ -43,23 +37,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     (place / "llama" / "tokenizer.bin").write_text("left out")
     relayout.convert(place / "llama", place / "out", tp=8)
     shutil.copytree(place / "out", place / "damaged")
-    path = place / "damaged" / "model-rank-3-part-0.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xee")
+    flip(place / "damaged" / "model-rank-3-part-0.safetensors", -1)
     MODELS["gpt-oss-20b"].write(place / "gpt-oss-20b")
     return place
 
 
 def in_terminal(command: str, cwd: Path, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """The exit code, and what the command prints to a terminal."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
     env = ENVIRONMENT | {"TERM": "xterm-256color"} | dict(environment or {})
     imports = prestarted.LOADER if command.startswith("doctor") else prestarted.COMMANDS
-    done = prestarted.run(*command.split(), cwd=cwd, env=env, imports=imports, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    seen = read_terminal(ours)
-    os.close(ours)
-    return done.returncode, seen.decode().replace("\r\n", "\n")
+    with terminal(WIDTH) as (theirs, read):
+        done = prestarted.run(*command.split(), cwd=cwd, env=env, imports=imports, stdout=theirs, stderr=theirs)
+        return done.returncode, read()
 
 
 def is_word_of(word: str, known: set[str]) -> bool:
@@ -136,7 +125,9 @@ def test_a_dumb_terminal_gets_no_escape_sequences(command: str, folder: Path) ->
     assert len(text) > 20
 
 
-@pytest.mark.parametrize("command", ["inspect odd", "inspect odd-tp1", "convert odd --dry-run", "verify odd-tp1"])
+@pytest.mark.parametrize(
+    "command", ["inspect odd", "inspect odd-tp1", "convert odd --tp 1 --dry-run", "verify odd-tp1"]
+)
 def test_names_that_the_encoding_lacks_are_escaped(command: str, tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     save_file({"größe.重み": np.arange(1, 9, dtype=np.uint8)}, tmp_path / "odd" / "model.safetensors")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -19,8 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import prestarted
-from support.conversions import Conversions
+from support.bits import flip
+from support.conversions import Conversions, stored_in
 from support.faults import environment
+from support.loader_fixtures import assert_equal
 from support.profile import IS_LONG, sample
 from support.training import next_step, tree
 from typer.testing import CliRunner
@@ -41,25 +42,6 @@ NAMES = sample(
 def convert(source: Path, out: Path, **options: Any) -> Path:
     relayout.convert(source, out, threads=1, **{"tp": 2, **options})
     return out
-
-
-def nbytes_of(folder: Path) -> int:
-    return sum(len(blob) for blob, _ in tree(folder).values())
-
-
-def stock(folder: Path, rank: int) -> dict[str, torch.Tensor]:
-    """The tensors of a rank, by the stock safetensors package."""
-    tensors = {}
-    for path in sorted(folder.glob(f"model-rank-{rank}-part-*.safetensors")):
-        tensors |= load_file(path)
-    assert tensors
-    return tensors
-
-
-def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert tensors.keys() == expected.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +81,7 @@ def test_tied_tensors_and_several_parts_come_back(qwen2: Path, tmp_path: Path) -
     for rank in range(2):
         tensors = relayout.load(tmp_path / "old", rank)
         relayout.apply(tmp_path / "delta", rank, tensors, verify=True)
-        assert_equal(tensors, stock(tmp_path / "new", rank))
+        assert_equal(tensors, stored_in(tmp_path / "new", rank))
 
 
 def test_tensors_of_any_dtype_and_odd_sizes_in_one_chunk_come_back(tmp_path: Path) -> None:
@@ -121,23 +103,10 @@ def test_tensors_of_any_dtype_and_odd_sizes_in_one_chunk_come_back(tmp_path: Pat
     assert_equal(relayout.load(tmp_path / "old", 0, deltas=tmp_path / "delta"), expected)
 
 
-def test_ten_deltas_make_the_tenth_step(mistral: Path, tmp_path: Path) -> None:
-    last = convert(next_step(mistral, tmp_path / "source-0", 0), tmp_path / "0")
-    deltas = []
-    for step in range(1, 11):
-        source = next_step(tmp_path / f"source-{step - 1}", tmp_path / f"source-{step}", step, share=0.01)
-        last, before = convert(source, tmp_path / f"{step}"), last
-        deltas.append(Path(relayout.delta(before, last, tmp_path / f"delta-{step}").output))
-    relayout.apply_deltas(tmp_path / "0", deltas, tmp_path / "made")
-    assert tree(tmp_path / "made") == tree(last)
-    for rank in range(2):
-        assert_equal(relayout.load(tmp_path / "0", rank, deltas=deltas), stock(last, rank))
-
-
 def test_loads_of_every_kind_read_through_deltas(steps: Path) -> None:
     deltas = [steps / "0-to-1", steps / "1-to-2"]
     for rank in range(2):
-        expected = stock(steps / "2", rank)
+        expected = stored_in(steps / "2", rank)
         assert_equal(relayout.load(steps / "0", rank, deltas=deltas, verify=True), expected)
         assert_equal(dict(relayout.iter_load(steps / "0", rank, deltas=deltas, memory="4MiB")), expected)
         into = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
@@ -164,7 +133,7 @@ def test_a_delta_of_five_percent_is_small_and_of_nothing_nearly_empty(steps: Pat
     relayout.delta(steps / "1", steps / "1", tmp_path / "delta")
     assert list((tmp_path / "delta").glob("*.delta")) == []
     index = sum(path.stat().st_size for path in (steps / "1").glob("relayout.*"))
-    assert nbytes_of(tmp_path / "delta") < 2 * index + 2000
+    assert sum(len(blob) for blob, _ in tree(tmp_path / "delta").values()) < 2 * index + 2000
     relayout.apply_deltas(steps / "1", tmp_path / "delta", tmp_path / "made")
     assert tree(tmp_path / "made") == tree(steps / "1")
 
@@ -271,18 +240,13 @@ def test_these_are_the_files_of_a_delta(steps: Path) -> None:
     assert sorted(FILES) == list(tree(steps / "0-to-1"))
 
 
-def flipped(blob: bytes, place: float) -> bytes:
-    index = min(int(place * len(blob)), len(blob) - 1)
-    return blob[:index] + bytes([blob[index] ^ 0x10]) + blob[index + 1 :]
-
-
-DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
-    "first byte": lambda blob: flipped(blob, 0),
-    "middle byte": lambda blob: flipped(blob, 0.5),
-    "last byte": lambda blob: flipped(blob, 1),
-    "truncated": lambda blob: blob[:-2],
-    "longer": lambda blob: blob + b"\n",
-    "missing": lambda blob: None,
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "first byte": lambda path: flip(path, 0),
+    "middle byte": lambda path: flip(path, path.stat().st_size // 2),
+    "last byte": lambda path: flip(path, -1),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 2),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "missing": Path.unlink,
 }
 
 
@@ -291,9 +255,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 def test_a_damaged_delta_makes_nothing(name: str, damage: str, steps: Path, tmp_path: Path) -> None:
     """A base's tables are there for tensors in memory: tests/loader/test_in_place.py."""
     shutil.copytree(steps / "0-to-1", tmp_path / "delta")
-    path = tmp_path / "delta" / name
-    blob = DAMAGES[damage](path.read_bytes())
-    path.unlink() if blob is None else path.write_bytes(blob)
+    DAMAGES[damage](tmp_path / "delta" / name)
     if name.startswith("old/relayout.rank") or (name, damage) == ("relayout.json", "longer"):
         relayout.apply_deltas(steps / "0", tmp_path / "delta", tmp_path / "made")
         assert tree(tmp_path / "made") == tree(steps / "1")
@@ -307,12 +269,10 @@ def test_a_damaged_delta_makes_nothing(name: str, damage: str, steps: Path, tmp_
         assert tree(tmp_path / "made") == tree(steps / "1")
 
 
-@pytest.mark.parametrize("name", ["model-rank-1-part-0.safetensors"])
-@pytest.mark.parametrize("place", [0, 0.5, 1])
-def test_a_damaged_base_makes_nothing(name: str, place: float, steps: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offset", [0, 100_000, -1])
+def test_a_damaged_base_makes_nothing(offset: int, steps: Path, tmp_path: Path) -> None:
     shutil.copytree(steps / "0", tmp_path / "base")
-    path = tmp_path / "base" / name
-    path.write_bytes(flipped(path.read_bytes(), place))
+    flip(tmp_path / "base" / "model-rank-1-part-0.safetensors", offset)
     with pytest.raises(FormatError, match=r"damaged|prefix|header"):
         relayout.apply_deltas(tmp_path / "base", steps / "0-to-1", tmp_path / "made")
     with pytest.raises(FormatError):
@@ -353,37 +313,9 @@ def test_a_delta_that_is_replaced_meanwhile_is_not_mixed_with_the_other(
     assert not (tmp_path / "made").exists()
 
 
-NUM_KILLS = 60 if IS_LONG else 6
-
-
 def applying(steps: Path, place: Path, shim: Path, faults: list[str], log: Path | None = None) -> Any:
     words = ["apply", "0", "0-to-1", "1-to-2", "-o", str(place / "out"), "--threads", "2", "--force"]
     return prestarted.run(*words, cwd=steps, env=environment(shim, faults, log))
-
-
-@pytest.fixture(scope="module")
-def num_calls(steps: Path, shim: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """How many calls that name a file it makes to replace an older output."""
-    place = tmp_path_factory.mktemp("calls")
-    shutil.copytree(steps / "0", place / "out")
-    assert applying(steps, place, shim, [], place / "log").returncode == 0
-    common = os.path.commonpath([steps, place])
-    return sum(common in line for line in (place / "log").read_text().splitlines())
-
-
-@pytest.mark.parametrize("number", range(NUM_KILLS))
-def test_a_kill_leaves_the_older_output_or_the_new_one_and_the_same_command_goes_on(
-    steps: Path, shim: Path, tmp_path: Path, num_calls: int, number: int
-) -> None:
-    shutil.copytree(steps / "0", tmp_path / "out")
-    low, high = num_calls * number // NUM_KILLS, num_calls * (number + 1) // NUM_KILLS
-    moment, how = random.Random(number).randrange(low, high) + 1, ("kill", "tear", "after")[number % 3]
-    common = os.path.commonpath([steps, tmp_path])
-    assert applying(steps, tmp_path, shim, [f"any|{common}/|{moment}|{how}"]).returncode == -signal.SIGKILL
-    assert tree(tmp_path / "out") in (tree(steps / "0"), tree(steps / "2"))
-    assert applying(steps, tmp_path, shim, []).returncode == 0
-    assert tree(tmp_path / "out") == tree(steps / "2")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_a_killed_attempt_wrote_is_not_made_again(steps: Path, shim: Path, tmp_path: Path) -> None:
@@ -425,7 +357,7 @@ def test_what_others_have_at_the_output_stays(steps: Path, tmp_path: Path) -> No
 def test_force_replaces_what_the_same_command_wrote_and_nothing_else(steps: Path, tmp_path: Path) -> None:
     shutil.copytree(steps / "1-to-2", tmp_path / "delta")
     shutil.copytree(steps / "2", tmp_path / "folder")
-    with pytest.raises(PlanError, match="--force replaces it"):
+    with pytest.raises(PlanError, match="already holds a complete delta of 2 files; --force replaces it"):
         relayout.delta(steps / "0", steps / "1", tmp_path / "delta")
     with pytest.raises(PlanError, match="nothing proves that relayout wrote it"):
         relayout.delta(steps / "0", steps / "1", tmp_path / "folder", force=True)

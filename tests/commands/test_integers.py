@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.trees import contents
 
 import relayout
 from relayout.errors import PlanError
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def test_integers_of_numpy_are_as_good_as_pythons(llama: Path, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bits import flip
 from support.fake_ray import FakeRay
 from support.loader_fixtures import MIB, mlp_model
+from support.trees import contents
 from typer.testing import CliRunner
 
 import relayout
@@ -42,10 +44,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
 
 
 def assert_same(output: Path, source: Path) -> None:
-    expected = source.parent / "expected"
-    assert {file.name: file.read_bytes() for file in output.iterdir()} == {
-        file.name: file.read_bytes() for file in expected.iterdir()
-    }
+    assert contents(output) == contents(source.parent / "expected")
     assert not list(output.parent.glob(".*"))
 
 
@@ -218,11 +217,7 @@ def test_verification_reads_each_rank_in_a_task(
     monkeypatch.setattr(verify, "read_table", noting)
     assert on_ray.verify("out").ok
     assert paths == [str(out)] * 4  # A task has another working folder.
-    file = out / "model-rank-2-part-1.safetensors"
-    blob = bytearray(file.read_bytes())
-    blob[-100] ^= 1
-    file.chmod(0o644)
-    file.write_bytes(blob)
+    flip(out / "model-rank-2-part-1.safetensors", -100)
     found, expected = on_ray.verify(str(out)), relayout.verify(out)
     assert not found.ok
     assert sorted(map(str, found.differences)) == sorted(map(str, expected.differences))

@@ -664,7 +664,7 @@ def test_a_force_that_was_killed_between_the_exchange_and_the_end_leaves_nothing
     shutil.copytree(out, tmp_path / ".out.relayout-partial" / "done")
     (tmp_path / ".out.relayout-partial" / "relayout.journal").write_text("of what is done")
     before = content(out)
-    with pytest.raises(PlanError, match="is not empty"):
+    with pytest.raises(PlanError, match="already holds"):
         convert(source, out)
     assert content(out) == before
     assert_nothing_hidden(out)

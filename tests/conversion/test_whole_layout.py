@@ -152,5 +152,5 @@ def test_all_ranks_share_the_files_of_the_whole_tensors(conversions: Conversions
 def test_what_dcp_needs_is_not_asked_for_beside_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--dcp does not apply to --layout whole"):
         relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="whole", dcp=True)
-    with pytest.raises(PlanError, match="layout='columns', expected 'ranks' or 'whole'"):
+    with pytest.raises(PlanError, match="layout: 'columns', expected 'ranks' or 'whole'"):
         relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="columns")

@@ -74,21 +74,24 @@ def files_of(content: Content) -> Iterator[tuple[Content, list[tuple[str, int, i
         yield file, list(rows)
 
 
+def assert_shown(content: Content, folder: Path) -> set[str]:
+    """The tensors of every file are where its header says; returns the names of the files."""
+    for file, rows in files_of(content):
+        assert {name: (start, end, shape) for name, start, end, shape in rows} == {
+            name: (*entry["data_offsets"], entry["shape"]) for name, entry in read_header(folder / file["name"]).items()
+        }
+        blob = (folder / file["name"]).read_bytes()
+        assert (file["start"], file["nbytes"]) == (8 + int.from_bytes(blob[:8], "little"), len(blob))
+    return {file["name"] for file in content["files"]}
+
+
 @pytest.mark.parametrize("layout", ["ranks", "whole"])
 def test_every_tensor_is_where_the_header_of_its_file_says(layout: str, llama: Path, tmp_path: Path) -> None:
     relayout.convert(llama, tmp_path / "out", tp=4, layout=layout, max_part_nbytes="200KB")
     done = relayout.report(tmp_path / "out", tmp_path / "page.html")
     content = content_of(tmp_path / "page.html")
     assert (done.num_ranks, done.is_forecast, done.nbytes) == (4, False, (tmp_path / "page.html").stat().st_size)
-    seen = set()
-    for file, rows in files_of(content):
-        path = tmp_path / "out" / file["name"]
-        blob = path.read_bytes()
-        assert {name: (start, end, shape) for name, start, end, shape in rows} == {
-            name: (*entry["data_offsets"], entry["shape"]) for name, entry in read_header(path).items()
-        }
-        assert (file["start"], file["nbytes"]) == (8 + int.from_bytes(blob[:8], "little"), len(blob))
-        seen.add(file["name"])
+    seen = assert_shown(content, tmp_path / "out")
     assert seen == {path.name for path in (tmp_path / "out").iterdir() if path.suffix in (".safetensors", ".slices")}
     assert len(seen) > 5
 
@@ -98,13 +101,9 @@ def test_an_expert_that_a_rank_does_not_hold_is_in_none_of_its_files(tmp_path: P
     relayout.convert(source, tmp_path / "out", tp=2, expert_parallel=True)
     relayout.report(tmp_path / "out", tmp_path / "page.html")
     content = content_of(tmp_path / "page.html")
-    for file, rows in files_of(content):
-        header = read_header(tmp_path / "out" / file["name"])
-        assert {name: (start, end, shape) for name, start, end, shape in rows} == {
-            name: (*entry["data_offsets"], entry["shape"]) for name, entry in header.items()
-        }
-        assert content["ranks"][file["holder"]]["num_tensors"] == len(header)
+    assert_shown(content, tmp_path / "out")
     held = [rank["num_tensors"] for rank in content["ranks"]]
+    assert held == [len(read_header(tmp_path / "out" / file["name"])) for file in content["files"]]
     assert max(held) < len(content["names"])
 
 
@@ -168,7 +167,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(folder: Path, tmp_path
 
 
 def test_what_cannot_be_shown_is_refused(folder: Path, llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="set the number of ranks"):
+    with pytest.raises(PlanError, match="set --tp N, the number of ranks"):
         relayout.report(llama, tmp_path / "page.html")
     with pytest.raises(PlanError, match="already converted"):
         relayout.report(folder, tmp_path / "page.html", tp=2)

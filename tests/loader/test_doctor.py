@@ -42,7 +42,7 @@ def test_another_degree_is_explained_for_both_kinds_of_folders(model: Path, conv
 @pytest.mark.parametrize("tp", [0, -1, True, 1.0])
 def test_a_degree_of_no_ranks_is_refused(model: Path, converted: Path, tp: int, rank: int | None) -> None:
     for folder in (model, converted):
-        with pytest.raises(PlanError, match=r"^tp=-?\d, expected 1 or more$|^tp: (True|1\.0) is not an integer$"):
+        with pytest.raises(PlanError, match=r"^tp: -?\d, expected 1 or more$|^tp: (True|1\.0) is not an integer$"):
             diagnose(folder, rank=rank, device="cpu", tp=tp)
 
 
@@ -50,4 +50,4 @@ def test_a_degree_of_no_ranks_is_refused_at_the_command_line(model: Path, conver
     for folder in (model, converted):
         done = doctor(folder, "--tp", "0")
         assert (done.returncode, done.stdout) == (2, "")
-        assert "tp=0, expected 1 or more" in done.stderr
+        assert "tp: 0, expected 1 or more" in done.stderr

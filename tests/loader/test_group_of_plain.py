@@ -142,7 +142,7 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
         ("meta", "to the CPU only, not to meta"),
         ("into", "group cannot be combined with into"),
         ("streamed", "iter_load shares converted checkpoints only"),
-        ("bad progress", "progress='a bar', expected True, False, None or a function"),
+        ("bad progress", "progress: 'a bar', expected True, False, None or a function"),
         ("no such rank", "rank 7, expected 0 to 3"),
     ],
 )

@@ -193,8 +193,8 @@ def test_its_own_degree_may_be_named(conversions: Conversions) -> None:
             3,
             r"dim 1 of \[128, 256\]: 256 elements, not a multiple of 3 \(.* can be cut for --tp 1, 2, 4, 8\)$",
         ),
-        (0, 0, r"^tp=0, expected 1 or more$"),
-        (0, 2000, r"llama-tp4: tp=2000, expected 1 to 1024$"),
+        (0, 0, r"^tp: 0, expected 1 or more$"),
+        (0, 2000, r"llama-tp4: tp: 2000, expected 1 to 1024$"),
     ],
 )
 def test_ranks_and_degrees_that_do_not_exist(rank: int, tp: int, message: str, conversions: Conversions) -> None:

@@ -147,7 +147,7 @@ def test_errors_carry_the_path_of_the_checkpoint() -> None:
 
 @pytest.mark.parametrize("num_ranks", [-1, 0, 1025])
 def test_a_degree_out_of_bounds_is_refused(num_ranks: int) -> None:
-    with pytest.raises(PlanError, match=f"^checkpoint: tp={num_ranks}, expected 1 to 1024$"):
+    with pytest.raises(PlanError, match=f"^checkpoint: tp: {num_ranks}, expected 1 to 1024$"):
         plan_for(make_source(SMALL, model_type="llama"), num_ranks)
 
 
@@ -191,7 +191,7 @@ def test_what_a_rule_leaves_whole_is_not_unmatched() -> None:
 
 
 def test_unmatched_is_one_of_two_words() -> None:
-    with pytest.raises(PlanError, match=r"^checkpoint: unmatched='ignore', expected one of error, replicate$"):
+    with pytest.raises(PlanError, match=r"^checkpoint: unmatched: 'ignore', expected 'error' or 'replicate'$"):
         plan_for(make_source(SMALL, model_type="llama"), 2, unmatched="ignore")  # type: ignore[arg-type]
 
 

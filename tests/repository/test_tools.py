@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def test_a_tool_says_how_it_is_used(tool: str) -> None:
     done = run_tool(tool, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout.lower()
+
+
+@pytest.mark.parametrize("tool", ["bench", "gpu"])
+def test_each_module_of_a_tool_can_be_imported(tool: str) -> None:
+    for path in (ROOT / "tools" / tool).glob("[a-z]*.py"):  # Some are imported by a step of the work only.
+        importlib.import_module(f"{tool}.{path.stem}")
 
 
 def test_tools_run_names_every_tool() -> None:

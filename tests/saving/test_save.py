@@ -146,6 +146,12 @@ def test_what_is_no_dense_tensor_is_refused(tmp_path: Path, tensors: dict[str, A
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_config_may_be_the_file_itself(tmp_path: Path) -> None:
+    (tmp_path / "my-config.json").write_text(json.dumps(CONFIG))
+    relayout.save(llama(), tmp_path / "saved", config=tmp_path / "my-config.json", tp=2)
+    assert (tmp_path / "saved" / "config.json").read_bytes() == (tmp_path / "my-config.json").read_bytes()
+
+
 def test_a_config_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises((FormatError, PlanError, OSError)):
         relayout.save({"x": torch.ones(2)}, tmp_path / "out", config=tmp_path / "nothing")

@@ -94,7 +94,7 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("case", "kind", "what"),
     [
-        ("again", "PlanError", "is not empty; --force replaces it"),
+        ("again", "PlanError", "already holds a complete conversion of model type llama"),
         ("missing", "PlanError", "all processes that hold a part of it must save together"),
         ("options", "PlanError", "the members of the group save with different options"),
         ("dtypes", "PlanError", "expected BF16"),

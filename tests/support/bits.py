@@ -14,7 +14,8 @@ def pattern(nbytes: int, salt: int = 0) -> npt.NDArray[np.uint8]:
 
 
 def flip(file: Path, offset: int, bit: int = 0) -> None:
-    """Damage a file by one bit; or repair it."""
+    """Damage a file by one bit; or repair it. An offset below 0 is counted from the end."""
+    offset %= file.stat().st_size
     with file.open("r+b") as stream:
         stream.seek(offset)
         (byte,) = stream.read(1)

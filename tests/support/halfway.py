@@ -51,7 +51,7 @@ def converting(
 ) -> Iterator[subprocess.Popen[str]]:
     """A conversion of `big` that has noted a tensor as done; the rest takes a second and more."""
     with subprocess.Popen(
-        [sys.executable, "-c", _SLOWLY, "convert", "big", "--threads", "1", "--memory", "4MiB"],
+        [sys.executable, "-c", _SLOWLY, "convert", "big", "--tp", "1", "--threads", "1", "--memory", "4MiB"],
         cwd=work,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -28,7 +28,7 @@ def _names_in_marker(store: Store) -> frozenset[str]:
     return frozenset([MARKER, *others])
 
 
-OLDER = Replaceable(MARKER, _names_in_marker)
+OLDER = Replaceable(MARKER, lambda store: f"{len(_names_in_marker(store))} files", _names_in_marker)
 
 
 @dataclass(frozen=True)

@@ -19,30 +19,16 @@ from rich.table import Table
 from bench.drive import direct_read, files_of, fio_mixed, total_nbytes
 from relayout.benchmark.machine import prepare
 
-_WITHOUT_DIGESTS = """
-import xxhash
-class Nothing:
-    def update(self, view): pass
-    def hexdigest(self): return 32 * "0"
-xxhash.xxh3_128 = Nothing
-xxhash.xxh3_128_hexdigest = lambda view: 32 * "0"
-from relayout.cli.app import main
-main()
-"""
-"""The command line of relayout, which hashes nothing that it copies."""
-
 
 def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
     """Run everything so many times, in turns; medians."""
     target, other = scratch / "target", scratch / "other"
     nbytes = total_nbytes(source)
     command = [sys.executable, "-m", "relayout"]
-    conversion = ["convert", str(source), "--tp", "8", "--json", "-o"]
     ways: dict[str, list[list[str]]] = {
-        "relayout convert --tp 8": [[*command, *conversion, str(target)]],
+        "relayout convert --tp 8": [[*command, "convert", str(source), "--tp", "8", "--json", "-o", str(target)]],
         "relayout verify": [[*command, "verify", str(target), "--json"]],
         "relayout restore": [[*command, "restore", str(target), "-o", str(other), "--json"]],
-        "convert without digests": [[sys.executable, "-c", _WITHOUT_DIGESTS, *conversion, str(other)]],
         "cp -r, sync": [["cp", "-r", str(source), str(other)], ["sync"]],
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -65,7 +51,6 @@ def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
     limit = {name: statistics.median(one[name] for one in limits) for name in limits[0]}
     medians = {way: statistics.median(values) for way, values in seconds.items()}
     copied = medians["cp -r, sync"]
-    digests = 1 - medians["convert without digests"] / medians["relayout convert --tp 8"]
     rows = {
         way: {
             "seconds": median,
@@ -79,7 +64,6 @@ def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
     }
     return {
         "ways": rows,
-        "digests_share": digests,
         "peak_nbytes": peaks,
         "drive_gb_per_s": limit,
         "source_nbytes": nbytes,
@@ -99,7 +83,6 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(f"peak memory of the conversion: {statistics.median(results['peak_nbytes']) / 1e6:.0f} MB")
-    console.print(f"share of digests in its time: {100 * results['digests_share']:.1f} %")
 
 
 def _run(command: list[str]) -> int:

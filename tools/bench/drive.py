@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -79,19 +80,9 @@ def fio_mixed(folder: Path) -> float:
     return float(result["read"]["bw_bytes"]) / 1e9
 
 
-def machine(folder: Path | None = None) -> dict[str, object]:
+def machine(folder: Path) -> dict[str, Any]:
     """What was measured on: hardware, system and versions; no names of hosts, nor paths."""
-    about = describe(folder or Path())
-    described: dict[str, object] = {
-        "cpu": about.cpu,
-        "num_cpus": about.num_cpus,
-        "memory_gb": round(about.memory_nbytes / 1e9, 1),
-        "kernel": about.kernel,
-        "python": about.python,
-        "versions": {package: version(package) for package in PACKAGES},
-    }
-    if folder is not None:
-        described |= {"file_system": about.file_system, "drive": about.drive}
+    described = asdict(describe(folder)) | {"versions": {package: version(package) for package in PACKAGES}}
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
         described["gpus"] = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()

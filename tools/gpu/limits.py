@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.drive import direct_read, forget, limit_by, machine
+from bench.drive import direct_read, files_of, limit_by, machine
 
 from gpu.loads import converted_of
 from gpu.results import Arguments
+from relayout.benchmark.machine import forget
 
 _SIZES = (2**20, 8 * 2**20, 64 * 2**20, 2**30)
 """Of copies from pinned memory."""
@@ -40,7 +41,7 @@ def _doctor(folder: Path, device: str) -> dict[str, Any]:
 
 
 def _drive(folder: Path) -> dict[str, Any]:
-    forget([folder])
+    forget(files_of([folder]))
     return {"gb_per_s": direct_read(sorted(folder.glob("*.safetensors"))), "by": limit_by()}
 
 

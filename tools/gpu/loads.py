@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.drive import files_of, forget
+from bench.drive import files_of
 
 import relayout
-from relayout.benchmark.machine import remember
+from relayout.benchmark.machine import forget, remember
 from relayout.benchmark.made import write_llama
 
 
@@ -40,7 +40,7 @@ def converted_of(work: Path, num_layers: int, tp: int) -> Path:
 
 def prepare(folders: list[Path], *, cold: bool) -> None:
     """Make the page cache cold or warm."""
-    forget(folders) if cold else remember(files_of(folders))
+    (forget if cold else remember)(files_of(folders))
 
 
 def measure(load: Callable[[], Any], device: str, nbytes: int) -> dict[str, Any]:

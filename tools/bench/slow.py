@@ -28,10 +28,11 @@ from relayout.storage.memory import available_nbytes
 
 TP = 8
 PEERS = {
-    "fuse": ("relayout", "relayout_plain", "get_slice", "load_file", "runai"),
-    "s3": ("relayout", "runai", "s3fs"),
+    "fuse": ("relayout", "relayout_plain", "get_slice", "threads", "load_file", "fastsafetensors", "runai"),
+    "s3": ("relayout", "relayout_plain", "runai", "s3fs"),
 }
-"""By the kind of storage. load_file reads as engines do by default: every tensor whole, then it is cut."""
+"""By the kind of storage. load_file reads as engines do by default: every tensor whole, then it is cut. safetensors and
+fastsafetensors read files only."""
 DEFAULTS = {"fuse": ("0,1,10", "0"), "s3": ("1,20,80", "1,10")}
 """Round trips in ms, and Gbit/s."""
 Tell = Callable[[str], None]
@@ -93,17 +94,24 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Rows of the table: each loader in turns, over each link, with so many ranks at once."""
     names = [name for name in names if LOADERS[name].absence() is None]
+    peaks: dict[str, int] = {}
     for link in links:
         for num_ranks in groups:
             turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
             for _ in range(runs):
                 for name in names:
-                    if not any("failed" in one for one in turns[name]):
-                        turns[name].append(_run(place, link, num_ranks, name, limit))
-                        tell(f"{link}, {num_ranks} ranks, {name}: {turns[name][-1]}")
-            for name, found in turns.items():
-                failed = next((one for one in found if "failed" in one), None)
-                figures = failed or {key: _median(one[key] for one in found) for key in found[0]}
+                    if any("failed" in one for one in turns[name]):
+                        continue
+                    if (needed := num_ranks * peaks.get(name, 0)) > available_nbytes():
+                        found = {"failed": f"not run: {num_ranks} at once need {needed / 1e9:.0f} GB of memory"}
+                    else:
+                        found = _run(place, link, num_ranks, name, limit)
+                        peaks[name] = max(peaks.get(name, 0), found.get("peak_minus_needed_nbytes", 0))
+                    turns[name].append(found)
+                    tell(f"{link}, {num_ranks} ranks, {name}: {found}")
+            for name, done in turns.items():
+                failed = next((one for one in done if "failed" in one), None)
+                figures = failed or {key: _median(one[key] for one in done) for key in done[0]}
                 yield {
                     "storage": place.kind,
                     "latency_ms": 1e3 * link.latency_seconds,
@@ -112,7 +120,7 @@ def measure(
                     "direct": link.direct if place.kind == "fuse" else None,
                     "ranks": num_ranks,
                     "loader": LOADERS[name].title,
-                    "runs": len(found),
+                    "runs": len(done),
                 } | figures
 
 

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import Client, WritableClient
-from relayout.storage.cloud.files import CloudFile
+from relayout.storage.cloud.files import HEAD_NBYTES, STAT_NBYTES, CloudFile
 from relayout.storage.protocols import (
     Access,
     Entry,
@@ -85,7 +85,7 @@ class CloudStore:
         if self.opened is None:
             return self.client.stat(self.full_name(name))
         try:
-            file = self.open(name)
+            file = self._opened(name, None, STAT_NBYTES)
         except FormatError as error:
             if error.code == "missing":
                 return None
@@ -107,13 +107,18 @@ class CloudStore:
         """One request."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "stores have no direct I/O; use backend 'buffered'", self.location(name))
+        file = self._opened(name, version, HEAD_NBYTES)
+        FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)
+        return file
+
+    def _opened(self, name: str, version: str | None, head_nbytes: int) -> CloudFile:
+        """The file that the snapshot has opened, or a new one."""
         full = self.full_name(name)
         file = None if self.opened is None else self.opened.get(full)
         if file is None:
-            file = CloudFile(self.client, full, self.location(name), version=version)
+            file = CloudFile(self.client, full, self.location(name), version=version, head_nbytes=head_nbytes)
             if self.opened is not None:
                 file = self.opened.setdefault(full, file)  # Another thread may have opened it meanwhile.
-        FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)
         return file
 
     def add(self, name: str, content: bytes) -> None:

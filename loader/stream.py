@@ -84,6 +84,21 @@ def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) ->
     return budget, bound
 
 
+def most_memory(contents: TensorColumns, options: Options) -> int:
+    """Most bytes that `stream` takes beside the tensors that it has yielded: buffers, and tensors that wait.
+
+    Raises:
+        PlanError: as `choice.choose`.
+    """
+    backend = choose(options.backend, options.device, contents.files).backend
+    if backend.reads_when_used:
+        return 0
+    if options.memory is not None:
+        return options.memory
+    budget, bound = _bounds(contents, backend, options)
+    return budget.memory + bound
+
+
 def least_memory(contents: TensorColumns) -> int:
     """The least `Options.memory` that any backend needs to stream these tensors, in bytes."""
     needed = max(contents.sizes(), default=0) + _SLACK

@@ -388,7 +388,9 @@ def offer_gds(request: Request) -> Choice | Refusal:
 
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
     path = request.files[0].path if request.files else None
-    if path is not None and (request.is_by_name or cufile.is_likely()):
+    if path is not None and not request.is_by_name and cufile.is_likely() and is_integrated(request.device):
+        why = f"{request.device} has no memory of its own, but a part of the host's"
+    elif path is not None and (request.is_by_name or cufile.is_likely()):
         driver = cufile.find_cufile(path)
         if not isinstance(driver, str):
             state = "asked for" if request.is_by_name else "available"
@@ -397,6 +399,13 @@ def offer_gds(request: Request) -> Choice | Refusal:
             return Choice(backend, reason, driver.path)
         why = driver
     return Refusal(f"backend 'gds': GPUDirect Storage is not available: {why}")
+
+
+def is_integrated(device: str | torch.device | int) -> bool:
+    """Whether a CUDA device has no memory of its own, but a part of the host's."""
+    import torch
+
+    return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
 
 
 def _refusal(name: str, request: Request) -> Refusal | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from relayout.checkpoint.converted import find_manifest
 from relayout.core.arguments import integer
+from relayout.loader.backends.cuda import is_integrated
 from relayout.loader.budgets import local_world_size, num_cpus, plan_budget
 from relayout.loader.diagnose.explain import Explanation, explain
 from relayout.loader.diagnose.network import Network, measure
@@ -28,7 +29,7 @@ class Diagnosis(Result):
     torch: str | None
     """Its version; None if it is not installed."""
     gpus: tuple[str, ...]
-    """Name and memory of each CUDA device."""
+    """Name and memory of each CUDA device, and whether that is the host's."""
     ranks: tuple[Explanation, ...]
     network: Network | None = None
     """How fast the store or file system answers; None for files of this machine."""
@@ -91,5 +92,6 @@ def _machine() -> tuple[str | None, tuple[str, ...]]:
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        gpus.append(f"{properties.name}, {properties.total_memory / 1e9:.0f} GB")
+        shared = " of the host's memory" if is_integrated(index) else ""
+        gpus.append(f"{properties.name}, {properties.total_memory / 1e9:.0f} GB{shared}")
     return str(torch.__version__), tuple(gpus)

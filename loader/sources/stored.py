@@ -13,6 +13,7 @@ from relayout.core.extents import Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError
 from relayout.format.index import Manifest
+from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store, unversioned
 
 _PIECE_NBYTES = 2**24
@@ -66,6 +67,24 @@ class StoredFile:
         except BaseException:
             opened.close()
             raise
+
+
+def cached_nbytes(files: Iterable[StoredFile]) -> int | None:
+    """Bytes of the files in the page cache; None where the system does not tell, or one cannot be opened."""
+    total = 0
+    for file in files:
+        path = file.folder.path(file.name)
+        if path is None:  # What comes from a server passes by the page cache.
+            continue
+        try:
+            with path.open("rb") as opened:
+                nbytes = resident_nbytes(opened.fileno(), 0, file.nbytes)
+        except OSError:
+            return None
+        if nbytes is None:
+            return None
+        total += nbytes
+    return total
 
 
 def check_hole(file: StoredFile, hole: Extent) -> None:

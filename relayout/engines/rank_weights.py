@@ -163,6 +163,10 @@ class Report:
     whole_nbytes: int
     placed_nbytes: int
     """That were read straight into the engine's parameters."""
+    memory: int
+    """Most bytes that the load was allowed to take beside the engine's tensors."""
+    page_cache_nbytes: int | None
+    """Bytes of the files that the page cache has more, or less, than before; None: unknown."""
     num_readers: int
     """Replicas that have read the slices together, each a part of them; 1: this process alone."""
     unused: tuple[str, ...]
@@ -170,12 +174,15 @@ class Report:
 
     def __str__(self) -> str:
         rate = self.nbytes / max(self.seconds, 1e-9)
+        cached = self.page_cache_nbytes
+        page_cache = "" if cached is None else f", page cache {cached / 1e9:+.3f} GB"
         together = f", read once for {self.num_readers} replicas" if self.num_readers > 1 else ""
         return (
             f"relayout: rank {self.rank} of {self.num_ranks}: {self.nbytes / 1e9:.3f} GB in {self.seconds:.2f} s"
             f" ({rate / 1e9:.2f} GB/s), {self.num_tensors} tensors, backend {self.backend},"
             f" cache {self.cache}, {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB),"
-            f" {self.placed_nbytes / 1e9:.3f} GB straight into parameters{together}"
+            f" {self.placed_nbytes / 1e9:.3f} GB straight into parameters,"
+            f" at most {self.memory / 2**20:.0f} MiB beside the tensors{page_cache}{together}"
         )
 
 
@@ -262,7 +269,8 @@ class RankWeights:
         self._members = members
         self._backend = options.backend
         self._lease = None if kept is None else kept.lease
-        self._nbytes = self._placed_nbytes = self._num_tensors = 0
+        self._nbytes = self._placed_nbytes = self._num_tensors = self._memory = 0
+        self._page_cache_nbytes: int | None = None
         self._seconds: float | None = None
         self._cut: list[str] = []
         self._all_ranks = _AllRanks(path, deltas or ())
@@ -280,6 +288,8 @@ class RankWeights:
         from relayout.engines import warming
         from relayout.loader.api import warn_if_slow
         from relayout.loader.backends.choice import choose
+        from relayout.loader.sources.stored import cached_nbytes
+        from relayout.loader.stream import most_memory
 
         warming.end()
         started = time.perf_counter()
@@ -287,6 +297,7 @@ class RankWeights:
         options = self._load_options()
         del self._found  # It is not needed for long.
         self._backend = choose(options.backend, options.device, contents.files).backend.name
+        self._memory, cached = most_memory(contents, options), cached_nbytes(contents.files)
         warn_if_slow(source)
         columns, left = source.columns(), set(contents.names)
         try:
@@ -302,6 +313,8 @@ class RankWeights:
         if not self._only_held:
             yield from self._others(set(columns.names))
         self._seconds = time.perf_counter() - started
+        if cached is not None and (now := cached_nbytes(contents.files)) is not None:
+            self._page_cache_nbytes = now - cached
 
     def _load_options(self) -> Options:
         from relayout.loader.loading import options_of
@@ -418,6 +431,8 @@ class RankWeights:
             self.usage.count,
             self.usage.nbytes,
             self._placed_nbytes,
+            self._memory,
+            self._page_cache_nbytes,
             1 if self._members is None else self._members.num_members,
             unused,
         )

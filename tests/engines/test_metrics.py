@@ -13,10 +13,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from support.conversions import stock_tensors
 from support.fake_vllm import Model, install
+from support.loader_fixtures import mlp_model
+from support.page_cache import drop, write_cold
 from support.patience import PATIENCE
 from support.toy_store import shelf
 
+import relayout
 from relayout import plugins
+from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.storage.cloud.client import CLOUD_COST
 
 COUNT = """
@@ -26,9 +30,20 @@ from relayout.engines.metrics import publish
 from relayout.engines.rank_weights import Report
 rank = int(sys.argv[1])
 for cache in ("miss", "hit"):
-    report = Report(rank, 2, 9, 1000 + rank, 0.5, "direct", cache, 0, 0, 0, 1, ())
+    report = Report(rank, 2, 9, 1000 + rank, 0.5, "direct", cache, 0, 0, 0, 2**20, 0, 1, ())
     publish(report, logging.getLogger("vllm.relayout"))
 """
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> Path:
+    """A converted folder, of which nothing is in the page cache."""
+    write_cold(tmp_path / "probe", 2**16)  # Skips where that cannot be had.
+    mlp_model(tmp_path / "model", width=2048)
+    relayout.convert(tmp_path / "model", tmp_path / "out", tp=2)
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        drop(file)
+    return tmp_path / "out"
 
 
 def counted(rank: int, folder: str, before: str = "") -> str:
@@ -54,6 +69,30 @@ def test_what_processes_count_is_added_up_as_engines_do(tmp_path: Path) -> None:
         assert value("relayout_loads_total", cache) == 2
         assert value("relayout_loaded_bytes_total", cache) == 2001
         assert value("relayout_load_seconds_total", cache) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "memory", "allowed", "keeps"),
+    [
+        ("auto", None, 2**29, False),
+        ("auto", "64MiB", 2**26, False),
+        ("buffered", None, 2**29, True),
+        ("mapped", None, 0, True),
+    ],
+)
+def test_a_load_says_what_memory_it_was_allowed_and_what_it_left_in_the_page_cache(
+    cold: Path, backend: str, memory: str | None, allowed: int, keeps: bool
+) -> None:
+    weights = RankWeights(str(cold), 1, 2, EngineOptions(backend=backend, memory=memory))
+    for _, tensor in weights:
+        tensor.sum()  # Those of "mapped" are read when they are used.
+    report = weights.report()
+    assert report.memory == allowed
+    nbytes = sum(file.stat().st_size for file in cold.glob("model-rank-1-*.safetensors"))
+    assert report.page_cache_nbytes is not None
+    assert 0.9 * nbytes * keeps <= report.page_cache_nbytes <= nbytes * keeps
+    gained = report.page_cache_nbytes / 1e9
+    assert f"at most {allowed // 2**20} MiB beside the tensors, page cache {gained:+.3f} GB" in str(report)
 
 
 def test_a_load_does_not_fail_for_its_counters() -> None:

@@ -17,7 +17,7 @@ from support.group_worker import NUM_MEMBERS, digests
 from support.loader_fixtures import mlp_model, skip_unless_drives_are_counted
 from support.models import as_integers
 from support.plain_group_worker import NAMES
-from support.remote import HEAD
+from support.remote import HEADER
 
 import relayout
 
@@ -103,10 +103,10 @@ def test_the_store_sends_each_byte_once(place: Path, group: list[dict[str, Any]]
         file, *others = *others, file
     small = sum(other.stat().st_size for other in others)
     # Each member reads the beginning of the file, which has the header.
-    beginnings = NUM_MEMBERS * (HEAD + small)
-    nbytes = file.stat().st_size - HEAD
+    beginnings = NUM_MEMBERS * (HEADER + small)
+    nbytes = file.stat().st_size - HEADER
     read = sum(member[case]["nbytes"] for member in group)
-    assert nbytes - HEAD <= read - beginnings <= nbytes
+    assert nbytes - HEADER <= read - beginnings <= nbytes
     assert max(member[case]["nbytes"] for member in group) < read / 2
 
 

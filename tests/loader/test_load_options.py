@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from support.loader_fixtures import (
     whole_tensors,
     write_model,
 )
+from support.page_cache import drop, opened, write_cold
 from support.patience import PATIENCE
 
 import relayout
@@ -34,6 +36,10 @@ from relayout.loader.backends.choice import REGISTRY, choose
 from relayout.loader.backends.cuda import DeviceArena, DeviceBackend
 from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
+from relayout.loader.diagnose.doctor import diagnose
+from relayout.loader.sources.checkpoint import find_rank
+from relayout.storage.local.page_cache import resident_nbytes
+from relayout.storage.protocols import Access
 
 
 @pytest.fixture(scope="module")
@@ -283,3 +289,44 @@ def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_ot
     with pytest.raises(PlanError, match=f"^{why}$"):
         choice.choose("gds", "cuda:0", ())
     assert choice.choose("pinned", "cuda:0", ()).reason == f"requested: {how}"
+
+
+def test_a_gpu_without_memory_of_its_own_gets_bounded_buffers_and_doctor_says_so(
+    monkeypatch: pytest.MonkeyPatch, large: Path
+) -> None:
+    from relayout.loader.backends import choice, cufile
+
+    properties = SimpleNamespace(name="NVIDIA GB10", total_memory=128 * 10**9, is_integrated=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(choice, "resolve_device", lambda device: device)
+    monkeypatch.setattr(cufile, "is_likely", lambda: True)
+    monkeypatch.setattr(cufile, "find_cufile", lambda path: pytest.fail("cuFile was opened"))
+    files = find_rank(large, 0, None).used_files()
+    found = choice.choose("auto", "cuda:0", files)
+    assert found.reason.startswith(
+        "backend 'gds': GPUDirect Storage is not available: cuda:0 has no memory of its own, but a part of the host's;"
+        " read into pinned memory"
+    )
+    assert (found.backend.name, found.backend.access, found.backend.max_buffer_nbytes) == (
+        "pinned",
+        Access.AUTO,
+        128 * MIB,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert diagnose(large, device="cpu").gpus == ("NVIDIA GB10, 128 GB of the host's memory",)
+
+
+def test_a_load_to_a_device_leaves_the_page_cache_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_cold(tmp_path / "probe", 2**16)  # Skips where that cannot be had.
+    write_model(tmp_path / "source", {"x": (torch.uint8, (17 * MIB,))})
+    relayout.convert(tmp_path / "source", tmp_path / "out")
+    [file] = (tmp_path / "out").glob("*.safetensors")
+    with Lanes() as lanes:
+        monkeypatch.setitem(REGISTRY, "pinned", lambda request: Choice(DeviceBackend("cpu", lanes.make), "a fake"))
+        drop(file)
+        loaded = relayout.load(tmp_path / "out", 0, backend="pinned", memory="4MiB")
+        assert lanes.pinned <= 4 * MIB
+    with opened(file) as fd:
+        assert resident_nbytes(fd, 0, file.stat().st_size) == 0
+    assert_equal(loaded, whole_tensors(tmp_path / "source"))

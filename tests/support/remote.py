@@ -14,8 +14,10 @@ from support.s3_server import Server
 from relayout.storage.cloud import connect
 
 URL = "s3://models/out"
-HEAD = 64 * 2**10
-"""The first request of a file."""
+HEAD = 4 * 2**10
+"""The first request of a rank's file."""
+HEADER = 64 * 2**10
+"""That of a file whose header is needed."""
 
 
 @pytest.fixture

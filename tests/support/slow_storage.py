@@ -1,20 +1,21 @@
 """Slow storage on this machine: a FUSE file system and a TCP proxy, with latency and rate; each counts its bytes.
 
 The link of both sends one byte after another at its rate, for all of its users together. A TCP connection begins with
-10 packets in flight and doubles them each round trip, up to 4 MiB.
+10 packets in flight and doubles them each round trip, up to 4 MiB. The proxy moves answers within the kernel.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import errno
+import fcntl
 import os
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +23,9 @@ from typing import Any
 
 FIRST_WINDOW, MAX_WINDOW = 14_600, 4 * 2**20
 """Bytes of one TCP connection in flight, at first and at most."""
-_PIECE_NBYTES = 256 * 2**10
+_PIECE_NBYTES = 2**20
+_LATE_SECONDS = 0.001
+"""A sender that is late by less than this has not left the link idle: that was the machine's scheduler."""
 _SECONDS_TO_START = 20
 
 
@@ -54,7 +57,7 @@ class Slow:
 
 
 class _Wire:
-    """Reserves time on the link. Thread-safe."""
+    """Lets bytes pass at the link's rate. Thread-safe."""
 
     def __init__(self, link: Link, counter: Any) -> None:
         self._rate = link.bytes_per_second
@@ -62,12 +65,22 @@ class _Wire:
         self._lock = threading.Lock()
         self._free_at = 0.0
 
-    def reserve(self, nbytes: int, ready_at: float) -> float:
-        """When bytes that are ready at a time have passed."""
+    def carry(self, nbytes: int, ready_at: float) -> None:
+        """Return when bytes have passed that are ready at a time."""
+        _sleep_until(ready_at)
         with self._lock:
             self._counter.value += nbytes
-            self._free_at = max(self._free_at, ready_at) + (nbytes / self._rate if self._rate else 0.0)
-            return self._free_at
+            if self._rate is None:
+                return
+            self._free_at = max(self._free_at, time.monotonic() - _LATE_SECONDS) + nbytes / self._rate
+            passed_at = self._free_at
+        _sleep_until(passed_at)
+
+
+def _sleep_until(moment: float) -> None:
+    left = moment - time.monotonic()
+    if left > 0:
+        time.sleep(left)
 
 
 def absence() -> str | None:
@@ -153,9 +166,7 @@ def _mount(folder: str, mount_point: str, link: Link, counter: Any) -> None:
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
             now = time.monotonic()
             content = os.pread(fh, size, offset)
-            left = wire.reserve(len(content), now + link.latency_seconds) - time.monotonic()
-            if left > 0:
-                time.sleep(left)
+            wire.carry(len(content), now + link.latency_seconds)
             return content
 
         def release(self, path: str, fh: int) -> int:
@@ -169,45 +180,51 @@ def _mount(folder: str, mount_point: str, link: Link, counter: Any) -> None:
 
 
 def _serve(port: int, link: Link, counter: Any) -> None:
-    asyncio.run(_proxy(port, link, counter))
-
-
-async def _proxy(port: int, link: Link, counter: Any) -> None:
     wire = _Wire(link, counter)
-
-    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(link.latency_seconds)  # The handshake.
-        their_reader, their_writer = await asyncio.open_connection("127.0.0.1", port, limit=2 * _PIECE_NBYTES)
-        pumps = [_ask(reader, their_writer, link), _answer(their_reader, writer, link, wire)]
-        await asyncio.gather(*map(asyncio.ensure_future, pumps), return_exceptions=True)
-
-    server = await asyncio.start_server(connect, "127.0.0.1", 0)
-    counter.value = -server.sockets[0].getsockname()[1]
-    await server.serve_forever()
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        counter.value = -listener.getsockname()[1]
+        while True:
+            client, _ = listener.accept()
+            threading.Thread(target=_connect, args=(client, port, link, wire), daemon=True).start()
 
 
-async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: Link) -> None:
+def _connect(client: socket.socket, port: int, link: Link, wire: _Wire) -> None:
+    time.sleep(link.latency_seconds)  # The handshake.
+    with client, socket.create_connection(("127.0.0.1", port)) as server:
+        for one in (client, server):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        asking = threading.Thread(target=_ask, args=(client, server, link), daemon=True)
+        asking.start()
+        with suppress(OSError):  # Whoever has hung up.
+            _answer(server, client, link, wire)
+        for one in (client, server):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        asking.join()
+
+
+def _ask(client: socket.socket, server: socket.socket, link: Link) -> None:
     """Requests arrive a round trip later; answers then need no delay."""
-    try:
-        while content := await reader.read(_PIECE_NBYTES):
-            await asyncio.sleep(link.latency_seconds)
-            writer.write(content)
-            await writer.drain()
-    finally:
-        writer.close()
+    with suppress(OSError):
+        while content := client.recv(_PIECE_NBYTES):
+            time.sleep(link.latency_seconds)
+            server.sendall(content)
+    with suppress(OSError):
+        server.shutdown(socket.SHUT_WR)
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: Link, wire: _Wire) -> None:
-    window, ready_at = FIRST_WINDOW, 0.0
+def _answer(server: socket.socket, client: socket.socket, link: Link, wire: _Wire) -> None:
+    """Each byte leaves a round trip after the one that is a window before it."""
+    window, in_flight_until = FIRST_WINDOW, 0.0
+    out, into = os.pipe()
     try:
-        while content := await reader.read(min(window, _PIECE_NBYTES)):
-            now = time.monotonic()
-            ready_at = max(ready_at, now) + link.latency_seconds * len(content) / window
-            window = min(MAX_WINDOW, window + len(content))
-            left = max(wire.reserve(len(content), now), ready_at) - now
-            if left > 0:
-                await asyncio.sleep(left)
-            writer.write(content)
-            await writer.drain()
+        fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, _PIECE_NBYTES)
+        while nbytes := os.splice(server.fileno(), into, min(window, _PIECE_NBYTES)):
+            in_flight_until = max(in_flight_until, time.monotonic()) + link.latency_seconds * nbytes / window
+            window = min(MAX_WINDOW, window + nbytes)
+            wire.carry(nbytes, in_flight_until - link.latency_seconds)
+            while nbytes:
+                nbytes -= os.splice(out, client.fileno(), nbytes)
     finally:
-        writer.close()
+        os.close(out)
+        os.close(into)

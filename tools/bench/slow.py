@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,11 +30,13 @@ from relayout.storage.memory import available_nbytes
 
 TP = 8
 PEERS = {
-    "fuse": ("relayout", "relayout_plain", "get_slice", "load_file", "runai"),
-    "s3": ("relayout", "runai", "s3fs"),
+    "fuse": ("relayout", "relayout_plain", "get_slice", "threads", "load_file", "fastsafetensors", "runai"),
+    "s3": ("relayout", "relayout_plain", "runai", "s3fs"),
+    "web": ("relayout", "relayout_plain"),
 }
-"""By the kind of storage. load_file reads as engines do by default: every tensor whole, then it is cut."""
-DEFAULTS = {"fuse": ("0,1,10", "0"), "s3": ("1,20,80", "1,10")}
+"""By the kind of storage. load_file reads as engines do by default: every tensor whole, then it is cut. safetensors and
+fastsafetensors read files only."""
+DEFAULTS = {"fuse": ("0,1,10", "0"), "s3": ("1,20,80", "1,10"), "web": ("1,20,80", "1,10")}
 """Round trips in ms, and Gbit/s."""
 Tell = Callable[[str], None]
 
@@ -50,8 +54,16 @@ class Place:
 
     def where(self, slow: Slow) -> tuple[str, str]:
         """The plain and the converted checkpoint, through the link."""
-        root = slow.where if self.kind == "fuse" else f"s3://{remote.BUCKET}"
+        root = f"s3://{remote.BUCKET}" if self.kind == "s3" else slow.where
         return f"{root}/{self.source.name}", f"{root}/{self.converted.name}"
+
+
+def _converted(source: Path, tell: Tell) -> Path:
+    converted = source.with_name(f"tp{TP}")
+    if not converted.exists():
+        tell(f"converting to {converted}")
+        relayout.convert(source, converted, tp=TP)
+    return converted
 
 
 @contextmanager
@@ -59,9 +71,7 @@ def fuse_place(scratch: Path, source: Path, tell: Tell) -> Iterator[Place]:
     """A folder behind a FUSE file system."""
     if (why := absence()) is not None:
         raise SystemExit(why)
-    converted = source.with_name(f"tp{TP}")
-    tell(f"converting to {converted}")
-    relayout.convert(source, converted, tp=TP)
+    converted = _converted(source, tell)
     yield Place("fuse", source, converted, partial(slow_folder, source.parent, scratch / "mount"))
 
 
@@ -79,7 +89,33 @@ def s3_place(scratch: Path, source: Path, tell: Tell) -> Iterator[Place]:
         os.environ.update(server.environment)
 
 
-PLACES = {"fuse": fuse_place, "s3": s3_place}
+_NGINX = """\
+user root; daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/log;
+events {{ worker_connections 1024; }}
+http {{ access_log off; sendfile on; tcp_nopush on; client_body_temp_path {folder}; proxy_temp_path {folder};
+  fastcgi_temp_path {folder}; uwsgi_temp_path {folder}; scgi_temp_path {folder};
+  server {{ listen 127.0.0.1:{port}; root {root}; }} }}
+"""
+
+
+@contextmanager
+def web_place(scratch: Path, source: Path, tell: Tell) -> Iterator[Place]:
+    """A web server, nginx: it takes less of the processors than SeaweedFS, and passes more."""
+    if shutil.which("nginx") is None:
+        raise SystemExit("nginx is not installed")
+    folder, converted, [port] = scratch / "nginx", _converted(source, tell), seaweedfs.free_ports(1)
+    folder.mkdir()
+    (folder / "conf").write_text(_NGINX.format(folder=folder, port=port, root=source.parent))
+    server = subprocess.Popen(["nginx", "-p", folder, "-c", folder / "conf", "-e", folder / "log"])
+    try:
+        seaweedfs.wait_for(f"http://127.0.0.1:{port}", server, folder / "log")
+        yield Place("web", source, converted, partial(slow_server, port))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+PLACES = {"fuse": fuse_place, "s3": s3_place, "web": web_place}
 
 
 def measure(
@@ -93,17 +129,24 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Rows of the table: each loader in turns, over each link, with so many ranks at once."""
     names = [name for name in names if LOADERS[name].absence() is None]
+    peaks: dict[str, int] = {}
     for link in links:
         for num_ranks in groups:
             turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
             for _ in range(runs):
                 for name in names:
-                    if not any("failed" in one for one in turns[name]):
-                        turns[name].append(_run(place, link, num_ranks, name, limit))
-                        tell(f"{link}, {num_ranks} ranks, {name}: {turns[name][-1]}")
-            for name, found in turns.items():
-                failed = next((one for one in found if "failed" in one), None)
-                figures = failed or {key: _median(one[key] for one in found) for key in found[0]}
+                    if any("failed" in one for one in turns[name]):
+                        continue
+                    if (needed := num_ranks * peaks.get(name, 0)) > available_nbytes():
+                        found = {"failed": f"not run: {num_ranks} at once need {needed / 1e9:.0f} GB of memory"}
+                    else:
+                        found = _run(place, link, num_ranks, name, limit)
+                        peaks[name] = max(peaks.get(name, 0), found.get("peak_minus_needed_nbytes", 0))
+                    turns[name].append(found)
+                    tell(f"{link}, {num_ranks} ranks, {name}: {found}")
+            for name, done in turns.items():
+                failed = next((one for one in done if "failed" in one), None)
+                figures = failed or {key: _median(one[key] for one in done) for key in done[0]}
                 yield {
                     "storage": place.kind,
                     "latency_ms": 1e3 * link.latency_seconds,
@@ -112,7 +155,7 @@ def measure(
                     "direct": link.direct if place.kind == "fuse" else None,
                     "ranks": num_ranks,
                     "loader": LOADERS[name].title,
-                    "runs": len(found),
+                    "runs": len(done),
                 } | figures
 
 
@@ -129,16 +172,17 @@ def _run(place: Place, link: Link, num_ranks: int, name: str, limit: float) -> d
             if name == "runai":
                 peer = replace(peer, environment=remote.RUNAI | {"RUNAI_STREAMER_S3_ENDPOINT": slow.where})
         source, converted = place.where(slow)
-        expected = expected_digests(place.converted if local else converted)
+        expected = expected_digests(converted if place.kind == "s3" else place.converted)
         ranks, memory = [3] if num_ranks == 1 else list(range(num_ranks)), available_nbytes() // 2 // num_ranks
         jobs = [Job("bench.peers", name, source, converted, TP, rank, num_ranks, memory) for rank in ranks]
         before = 0
 
         def ready() -> None:
             nonlocal before
+            if place.kind != "s3":
+                remember(path for folder in (place.source, place.converted) for path in folder.glob("*.safetensors"))
             if local:
                 files = [path for folder in (source, converted) for path in Path(folder).glob("*.safetensors")]
-                remember(path for folder in (place.source, place.converted) for path in folder.glob("*.safetensors"))
                 prepare([], files, cold=True, needed_nbytes=total_nbytes(place.source))
             else:
                 touch_memory(2**30)

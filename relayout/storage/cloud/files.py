@@ -10,6 +10,8 @@ from relayout.storage.protocols import Closable, FileStat, RequestError
 
 HEAD_NBYTES = 64 * 2**10
 """What opening a file brings of it: its first request tells length and version, and has the header of most files."""
+STAT_NBYTES = 4 * 2**10
+"""The same of a file that is only to be known: which file it is. A new connection brings this in one round trip."""
 
 
 class CloudFile(Closable):
@@ -17,13 +19,15 @@ class CloudFile(Closable):
 
     alignment: ClassVar[int] = 1
 
-    def __init__(self, client: Client, name: str, location: str, *, version: str | None = None) -> None:
-        """Open the object by one request; for errors see `Client.get`."""
+    def __init__(
+        self, client: Client, name: str, location: str, *, version: str | None = None, head_nbytes: int = HEAD_NBYTES
+    ) -> None:
+        """Open the object by one request for its first bytes; for errors see `Client.get`."""
         self._client = client
         self._name = name
         self._where = location
         try:
-            stat = self._first(version)
+            stat = self._first(version, head_nbytes)
         except FormatError as error:
             if error.code == "mismatch":
                 raise FormatError("has changed since it was last checked", path=location, code="mismatch") from None
@@ -31,10 +35,10 @@ class CloudFile(Closable):
         self.nbytes = stat.nbytes
         self.version = stat.version
 
-    def _first(self, version: str | None) -> FileStat:
+    def _first(self, version: str | None, head_nbytes: int) -> FileStat:
         """Length and version of the object; keeps its first bytes."""
         try:
-            body = self._client.get(self._name, 0, HEAD_NBYTES, version)
+            body = self._client.get(self._name, 0, head_nbytes, version)
         except RequestError as error:
             stat = self._client.stat(self._name) if error.status == 416 else None
             if stat is None or stat.nbytes:

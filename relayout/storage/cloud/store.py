@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from relayout.errors import PlanError
 from relayout.storage.cloud.client import Client, WritableClient
-from relayout.storage.cloud.files import CloudFile
+from relayout.storage.cloud.files import HEAD_NBYTES, STAT_NBYTES, CloudFile
 from relayout.storage.protocols import (
     Access,
     Entry,
@@ -84,7 +84,7 @@ class CloudStore:
     def stat(self, name: str) -> FileStat | None:
         if self.opened is None:
             return self.client.stat(self.full_name(name))
-        file = if_there(lambda: self.open(name))
+        file = if_there(lambda: self._opened(name, None, STAT_NBYTES))
         return None if file is None else FileStat(file.nbytes, file.version)
 
     def read(self, name: str, limit: int) -> bytes:
@@ -99,13 +99,18 @@ class CloudStore:
         """One request."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "stores have no direct I/O; use backend 'buffered'", self.location(name))
+        file = self._opened(name, version, HEAD_NBYTES)
+        FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)
+        return file
+
+    def _opened(self, name: str, version: str | None, head_nbytes: int) -> CloudFile:
+        """The file that the snapshot has opened, or a new one."""
         full = self.full_name(name)
         file = None if self.opened is None else self.opened.get(full)
         if file is None:
-            file = CloudFile(self.client, full, self.location(name), version=version)
+            file = CloudFile(self.client, full, self.location(name), version=version, head_nbytes=head_nbytes)
             if self.opened is not None:
                 file = self.opened.setdefault(full, file)  # Another thread may have opened it meanwhile.
-        FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)
         return file
 
     def add(self, name: str, content: bytes) -> None:

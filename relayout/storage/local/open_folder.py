@@ -29,8 +29,12 @@ def with_path(path: Path, target: Path | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        more = () if target is None else (None, str(target))
-        raise OSError(error.errno, error.strerror, str(path), *more) from None
+        # The same error: a new one, raised in a generator, would be kept by its own frames (Python 3.13), and with them
+        # whatever the callers hold, such as the lease of a cache's entry.
+        error.filename = str(path)
+        if target is not None:
+            error.filename2 = str(target)
+        raise
 
 
 class OpenFolder(Closable):

@@ -16,7 +16,7 @@ from typing import Any
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.format.slices import dump_slice, parse_slice
-from relayout.plans.plan import TensorInfo
+from relayout.plans.plan import TensorInfo as Tensor
 
 _LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
 
@@ -30,7 +30,7 @@ class Checkpoint:
     engine: str
     """Its version, and the class that loaded."""
     config: Mapping[str, Any]
-    tensors: Sequence[TensorInfo]
+    tensors: Sequence[Tensor]
     observed: Mapping[int, Sequence[tuple[Slice, ...]]]
     """By degree: for each tensor the slice of each rank."""
     config_error: str | None = None
@@ -82,7 +82,7 @@ def parse(line: Mapping[str, Any]) -> Checkpoint:
         f"{line['name']}, {line['size']}",
         line["engine"],
         line["config"],
-        [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape, _ in line["tensors"]],
+        [Tensor(name, dtype, tuple(shape)) for name, dtype, shape, _ in line["tensors"]],
         {degree: [cuts[by_degree[d]] for *_, by_degree in line["tensors"]] for d, degree in enumerate(line["degrees"])},
     )
 

@@ -124,24 +124,26 @@ class Family:
 
     def rule(self, name: str) -> Rule | None:
         """The rule for the tensor `name`, or None."""
-        patterns = [rule.pattern for rule in self.rules]
-        return next((self.rules[index] for index, _ in self._matches(patterns, name)), None)
+        found = self._find([rule.pattern for rule in self.rules], name)
+        return None if found is None else self.rules[found[0]]
 
     def expert(self, name: str) -> int | None:
         """The number of the expert that the tensor `name` belongs to, or None."""
-        return next((int(match[1]) for _, match in self._matches(self.experts_each, name)), None)
+        found = self._find(self.experts_each, name)
+        return None if found is None else int(found[1][1])
 
     def stacks_experts(self, name: str) -> bool:
         """Whether the tensor `name` has one entry for each expert along dim 0."""
-        return any(self._matches(self.experts_stacked, name))
+        return self._find(self.experts_stacked, name) is not None
 
-    def _matches(self, patterns: Sequence[str], name: str) -> Iterator[tuple[int, re.Match[str]]]:
-        """The patterns that match the name, or else the name without its prefix: index, and the match."""
+    def _find(self, patterns: Sequence[str], name: str) -> tuple[int, re.Match[str]] | None:
+        """The first pattern that matches the name, or else the name without its prefix: its index, and the match."""
         prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
-        for candidate in dict.fromkeys((name, name.removeprefix(prefix))):
+        for candidate in (name, name.removeprefix(prefix)) if prefix else (name,):
             for index, pattern in enumerate(patterns):
                 if match := compile_glob(pattern).match(candidate):
-                    yield index, match
+                    return index, match
+        return None
 
 
 @cache

@@ -117,7 +117,7 @@ def _make_plan(
         owned = None
         if expert_parallel:
             with about(tensor=tensor.name):
-                owned = experts.cut(tensor)
+                owned = experts.owners(tensor)
         if owned is not None:
             has_experts = True
             column.append(owned)
@@ -345,7 +345,7 @@ class _Experts:
         self._num_ranks = len(whole.slices)
         self._owned: dict[int, Cut] = {}
 
-    def cut(self, tensor: PlannedTensor) -> Cut | None:
+    def owners(self, tensor: PlannedTensor) -> Cut | None:
         """The cut of the tensor; None: it does not belong to an expert.
 
         Raises:

@@ -22,10 +22,6 @@ def groups_of(items: list[Item], gap: int = 0, most: int | None = None) -> list[
     )
 
 
-def extents(*bounds: tuple[int, int]) -> list[Item]:
-    return [(0, Extent(start, end - start)) for start, end in bounds]
-
-
 @given(ITEMS, st.integers(0, 5), st.none() | st.integers(1, 40))
 def test_groups_are_the_items_in_order_and_as_few_as_the_limits_allow(
     items: list[Item], gap: int, most: int | None
@@ -48,22 +44,6 @@ def test_groups_are_the_items_in_order_and_as_few_as_the_limits_allow(
             or not group.extent.offset <= extent.offset <= group.extent.end + gap
             or (most is not None and joined > most)
         )
-
-
-def test_what_touches_or_overlaps_is_one_request() -> None:
-    [group] = groups_of(extents((0, 10), (10, 20), (15, 18), (18, 30)))
-    assert group.extent == Extent(0, 30)
-    assert len(groups_of(extents((0, 10), (11, 20)))) == 2
-
-
-def test_small_gaps_are_read_as_well() -> None:
-    items = extents((0, 10), (13, 20), (24, 30))
-    assert [group.extent for group in groups_of(items, gap=3)] == [Extent(0, 20), Extent(24, 6)]
-
-
-def test_only_a_single_extent_is_larger_than_the_largest_request() -> None:
-    items = extents((0, 100), (100, 104), (104, 108))
-    assert [group.extent for group in groups_of(items, most=8)] == [Extent(0, 100), Extent(100, 8)]
 
 
 @given(EXTENTS | st.builds(Extent, st.integers(0, 60), st.just(0)), st.integers(1, 20))

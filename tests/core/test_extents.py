@@ -48,13 +48,6 @@ def test_clipping_keeps_just_the_bytes_of_the_window(transfer: Transfer, start: 
     assert all(part.count > 1 or part.source_stride == part.target_stride == 0 for part in parts)
 
 
-@given(transfer=transfers(min_nbytes=1), cuts=st.lists(st.integers(0, 90), max_size=4))
-def test_windows_that_cover_the_source_keep_every_byte(transfer: Transfer, cuts: list[int]) -> None:
-    edges = [0, *sorted(cuts), 200]
-    parts = [part for low, high in pairwise(edges) for part in transfer.clipped(low, high)]
-    assert [pair for part in parts for pair in moves(part)] == moves(transfer)
-
-
 @given(transfer=transfers(), other=transfers(), stride=st.none() | st.integers(6, 12))
 @example(transfer=Transfer(3, 0, 4, 3, 10, 4), other=Transfer(0, 0, 5, 4, 10, 5), stride=None)
 @example(transfer=Transfer(8, 0, 4, 3, 10, 4), other=Transfer(0, 0, 5, 4, 10, 5), stride=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from relayout.format.safetensors import (
     parse_header,
 )
 
-ALIGNMENTS = [512, 4096, 65536, 2 * 2**20]
+ALIGNMENTS = [512, 4096, 65536]
 METADATA = {"format": "pt", "größe": "日本 🦙", 'quote"d': "back\\slash\nnewline"}
 NAMES = ["", "a", "model.layers.0.mlp.up_proj.weight", "größe", "🦙", 'quo"te', "back\\slash", "new\nline", "\x7f", "‮"]
 
@@ -77,7 +76,6 @@ def ours(blob: bytes) -> dict[str, tuple[str, list[int], bytes]]:
 
 # What the stock package writes.
 
-NUMPY_DTYPES = ["f8", "f4", "f2", "i8", "u8", "i4", "u4", "i2", "u2", "i1", "u1", "?", "c8"]
 TORCH_DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -99,19 +97,6 @@ TORCH_DTYPES = {
     "uint32": "U32",
     "uint16": "U16",
 }
-
-
-@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
-def test_a_file_written_by_the_numpy_writer_is_read(dtype: str) -> None:
-    kind = np.dtype(dtype)
-    arrays = {"m.w": pattern(6 * kind.itemsize), "m.b": np.ones(kind.itemsize, "u1")}
-    if dtype == "?":
-        arrays = {name: array & 1 for name, array in arrays.items()}
-    blob = safetensors.numpy.save({"m.w": arrays["m.w"].view(kind).reshape(2, 3), "m.b": arrays["m.b"].view(kind)})
-    found = ours(blob)
-    assert found == stock(blob)
-    assert found["m.w"][1:] == ([2, 3], arrays["m.w"].tobytes())
-    assert found["m.b"][1:] == ([1], arrays["m.b"].tobytes())
 
 
 @pytest.mark.parametrize(("torch_name", "name"), TORCH_DTYPES.items())
@@ -175,7 +160,7 @@ metadata_dicts = st.dictionaries(
 )
 
 
-@given(tensors=entries(), metadata=metadata_dicts, alignment=st.sampled_from(ALIGNMENTS[:3]))
+@given(tensors=entries(), metadata=metadata_dicts, alignment=st.sampled_from(ALIGNMENTS))
 def test_the_stock_reader_reads_what_we_write(
     tensors: list[TensorEntry], metadata: dict[str, str], alignment: int
 ) -> None:
@@ -183,38 +168,14 @@ def test_the_stock_reader_reads_what_we_write(
     data = pattern(sum(one.nbytes for one in tensors)).tobytes()
     blob = head + data
     assert len(head) % alignment == 0
+    assert int.from_bytes(head[:8], "little") == len(head) - 8
+    assert head[8:].rstrip(b" ").endswith(b"}")
+    # In the order of the file.
+    assert list(json.loads(head[8:])) == ["__metadata__"] * bool(metadata) + [one.name for one in tensors]
     assert stock(blob) == {
         one.name: (one.dtype, list(one.shape), data[one.offset : one.offset + one.nbytes]) for one in tensors
     }
     assert parse(blob) == Header(tuple(tensors), metadata, len(head), len(data))
-
-
-@pytest.mark.parametrize("alignment", ALIGNMENTS)
-def test_a_built_header_is_padded_with_spaces_to_the_alignment(alignment: int, tmp_path: Path) -> None:
-    # The name that sorts last comes first in the file, and a zero-size tensor before the one at its offset.
-    tensors = [
-        TensorEntry("z", "F32", (2, 3), 0, 24),
-        TensorEntry("empty", "I8", (0,), 24, 0),
-        TensorEntry("größe", "BF16", (5,), 24, 10),
-        TensorEntry("a", "U8", (), 34, 1),
-    ]
-    head = build_header(tensors, METADATA, alignment)
-    data = pattern(35).tobytes()
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(head + data)
-
-    text = head[8:]
-    assert int.from_bytes(head[:8], "little") == len(text)
-    assert len(head) == alignment  # It fits into the smallest one.
-    assert text.startswith(b'{"__metadata__":{"format":"pt",')
-    assert text.rstrip(b" ").endswith(b"}}")
-    assert list(json.loads(text)) == ["__metadata__", "z", "empty", "größe", "a"]
-    with safetensors.safe_open(path, framework="np") as file:
-        assert file.metadata() == METADATA
-        assert file.get_tensor("z").tobytes() == data[:24]
-        assert file.get_tensor("z").shape == (2, 3)
-        assert file.get_tensor("a").tobytes() == data[34:]
-    assert stock(head + data)["größe"] == ("BF16", [5], data[24:34])
 
 
 @pytest.mark.parametrize("spare", [0, 1, 511])
@@ -228,11 +189,6 @@ def test_padding_is_shorter_than_the_alignment(spare: int) -> None:
     assert len(head) == 1024
     assert len(head) - len(head.rstrip(b" ")) == spare
     assert stock(head + b"\x07") == {name: ("U8", [1], b"\x07")}
-
-
-def test_a_header_without_metadata_has_no_metadata_entry() -> None:
-    head = build_header([TensorEntry("a", "U8", (1,), 0, 1)], {}, 512)
-    assert list(json.loads(head[8:])) == ["a"]
 
 
 def test_a_header_above_the_limit_is_not_written() -> None:

@@ -64,13 +64,6 @@ def test_an_axis_is_cut_as_engines_cut_it_or_refused_as_by_them(
         assert {len(ranges) for ranges in found} == {1}
 
 
-def test_only_kv_heads_are_shared() -> None:
-    sizes = sizes_of(heads=2, linear_heads=2)
-    for unit in ("heads", "linear_heads"):
-        with pytest.raises(PlanError, match="2 groups of 4 elements, not a multiple of 4"):
-            divide(Rule("x", 0, (unit,)), 8, sizes, 4)
-
-
 # Ragged shares of whole blocks, and owners of experts.
 
 

@@ -153,17 +153,6 @@ def test_all_ranks_together_give_back_every_byte_of_the_source(name: str, conver
     assert_ranks_give_back(conversions.at(name, tp), read_tensors(conversions.source(name)), tp)
 
 
-def test_the_checkpoints_have_every_kind_of_tensor() -> None:
-    methods = [quantized.method for quantized in QUANTIZED.values()]
-    suffixes = {name for method in methods for name, _, _ in method.form.stored((1024, 1024))}
-    suffixes |= {name for method in methods for name in method.cache_scales}
-    assert suffixes >= {
-        "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape",
-        "weight_zero_point", "weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale", "k_scale",
-        "v_scale",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", grouped([*QUANTIZED]))
 def test_each_degree_that_cuts_no_block_group_or_word_is_accepted_and_a_refusal_names_tensor_axis_size_and_these(
     name: str, conversions: Conversions

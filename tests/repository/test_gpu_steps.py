@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -39,7 +38,7 @@ def test_what_has_ended_is_not_done_again_and_a_failure_is_kept(tmp_path: Path) 
     assert any("bad: exit code 1" in line and "no such device" in line for line in said)
     assert carry_out(tmp_path / "out", steps) == (True, [])
     assert marks.read_text() == "xxx"
-    assert json.loads((tmp_path / "out/steps.json").read_text())["bad"]["code"] == 1
+    assert Run(tmp_path / "out").outcomes["bad"].code == 1
 
 
 def test_a_step_is_stopped_in_time_with_all_that_it_started_and_begun_again(

@@ -11,12 +11,20 @@ import lzma
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.format.slices import dump_slice, parse_slice
-from relayout.plans.plan import TensorInfo
+
+
+class Tensor(NamedTuple):
+    """As a header has it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
 
 _LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
 
@@ -30,7 +38,7 @@ class Checkpoint:
     engine: str
     """Its version, and the class that loaded."""
     config: Mapping[str, Any]
-    tensors: Sequence[TensorInfo]
+    tensors: Sequence[Tensor]
     observed: Mapping[int, Sequence[tuple[Slice, ...]]]
     """By degree: for each tensor the slice of each rank."""
 
@@ -58,18 +66,16 @@ def read(file: Path) -> list[Checkpoint]:
 
 def dump(checkpoint: Checkpoint) -> dict[str, Any]:
     """As JSON."""
-    cuts: dict[str, int] = {}
+    cuts: dict[tuple[Slice, ...], int] = {}
     tensors: dict[tuple[Any, ...], list[Any]] = {}
-    for t, tensor in enumerate(checkpoint.tensors):
-        texts = [json.dumps(list(map(dump_slice, by_rank[t]))) for by_rank in checkpoint.observed.values()]
-        by_degree = [cuts.setdefault(text, len(cuts)) for text in texts]
-        row = [tensor.name, tensor.dtype, tensor.shape, by_degree]
-        tensors.setdefault((collapse_numbers(tensor.name), tensor.dtype, tensor.shape, *by_degree), row)
+    for t, (name, dtype, shape) in enumerate(checkpoint.tensors):
+        by_degree = [cuts.setdefault(by_rank[t], len(cuts)) for by_rank in checkpoint.observed.values()]
+        tensors.setdefault((collapse_numbers(name), dtype, shape, *by_degree), [name, dtype, shape, by_degree])
     return {
         "engine": checkpoint.engine,
         "config": _sizes_of(checkpoint.config),
         "degrees": list(checkpoint.observed),
-        "cuts": list(map(json.loads, cuts)),
+        "cuts": [list(map(dump_slice, cut)) for cut in cuts],
         "tensors": list(tensors.values()),
     }
 
@@ -81,7 +87,7 @@ def parse(line: Mapping[str, Any]) -> Checkpoint:
         f"{line['name']}, {line['size']}",
         line["engine"],
         line["config"],
-        [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape, _ in line["tensors"]],
+        [Tensor(name, dtype, tuple(shape)) for name, dtype, shape, _ in line["tensors"]],
         {degree: [cuts[by_degree[d]] for *_, by_degree in line["tensors"]] for d, degree in enumerate(line["degrees"])},
     )
 

@@ -32,13 +32,14 @@ import os
 import shutil
 import socket
 import tomllib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import xxhash
 import zstandard
+from xxhash import xxh3_128_hexdigest
 
 FOLDER = Path(__file__).parents[1] / "format" / "vectors"
 BASES = FOLDER / "base"
@@ -167,7 +168,7 @@ def content(what: Any) -> bytes:
         case {"field": pointer, "of": name}:
             return json.dumps(_field(json.loads(content({"text": name})), _parts(pointer))).encode()
         case {"digest": what}:
-            return json.dumps(_digest([content(what)])).encode()
+            return json.dumps(xxh3_128_hexdigest(content(what))).encode()
         case {"encoding": encoding, "of": text}:
             return content(text).decode().encode(encoding)
     raise AssertionError(what)
@@ -202,18 +203,14 @@ def _compress(text: bytes) -> bytes:
 
 
 def _decompress(stored: bytes) -> bytes:
-    return b"".join(_expanded(stored))
-
-
-def _expanded(stored: bytes) -> Iterator[bytes]:
     """What a reader gets of a frame that may be cut off or a bomb, bit by bit; nothing of what is no frame."""
-    frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
-    try:
+    frame, pieces = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj(), []
+    with suppress(zstandard.ZstdError):
         for start in range(0, len(stored), 1024):
-            if not frame.eof:
-                yield frame.decompress(stored[start : start + 1024])
-    except zstandard.ZstdError:
-        return
+            if frame.eof:
+                break
+            pieces.append(frame.decompress(stored[start : start + 1024]))
+    return b"".join(pieces)
 
 
 # Digests.
@@ -223,21 +220,14 @@ def _sign(files: dict[str, bytes], changed: Container[str], stale: Container[str
     """Make true what the sidecar says of the files that were changed."""
     manifest = json.loads(files[MANIFEST])
     if RECORD in changed and "record" not in stale:
-        manifest["source"]["record_digest"] = _digest([files[RECORD]])
+        manifest["source"]["record_digest"] = xxh3_128_hexdigest(files[RECORD])
     for rank, name in enumerate((*TABLES, WHOLE_TABLE)):
         if name in changed and "tables" not in stale:
             entry = manifest["whole"] if name == WHOLE_TABLE else manifest["ranks"][rank]
-            entry["table_digest"] = _digest([files[name]])
+            entry["table_digest"] = xxh3_128_hexdigest(files[name])
     manifest.pop("self_digest", None)
     before = _manifest_text(manifest).removesuffix(b"\n}\n") + b",\n  "
-    files[MANIFEST] = before + f'"self_digest": "{_digest([before])}"\n}}\n'.encode()
-
-
-def _digest(blobs: Iterable[bytes]) -> str:
-    found = xxhash.xxh3_128()
-    for blob in blobs:
-        found.update(blob)
-    return found.hexdigest()
+    files[MANIFEST] = before + f'"self_digest": "{xxh3_128_hexdigest(before)}"\n}}\n'.encode()
 
 
 # What is no file.

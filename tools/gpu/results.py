@@ -35,11 +35,14 @@ class Results:
             result = what()
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"}
-        row = {"key": key, **result, "took_s": round(time.monotonic() - started, 2)}
-        self.rows[key] = row
+        self.add(key, {**result, "took_s": round(time.monotonic() - started, 2)})
+        print(json.dumps(self.rows[key]), flush=True)
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """Keep a result, in place of one that is there."""
+        self.rows[key] = {"key": key, **row}
         with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
+            file.write(json.dumps(self.rows[key]) + "\n")
 
 
 @dataclass(frozen=True)

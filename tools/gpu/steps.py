@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from gpu.results import Results
 
 GRACE_S = 10.0
 """Between the signal that asks a step to end and the one that ends it."""
@@ -32,6 +33,8 @@ class Step:
 class Outcome:
     """How a step ended."""
 
+    key: str
+    """Name of the step."""
     code: int | None
     """Exit code; None: it was stopped for lack of time, and will be begun again."""
     seconds: float
@@ -40,15 +43,14 @@ class Outcome:
 
 
 class Run:
-    """The outcomes in a folder, one JSON file for all steps; a log of each beside it."""
+    """The outcomes in a folder, one file for all steps; a log of each beside it."""
 
     def __init__(self, out: Path) -> None:
         """Read what is there."""
         out.mkdir(parents=True, exist_ok=True)
         self._out = out
-        self._file = out / "steps.json"
-        outcomes = json.loads(self._file.read_text()) if self._file.exists() else {}
-        self.outcomes = {name: Outcome(**fields) for name, fields in outcomes.items()}
+        self._results = Results(out / "steps.jsonl")
+        self.outcomes = {name: Outcome(**row) for name, row in self._results.rows.items()}
 
     def carry_out(
         self,
@@ -70,7 +72,7 @@ class Run:
                 continue
             outcome = self._refusal(step, deadline, free_gb()) or self._do(step, deadline, environment)
             self.outcomes[step.name] = outcome
-            self._write()
+            self._results.add(step.name, asdict(outcome))
             ended = "stopped, to be continued" if outcome.code is None else f"exit code {outcome.code}"
             tell(f"{step.name}: {ended} after {outcome.seconds:.0f} s {outcome.why}".rstrip())
         return all(self.outcomes[step.name].code is not None for step in steps)
@@ -78,9 +80,9 @@ class Run:
     def _refusal(self, step: Step, deadline: float, free_gb: float) -> Outcome | None:
         left = deadline - time.monotonic()
         if left < min(step.seconds, 60):
-            return Outcome(None, 0, f"not begun: {max(0, left):.0f} s left")
+            return Outcome(step.name, None, 0, f"not begun: {max(0, left):.0f} s left")
         if free_gb < step.disk_gb:
-            return Outcome(None, 0, f"not begun: {free_gb:.1f} GB free, needs {step.disk_gb:.1f} GB")
+            return Outcome(step.name, None, 0, f"not begun: {free_gb:.1f} GB free, needs {step.disk_gb:.1f} GB")
         return None
 
     def _do(self, step: Step, deadline: float, environment: Mapping[str, str]) -> Outcome:
@@ -102,13 +104,8 @@ class Run:
             finally:
                 _end(running)
         said = log.read_text(errors="replace").strip().splitlines()
-        return Outcome(code, round(time.monotonic() - started, 1), said[-1][:200] if code and said else "")
-
-    def _write(self) -> None:
-        text = json.dumps({name: asdict(outcome) for name, outcome in self.outcomes.items()}, indent=1)
-        fresh = self._file.with_suffix(".new")
-        fresh.write_text(text + "\n")
-        fresh.replace(self._file)
+        seconds = round(time.monotonic() - started, 1)
+        return Outcome(step.name, code, seconds, said[-1][:200] if code and said else "")
 
 
 def _end(running: subprocess.Popen[bytes]) -> None:

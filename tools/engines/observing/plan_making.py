@@ -137,7 +137,7 @@ def _without_prefixes(checkpoint: Checkpoint, prefixes: Sequence[str]) -> Checkp
         rest = name.removeprefix(next((prefix for prefix in longest if name.startswith(prefix)), ""))
         return f"model.{rest}" if prefixes and re.match(r"(layers|embed_tokens|norm|visual)\.", rest) else rest
 
-    return replace(checkpoint, tensors=[replace(tensor, name=name_of(tensor.name)) for tensor in checkpoint.tensors])
+    return replace(checkpoint, tensors=[tensor._replace(name=name_of(tensor.name)) for tensor in checkpoint.tensors])
 
 
 def _sizes(

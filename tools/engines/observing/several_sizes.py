@@ -20,7 +20,7 @@ import torch
 import transformers
 from support.checkpoints import write_family
 from support.families import FAMILIES
-from support.observed_slices import Checkpoint, dump
+from support.observed_slices import Checkpoint, Tensor, dump
 
 from engines.cases import complete_config
 from engines.observing import registry, small_models, small_sizes
@@ -28,7 +28,6 @@ from engines.observing.forks import Report, Result, in_a_fork
 from relayout.checkpoint.source import read_source
 from relayout.observe.observation import Observation
 from relayout.observe.vllm import Job, configuration, observe_rank
-from relayout.plans.plan import TensorInfo
 from relayout.storage.stores import find_store
 
 TIMEOUT_S = 400
@@ -92,7 +91,7 @@ def observe(name: str, size: str, folder: Path, _report: Report) -> Result:
         refused = {degree: str(result) for degree, result in results.items() if degree not in observed}
         if not observed:
             return {"error": next(iter(refused.values()))[:600]}
-        tensors = [TensorInfo(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
+        tensors = [Tensor(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
         slices = {degree: observation.loaded_slices for degree, observation in observed.items()}
         engine = next(iter(observed.values())).engine
         return {"refused": refused, **dump(Checkpoint(name, engine, dict(source.config), tensors, slices))}

@@ -56,7 +56,10 @@ class FileSink:
         self._files = OpenFiles(self._open_file, num_descriptors=2)
         self._ordered = OrderedDigests(stop, conversion.digest)
         self._width = conversion.digest.nbytes
-        self._chunks = {index: bytearray(self._width * self._layout.files[index].num_chunks) for index in hashed}
+        num_chunks = {index: self._layout.files[index].num_chunks for index in hashed}
+        self._chunks = {index: bytearray(self._width * num) for index, num in num_chunks.items()}
+        self._are_hashed = {index: bytearray(num) for index, num in num_chunks.items()}
+        """Of each file: 1 for each chunk whose digest is known."""
 
     def put(self, target: Target, view: memoryview, address: int) -> None:
         """Write the bytes for one place. Their memory, at `address` modulo a block, is reused after the call."""
@@ -72,10 +75,11 @@ class FileSink:
             digest = self._ordered.update((target.file, index), part.offset - chunk.offset, piece, chunk.nbytes)
             if digest is not None:
                 self._chunks[target.file][self._width * index : self._width * (index + 1)] = bytes.fromhex(digest)
+                self._are_hashed[target.file][index] = 1
 
     def chunks(self) -> dict[int, bytes]:
-        """The digests of the chunks of each file that is hashed, when all of it was put."""
-        return {index: bytes(digests) for index, digests in self._chunks.items()}
+        """The digests of the chunks of each file that is complete."""
+        return {index: bytes(digests) for index, digests in self._chunks.items() if all(self._are_hashed[index])}
 
     def _open_file(self, index: int) -> WritableFile:
         file = self._layout.files[index]

@@ -55,8 +55,8 @@ class FileSink:
         self._existing = set(staging.names())
         self._files = OpenFiles(self._open_file, num_descriptors=2)
         self._ordered = OrderedDigests(stop, conversion.digest)
-        self._width = conversion.digest.nbytes
-        self._chunks = {index: bytearray(self._width * self._layout.files[index].num_chunks) for index in hashed}
+        self._chunks = {index: [b""] * self._layout.files[index].num_chunks for index in hashed}
+        """Of each file: the digests of its chunks, empty if they are not known."""
 
     def put(self, target: Target, view: memoryview, address: int) -> None:
         """Write the bytes for one place. Their memory, at `address` modulo a block, is reused after the call."""
@@ -71,11 +71,11 @@ class FileSink:
             piece = view[part.offset - written.offset : part.end - written.offset]
             digest = self._ordered.update((target.file, index), part.offset - chunk.offset, piece, chunk.nbytes)
             if digest is not None:
-                self._chunks[target.file][self._width * index : self._width * (index + 1)] = bytes.fromhex(digest)
+                self._chunks[target.file][index] = bytes.fromhex(digest)
 
     def chunks(self) -> dict[int, bytes]:
-        """The digests of the chunks of each file that is hashed, when all of it was put."""
-        return {index: bytes(digests) for index, digests in self._chunks.items()}
+        """The digests of the chunks of each file that is complete."""
+        return {index: b"".join(digests) for index, digests in self._chunks.items() if all(digests)}
 
     def _open_file(self, index: int) -> WritableFile:
         file = self._layout.files[index]

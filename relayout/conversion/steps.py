@@ -150,11 +150,6 @@ class CopyPlan:
         if batch:
             yield self._batch(batch)
 
-    def _target(self, holder: int, t: int, offset: int = 0) -> Target:
-        """Where a holder has a byte of its slice of a tensor."""
-        files, offsets = self._places[holder]
-        return Target(files[t], offsets[t] + offset)
-
     def _batch_cost(self, t: int) -> int:
         # Every rank's bytes are staged, and reads are rounded out to blocks.
         staged = sum(nbytes for _, nbytes, _, _ in self._held[self._cut[t]])
@@ -245,9 +240,8 @@ class CopyPlan:
         cut = self._cut[t].cut
         low = min(transfer.target for transfer in transfers)
         high = max(transfer.target_end for transfer in transfers)
-        targets = tuple(
-            self._target(holder, t, low) for holder in cut.holders[which] if self._places[holder][0][t] >= 0
-        )
+        places = (self._places[holder] for holder in cut.holders[which])
+        targets = tuple(Target(files[t], offsets[t] + low) for files, offsets in places if files[t] >= 0)
         piece = Piece(t, which, low, 0, high - low, transfers, not cut.distinct[which].is_whole)
         return Span(high - low, targets, (piece,))
 

@@ -45,7 +45,8 @@ class HeldTensor:
         dtype = dtype_name(tensor.dtype)
         if dtype is None or dtype == "F4":
             raise PlanError(f"{tensor.dtype} cannot be saved", tensor=name, code="unsupported")
-        part, local = (WHOLE, tensor.detach()) if not _is_distributed(tensor) else _shard_of(name, tensor)
+        is_distributed = hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+        part, local = _shard_of(name, tensor) if is_distributed else (WHOLE, tensor.detach())
         if local.layout != torch.strided or local.device.type == "meta":
             what = f"a tensor of layout {local.layout} on device {local.device.type}, expected one with memory"
             raise PlanError(what, tensor=name, code="unsupported")
@@ -77,10 +78,6 @@ class HeldTensor:
         """Copy bytes of the box, given as a transfer from the whole tensor to it, to memory: runs `stride` apart."""
         local = self.bytes_of(Extent(part.target, part.target_end - part.target))
         copy_runs(local, memory, Transfer(0, target, part.nbytes, part.count, part.target_stride, stride))
-
-
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def _shard_of(name: str, tensor: Any) -> tuple[Slice, torch.Tensor]:

@@ -130,11 +130,14 @@ def _write(
     own = shares[group.index]
     headers = None if own is None else HeaderWriter(staging, own)
     plan = None if own is None else CopyPlan(own, chunk_nbytes=chunk_nbytes)
-    wanted = _slices_wanted(planned, shares)
     written = Written()
-    num_units = len(planned.layout.units)
+    num_units, files = len(planned.layout.units), planned.source.files
+
+    def ranges_of(step: Step) -> list[Range]:
+        return [(files[one.file].name, one.extent) for one in step.ranges]
+
+    deliver = partial(exchange.deliver, ranges_of=ranges_of, wanted=_slices_wanted(planned, shares))
     for unit in range(num_units):
-        deliver = partial(exchange.deliver, ranges_of=partial(_ranges_of, planned), wanted=wanted)
         if plan is None or headers is None:
             deque(deliver(()), 0)
         else:
@@ -144,11 +147,6 @@ def _write(
         if report is not None:
             report(planned.layout.nbytes * (unit + 1) // num_units)
     return written
-
-
-def _ranges_of(planned: ConversionPlan, step: Step) -> list[Range]:
-    files = planned.source.files
-    return [(files[one.file].name, one.extent) for one in step.ranges]
 
 
 def _slices_wanted(planned: ConversionPlan, shares: Sequence[Conversion | None]) -> Wanted:

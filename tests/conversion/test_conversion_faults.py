@@ -511,16 +511,6 @@ def test_short_and_interrupted_transfers_change_nothing(
     assert len(more) > len(own_calls(model)) + 3, "nothing was cut short"
 
 
-def test_short_reads_change_nothing_of_what_is_taken_over(model: Model, shim: Path, tmp_path: Path) -> None:
-    run(tmp_path, source=model.place, shim=shim, faults=["write|relayout.json|1|kill"])
-    kept = claims_in(tmp_path / PARTIAL)
-    assert len(kept) == len(model.planned().source.tensors) - 1
-    done = run(tmp_path, "--json", source=model.place, shim=shim, faults=["read|model-rank-|/2|short|1000"])
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["resumed_nbytes"] == nbytes_of(model, kept)
-    assert content(tmp_path / "out") == model.complete
-
-
 @pytest.mark.parametrize("free_nbytes", [2**20, 16 * 2**20])
 def test_a_full_drive_keeps_what_is_done_and_once_it_has_grown_the_same_command_ends(
     model: Model, tmp_path: Path, free_nbytes: int

@@ -277,29 +277,17 @@ def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, ali
 
 
 @pytest.mark.parametrize("max_part_nbytes", [10**9, 300])
-def test_metadata_names_the_content_first(max_part_nbytes: int) -> None:
-    source = make_source(TENSORS, {"author": "größe"})
-    conversion = conversion_of(source, BOXES, 512, max_part_nbytes)
-    layout = conversion.layout
-    assert (len(layout.files) > 2) == (max_part_nbytes == 300)
-    for number, file in enumerate(layout.files):
+def test_metadata_names_the_content_first_and_what_the_source_has_goes_along_but_for_what_is_ours(
+    max_part_nbytes: int,
+) -> None:
+    stale = {"format": "mlx", "relayout": "old", "DCP_SHARDING_INFO": "{}", "DCP_VERSION": "0.9", "author": "größe"}
+    conversion = conversion_of(make_source(TENSORS, stale), FUSED, 512, max_part_nbytes)
+    assert (len(conversion.layout.files) > 2) == (max_part_nbytes == 300)
+    for number, file in enumerate(conversion.layout.files):
         blob = header_of(conversion, number)
         entry = f'{{"format":1,"content":"{CONTENT}"}}'
         assert blob[8:].startswith(b'{"__metadata__":{"relayout":' + json.dumps(entry).encode())
-        metadata = parse_header(blob, file.nbytes, "x").metadata
-        assert metadata["relayout"] == entry
-        assert metadata["format"] == "pt"
-        assert metadata["author"] == "größe"
-
-
-def test_the_sources_metadata_goes_along_but_for_what_is_ours() -> None:
-    stale = {"format": "mlx", "relayout": "old", "DCP_SHARDING_INFO": "{}", "DCP_VERSION": "0.9", "license": "MIT"}
-    source = make_source(TENSORS, stale)
-    conversion = conversion_of(source, FUSED, 512)
-    nbytes = conversion.layout.files[0].nbytes
-    metadata = dict(parse_header(header_of(conversion, 0), nbytes, "x").metadata)
-    assert json.loads(metadata.pop("relayout"))["content"] == CONTENT
-    assert metadata == {"format": "mlx", "license": "MIT"}
+        assert parse_header(blob, file.nbytes, "x").metadata == {"relayout": entry, "format": "mlx", "author": "größe"}
 
 
 def test_dcp_can_be_left_out_and_insisted_on() -> None:

@@ -23,7 +23,7 @@ from relayout.conversion.layout import Conversion, Layout
 from relayout.conversion.steps import CopyPlan, Step
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent, Transfer
-from relayout.core.slices import NOT_HELD, WHOLE, Slice
+from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice
 from relayout.plans.plan import Plan
 from relayout.storage.local.store import LocalStore
 
@@ -225,83 +225,29 @@ def replicated(axis: int, num_ranks: int, group: int) -> tuple[Slice, ...]:
     return tuple(Slice.along(axis, ((rank // 2 * group, group),)) for rank in range(num_ranks))
 
 
-def ragged(axis: int, num_ranks: int, share: int, dim: int) -> tuple[Slice, ...]:
-    """As a vocabulary: the last ranks may hold less, or nothing."""
-    starts = [min(rank * share, dim) for rank in range(num_ranks)]
-    return tuple(Slice.along(axis, ((start, min(share, dim - start)),)) for start in starts)
-
-
-def fused(axis: int, num_ranks: int, groups: Sequence[int]) -> tuple[Slice, ...]:
-    """A part of each of several tensors that are stored as one."""
-    bases = [num_ranks * sum(groups[:i]) for i in range(len(groups))]
-    return tuple(
-        Slice.along(axis, tuple((base + rank * group, group) for base, group in zip(bases, groups, strict=True)))
-        for rank in range(num_ranks)
-    )
-
-
-def interleaved(axis: int, num_ranks: int, groups: int, heads: Sequence[int]) -> tuple[Slice, ...]:
-    """Parts that are stored group by group, and held part by part: q of all groups, then k, then v."""
-    pitch = sum(heads)
-    return tuple(
-        Slice.along(
-            axis,
-            tuple(
-                ((rank * groups + group) * pitch + sum(heads[:part]), heads[part])
-                for part in range(len(heads))
-                for group in range(groups)
-            ),
-        )
-        for rank in range(num_ranks)
-    )
-
-
-def products(shape: tuple[int, ...], borders: Sequence[Sequence[int]]) -> list[Slice]:
-    """All products of the pieces of each axis; every second piece comes first, where there are three or more."""
-    pieces = []
-    for size, inside in zip(shape, borders, strict=True):
-        found = [(start, end - start) for start, end in pairwise([0, *sorted(inside), size])]
-        pieces.append([(*found[1::2], *found[::2])] if len(found) > 2 else [(one,) for one in found])
-    return [Slice.of(dict(enumerate(ranges))) for ranges in product(*pieces)]
-
-
-def owned(num_ranks: int, owner: int) -> tuple[Slice, ...]:
-    """Held whole, by one rank."""
-    return tuple(WHOLE if rank == owner else NOT_HELD for rank in range(num_ranks))
+@st.composite
+def parts_of(draw: st.DrawFn, size: int) -> list[list[Range]]:
+    """An axis in pieces, equal ones or any, that are dealt out to parts in any order: one to each, several or none."""
+    pitch = draw(st.integers(-(-size // 12), size))
+    borders = draw(st.sampled_from([[*range(pitch, size, pitch)]]) | st.lists(st.integers(0, size), max_size=4))
+    pieces = [(start, end - start) for start, end in pairwise([0, *sorted(borders), size])]
+    dealt, num_parts = draw(st.permutations(pieces)), draw(st.integers(1, 4))
+    return [dealt[part::num_parts] for part in range(num_parts)]
 
 
 @st.composite
 def tensors_of(draw: st.DrawFn, num_ranks: int) -> tuple[str, tuple[int, ...], tuple[Slice, ...]]:
+    """A tensor cut along any axes. Ranks hold any of its parts, also the same, all of it, or nothing."""
     dtype = draw(st.sampled_from(["U8", "BF16", "F32"]))
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 5, 16, 33, 200]), min_size=0, max_size=3))
     while prod(shape) > 8000:
         shape[shape.index(max(shape))] //= 4
-    kind = draw(st.sampled_from(["whole", "even", "replicated", "ragged", "fused", "interleaved", "owned", "products"]))
-    if kind == "whole" or not shape:
-        if shape and draw(st.integers(0, 9)) == 0:
-            shape[0] = 0
-        return dtype, tuple(shape), (WHOLE,) * num_ranks
-    if kind == "products":
-        borders = [draw(st.lists(st.integers(0, size), max_size=3)) for size in shape]
-        parts = products(tuple(shape), borders)
-        return dtype, tuple(shape), tuple(parts[rank % len(parts)] for rank in range(num_ranks))
-    axis = draw(st.integers(0, len(shape) - 1))
-    group = shape[axis]
-    if kind == "owned":
-        return dtype, tuple(shape), owned(num_ranks, draw(st.integers(0, num_ranks - 1)))
-    if kind == "interleaved":
-        groups, heads = draw(st.integers(1, 3)), [draw(st.integers(1, 4)), 1, 2]
-        shape[axis], slices = num_ranks * groups * sum(heads), interleaved(axis, num_ranks, groups, heads)
-    elif kind == "even":
-        shape[axis], slices = group * num_ranks, even(axis, num_ranks, group)
-    elif kind == "replicated":
-        shape[axis], slices = group * -(-num_ranks // 2), replicated(axis, num_ranks, group)
-    elif kind == "ragged":
-        slices = ragged(axis, num_ranks, draw(st.integers(-(-group // num_ranks), group)), group)
-    else:
-        groups = [group, *draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))]
-        shape[axis], slices = num_ranks * sum(groups), fused(axis, num_ranks, groups)
-    return dtype, tuple(shape), slices
+    by_axis = {axis: draw(parts_of(size)) for axis, size in enumerate(shape) if draw(st.booleans())}
+    parts = [Slice.of(dict(zip(by_axis, chosen, strict=True))) for chosen in product(*by_axis.values())]
+    slices = draw(st.lists(st.sampled_from([*parts, WHOLE, NOT_HELD]), min_size=num_ranks, max_size=num_ranks))
+    if not by_axis and shape and draw(st.integers(0, 9)) == 0:
+        shape[0] = 0
+    return dtype, tuple(shape), tuple(slices)
 
 
 @st.composite
@@ -388,7 +334,9 @@ def test_a_chunk_of_a_tensor_cut_by_columns_is_whole_rows_of_whole_blocks() -> N
 def test_memory_does_not_grow_with_the_tensors(small_nbytes: int) -> None:
     """Of slices that are stored in another order than the source's, too."""
     shape, chunk_nbytes = (16, 160), 16 * 1024
-    kinds = [even(0, 4, 4), even(1, 4, 40), replicated(0, 4, 8), interleaved(0, 4, 2, [1, 1]), owned(4, 1)]
+    # The last is held part by part, and stored group by group.
+    interleaved = tuple(Slice.along(0, [(4 * rank + at, 1) for at in (0, 2, 1, 3)]) for rank in range(4))
+    kinds = [even(0, 4, 4), even(1, 4, 40), replicated(0, 4, 8), (WHOLE,) * 4, interleaved]
     source = checkpoint([("BF16", shape, kinds[t % len(kinds)]) for t in range(200)], num_ranks=4)
     for step in steps_of(source, chunk_nbytes=chunk_nbytes, small_nbytes=small_nbytes):
         staged, read = sum(span.nbytes for span in step.spans), sum(one.extent.nbytes for one in step.ranges)

@@ -125,17 +125,8 @@ def test_a_flipped_bit_is_found(conversions: Conversions, tmp_path: Path, patter
     found = relayout.verify(out).differences
     assert {one.file for one in found} == {path.name}
     assert any(one.tensor for one in found)
-    rank = 1 if "rank-1" in path.name else next(one for one in range(2) if _differs(out, one))
     with pytest.raises(FormatError, match="damaged"):
-        relayout.load(out, rank, verify=True)
-
-
-def _differs(folder: Path, rank: int) -> bool:
-    try:
-        relayout.load(folder, rank, verify=True)
-    except FormatError:
-        return True
-    return False
+        [relayout.load(out, rank, verify=True) for rank in range(2)]
 
 
 def test_all_ranks_share_the_files_of_the_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:

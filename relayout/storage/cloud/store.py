@@ -13,7 +13,8 @@ from urllib.parse import unquote
 
 from relayout.errors import PlanError
 from relayout.storage.cloud.client import Client, WritableClient
-from relayout.storage.cloud.files import CloudFile
+from relayout.storage.cloud.files import open_object
+from relayout.storage.head_file import HeadFile
 from relayout.storage.protocols import (
     Access,
     Entry,
@@ -44,7 +45,7 @@ class CloudStore:
     client: Client
     prefix: str
     """Without leading or trailing slash; "" for the whole bucket."""
-    opened: dict[str, CloudFile] | None = field(default=None, compare=False, repr=False)
+    opened: dict[str, HeadFile] | None = field(default=None, compare=False, repr=False)
     """The files that a snapshot has opened, by full name; None: each `open` is a new one."""
 
     @property
@@ -102,7 +103,7 @@ class CloudStore:
         full = self.full_name(name)
         file = None if self.opened is None else self.opened.get(full)
         if file is None:
-            file = CloudFile(self.client, full, self.location(name), version=version)
+            file = open_object(self.client, full, self.location(name), version)
             if self.opened is not None:
                 file = self.opened.setdefault(full, file)  # Another thread may have opened it meanwhile.
         FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)

@@ -71,7 +71,7 @@ class CloudStore:
 
     def parent(self) -> tuple[Store, str]:
         above, _, name = self.prefix.rpartition("/")
-        return CloudStore(self.client, above, self.opened), name
+        return replace(self, prefix=above), name
 
     def snapshot(self) -> CloudStore:
         return replace(self, opened={})

@@ -20,8 +20,9 @@ from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
 from relayout.format.chunks import CHUNKS_NAME
 from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
+from relayout.storage.head_file import HeadFile
 from relayout.storage.local.page_cache import resident_nbytes
-from relayout.storage.protocols import Access, Closable, FileStat, ReadableFile, Store, if_there
+from relayout.storage.protocols import Access, FileStat, ReadableFile, Store, if_there
 from relayout.storage.stores import scheme_of
 
 Trust: TypeAlias = str | os.PathLike[str] | None
@@ -308,7 +309,8 @@ class TrustedStore(StoreOver):
             status = self.base.stat(name)
             if status is not None:
                 status.check(self.location(name), nbytes, version)
-            return _InMemory(self.read(name, _MAX_SMALL_NBYTES), "" if status is None else status.version)
+            blob = self.read(name, _MAX_SMALL_NBYTES)
+            return HeadFile(blob, FileStat(len(blob), "" if status is None else status.version))
         if index is None:
             return self.base.open(name, nbytes, access=access, version=version)
         manifest, where = self.signed.manifest, self.location(name)
@@ -331,25 +333,3 @@ class TrustedStore(StoreOver):
 
     def _missing(self, name: str) -> FormatError:
         return FormatError("is missing, and was signed", path=self.location(name), code="mismatch")
-
-
-class _InMemory(Closable):
-    """A file whose bytes are in memory."""
-
-    alignment = 1
-
-    def __init__(self, content: bytes, version: str) -> None:
-        self._content = content
-        self.nbytes = len(content)
-        self.version = version
-
-    def fileno(self) -> None:
-        return
-
-    def read(self, offset: int, view: memoryview) -> None:
-        """Fill `view`."""
-        part = self._content[offset : offset + view.nbytes]
-        view[: len(part)] = part
-
-    def close(self) -> None:
-        """Nothing is open."""

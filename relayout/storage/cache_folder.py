@@ -89,10 +89,11 @@ class Cache:
             except FileNotFoundError:
                 continue  # Another process has just removed it.
             fcntl.flock(fd, fcntl.LOCK_SH)
-            if _is_at(folder / _LEASE, fd):
-                os.utime(fd)
-                return Lease(folder, fd)
-            os.close(fd)
+            with suppress(FileNotFoundError):
+                if os.path.samestat((folder / _LEASE).stat(), os.fstat(fd)):
+                    os.utime(fd)
+                    return Lease(folder, fd)
+            os.close(fd)  # Another process has removed it meanwhile.
 
     def reserve(self, lease: Lease, files: Mapping[str, int]) -> Reservation | None:
         """Reserve room for files of an entry that are not there yet, by name and bytes.
@@ -313,12 +314,6 @@ def _locks(fd: int, kind: int) -> bool:
     with suppress(BlockingIOError):
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
         return True
-    return False
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(path.stat(), os.fstat(fd))
     return False
 
 

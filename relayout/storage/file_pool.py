@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -30,7 +31,7 @@ class OpenFiles(Closable, Generic[Key, File]):
         """`open_file` opens the file of a key and uses `num_descriptors`. Calls for one key never overlap each other,
         or the closing of its file."""
         self._open_file = open_file
-        self._limit = _max_open_files(num_descriptors)
+        self._limit = max(1, min(_MAX_OPEN_FILES, _max_descriptors() // (_SHARE * num_descriptors)))
         self._changed = threading.Condition()
         self._files: dict[Key, File] = {}
         """Open files, least recently used first."""
@@ -98,12 +99,6 @@ def advice_on_limit() -> str:
     return f"this process may open {_max_descriptors()} files: raise that with ulimit -n"
 
 
-def _max_open_files(num_descriptors: int) -> int:
-    limit = _max_descriptors()
-    if limit == resource.RLIM_INFINITY:
-        return _MAX_OPEN_FILES
-    return max(1, min(_MAX_OPEN_FILES, limit // (_SHARE * num_descriptors)))
-
-
 def _max_descriptors() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit

@@ -130,25 +130,6 @@ def test_behind_the_end_and_in_nothing_there_is_nothing(stored: Stored, way: str
     assert resident_nbytes(stored.fd, offset, nbytes) == 0
 
 
-def test_bytes_that_are_still_to_be_written_are_there(tmp_path: Path, way: str) -> None:
-    path = tmp_path / "new"
-    path.write_bytes(bytes(range(256)) * 64)
-    with opened(path) as fd:
-        assert resident_nbytes(fd, 0, 16384) == 16384
-
-
-def test_a_descriptor_for_direct_reads_tells_the_same(stored: Stored, way: str) -> None:
-    stored.warm_pages([7, 8])
-    try:
-        direct = os.open(stored.path, os.O_RDONLY | os.O_DIRECT)
-    except OSError as error:
-        pytest.skip(f"no direct I/O here: {error.strerror}")
-    try:
-        assert resident_nbytes(direct, 0, NBYTES) == 2 * PAGE
-    finally:
-        os.close(direct)
-
-
 def test_it_is_not_known_where_the_system_does_not_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

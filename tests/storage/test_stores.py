@@ -650,23 +650,15 @@ def test_of_parts_whose_output_fails_nothing_is_left(there: Ground) -> None:
     assert beside(store) == []
 
 
-def test_parts_that_a_killed_process_has_left_are_deleted(there: Ground) -> None:
+@pytest.mark.parametrize("shared", [None, LIVE + "two"])
+def test_parts_that_a_killed_process_has_left_are_deleted(there: Ground, shared: str | None) -> None:
     store = there.store("out")
     add(store, LIVE + "one", "a", first=b"1")
-    with staged(store, shared=LIVE + "two") as staging:
-        add(store, LIVE + "two", "a", first=b"2")
+    with staged(store, shared=shared) as staging:
+        if shared is not None:
+            add(store, shared, "b", second=b"2")
         staging.take_parts()
-        assert staging.names() == ["first"]
-        staging.put(MARKER, [b"done"])
-    assert content(store, "first") == b"2"
-    assert beside(store) == []
-
-
-def test_parts_that_a_killed_process_has_left_do_not_stop_a_conversion(there: Ground) -> None:
-    store = there.store("out")
-    add(store, LIVE + "one", "a", first=b"1")
-    with staged(store) as staging:
-        assert staging.names() == []
+        assert staging.names() == ([] if shared is None else ["second"])
         staging.put(MARKER, [b"done"])
     assert beside(store) == []
 

@@ -13,7 +13,8 @@ from urllib.parse import unquote
 
 from relayout.errors import PlanError
 from relayout.storage.cloud.client import Client, WritableClient
-from relayout.storage.cloud.files import HEAD_NBYTES, STAT_NBYTES, CloudFile
+from relayout.storage.cloud.files import HEAD_NBYTES, STAT_NBYTES, open_object
+from relayout.storage.head_file import HeadFile
 from relayout.storage.protocols import (
     Access,
     Entry,
@@ -44,7 +45,7 @@ class CloudStore:
     client: Client
     prefix: str
     """Without leading or trailing slash; "" for the whole bucket."""
-    opened: dict[str, CloudFile] | None = field(default=None, compare=False, repr=False)
+    opened: dict[str, HeadFile] | None = field(default=None, compare=False, repr=False)
     """The files that a snapshot has opened, by full name; None: each `open` is a new one."""
 
     @property
@@ -70,7 +71,7 @@ class CloudStore:
 
     def parent(self) -> tuple[Store, str]:
         above, _, name = self.prefix.rpartition("/")
-        return CloudStore(self.client, above, self.opened), name
+        return replace(self, prefix=above), name
 
     def snapshot(self) -> CloudStore:
         return replace(self, opened={})
@@ -103,12 +104,12 @@ class CloudStore:
         FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)
         return file
 
-    def _opened(self, name: str, version: str | None, head_nbytes: int) -> CloudFile:
+    def _opened(self, name: str, version: str | None, head_nbytes: int) -> HeadFile:
         """The file that the snapshot has opened, or a new one."""
         full = self.full_name(name)
         file = None if self.opened is None else self.opened.get(full)
         if file is None:
-            file = CloudFile(self.client, full, self.location(name), version=version, head_nbytes=head_nbytes)
+            file = open_object(self.client, full, self.location(name), version, head_nbytes)
             if self.opened is not None:
                 file = self.opened.setdefault(full, file)  # Another thread may have opened it meanwhile.
         return file

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from relayout.errors import PlanError
-from relayout.storage.local.open_folder import OpenFolder
+from relayout.storage.local.open_folder import OpenFolder, with_path
 
 _CONTENT = re.compile(rb"[0-9]*\n?")
 _MAX_NBYTES = 32
@@ -38,10 +38,8 @@ def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
         PlanError: another process holds the lock, or it belongs to another user, or is no lock.
         OSError: there can be no lock file. The error names `output`.
     """
-    try:
+    with with_path(output):
         lock, user = _acquire(parent, name, output)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(output)) from None
     try:
         yield user
     finally:

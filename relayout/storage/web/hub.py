@@ -297,14 +297,11 @@ def _commit(text: str, location: str) -> str:
 class HubStore(CloudStore):
     """A repository. Files in the hub's cache on this machine are read there."""
 
-    @property
-    def _hub(self) -> HubClient:
-        assert isinstance(self.client, HubClient)
-        return self.client
+    client: HubClient
 
     def _source(self, name: str) -> Store:
         """The folder of the hub's cache that has a file; if it was not downloaded, the store of the hub alone."""
-        snapshot = self._hub.snapshot_of(self._hub.commit)
+        snapshot = self.client.snapshot_of(self.client.commit)
         if snapshot is None or not (snapshot / self.full_name(name)).is_file():
             return CloudStore(self.client, self.prefix, self.opened)
         return LocalStore(snapshot / self.prefix)
@@ -313,14 +310,10 @@ class HubStore(CloudStore):
         return self._source(name).path(name)
 
     def kind(self) -> Kind:
-        snapshot = self._hub.snapshot_of(self._hub.commit)
+        snapshot = self.client.snapshot_of(self.client.commit)
         if snapshot is not None and (kind := LocalStore(snapshot / self.prefix).kind()) is not Kind.NOTHING:
             return kind
         return CloudStore.kind(self)
-
-    def parent(self) -> tuple[Store, str]:
-        above, _, name = self.prefix.rpartition("/")
-        return HubStore(self.client, above, self.opened), name
 
     def stat(self, name: str) -> FileStat | None:
         return self._source(name).stat(name)

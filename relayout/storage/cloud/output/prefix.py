@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from relayout.core.digests import digest_hex
+from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import Version, WritableClient
 from relayout.storage.cloud.output import records
@@ -155,9 +155,6 @@ def check_vacant(output: OutputPrefix, older: Replaceable, *, force: bool) -> No
     older.check(output.store, there, force=force)
 
 
-def in_parallel(call: Callable[[Item], Result], items: Collection[Item]) -> list[Result]:
+def in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """The results of a call for each item."""
-    if not items:
-        return []
-    with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
-        return list(pool.map(call, items))
+    return each(call, list(items), _NUM_REQUESTS)

@@ -44,10 +44,9 @@ class Measured:
     """Of all ranks' tensors."""
     drive_nbytes: int
     """Bytes that drives read for these processes."""
-    peak_over_needed: float
-    """Peak memory of a rank over the bytes of its tensors; the largest of all ranks."""
     peak_minus_needed_nbytes: int
-    """The same as a difference. With tensors on a GPU, all host memory counts."""
+    """Peak memory of a rank minus the bytes of its tensors; the largest of all ranks. With tensors on a GPU, all host
+    memory counts."""
     other_load: float
     """Share of the machine's processors that other processes used meanwhile."""
     digests: tuple[str, ...]
@@ -93,7 +92,6 @@ def load_together(jobs: Sequence[Job], loader: Loader, prepare: Callable[[], Non
         cpu_seconds=own,
         nbytes=sum(rank["nbytes"] for rank in measured),
         drive_nbytes=sum(rank["drive_nbytes"] for rank in measured),
-        peak_over_needed=max(rank["peak_nbytes"] / max(1, rank["nbytes"]) for rank in measured),
         peak_minus_needed_nbytes=max(rank["peak_nbytes"] - rank["nbytes"] * on_host for rank in measured),
         other_load=min(1.0, max(0.0, busy - own) / max(1e-9, elapsed * cpus)),
         digests=digests,

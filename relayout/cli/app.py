@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, NoReturn, Protocol, TypeVar
 
 import typer
 
@@ -26,8 +26,6 @@ from relayout.storage.file_pool import advice_on_limit
 if TYPE_CHECKING:
     from relayout.cli.console import Block
     from relayout.progress import Progress
-
-P = ParamSpec("P")
 
 EXIT_DIFFERENCE = 1
 EXIT_BAD_INPUT = 2
@@ -157,12 +155,12 @@ class Output:
             raise
 
 
-def _command(*examples: str) -> Callable[[Callable[Concatenate[Output, P], None]], Callable[..., None]]:
+def _command(*examples: str) -> Callable[[Callable[Concatenate[Output, ...], None]], Callable[..., None]]:
     """Register a command, with examples in its help. It gets an `Output`, and its errors are printed."""
     text = "\b\nExamples:\n" + "\n".join(f"  relayout {line}" for line in examples)
     common = list(python.signature(Output, eval_str=True).parameters.values())
 
-    def register(function: Callable[Concatenate[Output, P], None]) -> Callable[..., None]:
+    def register(function: Callable[Concatenate[Output, ...], None]) -> Callable[..., None]:
         @wraps(function)
         def run(**options: Any) -> None:
             out = Output(**{option.name: options.pop(option.name) for option in common})

@@ -49,11 +49,12 @@ _SHOWN_NAME = 12
 
 def summary(done: Summary) -> Iterator[Block]:
     """Of `convert`."""
-    overhead = 100 * (done.written_nbytes / max(1, done.source_nbytes) - 1)
+    more = 100 * (done.written_nbytes / max(1, done.source_nbytes) - 1)
+    overhead = f" ({more:+.2f} %)" if len(done.ranks) == done.num_ranks else ""
     yield Line(f"{done.output}: {_tensors_of_ranks(done)}", "done", "bold green")
     yield Line(_rank_sizes(done))
     yield Line(
-        f"{decimal(done.source_nbytes)} read, {decimal(done.written_nbytes)} written ({overhead:+.2f} %) in "
+        f"{decimal(done.source_nbytes)} read, {decimal(done.written_nbytes)} written{overhead} in "
         f"{_time(done.source_nbytes - done.resumed_nbytes, done.seconds)}, peak memory {decimal(done.peak_nbytes)}"
     )
     if done.resumed_nbytes:

@@ -200,7 +200,7 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
 
 def _groups(tensors: Iterable[tuple[str, str, tuple[int, ...], str | None]]) -> tuple[TensorGroup, ...]:
     """Groups of tensors, each given by name, dtype, shape and cut."""
-    counts = Counter((collapse_numbers(name), *kind) for name, *kind in tensors)
+    counts = Counter((collapse_numbers(name), dtype, shape, cut) for name, dtype, shape, cut in tensors)
     return tuple(
         TensorGroup(pattern, count, dtype, shape, count * (num_bytes(dtype, shape) or 0), cut)
         for (pattern, dtype, shape, cut), count in counts.items()

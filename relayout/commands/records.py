@@ -135,41 +135,28 @@ def _check_rules(record: SourceRecord, source: SourceCheckpoint, report: Report)
 
 def check_slices(manifest: Manifest, tables: Mapping[int, RankTable], record: SourceRecord, report: Report) -> None:
     """Check that holders have the recorded slices, and that equal slices have equal digests."""
-    digests: dict[tuple[int, int], str] = {}
-    for holder, table in tables.items():
-        _check_table(manifest.holders[holder].table, holder, table, record, digests, report)
-
-
-def _check_table(
-    name: str,
-    rank: int,
-    table: RankTable,
-    record: SourceRecord,
-    digests: dict[tuple[int, int], str],
-    report: Report,
-) -> None:
-    """Adds to `digests` those of slices that several ranks hold, by the indices of tensor and slice."""
-    rows = {tensor: row for row, tensor in enumerate(table.names)}
-    kinds, kind_of = table.kinds, table.kind_of
-    for t, tensor in enumerate(record.names):
-        row = rows.pop(tensor, None)
-        cut = record.cut(t)
-        is_rank = rank < len(cut.slices)
-        part = cut.slices[rank] if is_rank else WHOLE
-        if row is None:
-            if part.is_held:
-                report.add(name, "is missing", tensor)
-            continue
-        expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
-        kind = kinds[kind_of[row]]
-        if (kind.dtype, kind.source_shape, kind.part, kind.shape) != expected:
-            report.add(name, f"is not the slice in the source record: {expected}", tensor)
-        if part.is_whole and table.digests[row] != record.digests[t]:
-            report.add(name, "its digest differs from the source tensor's", tensor)
-        elif is_rank and len(cut.holders[cut.which[rank]]) > 1:
-            other = digests.setdefault((t, cut.which[rank]), table.digests[row])
-            if other != table.digests[row]:
-                what = f"its digest is {table.digests[row]}, but {other} for the same slice of another rank"
-                report.add(name, what, tensor)
-    for tensor in rows:
-        report.add(name, "is not in the source record", tensor)
+    shared: dict[tuple[int, int], str] = {}  # Digests of slices of several ranks, by tensor and slice.
+    for rank, table in tables.items():
+        name, rows = manifest.holders[rank].table, {tensor: row for row, tensor in enumerate(table.names)}
+        for t, tensor in enumerate(record.names):
+            row = rows.pop(tensor, None)
+            cut = record.cut(t)
+            is_rank = rank < len(cut.slices)
+            part = cut.slices[rank] if is_rank else WHOLE
+            if row is None:
+                if part.is_held:
+                    report.add(name, "is missing", tensor)
+                continue
+            expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
+            kind, digest = table.kinds[table.kind_of[row]], table.digests[row]
+            if (kind.dtype, kind.source_shape, kind.part, kind.shape) != expected:
+                report.add(name, f"is not the slice in the source record: {expected}", tensor)
+            if part.is_whole and digest != record.digests[t]:
+                report.add(name, "its digest differs from the source tensor's", tensor)
+            elif is_rank and len(cut.holders[cut.which[rank]]) > 1:
+                other = shared.setdefault((t, cut.which[rank]), digest)
+                if other != digest:
+                    what = f"its digest is {digest}, but {other} for the same slice of another rank"
+                    report.add(name, what, tensor)
+        for tensor in rows:
+            report.add(name, "is not in the source record", tensor)

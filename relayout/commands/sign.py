@@ -94,7 +94,7 @@ def sign(
     """
     started = time.monotonic()
     if (key is None) != sigstore or (key is None and (certificate or chain)) or (chain and not certificate):
-        raise PlanError("sign with a key, a key and its certificate, or sigstore", code="option")
+        raise PlanError("sign with --key, with --key and --certificate, or with --sigstore", code="option")
     store = find_input(path)
     blob = read_manifest_blob(store)
     manifest = parse_manifest(blob, store.location(MANIFEST_NAME))

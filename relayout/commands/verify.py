@@ -170,38 +170,32 @@ def _check_digests(
     on_progress: Callable[[int], None],
 ) -> None:
     """Read a holder's own files once, and compare the digests of slices and chunks."""
-    own = own_files(manifest, holder)
-    positions = {index: position for position, index in enumerate(own)}
-    files = [manifest.files[index] for index in own]
-    chunks = [chunks_of(file.data_start, file.nbytes, manifest.chunk_nbytes) for file in files]
-    stored = [_chunk_digests(folder, manifest, index, report) for index in own]
-    rows: list[list[tuple[Extent, str, str]]] = [[] for _ in files]
-    for name, dtype, shape, file_index, offset, digest in zip(
+    slices: dict[int, list[tuple[Extent, str, str]]] = {index: [] for index in own_files(manifest, holder)}
+    for name, dtype, shape, position, offset, digest in zip(
         table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
     ):
-        position = positions.get(manifest.holders[holder].files[file_index])
-        if position is not None:
-            rows[position].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
-    to_hash = [
-        HashedFile(
-            partial(folder.open, file.name, file.nbytes, access=Access.ONCE),
-            [extent for extent, _, _ in sorted(column)],
-            extents,
-            manifest.digest,
-        )
-        for file, column, extents in zip(files, rows, chunks, strict=True)
-    ]
+        index = manifest.holders[holder].files[position]
+        if index in slices:
+            slices[index].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
+    to_hash = []
+    for index, column in slices.items():
+        column.sort()
+        file = manifest.files[index]
+        opener = partial(folder.open, file.name, file.nbytes, access=Access.ONCE)
+        chunks = chunks_of(file.data_start, file.nbytes, manifest.chunk_nbytes)
+        to_hash.append(HashedFile(opener, [extent for extent, *_ in column], chunks, manifest.digest))
     hashed = hash_files(to_hash, threads, on_progress)
-    for file, column, extents, expected_chunks, digests in zip(files, rows, chunks, stored, hashed, strict=True):
-        is_damaged = False
-        for (extent, name, expected), actual in zip(sorted(column), digests, strict=False):
+    for (index, column), read, digests in zip(slices.items(), to_hash, hashed, strict=True):
+        file, is_damaged = manifest.files[index], False
+        for (extent, name, expected), actual in zip(column, digests, strict=False):
             if actual != expected:
                 is_damaged = True
                 report.add(file.name, "digest differs: the stored bytes are damaged", name, extent)
-        for extent, expected, actual in zip(extents, expected_chunks, digests[len(column) :], strict=False):
+        stored = _chunk_digests(folder, manifest, index, report)
+        for extent, expected, actual in zip(read.chunks, stored, digests[len(column) :], strict=False):
             if actual != expected and not is_damaged:
                 report.add(file.name, f"the digest of a chunk differs from {CHUNKS_NAME}", None, extent)
-    report.nbytes += sum(file.nbytes for file in files)
+        report.nbytes += file.nbytes
 
 
 def _chunk_digests(folder: Store, manifest: Manifest, index: int, report: Report) -> list[str]:

@@ -148,7 +148,6 @@ def timing(name: str, seconds: list[float], **more: Any) -> Timing:
         "cpu_seconds": 1.0,
         "nbytes": 10**9,
         "drive_nbytes": 0,
-        "peak_over_needed": 1.0,
         "peak_minus_needed_nbytes": 0,
         "other_load": 0.0,
         "digests": ("a",),

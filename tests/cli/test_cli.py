@@ -32,7 +32,6 @@ from relayout.format.index import FORMAT_VERSION
 
 Array = npt.NDArray[Any]
 RELAYOUT = [sys.executable, "-m", "relayout"]
-INDEX = "model.safetensors.index.json"
 
 CONFIG = {
     "model_type": "llama",
@@ -58,6 +57,8 @@ SHAPES = {
     "model.norm.weight": (64,),
 }
 NORMS = [name for name in SHAPES if "norm" in name]
+RANK_NBYTES = sum(2 * int(np.prod(shape)) // (1 if name in NORMS else 2) for name, shape in SHAPES.items())
+"""Of two ranks."""
 
 
 def weights() -> dict[str, Array]:
@@ -72,19 +73,10 @@ class Run(Protocol):
     def __call__(self, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]: ...
 
 
-def write_model(folder: Path, config: Mapping[str, Any] | None = CONFIG, *, sharded: bool = False) -> Path:
+def write_model(folder: Path, config: Mapping[str, Any] = CONFIG) -> Path:
     folder.mkdir()
-    tensors = weights()
-    if sharded:
-        halves = {"model-1.safetensors": list(SHAPES)[:6], "model-2.safetensors": list(SHAPES)[6:]}
-        for file, names in halves.items():
-            save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
-        weight_map = {name: file for file, names in halves.items() for name in names}
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    else:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text('{"a": 1}')
     return folder
 
@@ -377,8 +369,7 @@ def test_what_is_printed_after_a_conversion_adds_up(here: Run, work: Path) -> No
     done = here("convert", "model", "--tp", "2", cwd=work)
     assert (done.returncode, done.stderr) == (0, "")
     assert "model-tp2: 12 tensors for 2 ranks in 2 files" in done.stdout
-    rank_nbytes = sum(2 * int(np.prod(shape)) // (1 if name in NORMS else 2) for name, shape in SHAPES.items())
-    assert f"each rank {rank_nbytes / 1000:.1f} kB" in done.stdout
+    assert f"each rank {RANK_NBYTES / 1000:.1f} kB" in done.stdout
     # A rate of some kilobytes must not be told as 0.00 GB/s.
     assert re.search(r" s \([1-9][\d.]* (kB|MB|GB)/s\), peak memory", done.stdout)
 
@@ -427,12 +418,11 @@ def one_object(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[st
 
 def test_convert_speaks_json(work: Path) -> None:
     found = one_object(run("convert", "model", "--tp", "2", "--json", cwd=work))
-    rank_nbytes = sum(2 * int(np.prod(shape)) // (1 if name in NORMS else 2) for name, shape in SHAPES.items())
     files = [work / "model-tp2" / f"model-rank-{rank}-part-0.safetensors" for rank in range(2)]
     assert found["output"] == "model-tp2"
     assert (found["num_ranks"], found["num_tensors"], found["num_files"]) == (2, 12, 2)
     assert found["source_nbytes"] == sum(array.nbytes for array in weights().values())
-    assert found["rank_nbytes"] == [rank_nbytes, rank_nbytes]
+    assert found["rank_nbytes"] == [RANK_NBYTES] * 2
     assert found["replicated_nbytes"] == sum(weights()[name].nbytes for name in NORMS)
     assert found["written_nbytes"] == sum(file.stat().st_size for file in files)
 

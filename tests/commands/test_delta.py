@@ -313,14 +313,10 @@ def test_a_delta_that_is_replaced_meanwhile_is_not_mixed_with_the_other(
     assert not (tmp_path / "made").exists()
 
 
-def applying(steps: Path, place: Path, shim: Path, faults: list[str], log: Path | None = None) -> Any:
-    words = ["apply", "0", "0-to-1", "1-to-2", "-o", str(place / "out"), "--threads", "2", "--force"]
-    return prestarted.run(*words, cwd=steps, env=environment(shim, faults, log))
-
-
 def test_what_a_killed_attempt_wrote_is_not_made_again(steps: Path, shim: Path, tmp_path: Path) -> None:
-    fault = "write|output/relayout.chunks|1|kill"
-    assert applying(steps, tmp_path, shim, [fault]).returncode == -signal.SIGKILL
+    words = ["apply", "0", "0-to-1", "1-to-2", "-o", str(tmp_path / "out")]
+    env = environment(shim, ["write|output/relayout.chunks|1|kill"])
+    assert prestarted.run(*words, cwd=steps, env=env).returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     done = relayout.apply_deltas(steps / "0", [steps / "0-to-1", steps / "1-to-2"], tmp_path / "out")
     assert done.resumed_nbytes > 0.9 * done.nbytes

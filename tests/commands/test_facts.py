@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-import zstandard
 from safetensors.numpy import save_file
 from support.loader_fixtures import mlp_model
-from support.rebuilding import edit_manifest, edit_table
+from support.rebuilding import edit_manifest, edit_table, rebuild
 
 import relayout
 from relayout.errors import FormatError
@@ -44,24 +43,6 @@ def digest(blob: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(blob)
 
 
-def edit_record(folder: Path, change: Callable[[Tree], object]) -> None:
-    """Change the source record; it, and what the manifest repeats of it, are signed anew."""
-    path = folder / "relayout.source.json.zst"
-    top = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()))
-    change(top)
-    stored = zstandard.ZstdCompressor().compress(json.dumps(top).encode())
-    path.write_bytes(stored)
-    cuts = [top["cuts"][cut] for cut in top["tensors"]["cut"]]
-    rows = list(zip(*(top["tensors"][key] for key in ("name", "dtype", "shape", "digest")), cuts, strict=True))
-    named = json.dumps({"num_ranks": 2, "tensors": rows}, ensure_ascii=False, separators=(",", ":"))
-
-    def sign(manifest: Tree) -> None:
-        manifest["source"]["record_digest"] = digest(stored)
-        manifest["conversion"] = digest(named.encode())
-
-    edit_manifest(folder, sign)
-
-
 def edit_head(folder: Path, old: str, new: str) -> None:
     """Change a header of a rank file, its length kept, and sign it anew."""
     path = folder / HEAD
@@ -85,7 +66,7 @@ def differences(folder: Path) -> list[str]:
 def test_the_edits_alone_change_nothing(folder: Path) -> None:
     edit_manifest(folder, lambda top: None)
     edit_table(folder, lambda top: None)
-    edit_record(folder, lambda top: None)
+    rebuild(folder, lambda top: None)
     assert differences(folder) == []
 
 
@@ -246,7 +227,7 @@ def named(old: str, new: str) -> Callable[[Tree], None]:
 def test_a_record_that_contradicts_itself_or_its_rules_is_named(
     folder: Path, change: Callable[[Tree], object], says: str
 ) -> None:
-    edit_record(folder, change)
+    rebuild(folder, change)
     assert any(re.search(says, one) for one in differences(folder)), differences(folder)
 
 
@@ -332,7 +313,7 @@ def test_a_config_that_is_no_object_is_named(folder: Path) -> None:
         position = top["side_files"]["name"].index("config.json")
         top["side_files"]["nbytes"][position], top["side_files"]["digest"][position] = len(blob), digest(blob)
 
-    edit_record(folder, sign)
+    rebuild(folder, sign)
     [found] = differences(folder)
     assert found.startswith("config.json: ")
     assert "a JSON list, expected an object" in found

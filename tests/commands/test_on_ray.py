@@ -6,7 +6,6 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], FakeRay]:
-    def use(fake: FakeRay) -> FakeRay:
-        monkeypatch.setitem(sys.modules, "ray", fake)  # type: ignore[arg-type]
-        return fake
-
-    return use
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """In place of the package."""
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)  # type: ignore[arg-type]
+    return fake
 
 
 def assert_same(output: Path, source: Path) -> None:
@@ -48,10 +46,8 @@ def assert_same(output: Path, source: Path) -> None:
     assert not list(output.parent.glob(".*"))
 
 
-def test_tasks_convert_all_units_and_the_driver_publishes(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
-) -> None:
-    ray = use(FakeRay([{}, {"CPU": 2.0}, {"CPU": 4.0}]))
+def test_tasks_convert_all_units_and_the_driver_publishes(source: Path, tmp_path: Path, ray: FakeRay) -> None:
+    ray.resources = [{}, {"CPU": 2.0}, {"CPU": 4.0}]
     told: list[tuple[int, int]] = []
     progress = lambda *done: told.append(done)  # noqa: E731
     done = on_ray.convert(source, tmp_path / "out", progress=progress, address="auto", **OPTIONS)
@@ -67,10 +63,7 @@ def test_tasks_convert_all_units_and_the_driver_publishes(
 
 
 @pytest.mark.parametrize("address", ["garbage", "host", "ray://x", "http://host:1", "host:port", "-"])
-def test_what_is_no_address_of_a_cluster_is_said(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], address: str
-) -> None:
-    ray = use(FakeRay([{"CPU": 2.0}]))
+def test_what_is_no_address_of_a_cluster_is_said(source: Path, tmp_path: Path, ray: FakeRay, address: str) -> None:
     with pytest.raises(PlanError, match="not the address of a Ray cluster: expected HOST:PORT"):
         on_ray.convert(source, tmp_path / "out", address=address, **OPTIONS)
     assert not ray.inits
@@ -81,12 +74,11 @@ def test_what_is_no_address_of_a_cluster_is_said(
 def test_an_address_at_which_nobody_answers_is_told_at_once(
     source: Path,
     tmp_path: Path,
-    use: Callable[[FakeRay], FakeRay],
+    ray: FakeRay,
     monkeypatch: pytest.MonkeyPatch,
     by: str,
     scheme: str,
 ) -> None:
-    ray = use(FakeRay([{"CPU": 2.0}]))
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"{scheme}127.0.0.1:{nobody.getsockname()[1]}"
@@ -97,9 +89,8 @@ def test_an_address_at_which_nobody_answers_is_told_at_once(
 
 
 def test_a_node_that_lacks_a_package_is_one_line(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(FakeRay([{"CPU": 1.0}]))
 
     def lacking(*_: Any, **options: Any) -> Any:
         raise RuntimeError("The remote function failed to import on the worker.\nNo module named 'xxhash'\nmore")
@@ -110,9 +101,8 @@ def test_a_node_that_lacks_a_package_is_one_line(
 
 
 def test_progress_is_counted_where_the_driver_is_and_never_goes_back(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
+    source: Path, tmp_path: Path, ray: FakeRay
 ) -> None:
-    ray = use(FakeRay([{"CPU": 2.0}]))
     on_ray.convert(source, tmp_path / "out", **OPTIONS)
     assert ray.asked[1]["scheduling_strategy"] == ("driver's", False)
     counts = on_ray._Counts()
@@ -122,10 +112,8 @@ def test_progress_is_counted_where_the_driver_is_and_never_goes_back(
     assert counts.total() == 15
 
 
-def test_a_node_says_how_many_units_it_converts_at_once(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
-) -> None:
-    ray = use(FakeRay([{"CPU": 64.0, "relayout_io": 2.0}]))
+def test_a_node_says_how_many_units_it_converts_at_once(source: Path, tmp_path: Path, ray: FakeRay) -> None:
+    ray.resources = [{"CPU": 64.0, "relayout_io": 2.0}]
     ray.is_up = True  # The caller has connected to a cluster.
     on_ray.convert(source, tmp_path / "out", **OPTIONS)
     asked = ray.asked[0]
@@ -135,9 +123,8 @@ def test_a_node_says_how_many_units_it_converts_at_once(
 
 
 def test_lost_tasks_are_run_again_and_if_it_goes_on_the_driver_gives_up(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]
+    source: Path, tmp_path: Path, ray: FakeRay
 ) -> None:
-    ray = use(FakeRay([{"CPU": 1.0}]))
     ray.lost = 4
     on_ray.convert(source, tmp_path / "out", **OPTIONS)
     assert_same(tmp_path / "out", source)
@@ -148,9 +135,8 @@ def test_lost_tasks_are_run_again_and_if_it_goes_on_the_driver_gives_up(
 
 
 def test_a_read_that_fails_is_tried_again_and_what_is_damaged_is_not(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray = use(FakeRay([{"CPU": 1.0}]))
     tried: list[int] = []
     convert_unit = jobs.convert_unit
 
@@ -176,9 +162,8 @@ def test_a_read_that_fails_is_tried_again_and_what_is_damaged_is_not(
 
 
 def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray = use(FakeRay([{"CPU": 1.0}]))
     num_done = threading.Semaphore(0)
 
     def interrupt(done: int, total: int) -> None:
@@ -200,9 +185,8 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
 
 
 def test_verification_reads_each_rank_in_a_task(
-    source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay], monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(FakeRay([{"CPU": 2.0}]))
     out = tmp_path / "out"
     relayout.convert(source, out, digest="sha256", **OPTIONS)
     here = relayout.verify(out, source=source)
@@ -234,8 +218,7 @@ def cli(*words: str) -> Any:
     return CliRunner().invoke(app, list(words))
 
 
-def test_the_commands_have_the_engine(source: Path, tmp_path: Path, use: Callable[[FakeRay], FakeRay]) -> None:
-    use(FakeRay([{"CPU": 2.0}]))
+def test_the_commands_have_the_engine(source: Path, tmp_path: Path, ray: FakeRay) -> None:
     words = ["convert", str(source), "-o", str(tmp_path / "out"), "--tp", "4", "--max-part-size", str(MIB // 4)]
     done = cli(*words, "--engine", "ray", "--address", "auto", "--json")
     assert done.exit_code == 0, done.output

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors
 from safetensors.numpy import load_file, save, save_file
+from support import prestarted
 from support.bits import flip
 from support.models import Array
 from support.rebuilding import rebuild
@@ -102,22 +103,10 @@ def test_a_rank_file_may_be_larger_than_the_memory(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(FileSink, "put", leave_sparse)
     relayout.convert(source, tmp_path / "out")
-    script = """
-import re, resource, sys, relayout
-from pathlib import Path
-import relayout.commands.verify
-used = 1024 * int(re.search(r"VmSize:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
-report = relayout.verify(sys.argv[1])
-print(report.ok, report.nbytes)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
-    )
-    assert done.stdout.split() == ["True", str(nbytes + 4096)], done.stderr
+    env = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    done = prestarted.run("verify", tmp_path / "out", "--json", env=env, limits={resource.RLIMIT_AS: nbytes})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["nbytes"] == nbytes + 4096
 
 
 @pytest.mark.parametrize("name", [FILE, "relayout.rank-2.json.zst", "relayout.source.json.zst", "config.json"])

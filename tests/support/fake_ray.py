@@ -1,11 +1,11 @@
-"""As much of ray as `relayout.clusters.on_ray` uses, with threads for workers: one for each processor of the nodes."""
+"""As much of ray as `relayout.clusters.on_ray` uses, with a thread for a worker."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -27,10 +27,10 @@ class FakeRay:
 
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
 
-    def __init__(self, nodes: Sequence[dict[str, float]]) -> None:
-        """`nodes` are the resources of each."""
-        self._nodes = nodes
-        self._workers = ThreadPoolExecutor(max(1, sum(int(node.get("CPU", 0)) for node in nodes)))
+    def __init__(self) -> None:
+        self._workers = ThreadPoolExecutor(1)
+        self.resources: list[dict[str, float]] = [{"CPU": 1.0}]
+        """Of each node."""
         self.asked: list[dict[str, Any]] = []
         """What tasks need of a node."""
         self.inits: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ class FakeRay:
         self.is_up = False
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "Resources": node} for node in self._nodes]
+        return [{"Alive": True, "Resources": node} for node in self.resources]
 
     def remote(self, **options: Any) -> Callable[[Any], Any]:
         self.asked.append(options)

@@ -16,7 +16,7 @@ from relayout.benchmark.verdict import RankLoads, Timing
 TP = 8
 SCENARIOS = {"one": (TP, [3]), "all": (TP, list(range(TP))), "whole": (1, [0])}
 """The degree and the ranks of each."""
-_KEYS = ("seconds", "cpu_seconds", "peak_over_needed", "peak_minus_needed_nbytes", "nbytes")
+_KEYS = ("seconds", "cpu_seconds", "peak_minus_needed_nbytes", "nbytes")
 """What is kept of a load, as medians."""
 
 

@@ -23,8 +23,7 @@ def check_owner_is(path: Path, status: os.stat_result, user: int) -> None:
     """Raise PlanError unless a file or folder belongs to this user."""
     if status.st_uid != user:
         raise PlanError(
-            f"belongs to another user (id {status.st_uid}, not {user});"
-            " have it removed, or choose another folder with -o",
+            f"belongs to another user (id {status.st_uid}, not {user}); have it removed, or choose another folder",
             path=path,
             code="exists",
         )

@@ -35,7 +35,7 @@ _OURS = re.compile(r"output|done|probe|occupied|shared-.+|relayout\..+|\..+\.par
 """Names in a staging folder: those above, notes, and small files that are being written."""
 _CANNOT_REPLACE = {
     errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it with -o",
-    errno.EXDEV: "is in a lower layer of an overlay file system and cannot be replaced; choose another folder with -o",
+    errno.EXDEV: "is in a lower layer of an overlay file system and cannot be replaced; choose another folder",
 }
 
 
@@ -63,9 +63,9 @@ def check_place(source: Path | None, output: Path) -> None:
     if source is not None:
         real_source = source.resolve()
         if real_source == real_output:
-            raise PlanError("is the source itself; choose another folder with -o", path=output, code="exists")
+            raise PlanError("is the source itself; choose another folder", path=output, code="exists")
         if real_output.is_relative_to(real_source) or real_source.is_relative_to(real_output):
-            what = "is inside the source folder, or contains it; choose another folder with -o"
+            what = "is inside the source folder, or contains it; choose another folder"
             raise PlanError(what, path=output, code="exists")
     if not real_output.parent.is_dir():
         raise PlanError("its parent folder does not exist", path=output, code="missing")

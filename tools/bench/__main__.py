@@ -195,6 +195,12 @@ def slow(
 
 
 @app.command()
+def slow_table(results: list[Path]) -> None:
+    """Print what `slow --out` wrote as Markdown: seconds; bytes moved over needed; share of the link's rate."""
+    print(slows.markdown(row for path in results for row in json.loads(path.read_text())["rows"]))
+
+
+@app.command()
 def memory(
     folder: DirOption = None,
     size: SizeOption = 3.0,

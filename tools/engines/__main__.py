@@ -21,6 +21,7 @@ from engines.observing import laboratory
 from engines.starts.cold_start import measure, placements, reads
 from engines.starts.failures import fail
 from engines.starts.first_start import first_starts
+from engines.starts.nodes import load_on_nodes
 from engines.starts.starting import start
 from engines.starts.updates import updates as update_weights
 from engines.upstream import try_patch
@@ -63,6 +64,7 @@ def main(
     skipped: Annotated[bool, typer.Option("--skipped", help="Only: is it seen if a tensor is skipped? (vLLM)")] = False,
     first_start: Annotated[bool, typer.Option("--first-start", help="Only: first starts with a cache (vLLM).")] = False,
     updates: Annotated[bool, typer.Option("--updates", help="Only: weights of a live engine change (vLLM).")] = False,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Only: each node has its own ranks (vLLM, root).")] = False,
     upstream: Annotated[bool, typer.Option("--upstream", help="Only: test the patch for vLLM in its tree.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Only: write OBSERVED.md anew from all results.")] = False,
     home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
@@ -84,6 +86,11 @@ def main(
         for what, outcome in first_starts(environment_of("vllm", home), home / "vllm-work", only):
             record("vllm", "first_start", {what: outcome})
             say(f"{what}: {outcome}")
+        return
+    if nodes:
+        outcome = load_on_nodes(environment_of("vllm", home), home / "vllm-work")
+        record("vllm", "nodes", outcome)
+        say(f"two nodes: {outcome}")
         return
     if upstream:
         say(try_patch(environment_of("vllm", home)))

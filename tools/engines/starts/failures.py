@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import relayout
 from engines.cases import Run, converted_of, source_of
 from engines.environments import Environment
 from engines.starts.starting import start
@@ -56,9 +57,16 @@ def _take(pattern: str) -> Callable[[Path, Path], object]:
     return lambda folder, other: [shutil.copy(file, folder) for file in other.glob(pattern)]
 
 
+def _keep_rank_0(folder: Path, _other: Path) -> None:
+    whole = folder.rename(folder.with_name(f"{folder.name}-whole"))
+    relayout.copy(whole, folder, ranks=[0])
+    shutil.rmtree(whole)
+
+
 FAILURES = (
     Failure("a rank file is missing", _remove("model-rank-1-*"), r"model-rank-1-part-0\.safetensors", 1),
     Failure("rank files are half copied", _truncate, r"model-rank-\d-part-0\.safetensors: .*bytes"),
+    Failure("the folder is of another node", _keep_rank_0, "of 2 ranks it has only 0, and lacks 1: `relayout copy", 1),
     Failure("rank tables are missing", _remove("relayout.rank-*"), r"relayout\.rank-\d\.json\.zst"),
     Failure("the manifest is missing", _remove("relayout.json"), r"relayout\.json: is missing beside files of ranks"),
     Failure("rank files are another model's", _take("model-rank-*"), r"model-rank-\d-part-0\.safetensors"),

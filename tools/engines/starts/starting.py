@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,13 @@ class Start:
 
 
 def start(
-    environment: Environment, folder: Path, settings: dict[str, Any], log: Path, *, until: str | None = None
+    environment: Environment,
+    folder: Path,
+    settings: dict[str, Any],
+    log: Path,
+    *,
+    until: str | None = None,
+    inside: Sequence[str | Path] = (),
 ) -> Start:
     """Start vLLM on a folder, and let it generate tokens.
 
@@ -64,13 +71,15 @@ def start(
         settings: of `vllm.LLM`.
         log: a file for all that it says.
         until: end it as soon as it says so.
+        inside: a command that runs it, such as `unshare`.
     """
     ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
+    ranks //= settings.get("nnodes", 1)
     if ranks > 1:  # vLLM wants to be told which cores are whose.
         environment = environment.with_variables(VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(ranks))))
     started = time.perf_counter()
     running = subprocess.Popen(
-        environment.command("starts.vllm_tokens", folder, json.dumps(settings)),
+        [*inside, *environment.command("starts.vllm_tokens", folder, json.dumps(settings))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -82,7 +91,7 @@ def start(
     lines: list[str] = []
     processes: tuple[Process, ...] = ()
     seconds, code = 0.0, None
-    timer = threading.Timer(TIMEOUT_S, _end, [running.pid])
+    timer = threading.Timer(TIMEOUT_S, end, [running.pid])
     timer.start()
     assert running.stdout is not None
     try:
@@ -96,7 +105,7 @@ def start(
             seconds = time.perf_counter() - started
     finally:
         timer.cancel()
-        _end(running.pid)
+        end(running.pid)
         running.wait()
         log.write_text("\n".join(lines) + "\n")
     return Start(tuple(lines), seconds, processes, code)
@@ -118,7 +127,7 @@ def _number(file: Path, field: str) -> int:
     return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(field))
 
 
-def _end(session: int) -> None:
+def end(session: int) -> None:
     """End all processes of a session that this module has begun."""
     with suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)

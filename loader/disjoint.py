@@ -74,6 +74,7 @@ def sharing(tensors: Sequence[Strided]) -> Iterator[tuple[int, int]]:
 def share(first: Strided, second: Strided) -> bool:
     """Whether two tensors have a byte in common; also True where that takes too long to find out."""
     try:
-        return np.shares_memory(first.array, second.array, max_work=MAX_WORK)
+        # numpy's stubs know no limit but none and zero.
+        return np.shares_memory(first.array, second.array, max_work=MAX_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

@@ -97,14 +97,11 @@ def explain(
         plan = find_rank(path, rank, tp).arena()
         choice, budget = options.choose(plan.files)
         # Read nothing, not even headers: that would change what is in the page cache.
-        sources = Sources([replace(file, proof=None) for file in plan.files], choice.backend.access)
-        try:
+        with Sources([replace(file, proof=None) for file in plan.files], choice.backend.access) as sources:
             chunks = choice.backend.chunks(plan.reads, sources.alignment, budget)
             files = tuple(_facts(sources, index, file) for index, file in enumerate(plan.files))
             is_lazy = choice.backend.reads_when_used
             resident = _resident_of_tensors(sources, plan.reads) if is_lazy else _resident(sources, chunks)
-        finally:
-            sources.close()
     direct = sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None)
     told = Explanation(
         path=str(path),

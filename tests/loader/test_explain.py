@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -318,19 +317,6 @@ def test_a_file_system_that_refuses_direct_io_is_told(converted: Path, monkeypat
         relayout.explain(converted, 0, backend="direct")
 
 
-def test_the_json_is_the_same_in_full(converted: Path) -> None:
-    told = relayout.explain(converted, 0)
-    read_back = json.loads(json.dumps(told.as_json()))
-    assert set(read_back) == set(told.__dataclass_fields__)
-    assert read_back["nbytes"] == RANK_NBYTES
-    assert "direct" in read_back["backend"] or read_back["backend"] == "buffered"
-    assert read_back["gds"] is None
-    file = read_back["files"][1]
-    assert file["nbytes"] == (converted / file["name"]).stat().st_size
-    assert file["filesystem"]["block_nbytes"] == (converted / file["name"]).stat().st_blksize
-    assert math.isfinite(read_back["read_nbytes"])
-
-
 # `relayout doctor`: the explanations of the loads that are asked about.
 
 
@@ -352,6 +338,7 @@ def test_another_degree_is_explained_for_both_kinds_of_folders(plain: Path, conv
     words = ("doctor", converted, "--tp", tp, "--device", "cpu", "--json")
     told = json.loads(prestarted.run(*words, imports=prestarted.LOADER).stdout)
     assert [one["nbytes"] for one in told["ranks"]] == [one.nbytes for one in expected]
+    assert all(one.keys() == set(relayout.Explanation.__dataclass_fields__) for one in told["ranks"])
 
 
 @pytest.mark.parametrize("rank", [None, 0])

@@ -6,8 +6,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,9 @@ def written(tmp_path: Path) -> Bytes:
     return written
 
 
-@contextmanager
-def sources_of(paths: Path | Sequence[Path], access: Access) -> Iterator[Sources]:
+def sources_of(paths: Path | Sequence[Path], access: Access) -> Sources:
     paths = [paths] if isinstance(paths, Path) else paths
-    sources = Sources([stored_file(path, path.stat().st_size) for path in paths], access)
-    try:
-        yield sources
-    finally:
-        sources.close()
+    return Sources([stored_file(path, path.stat().st_size) for path in paths], access)
 
 
 def read(sources: Sources, file: int, offset: int, nbytes: int) -> bytes:

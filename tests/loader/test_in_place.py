@@ -189,9 +189,7 @@ def test_a_damaged_delta_changes_nothing(steps: Path, tmp_path: Path) -> None:
 
 ARGUMENTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "unknown": (lambda tensors: {"a.weight": torch.zeros(3)}, "the rank has no tensor 'a.weight'"),
-    "array": (lambda tensors: {name: tensor.float().numpy() for name, tensor in tensors.items()}, "is a ndarray"),
     "dtype": (lambda tensors: {name: tensor.float() for name, tensor in tensors.items()}, "expected torch.bfloat16"),
-    "meta": (lambda tensors: {name: tensor.to("meta") for name, tensor in tensors.items()}, "has no memory"),
     "transposed": (
         lambda tensors: {name: tensor.T.contiguous().T for name, tensor in tensors.items() if tensor.dim() == 2},
         "is not contiguous",

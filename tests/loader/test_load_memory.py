@@ -6,7 +6,7 @@ import errno
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,8 @@ from support.loader_fixtures import (
 from support.patience import in_time
 
 import relayout
-from relayout.loader.backends import choice
-from relayout.loader.backends.base import Choice
-from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.loading import Options
 from relayout.loader.sources import checkpoint
-from relayout.loader.sources.stored import StoredFile, cost_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's /proc and limits")
 
@@ -235,12 +231,8 @@ def test_memory_that_a_device_lacks_for_what_was_read_on_the_host(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate.\nMore lines")
         return true_to(tensor, device)
 
-    def choose(options: Options, files: Sequence[StoredFile]) -> tuple[Choice, Budget]:
-        """Do not refuse "meta": of the devices that need no driver, only this one is not the host's memory."""
-        chosen = choice.choose(options.backend, options.device, files)
-        return chosen, plan_budget(options.threads, options.memory, chosen.backend.max_buffer_nbytes, cost_of(files))
-
-    monkeypatch.setattr(Options, "choose", choose)
+    # Else "meta" is refused: of the devices that need no driver, only this one is not the host's memory.
+    monkeypatch.setattr(Options, "kind", "a device")
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", to)
         message = r"^cannot allocate \d+ bytes on meta: CUDA out of memory. Tried to allocate.$"

@@ -109,7 +109,7 @@ def load(
         if into is not None:
             raise PlanError("group cannot be combined with into: a group loads into new memory", code="option")
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = _shared_source(path, rank, tp, verify, cache, deltas, trust)
+        source = find_source(path, rank, tp, verify, cache, None, deltas, trust, is_shared=True)
         return source, source.arena(names), options
 
     with error_hints():
@@ -181,7 +181,7 @@ def iter_load(
 
     def prepare() -> tuple[RankSource, TensorColumns, Options]:
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = _shared_source(path, rank, tp, verify, cache, deltas, trust)
+        source = find_source(path, rank, tp, verify, cache, None, deltas, trust, is_shared=True)
         return source, source.contents(names), options
 
     with error_hints():
@@ -208,39 +208,22 @@ def find_source(
     progress: Progress = None,
     deltas: Paths = (),
     trust: Trust = None,
+    *,
+    is_shared: bool = False,
 ) -> RankSource:
-    """The rank's source.
+    """The rank's source; with `is_shared`, for a load that the members of a group share.
 
     Raises:
         FormatError, OSError: as `find_rank`, and `changed_rank` of deltas.
-        PlanError: the same; or `verify` is set and the source has no digests.
+        PlanError: the same; or `verify` is set and the source has no digests; or a group asks for a cache.
     """
-    source = find_rank(path, rank, tp, cache, progress, trust)
+    if is_shared and cache:
+        what = "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it"
+        raise PlanError(what, code="option")
+    source = find_rank(path, rank, tp, "" if is_shared else cache, progress, trust)
     if deltas:
         source = changed_rank(source, tp, deltas)
     return source.verified() if verify else source
-
-
-def _shared_source(
-    path: str | os.PathLike[str],
-    rank: int,
-    tp: int | None,
-    verify: bool,
-    cache: CacheOption,
-    deltas: Paths,
-    trust: Trust,
-) -> RankSource:
-    """The source of a load that a group shares.
-
-    Raises:
-        FormatError, OSError, PlanError: as `find_source`; or a cache is asked for.
-    """
-    if cache:
-        raise PlanError(
-            "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it",
-            code="option",
-        )
-    return find_source(path, rank, tp, verify, cache="", deltas=deltas, trust=trust)
 
 
 def warn_if_slow(source: RankSource) -> None:

@@ -19,14 +19,13 @@ from relayout.core.coalesce import split
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import Workers
-from relayout.errors import FormatError, PlanError, did_you_mean
+from relayout.errors import FormatError, PlanError
 from relayout.format.chunks import chunks_over
 from relayout.format.delta import NEW, OLD, are_alike
 from relayout.format.index import Manifest, RankTable
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
 from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.disjoint import sharing
-from relayout.loader.into import bump_versions, check_tensor, memory_of
+from relayout.loader.into import bump_versions, check_tensors, sharing_memory
 from relayout.loader.sources.checkpoint import contents_of
 from relayout.loader.tensors import bytes_of
 from relayout.progress import Progress, reporting
@@ -219,18 +218,12 @@ def _check(table: RankTable, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         PlanError: one is not, or cannot; or two share memory.
     """
-    row_of = {name: row for row, name in enumerate(table.names)}
+    check_tensors("tensors", tensors, table)
     for name, tensor in tensors.items():
-        if name not in row_of:
-            what = f"tensors: the rank has no tensor {name!r}{did_you_mean(name, row_of)}"
-            raise PlanError(what, code="option")
-        row = row_of[name]
-        check_tensor(f"tensors[{name!r}]", name, tensor, table.dtypes[row], table.shapes[row])
         if not tensor.is_contiguous():
             raise PlanError(f"tensors[{name!r}] is not contiguous", code="option")
-    names = [name for name, tensor in tensors.items() if tensor.numel()]
-    for first, second in sharing([memory_of(tensors[name]) for name in names]):
-        raise PlanError(f"tensors: {names[first]!r} and {names[second]!r} share memory", code="option")
+    for first, second in sharing_memory(tensors):
+        raise PlanError(f"tensors: {first!r} and {second!r} share memory", code="option")
 
 
 def _parts(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from relayout.core.workers import Stop
 from relayout.errors import PlanError, did_you_mean
+from relayout.format.index import RankTable
 from relayout.loader.backends.base import Backend, ReadJob
 from relayout.loader.backends.digests import checks_of
 from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
-from relayout.loader.disjoint import Strided, is_simple, sharing, strided
+from relayout.loader.disjoint import Strided, sharing
 from relayout.loader.loading import Options, load_arena
 from relayout.loader.pack import pack, place_at
 from relayout.loader.sources.columns import Names, TensorColumns, select
@@ -34,13 +35,10 @@ def load_into(
         PlanError: the rank has no tensor of that name; or a given tensor has another dtype, shape or device, or shares
             memory.
     """
-    row_of = {name: row for row, name in enumerate(contents.names)}
-    for name, tensor in into.items():
-        if name not in row_of:
-            raise PlanError(f"into: the rank has no tensor {name!r}{_hint(name, row_of)}", code="option")
-        dtype, shape = contents.dtypes[row_of[name]], contents.shapes[row_of[name]]
-        check_tensor(f"into[{name!r}]", name, tensor, dtype, shape, options.device)
-    _check_memory(into, contents, row_of)
+    row_of = check_tensors("into", into, contents, options.device)
+    for first, second in sharing_memory(into):
+        if not _is_tied(first, second, into, contents, row_of):
+            raise PlanError(f"into: {first!r} and {second!r} share memory", code="option")
     wanted = set(select(contents.names, names)) if names is not None else set()
     existing = [row for name, row in row_of.items() if name in into]
     new = [row for name, row in row_of.items() if row in wanted and name not in into]
@@ -107,19 +105,32 @@ def _fill(
             raise
 
 
-def check_tensor(
+def check_tensors(
     what: str,
-    name: str,
-    tensor: torch.Tensor,
-    dtype: str,
-    shape: tuple[int, ...],
+    tensors: Mapping[str, torch.Tensor],
+    rank: TensorColumns | RankTable,
     device: str | torch.device | None = None,
-) -> None:
-    """Check that a given tensor, called `what`, can hold the rank's tensor of that name, on any device if that is None.
+) -> dict[str, int]:
+    """Check that given tensors, called `what`, can hold the rank's of these names, on any device if that is None.
+
+    Returns:
+        The row of each of the rank's tensors.
 
     Raises:
-        PlanError: it has another dtype, shape or device, or no simple memory.
+        PlanError: the rank has none of that name; or one has another dtype, shape or device, or no simple memory.
     """
+    row_of = {name: row for row, name in enumerate(rank.names)}
+    dtypes, shapes = rank.dtypes, rank.shapes
+    for name, tensor in tensors.items():
+        if name not in row_of:
+            raise PlanError(f"{what}: the rank has no tensor {name!r}{_hint(name, row_of)}", code="option")
+        _check_tensor(f"{what}[{name!r}]", name, tensor, dtypes[row_of[name]], shapes[row_of[name]], device)
+    return row_of
+
+
+def _check_tensor(
+    what: str, name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], device: str | torch.device | None
+) -> None:
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -136,33 +147,30 @@ def check_tensor(
     if not tensor.numel():
         return
     lazy = tensor.is_conj() or tensor.is_neg()
-    if lazy or _address(tensor) == 0 or not is_simple(memory_of(tensor)):
+    if lazy or _address(tensor) == 0 or not _memory_of(tensor).is_simple:
         raise PlanError(f"{what} is a lazy view, has no memory, or has overlapping elements", code="option")
 
 
-def _check_memory(into: Mapping[str, torch.Tensor], contents: TensorColumns, row_of: Mapping[str, int]) -> None:
-    """Refuse tensors that share memory, except one tensor under two names that have the same digest."""
-    names = [name for name, tensor in into.items() if tensor.numel()]
-    digests = contents.digests
-    for index, other in sharing([memory_of(into[name]) for name in names]):
-        first, second = names[index], names[other]
-        is_tied = (
-            digests is not None
-            and digests[row_of[first]] == digests[row_of[second]]
-            and _view(into[first]) == _view(into[second])
-        )
-        if not is_tied:
-            raise PlanError(f"into: {first!r} and {second!r} share memory", code="option")
+def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """The names of all pairs of checked tensors that share memory."""
+    names = [name for name, tensor in tensors.items() if tensor.numel()]
+    for first, second in sharing([_memory_of(tensors[name]) for name in names]):
+        yield names[first], names[second]
 
 
-def _view(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the same view of the same memory."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+def _is_tied(
+    first: str, second: str, into: Mapping[str, torch.Tensor], contents: TensorColumns, row_of: Mapping[str, int]
+) -> bool:
+    """Whether two names are of the same view of the same memory, and of tensors that have the same digest."""
+    digests, views = contents.digests, [into[first], into[second]]
+    if digests is None or digests[row_of[first]] != digests[row_of[second]]:
+        return False
+    one, other = ((view.data_ptr(), view.dtype, view.shape, view.stride()) for view in views)
+    return one == other
 
 
-def memory_of(tensor: torch.Tensor) -> Strided:
-    """Where the elements of a tensor lie."""
-    return strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tensor.shape)
+def _memory_of(tensor: torch.Tensor) -> Strided:
+    return Strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tuple(tensor.shape))
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from relayout.loader.backends.choice import choose
 from relayout.loader.backends.digests import checks_of
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
 from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.loading import Options, load_arena
+from relayout.loader.loading import Options, load_arena, not_shared
 from relayout.loader.pack import batches, pack
 from relayout.loader.sources.columns import TensorColumns
 from relayout.loader.sources.stored import cost_of
@@ -55,11 +55,6 @@ def stream(
         return _with_hints(_all_at_once(contents, options))
     budget, bound = _bounds(contents, backend, options)
     return _with_hints(_stream(contents, backend, budget, bound, options, sharing))
-
-
-def not_shared(backend: Backend[Any]) -> PlanError:
-    """The error for a group's load by a backend that makes no requests."""
-    return PlanError(f"backend {backend.name!r} reads when tensors are used, which a group cannot share", code="option")
 
 
 def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) -> tuple[Budget, int]:

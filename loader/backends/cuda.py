@@ -134,22 +134,8 @@ class DeviceBackend(Backend["torch.Tensor"]):
     def start(self, memory: Memory[torch.Tensor], job: ReadJob) -> DeviceJob:
         if str(self.device).startswith("cuda"):
             _warn_once()
-        handles: list[Handle] = []
-        registered: torch.Tensor | None = None
         with closed_on_error(Sources(job.files, self.access)) as sources:
-            try:
-                if self.cufile is not None:
-                    for index, file in enumerate(job.files):
-                        assert file.path is not None  # Checked by `offer_gds`.
-                        handles.append(self.cufile.open(file.path))
-                        sources.check_not_replaced(index)
-                    registered = memory.whole
-                    if registered is not None:
-                        self.cufile.register(registered)
-                return DeviceJob(self, memory, job, sources, handles, registered)
-            except BaseException:
-                _release(self.cufile, handles, registered)
-                raise
+            return DeviceJob(self, memory, job, sources)
 
 
 @once
@@ -160,29 +146,35 @@ def _warn_once() -> None:
 class DeviceJob(ThreadedJob[CudaLane, Chunk]):
     """Threads that fill a device's memory."""
 
-    def __init__(
-        self,
-        backend: DeviceBackend,
-        memory: Memory[torch.Tensor],
-        job: ReadJob,
-        sources: Sources,
-        handles: list[Handle],
-        registered: torch.Tensor | None,
-    ) -> None:
-        """Start the threads; the job releases `handles` and `registered`."""
+    def __init__(self, backend: DeviceBackend, memory: Memory[torch.Tensor], job: ReadJob, sources: Sources) -> None:
+        """Start the threads."""
         self._backend = backend
         self._memory = memory
-        self._handles = handles
-        self._registered = registered
+        self._handles: list[Handle] = []
         self._lanes: list[CudaLane] = []
         self._buffer_nbytes = _buffer_nbytes(job.budget)
+        self._resources = ExitStack()
+        """Releases all of it, even if one step fails: pinned buffers, then what cuFile has registered."""
         chunks = backend.chunks(job.reads, sources.alignment, job.budget)
         try:
-            super().__init__(job, sources, self._make_lane, self._read, chunks)
+            if backend.cufile is not None:
+                self._register(backend.cufile, job, sources)
+            self._resources.callback(self._close_lanes)
+            super().__init__(job, sources, self._make_lane, self._work, chunks)
         except BaseException:
             self._drain()
-            self._close_lanes()
+            self._resources.close()
             raise
+
+    def _register(self, cufile: CuFile, job: ReadJob, sources: Sources) -> None:
+        for index, file in enumerate(job.files):
+            assert file.path is not None  # Checked by `offer_gds`.
+            self._handles.append(cufile.open(file.path))
+            self._resources.callback(self._handles[index].close)
+            sources.check_not_replaced(index)
+        if (arena := self._memory.whole) is not None:
+            self._resources.callback(cufile.deregister, arena)
+            cufile.register(arena)
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         try:
@@ -190,7 +182,7 @@ class DeviceJob(ThreadedJob[CudaLane, Chunk]):
         except BaseException:
             self.cancel()
             raise
-        self._release()
+        self._resources.close()
 
     def settle(self) -> None:
         for lane in list(self._lanes):
@@ -210,7 +202,7 @@ class DeviceJob(ThreadedJob[CudaLane, Chunk]):
         try:
             self._drain()
         finally:
-            self._release()
+            self._resources.close()
 
     def _make_lane(self) -> CudaLane:
         lane = self._backend.make_lane(self._buffer_nbytes)
@@ -227,10 +219,11 @@ class DeviceJob(ThreadedJob[CudaLane, Chunk]):
         while self._lanes:
             self._lanes.pop().close()
 
-    def _release(self) -> None:
-        self._close_lanes()
-        registered, self._registered = self._registered, None
-        _release(self._backend.cufile, self._handles, registered)
+    def _work(self, lane: CudaLane, chunk: Chunk) -> int:
+        import torch
+
+        with torch.inference_mode():  # In which tensors that were made in it may be written to, too.
+            return self._read(lane, chunk)
 
     def _read(self, lane: CudaLane, chunk: Chunk) -> int:
         if chunk.arena_offset is None:
@@ -291,14 +284,6 @@ class DeviceJob(ThreadedJob[CudaLane, Chunk]):
 def _view(tensor: torch.Tensor) -> memoryview:
     array: Bytes = tensor.numpy()
     return array.data
-
-
-def _release(cufile: CuFile | None, handles: list[Handle], registered: torch.Tensor | None) -> None:
-    with ExitStack() as stack:  # Release everything, even if one step fails.
-        if cufile is not None and registered is not None:
-            stack.callback(cufile.deregister, registered)
-        while handles:
-            stack.callback(handles.pop().close)
 
 
 def _buffer_nbytes(budget: Budget) -> int:

@@ -16,25 +16,19 @@ from relayout.loader.sources.stored import StoredFile
 class Checks:
     """Compares the digests of tensors. For thread safety, see `core.digests.ExtentDigests`."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        digests: Sequence[str],
-        file_at: Callable[[int], str | None],
-        stop: Stop,
-    ) -> None:
-        """Tensors of `sizes` bytes at `offsets` of the arena; `file_at` is the file that an offset is read from.
+    def __init__(self, tensors: TensorColumns, file_at: Callable[[int], str | None], stop: Stop) -> None:
+        """Tensors that have digests, in an arena; `file_at` is the file that an offset of it is read from.
 
         Raises:
             FormatError: the digest of a tensor without bytes is wrong.
         """
-        self._names = names
-        self._offsets = offsets
+        assert tensors.digests is not None
+        self._names = tensors.names
+        self._offsets = tensors.offsets
         self._file_at = file_at
-        self._expected = digests
-        extents = (Extent(offset, nbytes) for offset, nbytes in zip(offsets, sizes, strict=True))
+        self._expected = tensors.digests
+        sizes = tensors.sizes()
+        extents = (Extent(offset, nbytes) for offset, nbytes in zip(tensors.offsets, sizes, strict=True))
         self._hashed = ExtentDigests(list(extents), stop)
         for row, nbytes in enumerate(sizes):
             if not nbytes:
@@ -74,11 +68,9 @@ class Checks:
 
 def checks_of(tensors: TensorColumns, files: Sequence[StoredFile], reads: Sequence[Read], stop: Stop) -> Checks | None:
     """Checks for the digests of tensors in an arena, if they have any; files, reads and `stop` are the job's."""
-    if tensors.digests is None:
-        return None
 
     def file_at(offset: int) -> str | None:
         places = ((read.transfer.target, read.transfer.target_end, read.file) for read in reads)
         return next((files[file].where for start, end, file in places if start <= offset < end), None)
 
-    return Checks(tensors.names, tensors.offsets, tensors.sizes(), tensors.digests, file_at, stop)
+    return None if tensors.digests is None else Checks(tensors, file_at, stop)

@@ -17,13 +17,13 @@ from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file, populate, unmap
 from relayout.storage.local.holes import holes
 from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
-from relayout.storage.protocols import Access, ReadableFile
+from relayout.storage.protocols import Access, Closable, ReadableFile
 
 _PIECE_NBYTES = 2**20
 """A request is cut into pieces of this size where only some of its bytes are in the page cache."""
 
 
-class Sources:
+class Sources(Closable):
     """Open files. Reads are thread-safe."""
 
     def __init__(self, files: Sequence[StoredFile], access: Access) -> None:

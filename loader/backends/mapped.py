@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from relayout.core.coalesce import split
@@ -58,14 +57,7 @@ class MappedBackend(Backend[memoryview]):
             return _MappedJob(memory, job, sources, list(_items(memory, sources, job, mapped)), mapped)
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """Mapped bytes to hash. They are read from the file: a read error in the mapping would kill the process."""
-
-    read: Read
-
-
-class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
+class _MappedJob(ThreadedJob[Buffer, "Chunk | Read"]):
     """Copies bytes that cannot be mapped, and hashes the mapped ones if digests are checked."""
 
     def __init__(
@@ -73,10 +65,14 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
         memory: Memory[memoryview],
         job: ReadJob,
         sources: Sources,
-        work: Sequence[Chunk | _Check],
+        work: Sequence[Chunk | Read],
         mapped: Sequence[Transfer],
     ) -> None:
-        """Start `work`, in which the bytes of each tensor are in order; `mapped` bytes need no work."""
+        """Start `work`, in which the bytes of each tensor are in order; `mapped` bytes need no work.
+
+        `work` has chunks to copy, and reads of mapped bytes to hash. Those are read from the file: a read error in the
+        mapping would kill the process.
+        """
         self._copier = Copier(memory, sources, job)
         self._mapped = mapped
         buffers = Buffers()
@@ -100,13 +96,13 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
         for transfer in self._mapped:
             self.job.on_arrival(transfer.target, transfer.nbytes)
 
-    def _work(self, buffer: Buffer, item: Chunk | _Check) -> int:
+    def _work(self, buffer: Buffer, item: Chunk | Read) -> int:
         if isinstance(item, Chunk):
             return self._copier.read(buffer, item)
         assert self.job.checks is not None
-        transfer = item.read.transfer
+        transfer = item.transfer
         view = reserve(buffer, transfer.nbytes)
-        self.sources.read(item.read.file, transfer.source, view)
+        self.sources.read(item.file, transfer.source, view)
         self.job.checks.update(transfer.target, view)
         self.job.on_arrival(transfer.target, transfer.nbytes)
         return transfer.nbytes
@@ -114,7 +110,7 @@ class _MappedJob(ThreadedJob[Buffer, "Chunk | _Check"]):
 
 def _items(
     memory: Memory[memoryview], sources: Sources, job: ReadJob, mapped: list[Transfer]
-) -> Iterator[Chunk | _Check]:
+) -> Iterator[Chunk | Read]:
     """Map what can be mapped, append it to `mapped`, and yield the remaining work in the order of the reads."""
     copied: list[Read] = []
     for part, is_mapped in (part for read in job.reads for part in _map(memory, sources, read)):
@@ -127,7 +123,7 @@ def _items(
             copied.clear()
             shift = part.transfer.target - part.transfer.source
             for piece in split(Extent(part.transfer.source, part.transfer.nbytes), _STRETCH_NBYTES):
-                yield _Check(Read(part.file, Transfer(piece.offset, piece.offset + shift, piece.nbytes)))
+                yield Read(part.file, Transfer(piece.offset, piece.offset + shift, piece.nbytes))
     yield from plan_chunks(copied, sources.alignment, job.budget.cost, job.budget.buffer_nbytes)
 
 

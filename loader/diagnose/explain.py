@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from relayout.core.arguments import integer
 from relayout.core.extents import BLOCK
 from relayout.format.index import Read
-from relayout.loader.backends.base import Backend
 from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.diagnose.hints import error_hints
@@ -97,74 +96,40 @@ def explain(
         options = options_of(device, backend, threads=threads, memory=memory)
         plan = find_rank(path, rank, tp).arena()
         choice, budget = options.choose(plan.files)
-        look = _look(plan, choice.backend, budget)
-    is_lazy = choice.backend.reads_when_used
-    return Explanation(
+        # Read nothing, not even headers: that would change what is in the page cache.
+        with Sources([replace(file, proof=None) for file in plan.files], choice.backend.access) as sources:
+            chunks = choice.backend.chunks(plan.reads, sources.alignment, budget)
+            files = tuple(_facts(sources, index, file) for index, file in enumerate(plan.files))
+            is_lazy = choice.backend.reads_when_used
+            resident = _resident_of_tensors(sources, plan.reads) if is_lazy else _resident(sources, chunks)
+    direct = sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None)
+    told = Explanation(
         path=str(path),
         rank=integer(rank, "rank"),
         device=str(options.device),
-        backend=choice.backend.name_for(_ways(look)),
-        reason=f"{choice.reason}; {_basis(look, is_lazy, plan, budget)}",
+        backend="",
+        reason="",
         gds=choice.gds,
         nbytes=plan.nbytes,
-        read_nbytes=look.requested_nbytes,
-        zero_copy_nbytes=look.zero_copy_nbytes if choice.backend.is_zero_copy else 0,
-        resident_nbytes=look.resident_nbytes,
-        num_requests=look.num_requests,
+        read_nbytes=sum(chunk.extent.nbytes for chunk in chunks),
+        zero_copy_nbytes=direct if choice.backend.is_zero_copy else 0,
+        resident_nbytes=resident,
+        num_requests=len(chunks),
         threads=budget.threads,
         memory=budget.memory,
-        files=look.files,
+        files=files,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """The files, and what a backend would request of them."""
-
-    files: tuple[FileFacts, ...]
-    num_requests: int
-    requested_nbytes: int
-    zero_copy_nbytes: int
-    """See `Explanation.zero_copy_nbytes`."""
-    resident_nbytes: int
-    """See `Explanation.resident_nbytes`."""
-
-
-def _look(plan: ArenaPlan, backend: Backend[Any], budget: Budget) -> _Look:
-    # Read nothing, not even headers: that would change what is in the page cache.
-    sources = Sources([replace(file, proof=None) for file in plan.files], backend.access)
-    try:
-        chunks = backend.chunks(plan.reads, sources.alignment, budget)
-        is_lazy = backend.reads_when_used
-        return _Look(
-            tuple(_facts(sources, index, file) for index, file in enumerate(plan.files)),
-            len(chunks),
-            sum(chunk.extent.nbytes for chunk in chunks),
-            sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None),
-            _resident_of_tensors(sources, plan.reads) if is_lazy else _resident(sources, chunks),
-        )
-    finally:
-        sources.close()
+    reason = f"{choice.reason}; {_basis(told, is_lazy, plan, budget)}"
+    return replace(told, backend=choice.backend.name_for(_ways(told)), reason=reason)
 
 
 def _facts(sources: Sources, index: int, file: StoredFile) -> FileFacts:
-    return FileFacts(
-        file.name,
-        file.nbytes,
-        _filesystem(file),
-        _refuses_direct(file),
-        sources.resident_nbytes(index, 0, file.nbytes),
-    )
-
-
-def _filesystem(file: StoredFile) -> Filesystem:
+    resident = sources.resident_nbytes(index, 0, file.nbytes)
     if file.path is not None:
-        return filesystem_of(file.path)
-    return Filesystem(scheme_of(str(file.folder)) or "unknown", str(file.folder), file.folder.cost.chunk_nbytes, None)
-
-
-def _refuses_direct(file: StoredFile) -> str | None:
-    return "the store has no file descriptors" if file.path is None else refuses_direct(file.path)
+        return FileFacts(file.name, file.nbytes, filesystem_of(file.path), refuses_direct(file.path), resident)
+    store = str(file.folder)
+    filesystem = Filesystem(scheme_of(store) or "unknown", store, file.folder.cost.chunk_nbytes, None)
+    return FileFacts(file.name, file.nbytes, filesystem, "the store has no file descriptors", resident)
 
 
 def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:
@@ -187,27 +152,32 @@ def _resident_of_tensors(sources: Sources, reads: Sequence[Read]) -> int:
     return total
 
 
-def _ways(look: _Look) -> list[Access]:
+def _ways(told: Explanation) -> list[Access]:
     """How the requests of backend "auto" would be made."""
-    resident, files = look.resident_nbytes, look.files
-    if resident > look.requested_nbytes - BLOCK * (len(files) + 1) or any(file.refuses_direct for file in files):
+    resident, files = told.resident_nbytes, told.files
+    if resident > told.read_nbytes - BLOCK * (len(files) + 1) or any(file.refuses_direct for file in files):
         return [Access.BUFFERED]
     return [Access.DIRECT, Access.BUFFERED] if resident else [Access.DIRECT]
 
 
-def _basis(look: _Look, is_lazy: bool, plan: ArenaPlan, budget: Budget) -> str:
+def _basis(told: Explanation, is_lazy: bool, plan: ArenaPlan, budget: Budget) -> str:
     """The facts that the choice is based on."""
+    refused = [file for file in told.files if file.refuses_direct is not None]
+    kinds = _kinds(told.files)
     if any(file.folder.cost.is_remote for file in plan.files):
-        kinds = " and ".join(sorted({file.filesystem.kind for file in look.files}))
         chunk = budget.cost.chunk_nbytes // 2**20
         more = f", up to {budget.max_threads} where that reads faster" if budget.max_threads > budget.threads else ""
         return f"here {kinds} brings them by at most {chunk} MiB each, {budget.threads} at a time{more}"
-    total = plan.nbytes if is_lazy else look.requested_nbytes
-    percent = f"{100 * look.resident_nbytes / max(1, total):.0f} %"
+    total = told.nbytes if is_lazy else told.read_nbytes
+    percent = f"{100 * told.resident_nbytes / max(1, total):.0f} %"
     if is_lazy:
-        kinds = " and ".join(sorted({file.filesystem.kind for file in look.files}))
         return f"here all of them come through the page cache of {kinds}, which has {percent} of the bytes now"
-    refused = [file for file in look.files if file.refuses_direct is not None]
-    kinds = " and ".join(sorted({file.filesystem.kind for file in refused or look.files}))
-    direct = f"{kinds} refuses direct I/O: {refused[0].refuses_direct}" if refused else f"{kinds} supports direct I/O"
+    direct = f"{kinds} supports direct I/O"
+    if refused:
+        direct = f"{_kinds(refused)} refuses direct I/O: {refused[0].refuses_direct}"
     return f"here {direct}, {percent} of the bytes come from the page cache"
+
+
+def _kinds(files: Sequence[FileFacts]) -> str:
+    """Of file systems."""
+    return " and ".join(sorted({file.filesystem.kind for file in files}))

@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from relayout.errors import FormatError, PlanError, RelayoutError
@@ -18,45 +17,27 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
-class _Reason:
-    """An error that can be sent to other processes."""
+def _as_of(member: int, error: BaseException) -> Exception:
+    """An error of a member, as all others raise it: of the same family, with the same fields."""
+    by = f"member {member} of the group failed: "
+    if isinstance(error, RelayoutError):
+        kind = FormatError if isinstance(error, FormatError) else PlanError
+        path = None if error.path is None else str(error.path)
+        return kind(by + error.what, path=path, tensor=error.tensor, offset=error.offset, code=error.code)
+    if isinstance(error, OSError):
+        path = None if error.filename is None else str(error.filename)
+        return OSError(error.errno or errno.EIO, by + (error.strerror or str(error)), path)
+    if isinstance(error, MemoryError):
+        return MemoryError(f"{by}{error}")
+    stopped = isinstance(error, GeneratorExit)
+    return RuntimeError(by + ("it stopped before the last tensor" if stopped else f"{type(error).__name__}: {error}"))
 
-    family: str
-    """"format", "plan", "os", "memory" or "other"."""
-    what: str
-    path: str | None = None
-    tensor: str | None = None
-    offset: int | None = None
-    code: str = "invalid"
-    errno: int = errno.EIO
-    """Of the operating system."""
 
-    @staticmethod
-    def of(error: BaseException) -> _Reason:
-        """The reason of an error."""
-        if isinstance(error, RelayoutError):
-            family = "format" if isinstance(error, FormatError) else "plan"
-            path = None if error.path is None else str(error.path)
-            return _Reason(family, error.what, path, error.tensor, error.offset, error.code)
-        if isinstance(error, OSError):
-            path = None if error.filename is None else str(error.filename)
-            return _Reason("os", error.strerror or str(error), path, errno=error.errno or errno.EIO)
-        if isinstance(error, MemoryError):
-            return _Reason("memory", str(error))
-        if isinstance(error, GeneratorExit):
-            return _Reason("other", "it stopped before the last tensor")
-        return _Reason("other", f"{type(error).__name__}: {error}")
-
-    def error(self, member: int) -> Exception:
-        """The error as another member raises it."""
-        what = f"member {member} of the group failed: {self.what}"
-        if self.family in ("format", "plan"):
-            kind = FormatError if self.family == "format" else PlanError
-            return kind(what, path=self.path, tensor=self.tensor, offset=self.offset, code=self.code)
-        if self.family == "os":
-            return OSError(self.errno, what, self.path)
-        return MemoryError(what) if self.family == "memory" else RuntimeError(what)
+def _raise_first(values: list[object]) -> None:
+    """Raise the first error of some values, without keeping it in a frame: its traceback has the frame, and buffers."""
+    index = next((index for index, value in enumerate(values) if isinstance(value, Exception)), None)
+    if index is not None:
+        raise cast("Exception", values.pop(index))
 
 
 class Group:
@@ -91,10 +72,8 @@ class Group:
             the error of another member that failed outside of `collective`.
         """
         values = self._gather(value)
-        for member, reason in enumerate(values):
-            if isinstance(reason, _Reason):
-                self.is_over = True
-                raise reason.error(member)
+        self.is_over |= any(isinstance(value, Exception) for value in values)
+        _raise_first(values)
         return cast("list[Value]", values)
 
     def _gather(self, value: object) -> list[object]:
@@ -121,15 +100,13 @@ class Group:
             failed = error
         try:
             try:
-                reasons = self._gather(None if failed is None else _Reason.of(failed))
+                errors = self._gather(None if failed is None else _as_of(self.index, failed))
             except OSError as gone:
                 raise failed or gone from None
-            self.is_over = any(reasons)
+            self.is_over = any(errors)
             if failed is not None:
                 raise failed
-            for member, reason in enumerate(reasons):
-                if isinstance(reason, _Reason):
-                    raise reason.error(member)
+            _raise_first(errors)
         finally:
             del failed  # Breaks the cycle of error, traceback and this frame.
 
@@ -138,7 +115,7 @@ class Group:
         if not self.is_over and not self.is_broken and os.getpid() == self._process:
             self.is_over = True
             with suppress(OSError):  # The others are gone.
-                self._gather(_Reason.of(error))
+                self._gather(_as_of(self.index, error))
 
     def broadcast(self, portions: list[tuple[int, torch.Tensor]]) -> None:
         """Broadcast portions of memory, given as (member, memory), from the member that has each to all others.

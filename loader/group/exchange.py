@@ -25,7 +25,6 @@ from relayout.loader.sources.base import RankSource
 from relayout.loader.sources.columns import Names, select
 from relayout.loader.sources.plain import PlainRank
 from relayout.loader.sources.stored import StoredFile, cost_of
-from relayout.loader.stream import not_shared
 from relayout.loader.tensors import make_views
 from relayout.progress import reporting
 from relayout.storage.buffers import Buffer
@@ -45,7 +44,7 @@ def identity_of(source: RankSource, names: Names, options: Options) -> tuple[str
         PlanError: the device is not the CPU.
     """
     assert isinstance(source, PlainRank)
-    if str(options.device).partition(":")[0] != "cpu":
+    if options.kind != "cpu":
         raise PlanError(
             f"group: members load a plain checkpoint to the CPU only, not to {options.device}; convert it",
             path=str(source.store),
@@ -75,9 +74,7 @@ def load_exchanged(
     try:
         with reporting(options.progress, "loading", plan.nbytes) as report:
             with group.collective():
-                choice, budget = options.choose(plan.files)
-                if choice.backend.reads_when_used:
-                    raise not_shared(choice.backend)
+                choice, budget = options.choose(plan.files, is_shared=True)
                 tensors = plan.tensors()
                 chosen, divided = _divided(source, ranks, names)
                 rounds = plan_exchange(divided, group.num_members)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cache, partial
 
 from relayout.checkpoint.proven import check_chunk
 from relayout.core.extents import Extent, Transfer
@@ -15,7 +14,7 @@ from relayout.format.chunks import chunks_over
 from relayout.format.index import Read
 from relayout.loader.group.assign import Round
 from relayout.loader.sources.stored import StoredFile
-from relayout.storage.protocols import Access, ReadableFile
+from relayout.storage.protocols import Access
 
 
 def prove_received(
@@ -59,44 +58,26 @@ def prove_received(
         for where, pieces in chunks.items()
         if not all(any(low <= piece.target and piece.target_end <= high for low, high in own) for piece in pieces)
     ]
+    needed = {file: files[file].proof for file, *_ in received}
+    digests = {file: proof.chunk_digests() for file, proof in needed.items() if proof is not None}
     with ExitStack() as stack:
+        opened = {file: stack.enter_context(files[file].open(Access.BUFFERED)) for file in needed}
 
-        @cache
-        def opened(file: int) -> ReadableFile:
-            return stack.enter_context(files[file].open(Access.BUFFERED))
-
-        @cache
-        def digests(file: int) -> bytes:
-            proof = files[file].proof
+        def prove(item: tuple[int, int, Extent, list[Transfer]]) -> None:
+            file, number, chunk, pieces = item
+            if sum(piece.total_nbytes for piece in pieces) < chunk.nbytes:
+                mine = memoryview(bytearray(chunk.nbytes))
+                opened[file].read(chunk.offset, mine)
+                for piece in pieces:
+                    copy_runs(mine, memory, piece, -chunk.offset, -start)
+                return
+            whole = memory[pieces[0].target - start : pieces[0].target_end - start]
+            if pieces[0].count > 1 or len(pieces) > 1:
+                whole = memoryview(bytearray(chunk.nbytes))
+                for piece in pieces:
+                    copy_runs(memory, whole, piece.inverted(), -start, -chunk.offset)
+            proof = needed[file]
             assert proof is not None
-            return proof.chunk_digests()
+            check_chunk(proof.digest.hex(whole), digests[file], number, chunk, files[file].where)
 
-        for file in {file for file, *_ in received}:
-            digests(file)
-            opened(file)
-        each(partial(_prove, files, opened, digests, memory, start), received, num_threads)
-
-
-def _prove(
-    files: Sequence[StoredFile],
-    opened: Callable[[int], ReadableFile],
-    digests: Callable[[int], bytes],
-    memory: memoryview,
-    start: int,
-    item: tuple[int, int, Extent, list[Transfer]],
-) -> None:
-    file, number, chunk, pieces = item
-    proof = files[file].proof
-    assert proof is not None
-    if sum(piece.total_nbytes for piece in pieces) < chunk.nbytes:
-        own = memoryview(bytearray(chunk.nbytes))
-        opened(file).read(chunk.offset, own)
-        for piece in pieces:
-            copy_runs(own, memory, piece, -chunk.offset, -start)
-        return
-    whole = memory[pieces[0].target - start : pieces[0].target_end - start]
-    if pieces[0].count > 1 or len(pieces) > 1:
-        whole = memoryview(bytearray(chunk.nbytes))
-        for piece in pieces:
-            copy_runs(memory, whole, piece.inverted(), -start, -chunk.offset)
-    check_chunk(proof.digest.hex(whole), digests(file), number, chunk, files[file].where)
+        each(prove, received, num_threads)

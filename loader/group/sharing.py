@@ -21,7 +21,7 @@ from relayout.loader.pack import ArenaPlan
 from relayout.loader.sources.base import RankSource
 from relayout.loader.sources.columns import Names, TensorColumns
 from relayout.loader.sources.stored import StoredFile
-from relayout.loader.stream import PartCounter, not_shared, stream
+from relayout.loader.stream import PartCounter, stream
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting
 
@@ -73,7 +73,7 @@ def stream_together(
             proving = files if _believes_none(source) else ()
             tensors = stream(contents, options, Sharing(group, grids, proving) if _shares(source, options) else None)
             columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
-            mine = _what(source, options), _identity(files, columns, grids, _kind_of(options), _believes_none(source))
+            mine = _what(source, options), _identity(files, columns, grids, options.kind, _believes_none(source))
         _check_same(group, mine)
         yield from tensors
         group.is_over = True
@@ -105,13 +105,11 @@ def load_together(
             mine = exchange.identity_of(source, names, options)
         else:
             files, grids = _provable(source, plan.files, options)
-            choice, budget = options.choose(files)
-            if choice.backend.reads_when_used:
-                raise not_shared(choice.backend)
+            choice, budget = options.choose(files, is_shared=True)
             portions = assign_reads(plan.reads, group.num_members, grids)
             mine = (
                 _what(source, options),
-                _identity(files, plan.arena_nbytes, portions, _kind_of(options), _believes_none(source)),
+                _identity(files, plan.arena_nbytes, portions, options.kind, _believes_none(source)),
             )
     _check_same(group, mine)
     if not _shares(source, options):
@@ -168,7 +166,7 @@ def _believes_none(source: RankSource) -> bool:
 
 def _shares(source: RankSource, options: Options) -> bool:
     """Whether members send each other what they read: what must be proven arrives in host memory, or is not sent."""
-    return not _believes_none(source) or _kind_of(options) == "cpu"
+    return not _believes_none(source) or options.kind == "cpu"
 
 
 def _provable(
@@ -191,13 +189,8 @@ def _provable(
     return tuple(file.proven() for file in files), [Grid(proof.data_start, proof.chunk_nbytes) for proof in proofs]
 
 
-def _kind_of(options: Options) -> str:
-    """Of the device."""
-    return str(options.device).partition(":")[0]
-
-
 def _what(source: RankSource, options: Options) -> str:
-    what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {_kind_of(options)}"
+    what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {options.kind}"
     what = f"{what}, signed" if _believes_none(source) else what
     return f"{what}, verified" if options.verify else what
 

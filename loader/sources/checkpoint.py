@@ -77,7 +77,11 @@ class ConvertedRank(RankSource):
     def columns(self) -> TensorColumns:
         table = self.table()
         return TensorColumns(
-            table.names, table.dtypes, table.shapes, parts=table.slices, source_shapes=table.source_shapes
+            *(table.names, table.dtypes, table.shapes),
+            digests=table.digests,
+            offsets=table.arena_offsets,
+            parts=table.slices,
+            source_shapes=table.source_shapes,
         )
 
     def contents(self, names: Names = None) -> TensorColumns:
@@ -90,14 +94,7 @@ class ConvertedRank(RankSource):
             rows = select(self.table().names, names)
             if len(rows) < len(self.table().names):
                 return pack(self.contents().rows(rows))
-
-        def tensors() -> TensorColumns:
-            table = self.table()
-            return TensorColumns(
-                table.names, table.dtypes, table.shapes, digests=table.digests, offsets=table.arena_offsets
-            )
-
-        return ArenaPlan(files, entry.reads, entry.arena_nbytes, entry.nbytes, tensors)
+        return ArenaPlan(files, entry.reads, entry.arena_nbytes, entry.nbytes, self.columns)
 
     def pieces(self, names: Names = None) -> Pieces:
         from relayout.loader.sources.reshard import Holder, StoredPieces
@@ -201,11 +198,16 @@ def changed_rank(base: RankSource, tp: int | None, deltas: Paths) -> RankSource:
         FormatError: a delta is damaged, or the base is not a converted checkpoint.
         PlanError: a delta does not exist, or applies to another checkpoint.
     """
+    store = _changed(base.store, deltas)
+    return _rank_of(store, read_manifest(store), base.rank, tp)
+
+
+def _changed(base: Store, deltas: Paths) -> Store:
+    """What deltas make of a checkpoint; for errors see `changed_rank`."""
     from relayout.checkpoint.delta import read_deltas, with_deltas
 
-    refuse_deltas(base.store)
-    store = with_deltas(base.store, read_deltas(deltas))
-    return _rank_of(store, read_manifest(store), base.rank, tp)
+    refuse_deltas(base)
+    return with_deltas(base, read_deltas(deltas))
 
 
 def _rank_of(store: Store, manifest: Manifest, rank: int, tp: int | None) -> RankSource:
@@ -291,9 +293,6 @@ def find_whole(path: str | os.PathLike[str], deltas: Paths = (), trust: Trust = 
     from relayout.loader.sources.resharded import whole_pieces
 
     if deltas:
-        from relayout.checkpoint.delta import read_deltas, with_deltas
-
-        refuse_deltas(store)
-        store = with_deltas(store, read_deltas(deltas))
+        store = _changed(store, deltas)
         manifest = read_manifest(store)
     return whole_pieces(store, manifest)

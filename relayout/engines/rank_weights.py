@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from relayout.core.slices import Range, Slice
     from relayout.engines.global_tensor import Usage
     from relayout.engines.placement import Placement
-    from relayout.loader import CheckpointView
     from relayout.loader.group.collectives import Group
     from relayout.loader.loading import Options
     from relayout.loader.sources.base import RankSource
     from relayout.loader.sources.columns import TensorColumns
+    from relayout.loader.view import CheckpointView
 
 _MAX_SHOWN_NAMES = 4
 _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
@@ -511,7 +511,7 @@ class _AllRanks:
     @property
     def view(self) -> CheckpointView:
         """As `relayout.safe_open` or `open` shows it."""
-        from relayout.loader import open, safe_open
+        from relayout.loader.view import open, safe_open
 
         with self._lock:
             if self._view is None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.backend_contract import SIZES, Piece, Target, kinds, read, stored, strided
+from support.backend_contract import SIZES, Ground, Piece, Target, kinds, read, stored, strided
 from support.fake_cuda import FakeCuFile, Lanes
 from support.loader_fixtures import MIB, Array, cache_in_part, forget, nothing_left_behind
 from support.patience import PATIENCE, in_time
@@ -175,30 +175,38 @@ def copied(target: Target, folder: Path, num_files: int = 2) -> Target:
     return replace(target, stored=stored(paths))
 
 
-def assert_fails(target: Target, error: type[BaseException], message: str, pieces: Any = SOME, **options: Any) -> None:
+def assert_fails(
+    target: Target,
+    error: type[BaseException],
+    message: str,
+    pieces: Any = SOME,
+    ground: Ground | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> None:
     """A fill fails so, leaves nothing behind, and is not in the way of the next."""
-    ground = target.lay_out(pieces)
+    ground = ground or target.lay_out(pieces)
     fill = target.fill(ground, pieces, **options)
     with nothing_left_behind():
         with pytest.raises(error, match=message):
-            in_time(lambda: target.backend.start(ground.memory, fill).join())
+            in_time(lambda: target.backend.start(ground.memory, fill).join(on_progress))
         assert target.lanes.in_flight == 0
         target.cufile.assert_given_back()
     target.lanes.forget()
 
 
-def test_a_missing_file_is_named(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [None, -1, BLOCK])
+def test_a_file_that_is_missing_or_of_another_length_is_named(
+    target: Target, tmp_path: Path, change: int | None
+) -> None:
     broken = copied(target, tmp_path)
-    broken.stored[1].path.unlink()
-    assert_fails(broken, FormatError, "file-1: is missing")
-    target.check(SOME)
-
-
-@pytest.mark.parametrize("change", [-1, BLOCK])
-def test_a_file_of_another_length_is_named(target: Target, tmp_path: Path, change: int) -> None:
-    broken = copied(target, tmp_path)
-    os.truncate(broken.stored[1].path, SIZES[1] + change)
-    assert_fails(broken, FormatError, f"file-1: {SIZES[1] + change} bytes long, expected {SIZES[1]}")
+    path = broken.stored[1].path
+    if change is None:
+        path.unlink()
+        assert_fails(broken, FormatError, "file-1: is missing")
+    else:
+        os.truncate(path, SIZES[1] + change)
+        assert_fails(broken, FormatError, f"file-1: {SIZES[1] + change} bytes long, expected {SIZES[1]}")
     target.check(SOME)
 
 
@@ -216,28 +224,20 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(target: Target, tmp_path: 
 
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_a_wrong_digest_names_the_tensor(target: Target, wrong: int) -> None:
-    ground = target.lay_out(SOME)
-    stop = Stop()
+    ground, stop = target.lay_out(SOME), Stop()
     checks = ground.checks(SOME, (10, 70_000), stop, wrong=wrong)
     message = f"tensor 'tensor {wrong}': its bytes have digest"
-    fill = target.fill(ground, SOME, checks=checks, stop=stop)
-    with nothing_left_behind(), pytest.raises(FormatError, match=message):
-        in_time(lambda: target.backend.start(ground.memory, fill).join())
-    assert target.lanes.in_flight == 0
-    target.lanes.forget()
+    assert_fails(target, FormatError, message, ground=ground, checks=checks, stop=stop)
     target.check(SOME, cuts=(10, 70_000))
 
 
 def test_a_tensor_that_no_read_brought_whole_is_not_taken_for_checked(target: Target) -> None:
     """The digests are of all pieces, and the last one is not read."""
-    ground = target.lay_out(SOME)
-    stop = Stop()
+    ground, stop = target.lay_out(SOME), Stop()
+    reads = target.fill(ground, SOME).reads[:-1]
     checks = ground.checks(SOME, (), stop)
-    fill = target.fill(ground, SOME, checks=checks, stop=stop)
-    fill = replace(fill, reads=fill.reads[:-1])
-    with nothing_left_behind(), pytest.raises(FormatError, match=r"^1 tensors could not be checked"):
-        in_time(lambda: target.backend.start(ground.memory, fill).join())
-    target.lanes.forget()
+    message = r"^1 tensors could not be checked"
+    assert_fails(target, FormatError, message, ground=ground, checks=checks, stop=stop, reads=reads)
 
 
 def test_a_fill_that_is_cancelled_stops_and_leaves_nothing(target: Target) -> None:
@@ -265,21 +265,12 @@ def test_a_fill_that_is_cancelled_stops_and_leaves_nothing(target: Target) -> No
     target.check(SOME)
 
 
-def test_an_error_of_who_is_told_ends_the_fill(target: Target) -> None:
+def test_an_error_of_who_is_told_or_watches_ends_the_fill(target: Target) -> None:
     def fail(*_: int) -> None:
         raise ZeroDivisionError("told")
 
     assert_fails(target, ZeroDivisionError, "told", on_arrival=fail)
-
-
-def test_an_error_of_who_watches_ends_the_fill(target: Target) -> None:
-    ground = target.lay_out(SOME)
-    stop = Stop()
-    fill = target.fill(ground, SOME, stop=stop, checks=ground.checks(SOME, (), stop))
-    with nothing_left_behind(), pytest.raises(ZeroDivisionError):
-        target.backend.start(ground.memory, fill).join(lambda done: 1 // 0)
-    assert target.lanes.in_flight == 0
-    target.cufile.assert_given_back()
+    assert_fails(target, ZeroDivisionError, "told", on_progress=fail)
 
 
 def test_all_backends_but_mapped_fill_memory_that_exists() -> None:

@@ -68,12 +68,6 @@ def kept(cache: Path) -> set[str]:
     return {one.name for one in entry_of(cache).iterdir() if not one.name.startswith(".")}
 
 
-def start(server: Server, rank: int, cache: Path) -> subprocess.Popen[bytes]:
-    """A load in a process of its own."""
-    environment = {**os.environ, **s3_server.environment(server)}
-    return subprocess.Popen([sys.executable, "-c", LOAD, URL, str(rank), str(cache)], env=environment)
-
-
 def test_what_was_fetched_is_kept_and_loaded_from_the_drive(server: Server, converted: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     expect(relayout.load(URL, 1, cache=cache), converted)
@@ -97,16 +91,15 @@ def test_ranks_and_degrees_share_an_entry(server: Server, converted: Path, tmp_p
         expect(relayout.load(URL, rank, cache=tmp_path), converted, rank)
     assert max(weights_asked(server).values()) == 1, "nothing is fetched twice"
     server.requests.clear()
+    other = tmp_path / "other"
+    assert_equal(relayout.load(URL, 0, tp=4, cache=other), relayout.load(converted, 0, tp=4))
+    assert {name for name in kept(other) if name.startswith("model-rank")} <= set(files_of_rank(converted, 0))
+    server.requests.clear()
     assert_equal(relayout.load(URL, 2, tp=4, cache=tmp_path, verify=True), relayout.load(converted, 2, tp=4))
     assert not any(one.key.endswith(".safetensors") for one in server.requests)
     server.requests.clear()
     assert_equal(relayout.load(URL, 3, tp=4, cache=tmp_path), relayout.load(converted, 3, tp=4))
     assert [one.key for one in server.requests if one.status == 200] == ["out/relayout.json"]
-
-
-def test_another_degree_fetches_the_files_that_it_needs(server: Server, converted: Path, tmp_path: Path) -> None:
-    assert_equal(relayout.load(URL, 0, tp=4, cache=tmp_path), relayout.load(converted, 0, tp=4))
-    assert {name for name in kept(tmp_path) if name.startswith("model-rank")} <= set(files_of_rank(converted, 0))
 
 
 def test_the_environment_says_where_and_how_much(
@@ -183,7 +176,8 @@ def test_a_process_is_killed_while_it_fetches(server: Server, converted: Path, t
             time.sleep(0.2)
 
     server.interfere = hold
-    process = start(server, 1, tmp_path)
+    environment = {**os.environ, **s3_server.environment(server)}
+    process = subprocess.Popen([sys.executable, "-c", LOAD, URL, "1", str(tmp_path)], env=environment)
     assert reached.wait(PATIENCE)
     process.send_signal(signal.SIGKILL)
     process.wait()

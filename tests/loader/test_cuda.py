@@ -121,12 +121,15 @@ def test_a_rank_is_equal_to_the_stored_bytes(small: Path, large: Path, backend: 
     for folder in (small, large):
         for rank in range(2):
             poison(128 * MIB)
+            before = torch.cuda.memory_allocated()
             with nothing_left_behind():
                 held = relayout.load(folder, rank, device=DEVICE, backend=backend)
+            assert torch.cuda.memory_allocated() - before <= sum(tensor.nbytes for tensor in held.values()) + MIB
             assert {tensor.data_ptr() % 16 for tensor in held.values() if tensor.numel()} == {0}
             assert len({tensor.untyped_storage().data_ptr() for tensor in held.values()}) == 1
             assert_on_device(held, stored_arrays(folder, rank))
             del held
+            assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 0)])
@@ -251,38 +254,11 @@ def test_into_fills_what_is_given_and_nothing_around(small: Path, backend: str) 
             into[name] = views[0]
             views[1].copy_(tensor)
         with nothing_left_behind():
-            found = relayout.load(small, 1, device=DEVICE, backend=backend, into=into, verify=True)
+            device = DEVICE if odd else "cuda"  # Without a number, too.
+            found = relayout.load(small, 1, device=device, backend=backend, into=into, verify=True)
         assert all(found[name] is into[name] for name in stored)
         for name in stored:
             np.testing.assert_array_equal(memory[name].cpu().numpy(), host[name].numpy(), err_msg=name)
-
-
-def test_into_takes_a_device_without_a_number(small: Path, backend: str) -> None:
-    expected = stored_arrays(small, 0)
-    into = {
-        name: torch.empty_like(tensor, device=DEVICE) for name, tensor in whole_tensors(small, "model-rank-0-*").items()
-    }
-    assert_on_device(relayout.load(small, 0, device="cuda", backend=backend, into=into), expected)
-
-
-def test_into_fills_parameters_that_want_gradients(large: Path, backend: str) -> None:
-    expected = stored_arrays(large, 0)
-    parameters = {
-        name: torch.nn.Parameter(torch.full(array.shape, 3.0, dtype=torch.bfloat16, device=DEVICE))
-        for name, array in expected.items()
-    }
-    relayout.load(large, 0, device=DEVICE, backend=backend, into=parameters)
-    sums = {name: parameter.detach().view(torch.int16).clone() for name, parameter in parameters.items()}
-    assert_on_device(sums, expected)
-    assert all(parameter.requires_grad and parameter.is_leaf for parameter in parameters.values())
-
-
-def test_into_refuses_tensors_of_the_host(small: Path, backend: str) -> None:
-    name, tensor = next(iter(whole_tensors(small, "model-rank-0-*").items()))
-    before = tensor.clone()
-    with nothing_left_behind(), pytest.raises(PlanError, match="is on cpu; the load is for cuda:0"):
-        relayout.load(small, 0, device=DEVICE, backend=backend, into={name: tensor})
-    assert torch.equal(tensor.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_verify_finds_a_flipped_bit(large: Path, backend: str, tmp_path: Path) -> None:
@@ -335,24 +311,6 @@ def test_pinned_memory_stays_within_the_budget_and_does_not_grow(large: Path, ba
     assert max(seen) - before.get(pinned, 0) <= memory
     torch.empty(1, pin_memory=True)  # The allocator looks then which copies have ended.
     assert torch.cuda.host_memory_stats().get(active, 0) <= before.get(active, 0) + 4096
-
-
-def test_memory_of_the_device_is_that_of_the_tensors(large: Path, backend: str) -> None:
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    held = relayout.load(large, 0, device=DEVICE, backend=backend)
-    nbytes = sum(tensor.nbytes for tensor in held.values())
-    assert nbytes <= torch.cuda.memory_allocated() - before <= nbytes + MIB
-    del held
-    gc.collect()
-    assert torch.cuda.memory_allocated() == before
-
-
-def test_explain_tells_what_runs(large: Path, backend: str) -> None:
-    told = relayout.explain(large, 0, DEVICE, backend=backend)
-    assert told.backend in (("pinned", "gds") if backend == "auto" else (backend,))
-    assert (told.gds is not None) == (told.backend == "gds")
-    assert told.reason
 
 
 def test_a_program_that_loads_exits(large: Path, backend: str) -> None:

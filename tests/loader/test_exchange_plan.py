@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -199,8 +198,3 @@ def test_what_all_hold_is_sent_in_small_chunks() -> None:
     rounds = plan_exchange([Divided(0, 0, Division.of((whole,) * 8, 2**18))], 8)
     assert {chunk.extent.nbytes for each in rounds for chunk in each.chunks} == {CHUNK_NBYTES // 8}
     assert all(each.chunks[0].sizes == (CHUNK_NBYTES // 8,) * 8 for each in rounds)
-
-
-@pytest.mark.parametrize("num_members", [1, 4])
-def test_nothing_is_exchanged_where_there_is_nothing(num_members: int) -> None:
-    assert plan_exchange([], num_members) == []

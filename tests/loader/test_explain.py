@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import math
 import os
 import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.loader_fixtures import open_files
+from support import prestarted
+from support.headers import entry, file_of
+from support.loader_fixtures import nothing_left_behind
 from support.mounts import mounted_tmpfs
-from support.page_cache import drive_nbytes, drop, unmarked, warm, write_cold  # noqa: F401
+from support.page_cache import (  # noqa: F401
+    drive_nbytes,
+    drop,
+    process_drive_nbytes,
+    refuse_to_open,
+    unmarked,
+    warm,
+    without_residency,
+    write_cold,
+)
 
 import relayout
+from relayout.errors import PlanError
+from relayout.loader.diagnose.doctor import diagnose
+from relayout.storage.local.mounts import filesystem_of
 
 Array = npt.NDArray[Any]
 
@@ -39,8 +54,10 @@ RANK_NBYTES = 1024 * 1024 * 4 + 1024 * 1024 * 4 + 1001 + 3 + 3
 """Of either of two ranks."""
 
 
-def write_plain(folder: Path) -> Path:
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
     """A checkpoint in two shards; the second one's tensor begins 48 bytes behind a block."""
+    folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     weight_map = {}
@@ -51,19 +68,13 @@ def write_plain(folder: Path) -> Path:
         for name in names:
             array = TENSORS[name]
             kind = {"int32": "I32", "uint8": "U8"}[array.dtype.name]
-            header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
+            header[name] = entry(end, end + array.nbytes, array.shape, kind)
             end += array.nbytes
-        text = json.dumps(header).encode().ljust(4096 - 8 + 48 * number)
-        blob = b"".join(TENSORS[name].tobytes() for name in names)
-        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + blob)
+        text = json.dumps(header).ljust(4096 - 8 + 48 * number)
+        (folder / file).write_bytes(file_of(text, b"".join(TENSORS[name].tobytes() for name in names)))
         weight_map |= dict.fromkeys(names, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Path:
-    return write_plain(tmp_path / "plain")
 
 
 @pytest.fixture
@@ -110,12 +121,6 @@ def whole_blocks_of(reads: list[dict[str, int]]) -> int:
     )
 
 
-def process_drive_nbytes() -> int:
-    """Bytes that all threads of this process have had drives read, those that have ended too."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["read_bytes"])
-
-
 def df(path: Path, field: str) -> str:
     """A column of df(1): what the system says of the file system below a path."""
     if shutil.which("df") is None or not sys.platform.startswith("linux"):
@@ -148,17 +153,13 @@ def test_through_the_page_cache_just_the_bytes_are_requested(cold: Path) -> None
     assert told.resident_nbytes == 0
 
 
-def test_what_is_mapped_is_not_requested(cold: Path) -> None:
-    told = relayout.explain(cold, 0, backend="mapped")
-    assert (told.backend, told.nbytes, told.read_nbytes, told.num_requests) == ("mapped", RANK_NBYTES, 0, 0)
-
-
 @pytest.mark.usefixtures("unmarked")
 @pytest.mark.parametrize("tp", [2, 1])
 def test_of_what_is_mapped_it_is_told_how_much_the_page_cache_has(cold: Path, tp: int) -> None:
     """At the degree of the conversion, and at another one, for which rows are joined from both ranks."""
     told = relayout.explain(cold, 0, backend="mapped", tp=tp)
-    assert told.resident_nbytes == 0
+    assert (told.backend, told.read_nbytes, told.num_requests, told.resident_nbytes) == ("mapped", 0, 0, 0)
+    assert told.nbytes == (RANK_NBYTES if tp == 2 else sum(array.nbytes for array in TENSORS.values()))
     assert "through the page cache" in told.reason
     assert "has 0 % of the bytes now" in told.reason
     assert "direct" not in told.reason
@@ -202,13 +203,12 @@ def test_a_load_then_reads_what_was_told(cold: Path, backend: str) -> None:
 
 def test_nothing_is_loaded_but_the_sidecar_and_a_block_of_each_file(cold: Path) -> None:
     relayout.explain(cold, 0)
-    files = sorted(cold.iterdir())
-    for file in files:
+    for file in cold.iterdir():
         drop(file)
-    before, files = drive_nbytes(), open_files()
-    relayout.explain(cold, 1)
+    before = drive_nbytes()
+    with nothing_left_behind():
+        relayout.explain(cold, 1)
     assert drive_nbytes() - before <= (cold / "relayout.json").stat().st_size + 2 * 4096 + SLACK
-    assert open_files().items() <= files.items()
     assert [file.resident_nbytes for file in relayout.explain(cold, 0).files] == [0, 0]
     assert [file.resident_nbytes for file in relayout.explain(cold, 1).files] == [0, 0]
 
@@ -276,58 +276,37 @@ def test_a_file_system_in_memory_is_told_as_such(plain: Path, tmp_path: Path, na
         if told.files[0].refuses_direct is None:  # Linux 6.6 and later.
             assert told.resident_nbytes == RANK_NBYTES
         assert relayout.explain(place / "out", 0, backend="buffered").resident_nbytes == RANK_NBYTES
-
-
-def test_a_link_is_followed_to_the_file_system_that_has_the_bytes(plain: Path, tmp_path: Path) -> None:
-    with mounted_tmpfs(tmp_path / "small", "40m") as place:
-        relayout.convert(plain, place / "out", tp=2)
         (tmp_path / "link").symlink_to(place / "out")
-        told = relayout.explain(tmp_path / "link", 0)
-        assert {file.filesystem.mount_point for file in told.files} == {str(place.resolve())}
-        assert told.path == str(tmp_path / "link")
+        assert replace(relayout.explain(tmp_path / "link", 0), path=told.path) == told
 
 
-def test_a_mount_that_another_one_hides_is_not_told(plain: Path, tmp_path: Path) -> None:
+def test_a_mount_that_another_one_hides_is_not_told(tmp_path: Path) -> None:
     outer = tmp_path / "a"
-    with mounted_tmpfs(outer, "1m"), mounted_tmpfs(outer / "b", "1m"):
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(outer)], check=True)
-        try:
-            (outer / "b").mkdir()
-            relayout.convert(plain, outer / "b" / "out", tp=2)
-            assert relayout.explain(outer / "b" / "out", 0).files[0].filesystem.mount_point == str(outer)
-        finally:
-            subprocess.run(["umount", "-l", str(outer)], check=True)
+    with mounted_tmpfs(outer, "1m"), mounted_tmpfs(outer / "b", "1m"), mounted_tmpfs(outer, "1m"):
+        (outer / "b").mkdir()
+        assert filesystem_of(outer / "b").mount_point == str(outer)
 
 
-def test_an_older_mount_in_a_newer_one_is_told(plain: Path, tmp_path: Path) -> None:
-    with mounted_tmpfs(tmp_path / "older", "40m") as older, mounted_tmpfs(tmp_path / "newer", "1m") as newer:
-        relayout.convert(plain, older / "out", tp=2)
+def test_an_older_mount_in_a_newer_one_is_told(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "older", "1m") as older, mounted_tmpfs(tmp_path / "newer", "1m") as newer:
         inner = newer / "inner"
         inner.mkdir()
         done = subprocess.run(["mount", "--move", str(older), str(inner)], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"mounts cannot be moved here: {done.stderr.strip()}")
         try:
-            told = relayout.explain(inner / "out", 0).files[0].filesystem
-            assert (told.kind, told.mount_point) == ("tmpfs", str(inner))
+            assert (filesystem_of(inner).kind, filesystem_of(inner).mount_point) == ("tmpfs", str(inner))
         finally:
             subprocess.run(["mount", "--move", str(inner), str(older)], check=True)
 
 
-def test_a_mount_whose_name_is_no_text_is_no_trouble(converted: Path, tmp_path: Path) -> None:
+def test_a_mount_whose_name_is_no_text_is_no_trouble(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / os.fsdecode(b"no text \xff"), "1m"):
-        assert relayout.explain(converted, 0).files[0].filesystem.mount_point == df(converted, "target")
+        assert filesystem_of(tmp_path).mount_point == df(tmp_path, "target")
 
 
 def test_a_file_system_that_refuses_direct_io_is_told(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_open = os.open
-
-    def refuse(name: Any, flags: int, *rest: int, **options: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument", str(name))
-        return true_open(name, flags, *rest, **options)
-
-    monkeypatch.setattr(os, "open", refuse)
+    refuse_to_open(monkeypatch, errno.EINVAL)
     told = relayout.explain(converted, 0)
     assert [file.refuses_direct for file in told.files] == [
         "the file system refuses direct I/O; use backend 'buffered'"
@@ -338,14 +317,33 @@ def test_a_file_system_that_refuses_direct_io_is_told(converted: Path, monkeypat
         relayout.explain(converted, 0, backend="direct")
 
 
-def test_the_json_is_the_same_in_full(converted: Path) -> None:
-    told = relayout.explain(converted, 0)
-    read_back = json.loads(json.dumps(told.as_json()))
-    assert set(read_back) == set(told.__dataclass_fields__)
-    assert read_back["nbytes"] == RANK_NBYTES
-    assert "direct" in read_back["backend"] or read_back["backend"] == "buffered"
-    assert read_back["gds"] is None
-    file = read_back["files"][1]
-    assert file["nbytes"] == (converted / file["name"]).stat().st_size
-    assert file["filesystem"]["block_nbytes"] == (converted / file["name"]).stat().st_blksize
-    assert math.isfinite(read_back["read_nbytes"])
+# `relayout doctor`: the explanations of the loads that are asked about.
+
+
+def test_without_a_degree_it_is_that_of_the_conversion_or_one(plain: Path, converted: Path) -> None:
+    assert [one.rank for one in diagnose(converted, device="cpu").ranks] == [0, 1]
+    for found, expected in (
+        (diagnose(converted, device="cpu").ranks[1:], relayout.explain(converted, 1)),
+        (diagnose(plain, device="cpu").ranks, relayout.explain(plain, 0, tp=1)),
+    ):
+        assert list(map(without_residency, found)) == [without_residency(expected)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_another_degree_is_explained_for_both_kinds_of_folders(plain: Path, converted: Path, tp: int) -> None:
+    for folder in (plain, converted):
+        expected = tuple(relayout.explain(folder, rank, tp=tp) for rank in range(tp))
+        found = diagnose(folder, device="cpu", tp=tp).ranks
+        assert list(map(without_residency, found)) == list(map(without_residency, expected))
+    words = ("doctor", converted, "--tp", tp, "--device", "cpu", "--json")
+    told = json.loads(prestarted.run(*words, imports=prestarted.LOADER).stdout)
+    assert [one["nbytes"] for one in told["ranks"]] == [one.nbytes for one in expected]
+    assert all(one.keys() == set(relayout.Explanation.__dataclass_fields__) for one in told["ranks"])
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+@pytest.mark.parametrize("tp", [0, -1, True, 1.0])
+def test_a_degree_of_no_ranks_is_refused(plain: Path, converted: Path, tp: int, rank: int | None) -> None:
+    for folder in (plain, converted):
+        with pytest.raises(PlanError, match=r"^tp: -?\d, expected 1 or more$|^tp: (True|1\.0) is not an integer$"):
+            diagnose(folder, rank=rank, device="cpu", tp=tp)

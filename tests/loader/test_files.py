@@ -6,8 +6,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
-from support.loader_fixtures import open_files
+from support.loader_fixtures import nothing_left_behind
 from support.local_stores import stored_file
 from support.page_cache import (  # noqa: F401
     drive_nbytes,
     drop,
     opened,
     process_drive_nbytes,
+    refuse_to_open,
     unmarked,
     warm,
     write_cold,
@@ -61,14 +61,9 @@ def written(tmp_path: Path) -> Bytes:
     return written
 
 
-@contextmanager
-def sources_of(paths: Path | Sequence[Path], access: Access) -> Iterator[Sources]:
+def sources_of(paths: Path | Sequence[Path], access: Access) -> Sources:
     paths = [paths] if isinstance(paths, Path) else paths
-    sources = Sources([stored_file(path, path.stat().st_size) for path in paths], access)
-    try:
-        yield sources
-    finally:
-        sources.close()
+    return Sources([stored_file(path, path.stat().st_size) for path in paths], access)
 
 
 def read(sources: Sources, file: int, offset: int, nbytes: int) -> bytes:
@@ -76,10 +71,6 @@ def read(sources: Sources, file: int, offset: int, nbytes: int) -> bytes:
     view = Buffer().reserve(nbytes)
     sources.read(file, offset, view)
     return bytes(view)
-
-
-def num_descriptors() -> int:
-    return len(open_files())
 
 
 def drive_nbytes_of(path: Path, access: Access, written: Bytes) -> int:
@@ -190,14 +181,7 @@ def test_a_rank_that_is_alone_leaves_nothing_of_a_plain_checkpoint_in_the_page_c
 def test_without_direct_io_a_file_that_was_cold_is_cold_again(
     tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch, there: Sequence[int]
 ) -> None:
-    true_open = os.open
-
-    def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument", path)
-        return true_open(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
+    refuse_to_open(monkeypatch, errno.EINVAL)
     for number in there:
         warm(tmp_path / "file", number * MIB, MIB)
     with sources_of(tmp_path / "file", Access.AUTO) as sources:
@@ -311,23 +295,6 @@ def test_a_request_is_one_piece_where_there_is_nothing_to_choose(
         assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, 4 * MIB, False)]
 
 
-def test_alignment_is_a_block_only_if_something_is_read_directly(tmp_path: Path, written: Bytes) -> None:
-    for access, alignment in ((Access.AUTO, 4096), (Access.DIRECT, 4096), (Access.BUFFERED, 1)):
-        with sources_of(tmp_path / "file", access) as sources:
-            assert sources.alignment == alignment
-    assert Sources([], Access.AUTO).alignment == 1
-
-
-def test_residency_is_told_of_each_file(tmp_path: Path, written: Bytes) -> None:
-    write_cold(tmp_path / "other", MIB)
-    warm(tmp_path / "other", 8192, 4096)
-    for access in Access:
-        with sources_of([tmp_path / "file", tmp_path / "other"], access) as sources:
-            assert sources.resident_nbytes(0, 0, NBYTES) == 0
-            assert sources.resident_nbytes(1, 0, MIB) == 4096
-            assert os.fstat(sources.fd(1)).st_ino == (tmp_path / "other").stat().st_ino
-
-
 def test_an_empty_file_is_no_trouble(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     for access in (Access.AUTO, Access.BUFFERED):
@@ -339,10 +306,8 @@ def test_an_empty_file_is_no_trouble(tmp_path: Path) -> None:
 @pytest.mark.parametrize("access", Access)
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, access: Access) -> None:
     os.mkfifo(tmp_path / "file")
-    before = num_descriptors()
-    with pytest.raises(FormatError, match=r"file: not a regular file$"):
+    with nothing_left_behind(), pytest.raises(FormatError, match=r"file: not a regular file$"):
         Sources([stored_file(tmp_path / "file", 0)], access)
-    assert num_descriptors() == before
 
 
 def test_a_file_that_vanishes_between_two_opens_is_refused(
@@ -358,10 +323,8 @@ def test_a_file_that_vanishes_between_two_opens_is_refused(
             super().__init__(path, nbytes, **options)
 
     monkeypatch.setattr(store, "InputFile", Vanishing)
-    before = num_descriptors()
-    with pytest.raises(FormatError, match=r"file: is missing$"):
+    with nothing_left_behind(), pytest.raises(FormatError, match=r"file: is missing$"):
         Sources([stored_file(path, NBYTES)], Access.AUTO)
-    assert num_descriptors() == before
 
 
 @pytest.mark.parametrize("nbytes", [2 * MIB, 2 * MIB + 4096, 2 * MIB + 5000, 2 * MIB + 100])
@@ -377,18 +340,6 @@ def test_a_file_that_has_become_shorter_is_damaged(
         os.truncate(path, nbytes)
         with pytest.raises(FormatError, match=rf"file: ends at byte {nbytes}, expected {NBYTES} bytes$"):
             read(sources, 0, MIB, 4 * MIB)
-
-
-def refuse_to_open(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """A file system that does not open files for direct I/O."""
-    true_open = os.open
-
-    def refuse(name: Any, flags: int, *rest: int, **options: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(code, os.strerror(code), str(name))
-        return true_open(name, flags, *rest, **options)
-
-    monkeypatch.setattr(os, "open", refuse)
 
 
 def refuse_to_read(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
@@ -418,7 +369,6 @@ def test_refused_direct_io_is_an_error_only_where_direct_was_asked_for(
     if resident:
         warm(path, 0, MIB)
     refuse(monkeypatch, code)
-    before = num_descriptors()
     for access in (Access.AUTO, Access.BUFFERED):
         with sources_of(path, access) as sources:
             for offset in (0, 2 * MIB):
@@ -427,12 +377,12 @@ def test_refused_direct_io_is_an_error_only_where_direct_was_asked_for(
                 assert list(sources.pieces(0, 0, MIB)) == [(0, MIB, True)]
                 assert sources.alignment == 1
     with (
+        nothing_left_behind(),
         pytest.raises(OSError, match=r"refuses direct I/O; use backend 'buffered'.*file'$") as caught,
         sources_of(path, Access.DIRECT) as sources,
     ):
         read(sources, 0, 0, MIB)
     assert caught.value.errno == 95
-    assert num_descriptors() == before
 
 
 def test_any_other_refusal_to_open_is_an_error_of_each_access(

@@ -13,7 +13,7 @@ START = f"""
 import gc, multiprocessing, os, signal, sys, threading, time
 import torch  # A child could not import what another thread is importing while the process forks (CPython's own limit).
 import relayout
-folder, backend = sys.argv[1:3]
+folder = sys.argv[1]
 
 def ended(pid):
     end = time.monotonic() + {PATIENCE}
@@ -42,8 +42,9 @@ def read(self, file, offset, view):
     return true_read(self, file, offset, view)
 
 sources.Sources.read = read
-iterator = relayout.iter_load(folder, 0, backend=backend, memory={IN_FLIGHT}, threads=3)
+iterator = relayout.iter_load(folder, 0, memory={IN_FLIGHT}, threads=3)
 first = [next(iterator)]
+before = first[0][1].numpy().tobytes()
 reading.wait()
 """
 )
@@ -51,7 +52,7 @@ reading.wait()
 CHILDREN = {
     "comes to its end": "pass",
     "forgets it": "del iterator; gc.collect(); os._exit(0)",
-    "closes it": "iterator.close(); os._exit(0)",
+    "closes it and uses the tensors": "iterator.close(); os._exit(9 * (first[0][1].numpy().tobytes() != before))",
     "exits at once": "os._exit(0)",
     "loads by itself": """
 sources.Sources.read = true_read
@@ -90,7 +91,7 @@ else:
     may_read.set()
     print(code, len(first + list(iterator)))
 """
-    assert run(script, wide, "auto") == "0 16"
+    assert run(script, wide) == "0 16"
 
 
 def test_children_of_multiprocessing_end_too(wide: Path) -> None:
@@ -103,27 +104,14 @@ child.kill()
 may_read.set()
 print(code, len(first + list(iterator)))
 """
-    assert run(script, wide, "auto") == "0 16"
-
-
-def test_tensors_of_an_iteration_stay_in_the_child(wide: Path) -> None:
-    script = f"""{BEGUN}
-before = first[0][1].numpy().tobytes()
-pid = os.fork()
-if pid == 0:
-    iterator.close()
-    os._exit(0 if first[0][1].numpy().tobytes() == before else 9)
-print(ended(pid))
-may_read.set()
-"""
-    assert run(script, wide, "auto") == "0"
+    assert run(script, wide) == "0 16"
 
 
 @pytest.mark.parametrize("what", ["pass", "os._exit(0)", CHILDREN["loads by itself"]])
 def test_a_child_that_is_forked_while_another_thread_loads_ends(wide: Path, what: str) -> None:
     script = f"""{BEGUN.partition("iterator =")[0]}
 found = []
-loading = threading.Thread(target=lambda: found.append(relayout.load(folder, 0, backend=backend, threads=3)))
+loading = threading.Thread(target=lambda: found.append(relayout.load(folder, 0, threads=3)))
 loading.start()
 reading.wait()
 pid = os.fork()
@@ -135,7 +123,7 @@ else:
     loading.join()
     print(code, len(found[0]))
 """
-    assert run(script, wide, "auto") == "0 16"
+    assert run(script, wide) == "0 16"
 
 
 def test_a_load_that_forks_in_its_own_progress_is_an_error_in_the_child(wide: Path) -> None:
@@ -147,7 +135,7 @@ def progress(done, total):
 
 pid = None
 try:
-    print(len(relayout.load(folder, 0, backend=backend, progress=progress)))
+    print(len(relayout.load(folder, 0, progress=progress)))
 except RuntimeError as error:
     assert pid == 0, error
     os._exit(0 if "forked" in str(error) else 8)
@@ -155,7 +143,7 @@ if pid == 0:
     os._exit(9)
 print(ended(pid))
 """
-    assert run(script, wide, "auto") == "0"
+    assert run(script, wide) == "0"
 
 
 def test_a_child_uses_what_is_open_while_another_thread_of_the_parent_reads_a_table(wide: Path) -> None:
@@ -186,4 +174,4 @@ may_read.set()
 other.join()
 print(code, len(found))
 """
-    assert run(script, wide, "auto") == "0 1"
+    assert run(script, wide) == "0 1"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import prestarted
 from support.conversions import stock_tensors, stored_in
-from support.group_worker import NUM_MEMBERS, PIECE_NBYTES, digests
+from support.group_worker import NUM_MEMBERS, PIECE_NBYTES, digests, seen_by_members
 from support.loader_fixtures import MIB, mlp_model
+from support.reads import carried_out
 from support.remote import HEAD
 from support.signing import make_keys
 
@@ -52,17 +52,6 @@ def arenas(draw: st.DrawFn) -> tuple[list[Read], int]:
     return draw(st.permutations(reads)), end
 
 
-def carried_out(reads: tuple[Read, ...] | list[Read], files: list[Any], nbytes: int) -> tuple[Any, Any]:
-    """What the reads bring, and how often they write each byte, by numpy."""
-    arena, written = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    for read in reads:
-        for run in read.transfer.runs():
-            target = slice(run.target, run.target + run.nbytes)
-            arena[target] = files[read.file][run.source : run.source + run.nbytes]
-            written[target] += 1
-    return arena, written
-
-
 @given(
     arenas(),
     st.integers(1, 5),
@@ -80,10 +69,8 @@ def test_the_pieces_bring_each_byte_of_the_reads_once(
     assert all(end <= piece.start for end, piece in zip(ends, pieces, strict=False))
     for piece in pieces:
         assert all(piece.start <= one.transfer.target and one.transfer.target_end <= piece.end for one in piece.reads)
-    expected, _ = carried_out(reads, files, nbytes)
-    found, written = carried_out([one for piece in pieces for one in piece.reads], files, nbytes)
-    assert (found == expected).all()
-    assert (written == carried_out(reads, files, nbytes)[1]).all()
+    found = carried_out([one for piece in pieces for one in piece.reads], files, nbytes)
+    np.testing.assert_array_equal(found, carried_out(reads, files, nbytes))  # The bytes, and how often each is written.
     assert sum(piece.nbytes for piece in pieces) == sum(one.transfer.total_nbytes for one in reads)
 
 
@@ -124,9 +111,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def group(place: Path) -> list[dict[str, Any]]:
     """What each member of a group saw in each case."""
-    done = prestarted.run(place, script=SCRIPT, imports=prestarted.GROUP, env=prestarted.ONE_THREAD)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((place / f"member-{number}.json").read_text()) for number in MEMBERS]
+    return seen_by_members(place, SCRIPT)
 
 
 def rank_nbytes(place: Path, reads: int = 1) -> int:
@@ -164,20 +149,14 @@ def test_a_member_that_lies_is_not_believed(place: Path, group: list[dict[str, A
     assert all(found != digests(stored_in(place / "out", 1)) for found in believed)  # So that the lie was one.
 
 
-def test_at_another_degree_too(place: Path, group: list[dict[str, Any]]) -> None:
+def test_at_another_degree_and_some_tensors_only(place: Path, group: list[dict[str, Any]]) -> None:
     whole = digests(stock_tensors(place / "source"))
-    for case in ("one rank", "one rank, verified"):
-        assert [member[case]["tensors"] for member in group] == [whole] * NUM_MEMBERS
     quarter = digests(relayout.load(place / "out", 2, tp=4))
-    for case in ("four ranks", "streamed, four ranks"):
-        assert [member[case]["tensors"] for member in group] == [quarter] * NUM_MEMBERS
-
-
-def test_some_tensors_only(place: Path, group: list[dict[str, Any]]) -> None:
     some = {name: one for name, one in digests(stored_in(place / "out", 1)).items() if ".0.mlp." in name}
     assert some
-    for case in ("some", "streamed, some"):
-        assert [member[case]["tensors"] for member in group] == [some] * NUM_MEMBERS
+    cases = {"one rank": whole, "one rank, verified": whole, "four ranks": quarter, "streamed, four ranks": quarter}
+    for case, expected in {**cases, "some": some, "streamed, some": some}.items():
+        assert [member[case]["tensors"] for member in group] == [expected] * NUM_MEMBERS, case
 
 
 def assert_read_once(place: Path, read: list[int], rank_nbytes: int, again: int = 0) -> None:
@@ -218,31 +197,41 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
         assert "foreign" in member["another conversion"]["error"]
 
 
-@pytest.mark.parametrize("case", ["verified by one", "streamed, verified by one"])
-def test_all_members_verify_or_none_does(group: list[dict[str, Any]], case: str) -> None:
-    for member in group:  # Chunks are assigned otherwise than blocks.
+FAILURES = {
+    "no such rank": ("PlanError", "rank 7, expected 0 to 1", 1),
+    "bad option": ("PlanError", "threads: 0, expected 1 or more", 3),
+    "bad progress": ("PlanError", "progress='a bar', expected", 2),
+    "streamed, bad option": ("PlanError", "1 bytes of memory", 1),
+    "a read fails": ("OSError", "the drive is on fire", 2),
+    "a streamed read fails": ("OSError", "the drive is on fire", 2),
+    "fails between blocks": ("OSError", "the drive is on fire", 2),
+}
+"""The kind of the error, what it says, and whose it is."""
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_what_fails_on_one_member_fails_all_with_its_reason(group: list[dict[str, Any]], case: str) -> None:
+    kind, says, culprit = FAILURES[case]
+    for number, member in enumerate(group):
+        assert member[case]["kind"] == kind
+        assert says in member[case]["error"]
+        assert (f"member {culprit} of the group failed: " in member[case]["error"]) == (number != culprit)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("verified by one", "all members of a group must load the same"),  # Chunks are assigned otherwise than blocks.
+        ("streamed, verified by one", "all members of a group must load the same"),
+        ("plain", "iter_load shares converted checkpoints only"),
+        ("mapped", "which a group cannot share"),
+        ("streamed, mapped", "which a group cannot share"),
+    ],
+)
+def test_what_a_group_cannot_do_is_refused_by_all(group: list[dict[str, Any]], case: str, says: str) -> None:
+    for member in group:
         assert member[case]["kind"] == "PlanError"
-        assert "all members of a group must load the same" in member[case]["error"]
-
-
-def test_what_one_member_may_not_do_no_member_does(group: list[dict[str, Any]]) -> None:
-    for number, member in enumerate(group):
-        assert (member["plain"]["kind"], member["plain"]["code"]) == ("PlanError", "unsupported")
-        assert "iter_load shares converted checkpoints only" in member["plain"]["error"]
-        for case in ("mapped", "streamed, mapped"):
-            assert member[case]["kind"] == "PlanError"
-        for case, culprit in (("no such rank", 1), ("bad option", 3), ("bad progress", 2), ("streamed, bad option", 1)):
-            assert member[case]["kind"] == "PlanError"
-            by_another = f"member {culprit} of the group failed: "
-            assert (by_another in member[case]["error"]) == (number != culprit)
-
-
-@pytest.mark.parametrize("case", ["a read fails", "a streamed read fails", "fails between blocks"])
-def test_a_read_that_fails_fails_all_with_its_reason(group: list[dict[str, Any]], case: str) -> None:
-    for number, member in enumerate(group):
-        assert member[case]["kind"] == "OSError"
-        assert "the drive is on fire" in member[case]["error"]
-        assert ("member 2 of the group failed" in member[case]["error"]) == (number != 2)
+        assert says in member[case]["error"]
 
 
 def test_a_member_that_stops_early_fails_the_others(group: list[dict[str, Any]]) -> None:
@@ -257,8 +246,7 @@ def test_a_member_that_stops_early_fails_the_others(group: list[dict[str, Any]])
 @pytest.mark.parametrize("case", ["damaged", "streamed, damaged"])
 def test_a_damaged_chunk_fails_all_with_its_reason(group: list[dict[str, Any]], case: str) -> None:
     failed = [member[case] for member in group]
-    assert {one["kind"] for one in failed} == {"FormatError"}
-    assert {one["code"] for one in failed} == {"digest"}
+    assert {(one["kind"], one["code"]) for one in failed} == {("FormatError", "digest")}
     assert all("toy://group/out/model-rank-1-part-0" in one["error"] for one in failed)
     assert sum("of the group failed" in one["error"] for one in failed) == NUM_MEMBERS - 1
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import prestarted
 from support.checkpoints import write_family
 from support.conversions import stock_tensors
 from support.engine_oracle import expected
 from support.families import FAMILIES
-from support.group_worker import NUM_MEMBERS, digests
+from support.group_worker import NUM_MEMBERS, digests, seen_by_members
 from support.loader_fixtures import mlp_model, skip_unless_drives_are_counted
 from support.models import as_integers
 from support.plain_group_worker import NAMES
@@ -41,9 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def group(place: Path) -> list[dict[str, Any]]:
     """What each member of a group saw in each case."""
-    done = prestarted.run(place, script=SCRIPT, imports=prestarted.GROUP, env=prestarted.ONE_THREAD)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((place / f"member-{number}.json").read_text()) for number in range(NUM_MEMBERS)]
+    return seen_by_members(place, SCRIPT)
 
 
 def cut(whole: torch.Tensor, kind: str, tp: int, rank: int, sizes: dict[str, int]) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,18 @@ def test_too_many_open_files_is_told_wherever_it_happens_and_leaves_none_behind(
     """From the first file to the last one, and those that are opened while others are read."""
     code = """
 import resource, torch, relayout
-calls = [relayout.load, lambda *args, **options: list(relayout.iter_load(*args, **options)), relayout.explain]
+def read_one(folder, rank, backend):
+    with relayout.safe_open(folder) as opened:
+        return opened.get_tensor("x4")
+
+calls = [
+    relayout.load,
+    lambda *args, **options: relayout.load(*args, names="**", **options),
+    lambda *args, **options: relayout.load(*args, verify=True, **options),
+    lambda *args, **options: list(relayout.iter_load(*args, **options)),
+    read_one,
+    relayout.explain,
+]
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 told = []
 for call in calls:
@@ -89,47 +99,16 @@ print(json.dumps(told))
 """
     backends = ["auto", "mapped"]
     told = run(code, converted, *backends, folder=tmp_path)
-    for number in range(3 * len(backends)):
+    for number in range(6 * len(backends)):
         by_limit = told[20 * number : 20 * (number + 1)]
         failed = [one for one in by_limit if one["type"]]
-        assert NUM_PARTS - 1 <= len(failed) < 20
+        assert (1 if number // len(backends) == 4 else NUM_PARTS - 1) <= len(failed) < 20
         assert by_limit[: len(failed)] == failed  # From some limit on it works.
         for one in failed:
             assert (one["type"], one["errno"], one["leaked"]) == ("OSError", errno.EMFILE, 0)
             assert "Too many open files; this process may open" in one["message"]
             assert "files: raise that with ulimit -n: " in one["message"]
             assert str(converted) in one["message"]
-
-
-def test_the_limit_is_told_when_not_one_more_file_can_be_opened(tmp_path: Path) -> None:
-    code = """
-from relayout.loader.diagnose.hints import error_hints
-
-def use_up():
-    while True:
-        os.dup(0)
-
-try:
-    use_up()
-except OSError:
-    pass
-
-try:
-    with error_hints():
-        os.open("nothing", os.O_RDONLY)
-except Exception as error:
-    print(json.dumps([type(error).__name__, str(error)]))
-"""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("takes ulimit")
-    # Set from outside, so that Python's own module for limits was not loaded before.
-    command = ["sh", "-c", 'ulimit -n 50 && exec "$@"', "sh", sys.executable, "-c", CALL + code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [
-        "OSError",
-        "[Errno 24] Too many open files; this process may open 50 files: raise that with ulimit -n: 'nothing'",
-    ]
 
 
 @pytest.mark.parametrize("backend", ["auto", "mapped"])
@@ -208,29 +187,3 @@ def test_where_there_is_nothing_to_do_the_error_is_the_same(original: BaseExcept
         raise original
     assert caught.value is original
     assert caught.value.__cause__ is None
-
-
-def test_a_system_without_some_of_the_numbers_gets_the_same_errors(tmp_path: Path) -> None:
-    """macOS, of which Linux has all numbers but one."""
-    code = """
-import errno
-if hasattr(errno, "EREMOTEIO"):
-    del errno.EREMOTEIO
-from relayout.loader.diagnose.hints import error_hints
-
-def fail(code):
-    with error_hints():
-        raise OSError(code, "of the system")
-
-print(json.dumps([outcome(lambda: fail(code))["message"] for code in (errno.ENOSPC, errno.ETIMEDOUT)]))
-"""
-    assert run(code, folder=tmp_path) == [
-        f"[Errno {errno.ENOSPC}] of the system",
-        f"[Errno {errno.ETIMEDOUT}] of the system; the network file system does not answer",
-    ]
-
-
-def test_what_does_not_fail_is_left_alone() -> None:
-    with error_hints():
-        result = 1
-    assert result == 1

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,21 +28,6 @@ from relayout.storage.web.hub import HubClient
 
 pytest.importorskip("urllib3", reason="the client of web servers")
 pytest.importorskip("huggingface_hub", reason="the hub's own library")
-
-
-@pytest.fixture
-def hub(converted: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with a converted repository, org/out, and its source, org/model; nothing of them is on this machine."""
-    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
-    with hub_server.running() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.hub.url)
-        for folder, repo in ((converted, "org/out"), (model, "org/model")):
-            hub.repos[repo] = {file.name: file.read_bytes() for file in folder.iterdir()}
-        yield hub
 
 
 def download(hub: Hub, repo: str, folder: Path, *names: str) -> Path:
@@ -144,7 +128,7 @@ def test_what_was_downloaded_is_read_on_the_drive_and_the_rest_from_the_hub(
     hub.hub.requests.clear()
     expect(relayout.load("org/out", 1, backend="mapped"), converted)
     assert not any("/resolve/" in one.key for one in hub.hub.requests)
-    hub.hub.interfere = lambda request: Answer(503)
+    hub.hub.interfere = lambda request: Answer(500)
     expect(relayout.load("org/out", 1), converted)
     expect(relayout.load(f"hf://org/out@{hub.commit('org/out')}", 1), converted)
 
@@ -245,15 +229,6 @@ def test_bytes_that_only_xet_brings_are_no_matter_of_credentials(hub: Hub) -> No
         relayout.load("org/out", 1)
 
 
-@pytest.mark.parametrize(
-    ("status", "says"), [(429, "the hub throttles requests"), (500, "the hub returned a server error")]
-)
-def test_the_hub_fails(hub: Hub, status: int, says: str) -> None:
-    hub.hub.interfere = lambda request: Answer(status)
-    with pytest.raises(RequestError, match=rf"{says}.* \(HTTP {status}\)"):
-        relayout.load("hf://org/out", 1)
-
-
 def test_what_is_not_there_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = "no such file or folder; as a repository of the hub: "
     with pytest.raises(PlanError, match=r"^hf://org/none: no such repository on the hub"):
@@ -264,6 +239,9 @@ def test_what_is_not_there_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
         relayout.load("hf://org/out@v9", 0)
     del hub.repos["org/out"]["model-rank-1-part-0.safetensors"]
     with pytest.raises(FormatError, match=r"hf://org/out/model-rank-1-part-0.safetensors: is missing"):
+        relayout.load("hf://org/out", 1)
+    hub.hub.interfere = lambda request: Answer(500)
+    with pytest.raises(RequestError, match=r"the hub returned a server error.* \(HTTP 500\)"):
         relayout.load("hf://org/out", 1)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(PlanError, match=f"^org/out: {nothing}the server cannot be reached"):

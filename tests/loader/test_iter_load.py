@@ -1,17 +1,20 @@
-"""`relayout.iter_load`: all tensors in file order, a bound on what is read ahead, and no memory in use used again."""
+"""`relayout.iter_load`: all tensors in file order, a bound on what is read ahead, and an end at any point."""
 
 from __future__ import annotations
 
+import gc
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import loader_fixtures
+from support.bits import flip
 from support.loader_fixtures import (
     IN_FLIGHT,
     LITTLE,
@@ -20,16 +23,17 @@ from support.loader_fixtures import (
     assert_equal,
     by_two_ways,
     child,
+    extents,
     loader_threads,
     nothing_left_behind,
     whole_tensors,
     write_model,
 )
 from support.models import as_integers, expected_slice
-from support.patience import PATIENCE
+from support.patience import PATIENCE, in_time
 
 import relayout
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.loader.backends import arena
 from relayout.loader.backends.arena import HUGE_PAGE
 from relayout.loader.backends.files import Sources
@@ -48,13 +52,6 @@ def test_tensors_come_in_file_order_and_are_equal_to_numpy_slices(
         assert [name for name, _ in found] == list(stored)
         assert_equal(dict(found), stored)
         assert_equal(dict(found), {name: expected_slice(name, array, rank, 2) for name, array in whole.items()})
-
-
-def test_a_rank_of_one_file_and_large_tensors_comes_whole(wide: Path, way: str) -> None:
-    stored = whole_tensors(wide)
-    for memory in (None, IN_FLIGHT, 5 * MIB):
-        iterator = relayout.iter_load(wide, 0, backend=way, memory=memory, verify=True)
-        assert_equal({name: tensor.clone() for name, tensor in iterator}, stored)
 
 
 @pytest.mark.parametrize("memory", [None, LITTLE])
@@ -88,14 +85,11 @@ def test_nothing_is_read_before_the_first_tensor_is_asked_for(wide: Path, monkey
         del iterator
 
 
-@pytest.mark.parametrize("backend", ["auto", "direct", "buffered", "pinned"])
+@pytest.mark.parametrize("way", ["auto", "direct", "buffered", "pinned"], indirect=True)
 @pytest.mark.parametrize("slow", [False, True])
 def test_no_more_than_memory_is_read_and_not_yet_yielded(
-    wide: Path, backend: str, slow: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    wide: Path, way: str, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if backend == "pinned":
-        request.getfixturevalue("fake_pinned")
-        backend = "auto"
     lock = threading.Lock()
     ahead = worst = 0
     true_read = Sources.read
@@ -108,7 +102,7 @@ def test_no_more_than_memory_is_read_and_not_yet_yielded(
         true_read(self, file, offset, view)
 
     monkeypatch.setattr(Sources, "read", read)
-    for _, tensor in relayout.iter_load(wide, 0, backend=backend, memory=2 * IN_FLIGHT):
+    for _, tensor in relayout.iter_load(wide, 0, backend=way, memory=2 * IN_FLIGHT):
         end = time.monotonic() + PATIENCE
         while slow and worst <= 2 * IN_FLIGHT // 3 and time.monotonic() < end:
             time.sleep(0.001)  # What may be read ahead is read ahead.
@@ -117,11 +111,6 @@ def test_no_more_than_memory_is_read_and_not_yet_yielded(
             ahead -= tensor.nbytes
     assert ahead == 0
     assert 2 * IN_FLIGHT // 3 * slow < worst <= 2 * IN_FLIGHT
-
-
-@pytest.fixture
-def fake_pinned(monkeypatch: pytest.MonkeyPatch) -> Any:
-    yield from loader_fixtures.fake_device(monkeypatch, "pinned")
 
 
 def test_the_process_grows_by_no_more_than_memory(wide: Path) -> None:
@@ -224,9 +213,6 @@ def test_memory_that_is_too_little_is_refused_with_a_number_that_will_do(tmp_pat
     sizes = {"small": (torch.uint8, (7,)), "largest": (torch.uint8, (nbytes,)), "other": (torch.uint8, (90,))}
     relayout.convert(write_model(tmp_path / "source", sizes), tmp_path / "out")
     stored = whole_tensors(tmp_path / "out")
-    if way == "mapped":
-        assert_equal(dict(relayout.iter_load(tmp_path / "out", 0, backend=way, memory=2 * MIB)), stored)
-        return
     for memory in (2 * MIB, max(nbytes, 2 * MIB)):
         with (
             nothing_left_behind(),
@@ -259,14 +245,100 @@ def test_iterators_at_once_do_not_disturb_each_other(wide: Path, converted: Path
 def test_progress_rises_with_what_was_yielded_up_to_the_total(wide: Path, way: str) -> None:
     told: list[tuple[int, int]] = []
     yielded = 0
-
-    def note(done: int, total: int) -> None:
-        told.append((done, total))
-
-    for _, tensor in relayout.iter_load(wide, 0, backend=way, memory=IN_FLIGHT, progress=note):
+    for _, tensor in relayout.iter_load(wide, 0, backend=way, memory=IN_FLIGHT, progress=lambda *one: told.append(one)):
         yielded += tensor.nbytes
-        assert way == "mapped" or yielded <= told[-1][0]
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+        assert yielded <= told[-1][0]
+    assert told == sorted(told)
     assert {total for _, total in told} == {yielded}
     assert told[-1] == (yielded, yielded)
-    assert way == "mapped" or len(told) > 10
+    assert len(told) > 10
+
+
+# Iterations that do not get to their end.
+
+
+def leave_by_error(iterator: Any) -> None:
+    for _ in iterator:
+        raise ZeroDivisionError("of the caller")
+
+
+@pytest.mark.parametrize(("how", "count"), [("close", 0), ("close", 5), ("del", 1), ("error", 2)])
+def test_an_iterator_that_is_left_gives_everything_back(wide: Path, way: str, how: str, count: int) -> None:
+    with nothing_left_behind():
+        iterator: Any = relayout.iter_load(wide, 0, backend=way, memory=IN_FLIGHT)
+        kept = dict(next(iterator) for _ in range(count))
+        if how == "close":
+            in_time(iterator.close)
+            assert list(iterator) == []
+        elif how == "error":
+            with suppress(ZeroDivisionError):
+                leave_by_error(iterator)
+        del iterator
+        gc.collect()
+    stored = whole_tensors(wide)
+    assert_equal(kept, {name: stored[name] for name in list(stored)[:count]})
+
+
+def test_verify_finds_damage_when_the_tensor_would_come(converted: Path, tmp_path: Path, way: str) -> None:
+    folder = Path(shutil.copytree(converted, tmp_path / "copy"))
+    stored = whole_tensors(folder, "model-rank-1-*")
+    names = list(stored)
+    for file in sorted(folder.glob("model-rank-1-*")):
+        for name, (start, end) in list(extents(file).items())[::4]:
+            if start == end:
+                continue
+            stored_before = {key: stored[key].clone() for key in names[: names.index(name)]}
+            flip(file, end - 1, 3)
+            found: dict[str, torch.Tensor] = {}
+            with nothing_left_behind(), pytest.raises(FormatError, match=f"tensor '{name}': its bytes have digest"):
+                found.update(relayout.iter_load(folder, 1, backend=way, memory=LITTLE, verify=True))
+            assert_equal(found, {key: stored_before[key] for key in found})
+            assert len(list(relayout.iter_load(folder, 1, backend=way, memory=LITTLE))) == len(names)
+            flip(file, end - 1, 3)
+
+
+def test_a_program_may_end_in_the_middle_of_an_iteration(wide: Path) -> None:
+    script = """
+import sys, relayout
+def main():
+    iterator = relayout.iter_load(sys.argv[1], 0, memory=2**23)
+    for name, _ in iterator:
+        print('"' + name + '"', flush=True)
+        return iterator
+left = main()
+"""
+    assert child(script, wide) == "t.00"
+
+
+def test_an_iterator_may_be_collected_by_one_of_its_own_threads(converted: Path) -> None:
+    """Any thread that allocates may be the one that finds a cycle of garbage."""
+    script = """
+import gc, json, sys, threading, time, relayout
+from relayout.loader.backends.files import Sources
+
+gc.disable()
+true_read, reading, left = Sources.read, threading.Event(), threading.Event()
+
+def read(self, *rest):
+    reading.set()
+    left.wait()
+    time.sleep(0.05)
+    gc.collect()
+    return true_read(self, *rest)
+
+iterator = relayout.iter_load(sys.argv[1], 0, memory=2**21, threads=2)
+next(iterator)
+time.sleep(0.5)  # What may be read ahead has been read.
+Sources.read = read
+while not reading.wait(0.1):  # What has been used up makes room to read ahead.
+    next(iterator)
+cycle = [iterator]
+cycle.append(cycle)
+del iterator, cycle
+left.set()
+end = time.monotonic() + 60
+while any(one.name.startswith("relayout") for one in threading.enumerate()) and time.monotonic() < end:
+    time.sleep(0.01)
+print(json.dumps([one.name for one in threading.enumerate()]))
+"""
+    assert child(script, converted) == ["MainThread"]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import faulty, loader_fixtures
+from support import faulty
 from support.fake_cuda import FakeCuFile, Lanes, SlowLane
 from support.loader_fixtures import (
     BLOCK,
@@ -29,36 +28,12 @@ from support.loader_fixtures import (
 from support.patience import in_time
 
 import relayout
-from relayout.loader.backends import choice
-from relayout.loader.backends.base import Choice
-from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.loading import Options
 from relayout.loader.sources import checkpoint
-from relayout.loader.sources.stored import StoredFile, cost_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's /proc and limits")
 
 CALLS = [call for call in faulty.CALLS if call != "open"]
-
-
-each_way_and_call = pytest.mark.parametrize(
-    ("way", "call"),
-    [*((way, "load") for way in WAYS), *(("auto", name) for name in CALLS if name != "load"), ("gds", "iter_load")],
-    indirect=True,
-)
-
-
-@pytest.fixture
-def call(request: pytest.FixtureRequest, place: Path, way: str) -> Callable[[], dict[str, torch.Tensor]]:
-    """A call, that goes this way."""
-    name = request.param
-
-    def run() -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        faulty.CALLS[name](place / "out", way, found)
-        return found
-
-    return run
 
 
 def assert_fails(call: Callable[[], object], kind: type[BaseException], message: str) -> BaseException:
@@ -140,37 +115,27 @@ def expected(place: Path) -> dict[str, torch.Tensor]:
     return faulty.stored(place / "out", "model-rank-0-*")
 
 
-def test_memory_that_python_lacks_is_told_with_words(
-    place: Path, monkeypatch: pytest.MonkeyPatch, way: str, expected: dict[str, torch.Tensor]
-) -> None:
+def test_memory_that_python_lacks_is_told_with_words(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "read_table", fail)
-        assert_fails(
-            lambda: relayout.load(place / "out", 0, backend=way),
-            MemoryError,
-            "^no memory is left for a load's own objects",
-        )
-        with nothing_left_behind(), pytest.raises(MemoryError, match=r"^no memory is left"):
-            relayout.iter_load(place / "out", 0, backend=way)
-        patch.setattr(resource, "getrlimit", lambda _: (2**40, 2**41))
-        call = partial(relayout.load, place / "out", 0, names="**", backend=way)
-        assert_fails(
-            call, MemoryError, rf"beside tensors and buffers: this process may have {2**40} bytes \(ulimit -v\)$"
-        )
-    assert_equal(relayout.load(place / "out", 0, backend=way), expected)
+    monkeypatch.setattr(checkpoint, "read_table", fail)
+    for call in (relayout.load, relayout.iter_load):
+        assert_fails(partial(call, place / "out", 0), MemoryError, "^no memory is left for a load's own objects")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**40, 2**41))
+    message = rf"beside tensors and buffers: this process may have {2**40} bytes \(ulimit -v\)$"
+    assert_fails(partial(relayout.load, place / "out", 0, names="**"), MemoryError, message)
 
 
-@each_way_and_call
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*((way, "load") for way in WAYS), *(("auto", name) for name in CALLS if name != "load"), ("gds", "iter_load")],
+    indirect=["way"],
+)
 def test_a_thread_that_does_not_start_ends_the_load(
-    call: Callable[[], object],
-    way: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    expected: dict[str, torch.Tensor],
+    name: str, way: str, place: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
 ) -> None:
+    call = partial(faulty.CALLS[name], place / "out", way, {})
     true_start = threading.Thread.start
     for number in (1,) if way == "toy" else (1, 3):  # The toy has one thread.
         started: list[str] = []
@@ -189,29 +154,6 @@ def test_a_thread_that_does_not_start_ends_the_load(
         assert error.errno == errno.EAGAIN
         assert str(error).count("load with fewer threads") == 1
     assert_equal(relayout.load(place / "out", 0, backend=way), expected)
-
-
-@each_way_and_call
-def test_descriptors_that_are_not_to_be_had_are_told_wherever_they_are_missing(
-    call: Callable[[], dict[str, torch.Tensor]], way: str, place: Path, expected: dict[str, torch.Tensor]
-) -> None:
-    call()
-    free = os.open("/dev/null", os.O_RDONLY)  # The first number that is not taken.
-    os.close(free)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    errors: list[tuple[int | None, int]] = []
-    with nothing_left_behind():
-        for more in (0, 3):
-            try:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, hard))
-                call()
-            except OSError as error:
-                errors.append((error.errno, str(error).count("raise that with ulimit -n")))
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert loader_fixtures.loader_threads() == []
-        assert set(errors) == {(errno.EMFILE, 1)}
-        assert_equal(relayout.load(place / "out", 0, backend=way), expected)
 
 
 @pytest.fixture(params=["pinned", "gds"])
@@ -289,12 +231,8 @@ def test_memory_that_a_device_lacks_for_what_was_read_on_the_host(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate.\nMore lines")
         return true_to(tensor, device)
 
-    def choose(options: Options, files: Sequence[StoredFile]) -> tuple[Choice, Budget]:
-        """Do not refuse "meta": of the devices that need no driver, only this one is not the host's memory."""
-        chosen = choice.choose(options.backend, options.device, files)
-        return chosen, plan_budget(options.threads, options.memory, chosen.backend.max_buffer_nbytes, cost_of(files))
-
-    monkeypatch.setattr(Options, "choose", choose)
+    # Else "meta" is refused: of the devices that need no driver, only this one is not the host's memory.
+    monkeypatch.setattr(Options, "kind", "a device")
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", to)
         message = r"^cannot allocate \d+ bytes on meta: CUDA out of memory. Tried to allocate.$"

@@ -1,14 +1,16 @@
-"""`relayout.open` beside the stock `safetensors.safe_open`: the same answers, from one rank's files as one."""
+"""`relayout.open` beside the stock `safetensors.safe_open`, beside `load`, and beside torch's indexing."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from support.bits import flip
+from support.conversions import Conversions
 from support.loader_fixtures import (
     MEASURE,
     MIB,
@@ -22,46 +24,31 @@ from support.loader_fixtures import (
     whole_tensors,
     write_model,
 )
-from support.models import as_integers
 
 import relayout
 from relayout.errors import FormatError, PlanError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*plain checkpoint")
 
 
 def rank_files(folder: Path, rank: int) -> list[Path]:
     return sorted(folder.glob(f"model-rank-{rank}-part-*.safetensors"))
 
 
-def test_keys_are_those_of_the_files_in_their_order(converted: Path) -> None:
-    for rank in range(2):
-        expected = []
-        for file in rank_files(converted, rank):
-            with safe_open(file, framework="pt") as stock:
-                expected += stock.offset_keys()
-        with relayout.open(converted, rank) as opened:
-            assert opened.keys() == opened.offset_keys() == expected
-            assert (opened.rank, opened.num_ranks) == (rank, 2)
-
-
-def test_tensors_are_those_of_the_stock_reader(converted: Path) -> None:
+def test_it_shows_what_the_stock_reader_shows_of_all_files(converted: Path) -> None:
     for rank in range(2):
         stored = whole_tensors(converted, f"model-rank-{rank}-*")
         with relayout.open(str(converted), rank) as opened:
-            assert_equal({name: opened.get_tensor(name) for name in opened.keys()}, stored)  # noqa: SIM118
-            assert_equal({name: opened.get_slice(name)[...] for name in opened.keys()}, stored)  # noqa: SIM118
-
-
-def test_shapes_dtypes_and_metadata_are_those_of_the_stock_reader(converted: Path) -> None:
-    with relayout.open(converted, 1) as opened:
-        for number, file in enumerate(rank_files(converted, 1)):
-            with safe_open(file, framework="pt") as stock:
-                if number == 0:
-                    assert opened.metadata() == stock.metadata()
-                    assert opened.metadata()["format"] == "pt"
-                for name in stock.keys():  # noqa: SIM118
-                    mine, theirs = opened.get_slice(name), stock.get_slice(name)
-                    assert mine.get_shape() == theirs.get_shape()
-                    assert mine.get_dtype() == theirs.get_dtype()
+            assert (opened.rank, opened.num_ranks) == (rank, 2)
+            assert opened.keys() == opened.offset_keys() == list(stored)
+            assert_equal({name: opened.get_tensor(name) for name in stored}, stored)
+            assert_equal({name: opened.get_slice(name)[...] for name in stored}, stored)
+            for number, file in enumerate(rank_files(converted, rank)):
+                with safe_open(file, framework="pt") as stock:
+                    assert number or opened.metadata() == stock.metadata()
+                    for name in stock.keys():  # noqa: SIM118
+                        mine, theirs = opened.get_slice(name), stock.get_slice(name)
+                        assert (mine.get_shape(), mine.get_dtype()) == (theirs.get_shape(), theirs.get_dtype())
 
 
 def test_what_a_slice_gives_has_memory_of_its_own(converted: Path) -> None:
@@ -72,23 +59,6 @@ def test_what_a_slice_gives_has_memory_of_its_own(converted: Path) -> None:
         before = opened.get_tensor(name).clone()
         part.zero_()
         assert_equal({name: opened.get_tensor(name)}, {name: before})
-
-
-def test_place_says_where_numpy_finds_the_slice_in_the_whole(model: Path, converted: Path) -> None:
-    whole = {name: as_integers(tensor) for name, tensor in whole_tensors(model).items()}
-    axes = set()
-    for rank in range(2):
-        with relayout.open(converted, rank) as opened:
-            for name in opened.keys():  # noqa: SIM118
-                place = opened.place(name)
-                assert place.shape == whole[name].shape
-                expected = whole[name]
-                if place.part.ranges is not None:
-                    taken = [np.arange(start, start + length) for start, length in place.part.ranges]
-                    expected = np.take(expected, np.concatenate(taken), place.part.axis)
-                    axes.add(place.part.axis)
-                np.testing.assert_array_equal(as_integers(opened.get_tensor(name)), expected, err_msg=name)
-    assert axes == {0, 1}
 
 
 def test_what_is_written_to_a_tensor_does_not_reach_the_files(converted: Path, tmp_path: Path) -> None:
@@ -129,30 +99,22 @@ def test_it_holds_no_file_open(converted: Path) -> None:
         assert open_files().items() <= before.items()
 
 
-def test_a_tensor_that_the_rank_does_not_have_is_named(converted: Path) -> None:
+def test_what_is_not_there_is_named(model: Path, converted: Path, tmp_path: Path) -> None:
     with relayout.open(converted, 1) as opened:
         for call in (opened.get_tensor, opened.get_slice, opened.place):
-            with pytest.raises(PlanError, match=r"out: rank 1 has no tensor 'model\.norm'"):
+            with pytest.raises(PlanError, match=r"out: rank 1 has no tensor 'model\.norm'") as caught:
                 call("model.norm")
-
-
-def test_what_cannot_be_opened_is_refused(model: Path, converted: Path, tmp_path: Path) -> None:
-    with nothing_left_behind():
-        with pytest.raises(PlanError, match="source: not converted"):
-            relayout.open(model, 0)
-        with pytest.raises(PlanError, match="nothing: no such file or folder"):
-            relayout.open(tmp_path / "nothing", 0)
-        for rank in (-1, 2):
-            with pytest.raises(PlanError, match=f"rank {rank}, expected 0 to 1"):
-                relayout.open(converted, rank)
-        with pytest.raises(PlanError, match="device 'cuda:77': "):
-            relayout.open(converted, 0, device="cuda:77")
-        folder = Path(shutil.copytree(converted, tmp_path / "copy"))
-        file = rank_files(folder, 0)[1]
-        with file.open("ab") as stream:
-            stream.write(b"x")
-        with pytest.raises(FormatError, match=r"part-1\.safetensors: \d+ bytes long, expected \d+"):
-            relayout.open(folder, 0)
+            assert (caught.value.code, caught.value.path) == ("missing", str(converted))
+    for path, code, message in (
+        (model, "option", r"source: not converted \(relayout\.json is missing\); set tp=N"),
+        (tmp_path / "nothing", "missing", "nothing: no such file or folder$"),
+    ):
+        with nothing_left_behind(), pytest.raises(PlanError, match=message) as caught:
+            relayout.open(path, 0)
+        assert (caught.value.code, str(caught.value.path)) == (code, str(path))
+    with pytest.raises(PlanError, match="only converted checkpoints have digests") as caught:
+        relayout.open(model, 0, tp=1, verify=True)
+    assert (caught.value.code, caught.value.path) == ("unsupported", str(model))
 
 
 def test_on_another_device_tensors_are_copies(converted: Path) -> None:
@@ -200,3 +162,111 @@ print(json.dumps(found))
     assert 0 < part <= 5 * 4096 + 3 * readahead(tmp_path)
     (file,) = rank_files(tmp_path / "out", 0)
     assert len(extents(file)) == 16
+
+
+# Any rank: as stored, at another degree or plain.
+
+
+INDEXES: dict[str, Any] = {
+    "all": ...,
+    "rows": slice(3, 17),
+    "last rows": slice(-5, None, 2),
+    "one row": 2,
+    "columns": (slice(None), slice(1, 9)),
+    "a box": (slice(2, 11, 3), slice(4, 20, 5)),
+    "nothing": slice(7, 7),
+    "an element": (1, -1),
+    "a list": [4, 0, 3],
+}
+KINDS = ["as stored", "another degree", "plain"]
+
+
+@pytest.fixture(params=KINDS)
+def where(request: pytest.FixtureRequest, conversions: Conversions) -> tuple[Path, int]:
+    """Something that rank 1 of 2 can be loaded from, and the degree."""
+    if request.param == "plain":
+        return conversions.source("llama"), 2
+    return conversions.at("llama", 2 if request.param == "as stored" else 4), 2
+
+
+@pytest.fixture
+def expected(conversions: Conversions) -> dict[str, torch.Tensor]:
+    return relayout.load(conversions.at("llama", 2), 1)
+
+
+def test_tensors_and_their_places_are_those_of_the_rank(
+    where: tuple[Path, int], expected: dict[str, torch.Tensor], conversions: Conversions
+) -> None:
+    path, tp = where
+    whole = relayout.safe_open(conversions.at("llama", 4))
+    with nothing_left_behind(), relayout.open(path, 1, tp=tp) as opened:
+        assert (opened.rank, opened.num_ranks) == (1, 2)
+        assert sorted(opened.keys()) == sorted(expected)
+        assert_equal({name: opened.get_tensor(name) for name in expected}, expected)
+        for name, tensor in expected.items():
+            place = opened.place(name)
+            assert list(place.shape) == whole.get_slice(name).get_shape()
+            ranges = place.part.ranges or ((0, place.shape[place.part.axis]),)
+            pieces = [whole.get_tensor(name).narrow(place.part.axis, *one) for one in ranges]
+            assert torch.equal(torch.cat(pieces, place.part.axis), tensor)
+
+
+@pytest.mark.parametrize("index", INDEXES.values(), ids=INDEXES)
+def test_slices_are_what_torch_takes_of_the_tensor(
+    where: tuple[Path, int], expected: dict[str, torch.Tensor], index: Any
+) -> None:
+    path, tp = where
+    matrices = {name: tensor for name, tensor in expected.items() if tensor.ndim == 2}
+    assert len(matrices) > 5
+    with relayout.open(path, 1, tp=tp) as opened:
+        for name, tensor in matrices.items():
+            part = opened.get_slice(name)
+            assert (part.get_shape(), part.get_dtype()) == (list(tensor.shape), "BF16")
+            assert_equal({name: part[index]}, {name: tensor[index]})
+    with pytest.raises(IndexError):
+        part[len(matrices) * 10**6]
+
+
+def test_only_some_names_are_known_if_some_are_asked_for(
+    where: tuple[Path, int], expected: dict[str, torch.Tensor]
+) -> None:
+    path, tp = where
+    chosen = {name: tensor for name, tensor in expected.items() if name.endswith("norm.weight")}
+    with relayout.open(path, 1, tp=tp, names=["**norm.weight"]) as opened:
+        assert sorted(opened.keys()) == sorted(chosen)
+        assert_equal({name: opened.get_tensor(name) for name in chosen}, chosen)
+        with pytest.raises(PlanError, match=r"rank 1 has no tensor 'lm_head\.weight'"):
+            opened.get_tensor("lm_head.weight")
+    with pytest.raises(PlanError, match=r"no tensor matches '\*\*\.nothing'"):
+        relayout.open(path, 1, tp=tp, names="**.nothing")
+
+
+def test_metadata_is_the_sources(where: tuple[Path, int]) -> None:
+    path, tp = where
+    with relayout.open(path, 1, tp=tp) as opened:
+        found = opened.metadata()
+    assert found
+    assert found["format"] == "pt"
+
+
+def test_damage_is_told_when_it_is_opened_if_that_is_asked_for(conversions: Conversions, tmp_path: Path) -> None:
+    relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2)
+    relayout.open(tmp_path / "out", 1, verify=True).close()
+    file = tmp_path / "out" / "model-rank-1-part-0.safetensors"
+    flip(file, file.stat().st_size - 9)
+    relayout.open(tmp_path / "out", 1).close()
+    with nothing_left_behind(), pytest.raises(FormatError, match=r"tensor '.*': its bytes have digest"):
+        relayout.open(tmp_path / "out", 1, verify=True)
+
+
+def test_all_names_and_no_names_are_one_way_to_the_same_arena(
+    where: tuple[Path, int], expected: dict[str, torch.Tensor]
+) -> None:
+    path, tp = where
+    found = []
+    for names in (None, "**", sorted(expected)):
+        tensors = relayout.load(path, 1, tp=tp, names=names)
+        assert_equal(tensors, expected)
+        base = min(tensor.data_ptr() for tensor in tensors.values())
+        found.append({name: tensor.data_ptr() - base for name, tensor in tensors.items()})
+    assert found[0] == found[1] == found[2]

@@ -34,47 +34,56 @@ from relayout.plans import planner
 # As a direct conversion.
 
 
+@pytest.fixture
+def without_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on no built-in plan can be read, and transformers cannot be imported."""
+
+    def nothing(*_: object) -> Any:
+        raise AssertionError("a plan of the program was read")
+
+    def take_away() -> None:
+        families._builtin.cache_clear()
+        for name in ("_builtin_texts", "_builtin", "builtin_text", "find_family", "read_family"):
+            monkeypatch.setattr(families, name, nothing)
+        monkeypatch.setattr(planner, "find_family", nothing)
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        monkeypatch.setitem(sys.modules, "relayout.plans.transformers", None)
+
+    return take_away
+
+
 @pytest.mark.parametrize("name", grouped([*OF_EACH_KIND, *WIDE]))
 def test_every_rank_at_every_other_degree_gets_what_a_direct_conversion_writes(
-    name: str, conversions: Conversions
+    name: str, conversions: Conversions, without_plans: Callable[[], None]
 ) -> None:
+    """By the rules in the folder, and by no plan of the program."""
     largest = conversions.largest(name)
     folder, whole = conversions.at(name, largest), conversions.at(name, 1)
-    accepted = []
-    for tp in DEGREES if name in (*WIDE, "llama", "phi3", "qwen3_moe") else DEGREES[:-1]:
-        direct = conversions.outcome(name, tp)
+    degrees = DEGREES if name in (*WIDE, "llama", "phi3", "qwen3_moe") else DEGREES[:-1]
+    outcomes = {tp: conversions.outcome(name, tp) for tp in degrees}
+    without_plans()
+    for tp, direct in outcomes.items():
         if isinstance(direct, PlanError):
             with pytest.raises(PlanError) as caught:
                 relayout.load(folder, 0, tp=tp)
             assert str(caught.value).partition("tensor ")[2] == str(direct).partition("tensor ")[2] != ""
             continue
-        accepted.append(tp)
         for rank in range(tp):
             expected = stored_in(direct, rank)
             if tp != largest:
                 assert_same(relayout.load(folder, rank, tp=tp, threads=1), expected, (tp, rank))
             if tp == largest != 1 and rank in (0, tp // 2, tp - 1):
                 assert_same(relayout.load(whole, rank, tp=tp, threads=1), expected, ("from one rank", tp, rank))
-    assert {1, 2} <= set(accepted) or name == "falcon_7b"  # 71 heads.
+    accepted = {tp for tp, direct in outcomes.items() if not isinstance(direct, PlanError)}
+    assert accepted >= {1, 2} or name == "falcon_7b"  # 71 heads.
     assert (16 in accepted) == (name in WIDE)
 
 
-@pytest.mark.parametrize("tp", [71])
-def test_a_degree_that_is_a_prime(conversions: Conversions, tp: int) -> None:
-    folder = conversions.at("falcon_7b", 71)
+def test_a_degree_that_is_a_prime(conversions: Conversions) -> None:
+    one, prime = conversions.at("falcon_7b", 1), conversions.at("falcon_7b", 71)
     for rank in (0, 35, 70):
-        assert_same(relayout.load(conversions.at("falcon_7b", 1), rank, tp=tp), stored_in(folder, rank), rank)
-    assert_same(relayout.load(folder, 0, tp=1), stored_in(conversions.at("falcon_7b", 1), 0), "whole")
-
-
-@pytest.mark.parametrize("name", grouped(["llama", "phi3", "gpt_oss", "qwen3_moe"]))
-@pytest.mark.parametrize(("stored", "wanted"), [(2, 4), (2, 8), (4, 2), (4, 8)])
-def test_from_and_to_any_degree(name: str, stored: int, wanted: int, conversions: Conversions) -> None:
-    folder = conversions.at(name, stored)
-    for rank in range(wanted):
-        assert_same(
-            relayout.load(folder, rank, tp=wanted), stored_in(conversions.at(name, wanted), rank), (stored, wanted)
-        )
+        assert_same(relayout.load(one, rank, tp=71), stored_in(prime, rank), rank)
+    assert_same(relayout.load(prime, 0, tp=1), stored_in(one, 0), "whole")
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [(3, 2), (2, 3), (6, 4), (4, 6), (12, 8), (8, 12)])
@@ -89,11 +98,14 @@ def test_degrees_of_which_none_is_a_multiple_of_the_other(stored: int, wanted: i
 
 
 @pytest.mark.parametrize("name", grouped(["qwen3_moe", "gpt_oss_mxfp4", "deepseek_v3", "gptq_4bit_moe"]))
-def test_experts_that_ranks_own_whole_find_their_owners_at_another_degree(name: str, conversions: Conversions) -> None:
+def test_experts_that_ranks_own_whole_find_their_owners_at_another_degree(
+    name: str, conversions: Conversions, without_plans: Callable[[], None]
+) -> None:
     num_owned = []
     folder = conversions.at(name, 2, experts=True)
-    for tp in (1, 4, 8):
-        direct = conversions.outcome(name, tp, experts=True)
+    outcomes = {tp: conversions.outcome(name, tp, experts=True) for tp in (1, 4, 8)}
+    without_plans()
+    for tp, direct in outcomes.items():
         if isinstance(direct, PlanError):
             with pytest.raises(PlanError):
                 relayout.load(folder, 0, tp=tp)
@@ -106,20 +118,6 @@ def test_experts_that_ranks_own_whole_find_their_owners_at_another_degree(name: 
     assert len(num_owned) > 1
     assert num_owned[0] == 0
     assert stacked or all(num_owned[1:])
-
-
-@pytest.mark.parametrize("tp", [1, 2, 8])
-def test_by_the_plan_of_transformers_too(tp: int, conversions: Conversions, tmp_path: Path) -> None:
-    source = conversions.source("glm4")
-    for degree in (4, tp):
-        relayout.convert(source, tmp_path / str(degree), tp=degree, plan="transformers")
-    for rank in range(tp):
-        assert_same(relayout.load(tmp_path / "4", rank, tp=tp), stored_in(tmp_path / str(tp), rank), rank)
-    differing = [
-        name for name, tensor in relayout.load(tmp_path / "4", 1, tp=8).items()
-        if not torch.equal(tensor, relayout.load(conversions.at("glm4", 8), 1)[name])
-    ]  # fmt: skip
-    assert {name.split(".", 3)[3] for name in differing} == {"mlp.gate_up_proj.weight"}
 
 
 # The ways to load.
@@ -164,20 +162,6 @@ def test_some_names(tp: int, conversions: Conversions) -> None:
         assert_same(dict(relayout.iter_load(folder, tp - 1, names=patterns, tp=tp)), expected, patterns)
     with pytest.raises(PlanError, match=r"^names: no tensor matches '\*\*\.nothing' \(there are 21\)$"):
         relayout.load(folder, 0, names=["**.nothing"], tp=tp)
-
-
-def test_into_tensors_that_exist(conversions: Conversions) -> None:
-    expected = stored_in(conversions.at("llama", 2), 1)
-    given = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    addresses = {name: tensor.data_ptr() for name, tensor in given.items()}
-    relayout.load(conversions.at("llama", 8), 1, tp=2, into=given)
-    assert_same(given, expected, "into")
-    assert addresses == {name: tensor.data_ptr() for name, tensor in given.items()}
-
-
-def test_its_own_degree_may_be_named(conversions: Conversions) -> None:
-    folder = conversions.at("llama", 4)
-    assert_same(relayout.load(folder, 3, tp=4, verify=True), stored_in(folder, 3), "own")
 
 
 # Refusals.
@@ -226,27 +210,6 @@ def test_with_another_config_the_rules_no_longer_cut_as_recorded(conversions: Co
     assert_same(relayout.load(folder, 0, tp=1), stored_in(conversions.at("llama", 1), 0), "whole")
 
 
-# By the rules in the folder, and by no plan of the program.
-
-
-@pytest.fixture
-def without_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on no built-in plan can be read, and transformers cannot be imported."""
-
-    def nothing(*_: object) -> Any:
-        raise AssertionError("a plan of the program was read")
-
-    def take_away() -> None:
-        families._builtin.cache_clear()
-        for name in ("_builtin_texts", "_builtin", "builtin_text", "find_family", "read_family"):
-            monkeypatch.setattr(families, name, nothing)
-        monkeypatch.setattr(planner, "find_family", nothing)
-        monkeypatch.setitem(sys.modules, "transformers", None)
-        monkeypatch.setitem(sys.modules, "relayout.plans.transformers", None)
-
-    return take_away
-
-
 OWN_PLAN = """
 extends = "llama"
 [cut]
@@ -255,8 +218,7 @@ extends = "llama"
 """
 
 
-@pytest.mark.parametrize("stored", [1, 4])
-@pytest.mark.parametrize("file", ["mine.toml", "llama", "none", "transformers"])
+@pytest.mark.parametrize(("file", "stored"), [("mine.toml", 1), ("mine.toml", 4), ("llama", 4), ("transformers", 4)])
 def test_by_a_persons_own_plan_which_may_be_gone(
     file: str, stored: int, conversions: Conversions, tmp_path: Path, without_plans: Callable[[], None]
 ) -> None:
@@ -275,37 +237,24 @@ def test_by_a_persons_own_plan_which_may_be_gone(
             assert found["model.layers.0.self_attn.o_proj.weight"].shape == (128 // tp, 128)
 
 
-@pytest.mark.parametrize("stored", [1, 4])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss_mxfp4", "deepseek_v3"])
-def test_by_a_built_in_plan_as_it_was(
-    name: str, stored: int, conversions: Conversions, without_plans: Callable[[], None]
-) -> None:
-    folder, direct = conversions.at(name, stored), conversions.at(name, 2)
-    without_plans()
-    for rank in range(2):
-        assert_same(relayout.load(folder, rank, tp=2), stored_in(direct, rank), rank)
-
-
-def test_by_experts_that_were_owned(conversions: Conversions, without_plans: Callable[[], None]) -> None:
-    folder, direct = conversions.at("qwen3_moe", 2, experts=True), conversions.at("qwen3_moe", 4, experts=True)
-    without_plans()
-    for rank in range(4):
-        assert_same(relayout.load(folder, rank, tp=4), stored_in(direct, rank), rank)
-
-
-@pytest.mark.parametrize("stored", [1, 4])
 def test_by_the_plan_that_transformers_had(
-    stored: int, conversions: Conversions, tmp_path: Path, without_plans: Callable[[], None]
+    conversions: Conversions, tmp_path: Path, without_plans: Callable[[], None]
 ) -> None:
     """Also where it had no rule for a tensor, which by any other plan is an error."""
     extra = np.arange(77, dtype=np.float32)
     source = add_tensor(conversions.source("glm4"), tmp_path / "source", "model.extra", extra)
-    for degree in {stored, 2}:
+    for degree in (1, 2, 4, 8):
         relayout.convert(source, tmp_path / str(degree), tp=degree, plan="transformers")
+    other = relayout.load(conversions.at("glm4", 8), 1)
     without_plans()
-    assert relayout.inspect(tmp_path / str(stored)).plan == "transformers:glm4"
-    for rank in range(2):
-        assert_same(relayout.load(tmp_path / str(stored), rank, tp=2), stored_in(tmp_path / "2", rank), rank)
+    assert relayout.inspect(tmp_path / "4").plan == "transformers:glm4"
+    for stored, wanted in ((1, 2), (4, 1), (4, 2), (4, 8)):
+        for rank in range(wanted):
+            found = relayout.load(tmp_path / str(stored), rank, tp=wanted)
+            assert_same(found, stored_in(tmp_path / str(wanted), rank), (stored, wanted, rank))
+    found = relayout.load(tmp_path / "4", 1, tp=8)
+    differing = [name for name, tensor in other.items() if not torch.equal(tensor, found[name])]
+    assert {name.split(".", 3)[3] for name in differing} == {"mlp.gate_up_proj.weight"}
 
 
 def change_rules(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
@@ -319,9 +268,7 @@ def change_rules(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path
     [
         ({"cut": {"x": 3}}, "cut 'x': 3, expected"),
         ({"extends": "llama"}, "unknown key 'extends', expected"),
-        ({"cut": {"**a**a**a**b": "whole"}}, "invalid pattern .*: more than 2 wildcards"),
         ({"cut": {"{a,aa}" * 30: "whole"}}, "invalid pattern .*: more than 64 ways"),
-        ({"sizes": {"heads": [2**60]}}, "sizes.heads: "),
     ],
 )
 def test_rules_of_a_stranger_are_no_more_than_a_plan_may_be(
@@ -405,6 +352,3 @@ def test_damaged_sidecars_are_refused(file: str, conversions: Conversions, tmp_p
     (folder / file).write_bytes(blob)
     with pytest.raises(FormatError, match=rf"{file}: .*digest"):
         relayout.load(folder, 0, tp=2)
-
-
-# What is read.

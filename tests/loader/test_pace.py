@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from support.loader_fixtures import assert_equal, whole_tensors, write_model
 
 import relayout
 from relayout.loader.backends import host
@@ -124,12 +124,8 @@ def test_a_load_from_slow_storage_has_more_in_flight_than_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int | None
 ) -> None:
     """Requests take a fifth of a second each, whatever their size and number."""
-    weight = np.arange(48 * MIB // 4, dtype=np.int32)
-    source, folder = tmp_path / "source", tmp_path / "folder"
-    source.mkdir()
-    save_file({"weight": weight}, source / "model.safetensors")
-    (source / "config.json").write_text("{}")
-    relayout.convert(source, folder, tp=1)
+    folder = tmp_path / "folder"
+    relayout.convert(write_model(tmp_path / "source", {"weight": (torch.uint8, (48 * MIB,))}), folder)
     lock, flying, sizes = threading.Lock(), [0], list[tuple[int, int]]()
     true_read = Sources.read
 
@@ -145,7 +141,6 @@ def test_a_load_from_slow_storage_has_more_in_flight_than_at_first(
     monkeypatch.setattr(Sources, "read", slow)
     monkeypatch.setattr(host, "_FIRST_NBYTES", MIB)
     first = threads or relayout.explain(folder, 0).threads
-    loaded = relayout.load(folder, 0, threads=threads)
-    assert np.array_equal(loaded["weight"].numpy(), weight)
+    assert_equal(relayout.load(folder, 0, threads=threads), whole_tensors(folder))
     most = max(number for number, _ in sizes)
     assert most == first if threads else 2 * first <= most <= 32

@@ -6,64 +6,32 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.reads import carried_out
 
 from relayout.core.extents import Transfer
 from relayout.format.index import Read
 from relayout.loader.pack import batches, place, place_at
 
-Bytes = npt.NDArray[np.uint8]
 Tensor = tuple[Read, ...]
 
 MIB = 2**20
 FILES = [np.random.default_rng(seed).integers(0, 256, 3 * MIB, dtype=np.uint8) for seed in range(2)]
-UNTOUCHED = 0xA5
-
-
-def runs(read: Read) -> list[tuple[int, int, int]]:
-    """(source, target, bytes) of each run."""
-    one = read.transfer
-    return [
-        (one.source + i * one.source_stride, one.target + i * one.target_stride, one.nbytes) for i in range(one.count)
-    ]
 
 
 def size_of(tensor: Tensor) -> int:
-    return sum(nbytes for read in tensor for _, _, nbytes in runs(read))
-
-
-def bytes_of(tensor: Tensor) -> Bytes:
-    """What the tensor holds."""
-    held = np.full(size_of(tensor), UNTOUCHED, np.uint8)
-    for read in tensor:
-        for source, target, nbytes in runs(read):
-            held[target : target + nbytes] = FILES[read.file][source : source + nbytes]
-    return held
-
-
-def carry_out(reads: Sequence[Read], nbytes: int) -> Bytes:
-    """Memory of that length after the reads, none of which may write where another one wrote."""
-    memory = np.full(nbytes, UNTOUCHED, np.uint8)
-    written = np.zeros(nbytes, np.bool_)
-    for read in reads:
-        for source, target, length in runs(read):
-            assert 0 <= target <= target + length <= nbytes
-            assert not written[target : target + length].any()
-            memory[target : target + length] = FILES[read.file][source : source + length]
-            written[target : target + length] = True
-    assert (memory[~written] == UNTOUCHED).all()
-    return memory
+    return sum(read.transfer.nbytes * read.transfer.count for read in tensor)
 
 
 def assert_brings_just(tensors: Sequence[Tensor], offsets: Sequence[int], reads: Sequence[Read], nbytes: int) -> None:
-    memory = carry_out(reads, nbytes)
+    memory, times = carried_out(reads, FILES, nbytes)
+    assert times.max(initial=0) <= 1
     assert len(offsets) == len(tensors)
     for tensor, offset in zip(tensors, offsets, strict=True):
-        np.testing.assert_array_equal(memory[offset : offset + size_of(tensor)], bytes_of(tensor))
-    assert sum(size_of((read,)) for read in reads) == sum(map(size_of, tensors))
+        held, _ = carried_out(tensor, FILES, size_of(tensor))
+        np.testing.assert_array_equal(memory[offset : offset + size_of(tensor)], held)
+    assert times.sum() == sum(map(size_of, tensors))
 
 
 SIZES = st.one_of(
@@ -119,7 +87,7 @@ def test_reads_bring_just_each_tensors_bytes_to_its_offset(tensors: list[Tensor]
     )
     assert all(a + nbytes <= b for a, b, nbytes in zip(placement.offsets, placement.offsets[1:], sizes, strict=False))
     assert_brings_just(tensors, placement.offsets, placement.reads, start + placement.nbytes)
-    assert all(target >= start for read in placement.reads for _, target, _ in runs(read))
+    assert all(read.transfer.target >= start for read in placement.reads)
 
 
 @given(held_tensors())
@@ -148,51 +116,6 @@ def test_what_is_large_and_at_a_multiple_of_16_can_go_straight(tensors: list[Ten
             assert (one.target - one.source) % 4096 == 0
 
 
-def test_neighbors_that_are_large_together_go_straight_as_one() -> None:
-    third = 400 * 1024
-    tensors = [(Read(1, Transfer(4096 + 48 + i * third, 0, third)),) for i in range(3)]
-    small = (Read(1, Transfer(0, 0, 33)),)
-    placement = place([small, *tensors, small], [33, third, third, third, 33])
-    assert [(read.file, read.transfer.source, read.transfer.nbytes) for read in placement.reads] == [
-        (1, 0, 33),
-        (1, 4096 + 48, 3 * third),
-        (1, 0, 33),
-    ]
-    # The first block has the 33 bytes in it, so the next one that is congruent begins 48 bytes into the second.
-    assert placement.offsets == (0, 4144, 4144 + third, 4144 + 2 * third, 4144 + 3 * third)
-    assert placement.nbytes == 302 * 4096  # 4144 + 1228800 + 33 = 1232977 bytes end in the 302nd block.
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "source", "offset"),
-    [
-        (MIB, 4096 + 16, 4096 + 16),  # Congruent, in the next block.
-        (MIB - 16, 4096 + 16, 16),  # Too small to waste a block on.
-        (MIB, 4096 + 8, 16),  # Could not be straight and at a multiple of 16.
-        (MIB, 3 * 4096, 4096),
-    ],
-)
-def test_a_block_is_wasted_only_on_what_is_large_and_can_be_congruent(nbytes: int, source: int, offset: int) -> None:
-    before = (Read(0, Transfer(0, 0, 16)),)
-    placement = place([before, (Read(0, Transfer(source, 0, nbytes)),)], [16, nbytes])
-    assert placement.offsets == (0, offset)
-
-
-def test_the_largest_piece_of_a_tensor_goes_straight() -> None:
-    pieces = [Read(0, Transfer(64, 0, 16)), Read(1, Transfer(4096 + 32, 16, MIB)), Read(0, Transfer(200, MIB + 16, 5))]
-    placement = place([(Read(0, Transfer(0, 0, 3)),), tuple(pieces)], [3, MIB + 21])
-    assert placement.offsets == (0, 4096 + 16)  # So that the second piece comes to 32 bytes behind a block.
-    assert [read.transfer.target for read in placement.reads] == [0, 4112, 4128, 4128 + MIB]
-
-
-def test_an_empty_tensor_has_an_offset_and_no_read() -> None:
-    placement = place([(), (Read(0, Transfer(5, 0, 3)),), ()], [0, 3, 0])
-    assert placement.offsets == (0, 0, 16)
-    assert placement.reads == (Read(0, Transfer(5, 0, 3)),)
-    assert place([(), ()], [0, 0]).nbytes == 0
-    assert place([], []).nbytes == 0
-
-
 @given(held_tensors(), st.randoms(use_true_random=False))
 def test_tensors_are_brought_to_offsets_that_exist_in_any_order(tensors: list[Tensor], random: object) -> None:
     order = list(range(len(tensors)))
@@ -203,11 +126,6 @@ def test_tensors_are_brought_to_offsets_that_exist_in_any_order(tensors: list[Te
         offsets[row] = end
         end += size_of(tensors[row]) + row
     assert_brings_just(tensors, offsets, place_at(tensors, offsets), end)
-
-
-def test_there_is_an_offset_for_every_tensor() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        place_at([(Read(0, Transfer(0, 0, 1)),), ()], [0])
 
 
 @given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2000))), st.integers(1, 600))

@@ -53,8 +53,9 @@ def test_a_load_at_another_degree_is_verified(pristine: Path, folder: Path, kind
 
 @pytest.mark.parametrize("backend", ["direct", "mapped"])
 def test_backends_that_need_descriptors_refuse_to_prove_chunks(folder: Path, backend: str) -> None:
-    with pytest.raises(relayout.PlanError, match="descriptors"):
+    with pytest.raises(relayout.PlanError, match="descriptors") as caught:
         relayout.load(folder, 0, tp=2, verify=True, backend=backend)
+    assert caught.value.code == "unsupported"
 
 
 def test_digests_of_chunks_that_are_damaged_are_refused(folder: Path) -> None:

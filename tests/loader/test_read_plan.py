@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.reads import UNTOUCHED, carried_out
 
 from relayout.core.extents import Transfer
 from relayout.format.index import Read
@@ -28,7 +29,6 @@ BEHIND = 0x5A
 """What a request finds behind the end of a file."""
 GAP = 256 * 1024
 """Bytes."""
-UNTOUCHED = 0xA5
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,9 @@ def wanted(reads: Sequence[Read]) -> list[Mask]:
     return masks
 
 
-def carry_out(reads: Sequence[Read], arena: Bytes) -> None:
-    """What the reads mean."""
-    for read in reads:
-        one = read.transfer
-        for run in range(one.count):
-            source, target = one.source + run * one.source_stride, one.target + run * one.target_stride
-            arena[target : target + one.nbytes] = FILES[read.file][source : source + one.nbytes]
-
-
 @given(cases())
 def test_chunks_bring_every_byte_of_the_reads_to_its_place_and_touch_no_other(case: Case) -> None:
-    expected = np.full(case.arena_nbytes, UNTOUCHED, np.uint8)
-    carry_out(case.reads, expected)
+    expected, _ = carried_out(case.reads, FILES, case.arena_nbytes)
     arena = np.full(case.arena_nbytes, UNTOUCHED, np.uint8)
     written = np.zeros(case.arena_nbytes, np.uint8)
     for chunk in case.chunks():
@@ -186,26 +176,6 @@ def test_whole_blocks_of_a_congruent_read_go_through_no_buffer(case: Case) -> No
 COST = RequestCost(8 * MIB, GAP)
 
 
-def shape(chunks: Sequence[Chunk]) -> list[tuple[int, int, int | None, int]]:
-    """(offset, bytes, arena offset, number of transfers) of each."""
-    return [(one.extent.offset, one.extent.nbytes, one.arena_offset, len(one.transfers)) for one in chunks]
-
-
-def planned(reads: Sequence[Read], alignment: int = 4096) -> list[Chunk]:
-    return plan_chunks(reads, alignment, COST, 8 * MIB)
-
-
-def test_a_large_congruent_read_goes_straight_but_for_its_edges() -> None:
-    read = Read(0, Transfer(100, 4096 * 5 + 100, 20 * MIB))
-    assert shape(planned([read])) == [
-        (0, 4096, None, 1),
-        (4096, 8 * MIB, 4096 * 6, 0),
-        (4096 + 8 * MIB, 8 * MIB, 4096 * 6 + 8 * MIB, 0),
-        (4096 + 16 * MIB, 4 * MIB - 4096, 4096 * 6 + 16 * MIB, 0),
-        (20 * MIB, 4096, None, 1),
-    ]
-
-
 def test_a_large_read_to_an_odd_place_fits_the_buffers() -> None:
     chunks = plan_chunks([Read(0, Transfer(4096, 1, 20 * MIB))], 4096, COST, MIB + 5000)
     assert {one.arena_offset for one in chunks} == {None}
@@ -225,22 +195,5 @@ def test_a_large_read_to_an_odd_place_fits_the_buffers() -> None:
     ],
 )
 def test_small_gaps_are_read_between_small_runs(run: int, stride: int, requests: int, nbytes: int) -> None:
-    chunks = planned([Read(0, Transfer(0, 1, run, 8, stride, run))])
+    chunks = plan_chunks([Read(0, Transfer(0, 1, run, 8, stride, run))], 4096, COST, 8 * MIB)
     assert (len(chunks), sum(one.extent.nbytes for one in chunks)) == (requests, nbytes)
-
-
-def test_strided_reads_are_cut_between_runs() -> None:
-    read = Read(0, Transfer(0, 0, 100 * KIB, 100, 300 * KIB, 100 * KIB))
-    chunks = planned([read])
-    # 8 MiB less two blocks hold 27 strides of 300 KiB; the last request, of 19, needs no gap after its last run.
-    assert [(one.extent.offset // KIB, one.extent.nbytes // KIB) for one in chunks] == [
-        (0, 27 * 300 - 200),
-        (27 * 300, 27 * 300 - 200),
-        (54 * 300, 27 * 300 - 200),
-        (81 * 300, 19 * 300 - 200),
-    ]
-    assert [part.count for one in chunks for part in one.transfers] == [27, 27, 27, 19]
-
-
-def test_nothing_to_read_is_no_request() -> None:
-    assert planned([]) == []

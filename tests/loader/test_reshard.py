@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.reads import carried_out
 
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Transfer
@@ -128,27 +129,13 @@ def cases(draw: st.DrawFn, *, max_axes: int = 3) -> Case:
     return Case(dtype, shape, wanted, tuple(holders), files, stored(piece_of(bits, wanted)))
 
 
-def executed(reads: tuple[Read, ...], files: tuple[Array, ...], nbytes: int) -> Array:
-    """What reads bring; every byte is brought once, and none from outside a file."""
-    result, times = np.zeros(nbytes, np.uint8), np.zeros(nbytes, int)
-    for read in reads:
-        assert read.transfer.nbytes > 0
-        assert read.transfer.normalized() == read.transfer
-        for run in read.transfer.runs():
-            assert 0 <= run.source <= run.source_end <= files[read.file].size
-            assert 0 <= run.target <= run.target_end <= nbytes
-            result[run.target : run.target_end] = files[read.file][run.source : run.source_end]
-            times[run.target : run.target_end] += 1
-    assert (times == 1).all()
-    return result
-
-
 @given(cases())
 def test_what_is_gathered_is_what_numpy_selects_and_no_byte_more_is_read(case: Case) -> None:
     reads = gather(case.dtype, case.shape, case.wanted, case.holders)
-    found = executed(reads, case.files, case.expected.size)
+    found, times = carried_out(reads, case.files, case.expected.size)
     np.testing.assert_array_equal(found, case.expected)
-    assert sum(read.transfer.total_nbytes for read in reads) == case.expected.size
+    assert (times == 1).all()
+    assert all(read.transfer.nbytes > 0 and read.transfer.normalized() == read.transfer for read in reads)
 
 
 @given(cases(max_axes=1))

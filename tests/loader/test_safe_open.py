@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +33,9 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, what: object) -> No
     np.testing.assert_array_equal(as_integers(found), as_integers(expected), err_msg=str(what))
 
 
-def some_index(shape: torch.Size, seed: str) -> Any:
-    """An index of a tensor of that shape."""
-    rng = random.Random(seed)
-
-    def one(size: int) -> Any:
-        low, high = sorted(rng.randint(0, size) for _ in range(2))
-        whole = [slice(None), slice(low, high), slice(low - size, high), slice(low, None, rng.randint(1, 5))]
-        return rng.choice([*whole, rng.randrange(-size, size)] if size else whole)
-
-    parts = tuple(one(size) for size in shape)
-    return rng.choice([parts, parts[:1], (..., *parts[-1:])])
+def a_box(shape: torch.Size) -> Any:
+    """An index of a tensor of that shape: what lies in its middle."""
+    return tuple(slice(size // 3, size - size // 4) for size in shape)
 
 
 @pytest.mark.parametrize("name", grouped(OF_EACH_KIND))
@@ -55,11 +45,10 @@ def test_a_tensor_of_each_kind_is_the_sources_and_so_are_slices(name: str, conve
     with relayout.safe_open(conversions.at(name, conversions.largest(name))) as opened:
         assert set(opened.keys()) == source.keys()
         assert len(opened.keys()) == len(source)
-        for number, key in enumerate(one_of_each.values()):
+        for key in one_of_each.values():
             assert_same(opened.get_tensor(key), source[key], key)
-            if number % 2:
-                index = some_index(source[key].shape, f"{name}: {key}")
-                assert_same(opened.get_slice(key)[index], source[key][index], (key, index))
+            index = a_box(source[key].shape)
+            assert_same(opened.get_slice(key)[index], source[key][index], (key, index))
 
 
 @pytest.mark.parametrize("name", grouped(["qwen3_moe", "gpt_oss_mxfp4", "deepseek_v3", "gptq_4bit_moe"]))
@@ -69,30 +58,23 @@ def test_experts_are_found_with_the_ranks_that_own_them(name: str, conversions: 
         assert set(opened.keys()) == source.keys()
         experts = [key for key in source if ".experts." in key]
         for key in experts[::3]:
-            index = some_index(source[key].shape, f"{name}: {key}")
+            index = a_box(source[key].shape)
             assert_same(opened.get_slice(key)[index], source[key][index], (key, index))
         assert_same(opened.get_tensor(experts[-1]), source[experts[-1]], experts[-1])
 
 
 @pytest.mark.parametrize("name", grouped(["llama", "gptq_4bit", "fp8_blocks_moe", "gpt2_hub", "gpt_neox"]))
-def test_shapes_dtypes_and_metadata_are_those_of_the_stock_reader(name: str, conversions: Conversions) -> None:
+def test_names_shapes_dtypes_and_metadata_are_those_of_the_stock_reader(name: str, conversions: Conversions) -> None:
+    names = []
     with relayout.safe_open(conversions.at(name, 4), framework="pt", device="cpu") as opened:
         for file in sorted(conversions.source(name).glob("*.safetensors")):
             with safe_open(file, framework="pt", device="cpu") as stock:
+                names += stock.offset_keys()
                 assert opened.metadata() == stock.metadata() == {"format": "pt"}
                 for key in stock.keys():  # noqa: SIM118
                     mine, theirs = opened.get_slice(key), stock.get_slice(key)
-                    assert mine.get_shape() == theirs.get_shape()
-                    assert mine.get_dtype() == theirs.get_dtype()
-
-
-def test_keys_are_in_the_order_of_the_files(conversions: Conversions) -> None:
-    expected = []
-    for file in sorted(conversions.source("llama").glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stock:
-            expected += stock.offset_keys()
-    with relayout.safe_open(conversions.at("llama", 8)) as opened:
-        assert opened.keys() == opened.offset_keys() == expected
+                    assert (mine.get_shape(), mine.get_dtype()) == (theirs.get_shape(), theirs.get_dtype())
+        assert opened.keys() == opened.offset_keys() == names
 
 
 def test_metadata_is_what_all_files_say(tmp_path: Path) -> None:
@@ -198,35 +180,26 @@ ODD: list[Any] = [
     np.s_[0:0, 5:3],
     np.s_[10**20 :],
     np.s_[: -(10**20)],
+    *(128, -129, (0, 128), (0, -129), (0, 0, 0), (..., 128), np.s_[::-1], np.s_[:, ::0], "rows", 1.5),
 ]
+"""What torch takes, and what it refuses."""
 
 
 @pytest.mark.parametrize("index", ODD, ids=str)
 @pytest.mark.parametrize("kind", ["q_proj", "o_proj"])
-def test_whatever_else_torch_takes_is_taken(index: Any, kind: str, conversions: Conversions) -> None:
+def test_whatever_else_torch_takes_is_taken_and_what_it_refuses_is_refused(
+    index: Any, kind: str, conversions: Conversions
+) -> None:
     key = f"model.layers.1.self_attn.{kind}.weight"
-    expected = stock_tensors(conversions.source("llama"))[key]
+    whole = stock_tensors(conversions.source("llama"))[key]
+    part = relayout.safe_open(conversions.at("llama", 8)).get_slice(key)
     try:
-        expected = expected[index]
-    except Exception as error:
+        expected = whole[index]
+    except (IndexError, ValueError, TypeError) as error:
         with pytest.raises(type(error)):
-            relayout.safe_open(conversions.at("llama", 8)).get_slice(key)[index]
-        return
-    assert_same(relayout.safe_open(conversions.at("llama", 8)).get_slice(key)[index], expected, index)
-
-
-WRONG: list[Any] = [128, -129, (0, 128), (0, -129), (0, 0, 0), (..., 128), np.s_[::-1], np.s_[:, ::0], "rows", 1.5]
-
-
-@pytest.mark.parametrize("index", WRONG, ids=str)
-@pytest.mark.parametrize("kind", ["q_proj", "o_proj"])
-def test_an_index_that_is_none_is_refused_as_torch_does(index: Any, kind: str, conversions: Conversions) -> None:
-    part = relayout.safe_open(conversions.at("llama", 8)).get_slice(f"model.layers.1.self_attn.{kind}.weight")
-    assert part.get_shape() == [128, 128]
-    with pytest.raises((IndexError, ValueError, TypeError)) as expected:
-        torch.zeros(128, 128)[index]
-    with pytest.raises(expected.type):
-        part[index]
+            part[index]
+    else:
+        assert_same(part[index], expected, index)
 
 
 @pytest.fixture(params=["up_proj", "down_proj"])
@@ -261,32 +234,6 @@ def test_columns_of_numbers_of_4_bits_of_which_torch_has_two_in_one_are_refused(
 # In place of safetensors.
 
 
-def column_sums(open_file: Callable[..., Any], path: Path) -> dict[str, list[float]]:
-    """Written for `safetensors.safe_open`."""
-    sums = {}
-    with open_file(path, framework="pt", device="cpu") as file:
-        assert file.metadata()["format"] == "pt"
-        for name in sorted(file.keys()):
-            part = file.get_slice(name)
-            if len(part.get_shape()) != 2:
-                sums[name] = file.get_tensor(name).double().tolist()
-                continue
-            rows, columns = part.get_shape()
-            total = torch.zeros(columns, dtype=torch.float64)
-            for row in range(0, rows, 50):
-                total += part[row : min(row + 50, rows)].double().sum(0)
-            assert torch.equal(part[:, 3:5].double().sum(0), part[:, 3].double().sum(0)[None].repeat(2)) or columns > 3
-            sums[name] = total.tolist()
-    return sums
-
-
-def test_what_was_written_for_the_stock_reader_runs_unchanged(conversions: Conversions) -> None:
-    source = conversions.source("qwen2_tied") / "model.safetensors"
-    expected = column_sums(safe_open, source)
-    assert column_sums(relayout.safe_open, conversions.at("qwen2_tied", 8)) == expected
-    assert len(expected) == 26
-
-
 @pytest.fixture
 def opened(conversions: Conversions) -> CheckpointView:
     return relayout.safe_open(conversions.at("llama", 4))
@@ -308,31 +255,20 @@ def test_each_tensor_has_memory_of_its_own_and_stays(conversions: Conversions, t
         assert_same(second, expected, "second")
 
 
-def test_a_closed_one_answers_no_more(opened: CheckpointView) -> None:
-    with opened as same:
-        assert same is opened
-        assert opened.get_tensor("model.norm.weight").numel()
-    for call in (opened.get_tensor, opened.get_slice):
-        with pytest.raises(PlanError, match=r"llama-tp4: is closed"):
-            call("model.norm.weight")
-    opened.close()
-
-
-def test_what_is_not_there_is_named(
-    conversions: Conversions,
-    opened: CheckpointView,
-    tmp_path: Path,
-) -> None:
+def test_what_is_not_there_is_named(conversions: Conversions, opened: CheckpointView, tmp_path: Path) -> None:
     for call in (opened.get_tensor, opened.get_slice):
         with pytest.raises(PlanError, match=r"llama-tp4: has no tensor 'model\.nothing'"):
             call("model.nothing")
     with pytest.raises(PlanError, match=r"nothing: no such file or folder$"):
         relayout.safe_open(tmp_path / "nothing")
     for path in (conversions.source("llama"), Path(opened.path) / "config.json"):
-        with pytest.raises(PlanError, match=rf"{path.name}: not converted .*safetensors\.safe_open reads"):
+        with pytest.raises(PlanError, match=rf"{path.name}: not converted .*safetensors\.safe_open reads") as caught:
             relayout.safe_open(path)
+        assert (caught.value.code, str(caught.value.path)) == ("missing", str(path))
     with pytest.raises(PlanError, match=r"framework 'np', expected 'pt'"):
         relayout.safe_open(opened.path, framework="np")
+    with pytest.raises(PlanError, match=r"device 'cuda:77'"):
+        relayout.safe_open(opened.path, device="cuda:77")
 
 
 def test_a_missing_file_matters_for_what_lies_in_it_only(conversions: Conversions, tmp_path: Path) -> None:
@@ -345,16 +281,6 @@ def test_a_missing_file_matters_for_what_lies_in_it_only(conversions: Conversion
         assert_same(file.get_slice(key)[:64], expected[key][:64], "rows")
         with pytest.raises((FormatError, OSError), match="model-rank-2-part-0"):
             file.get_slice(key)[60:65]
-
-
-def test_tensors_go_to_the_device_that_is_asked_for(conversions: Conversions) -> None:
-    folder = conversions.at("llama", 4)
-    with pytest.raises(PlanError, match="device 'cuda:77'"):
-        relayout.safe_open(folder, device="cuda:77").get_tensor("model.norm.weight")
-    if torch.cuda.is_available():
-        with relayout.safe_open(folder, device="cuda") as file:
-            assert file.get_tensor("model.norm.weight").is_cuda
-            assert file.get_slice("lm_head.weight")[3:5, 7].is_cuda
 
 
 # What is read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,25 +40,13 @@ def hasty() -> Iterator[None]:
 def at_once(call: Callable[[int], Result]) -> list[Result]:
     """What each of several threads gets that all begin at the same moment."""
     start = threading.Barrier(NUM_THREADS)
-    found: dict[int, Result] = {}
-    errors: list[BaseException] = []
 
-    def run(number: int) -> None:
-        try:
-            start.wait(PATIENCE)
-            found[number] = call(number)
-        except BaseException as error:
-            errors.append(error)
+    def run(number: int) -> Result:
+        start.wait(PATIENCE)
+        return call(number)
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(NUM_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-    return [found[number] for number in range(NUM_THREADS)]
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return list(pool.map(run, range(NUM_THREADS)))
 
 
 @contextmanager
@@ -82,13 +71,24 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_slices_that_threads_read_from_one_safe_open_are_the_sources(many: Path) -> None:
-    stored = whole_tensors(many.parent / "source")
-    name = "model.layers.7.mlp.gate_proj.weight"
+def test_slices_that_threads_read_from_one_safe_open_are_the_sources_and_each_table_is_parsed_once(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []
+    read_table = regrouped.read_table
+
+    def note(folder: Path, manifest: Any, rank: int) -> Any:
+        parsed.append(rank)
+        return read_table(folder, manifest, rank)
+
+    monkeypatch.setattr(regrouped, "read_table", note)
+    stored, name = whole_tensors(many.parent / "source"), "model.layers.7.mlp.gate_proj.weight"
     for _ in range(ROUNDS):
+        parsed.clear()
         with relayout.safe_open(many) as opened, nothing_left_behind():
             found = at_once(lambda rank, one=opened: one.get_slice(name)[rank : rank + 1])  # type: ignore[misc]
         assert_equal({"": torch.cat(found)}, {"": stored[name]})
+        assert sorted(parsed) == list(range(8))
 
 
 @pytest.mark.usefixtures("hasty")
@@ -103,21 +103,6 @@ def test_whole_tensors_that_threads_read_from_one_safe_open_are_the_sources(many
 
         for found in at_once(read):
             assert_equal(found, {name: stored[name] for name in found})
-
-
-@pytest.mark.usefixtures("hasty")
-def test_each_table_is_parsed_once(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = []
-    read_table = regrouped.read_table
-
-    def note(folder: Path, manifest: Any, rank: int) -> Any:
-        parsed.append(rank)
-        return read_table(folder, manifest, rank)
-
-    monkeypatch.setattr(regrouped, "read_table", note)
-    with relayout.safe_open(many) as opened:
-        at_once(lambda number: opened.get_tensor("model.layers.0.mlp.down_proj.weight"))
-    assert sorted(parsed) == list(range(8))
 
 
 @pytest.mark.usefixtures("hasty")

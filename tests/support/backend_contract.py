@@ -12,6 +12,7 @@ import xxhash
 from support.fake_cuda import FakeCuFile, Lanes
 from support.loader_fixtures import MIB, Array, nothing_left_behind
 from support.local_stores import stored_file
+from support.reads import carried_out
 
 from relayout.core.extents import BLOCK, Transfer, align_up
 from relayout.core.workers import Stop
@@ -21,6 +22,7 @@ from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.backends.digests import Checks
 from relayout.loader.budgets import Budget
+from relayout.loader.sources.columns import TensorColumns
 from relayout.loader.sources.stored import StoredFile
 from relayout.storage.protocols import Refusal
 
@@ -94,12 +96,9 @@ class Target:
         space[:] = UNTOUCHED
         expected = space.copy()
         for piece, position in zip(pieces, positions, strict=True):
-            for read in piece.reads:
-                one = read.transfer
-                for run in range(one.count):
-                    source = one.source + run * one.source_stride
-                    start = position + one.target + run * one.target_stride
-                    expected[start : start + one.nbytes] = self.contents[read.file][source : source + one.nbytes]
+            held, times = carried_out(piece.reads, self.contents, piece.nbytes)
+            place = expected[position : position + piece.nbytes]
+            place[times > 0] = held[times > 0]
         places = [slice(start, start + piece.nbytes) for start, piece in zip(positions, pieces, strict=True)]
         if self.kind == "arena":
             return Ground(arena, positions, space, expected, places)
@@ -162,16 +161,17 @@ class Ground:
 
     def checks(self, pieces: Sequence[Piece], cuts: Sequence[int], stop: Stop, wrong: int | None = None) -> Checks:
         """The digests of tensors that the pieces are cut into, all right but perhaps one."""
-        offsets, sizes, digests = [], [], []
+        offsets, shapes, digests = [], [], []
         for piece, offset, place in zip(pieces, self.offsets, self.places, strict=True):
             borders = sorted({0, piece.nbytes, *(cut for cut in cuts if cut < piece.nbytes)})
             for start, end in zip(borders, borders[1:] or [0], strict=False):
                 offsets.append(offset + start)
-                sizes.append(end - start)
+                shapes.append((end - start,))
                 digests.append(xxhash.xxh3_128_hexdigest(self.expected[place][start:end].tobytes()))
         if wrong is not None:
             digests[wrong] = f"{int(digests[wrong], 16) ^ 1:032x}"
-        return Checks([f"tensor {row}" for row in range(len(offsets))], offsets, sizes, digests, lambda _: None, stop)
+        names, dtypes = [f"tensor {row}" for row in range(len(offsets))], ["U8"] * len(offsets)
+        return Checks(TensorColumns(names, dtypes, shapes, digests=digests, offsets=offsets), lambda _: None, stop)
 
 
 def stored(paths: Sequence[Path]) -> tuple[StoredFile, ...]:

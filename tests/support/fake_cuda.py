@@ -95,7 +95,8 @@ class Lanes:
                 source, target = lane.waiting.popleft()
                 pause = self.random.random() * 0.0004
             time.sleep(pause)
-            target.copy_(source)
+            with torch.inference_mode():  # A device knows nothing of it.
+                target.copy_(source)
             nbytes = source.numel()
             del source, target  # Whoever waits may count what is still there.
             with self.changed:
@@ -147,6 +148,8 @@ class SlowLane:
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         assert source.shape == target.shape
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
         self._lanes.call("send")
         self._check_buffer(source)
         with self._lanes.changed:
@@ -193,9 +196,6 @@ class SlowLane:
 
 class FakeCuFile:
     """See `relayout.loader.backends.cufile.CuFile`: reads with pread, as few bytes as it likes."""
-
-    name = "fake"
-    concurrent = True
 
     def __init__(self, *, registers: bool = True, fails_at: int | None = None, refuses: str = "") -> None:
         """The read of number `fails_at` fails, from 1; files with `refuses` in their name cannot be opened."""

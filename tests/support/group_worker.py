@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from support import prestarted
 from support.toy_store import Fault, shelf
 
 from relayout.storage.stores import REGISTRY
@@ -83,6 +84,19 @@ def join(folder: Path, number: int, num_members: int = NUM_MEMBERS) -> None:
     )
 
 
+def seen_by_members(folder: Path, script: str, *arguments: str) -> list[Any]:
+    """Run a script that forks the members, given their folder; what each of them wrote there."""
+    done = prestarted.run(folder, *arguments, script=script, imports=prestarted.GROUP, env=prestarted.ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"member-{number}.json").read_text()) for number in range(NUM_MEMBERS)]
+
+
+def load_together(folder: Path, **case: Any) -> list[dict[str, str]]:
+    """What each member has after a load, see `from_store`; `folder` is for this one alone."""
+    script = "from support.group_worker import from_store; from_store()"
+    return seen_by_members(folder, script, json.dumps(case))
+
+
 class Seen:
     """What a member saw, case by case; also in its file."""
 
@@ -123,32 +137,24 @@ def main() -> None:
 def from_store() -> None:
     """One load by four processes: `FOLDER CASE`, the latter `{"path": ..., "rank": ..., "by": "load", ...}` as JSON.
 
-    Without a rank, each loads that of its own number.
-    With "kill", member 3 kills itself when its first bytes have come; "environment" are more variables.
+    Without a rank, each loads that of its own number. "environment" are more variables.
     """
     folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
-    killed = case.pop("kill", False)
     os.environ.update(case.pop("environment", {}))
-    codes = forked(partial(_load_from_store, folder, case, killed))
-    assert codes == [0, 0, 0, -signal.SIGKILL if killed else 0], codes
+    codes = forked(partial(_load_from_store, folder, case))
+    assert codes == [0, 0, 0, 0], codes
 
 
-def _load_from_store(folder: Path, case: dict[str, Any], is_killed: bool, number: int) -> None:
+def _load_from_store(folder: Path, case: dict[str, Any], number: int) -> None:
     import torch.distributed as dist
 
     from relayout.loader import api
 
     join(folder, number)
-    if is_killed and number == NUM_MEMBERS - 1:
-        case["progress"] = lambda done, total: os.kill(os.getpid(), signal.SIGKILL)
     load = getattr(api, case.pop("by", "load"))
     case.setdefault("rank", number)
-    seen: dict[str, Any] = {}
-    try:
-        seen["tensors"] = digests(dict(load(group=dist.group.WORLD, **case)))
-    except OSError as error:
-        seen["error"] = str(error)
-    (folder / f"member-{number}.json").write_text(json.dumps(seen))
+    found = digests(dict(load(group=dist.group.WORLD, **case)))
+    (folder / f"member-{number}.json").write_text(json.dumps(found))
 
 
 def _member(folder: Path, number: int) -> None:

@@ -233,8 +233,6 @@ class Holdings:
     """Mappings of rank files."""
     large: int
     """Bytes in memory of anonymous mappings, heaps and stacks aside, that are at least as large as was asked for."""
-    nbytes: int
-    """Of address space."""
 
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) *(.*)\n(?:[A-Z].*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
@@ -260,14 +258,13 @@ def holdings(large: int, others: int) -> Holdings:
     end = time.monotonic() + PATIENCE
     while num_threads() > threading.active_count() + others and time.monotonic() < end:
         time.sleep(0.0005)
-    mapped_files = total = nbytes = 0
+    mapped_files = total = 0
     for start, end_of, inode, name, kib in _MAPPING.findall(Path("/proc/self/smaps").read_text()):
         length = int(end_of, 16) - int(start, 16)
-        nbytes += length
         mapped_files += "model-rank" in name
         if inode == "0" and not name and length >= large:
             total += int(kib) * 1024
-    return Holdings(len(open_files()), num_threads(), mapped_files, total, nbytes)
+    return Holdings(len(open_files()), num_threads(), mapped_files, total)
 
 
 @contextmanager

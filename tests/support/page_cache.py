@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,18 @@ def warm(path: Path, offset: int, nbytes: int) -> None:
     with opened(path) as fd:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         assert os.pread(fd, nbytes, offset)
+
+
+def refuse_to_open(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A file system that does not open files for direct I/O."""
+    true_open = os.open
+
+    def refuse(name: Any, flags: int, *rest: int, **options: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(code, os.strerror(code), str(name))
+        return true_open(name, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
 
 
 def without_residency(told: relayout.Explanation) -> relayout.Explanation:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import s3_server
+from support import hub_server, s3_server
+from support.hub_server import Hub
 from support.loader_fixtures import assert_equal, whole_tensors
 from support.s3_server import Server
 
@@ -32,6 +33,21 @@ def server(converted: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
                 server.put("models", f"{prefix}/{file.name}", file.read_bytes())
         server.checks_keys = True
         yield server
+
+
+@pytest.fixture
+def hub(converted: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a converted repository, org/out, and its source, org/model; nothing of them is on this machine."""
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    with hub_server.running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.hub.url)
+        for folder, repo in ((converted, "org/out"), (model, "org/model")):
+            hub.repos[repo] = {file.name: file.read_bytes() for file in folder.iterdir()}
+        yield hub
 
 
 def files_of_rank(folder: Path, rank: int) -> dict[str, int]:

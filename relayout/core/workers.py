@@ -107,11 +107,7 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], num_threads: int
     return cast("list[Result]", done)
 
 
-def _no_work(state: Any, item: Any) -> int:
-    raise AssertionError("the workers have ended")
-
-
-def _no_state() -> Any:
+def _ended(*_: Any) -> Any:
     raise AssertionError("the workers have ended")
 
 
@@ -243,8 +239,7 @@ class Workers(Generic[Item, State]):
         _live.discard(weakref.ref(self))
         # Break reference cycles between the work callback and self.
         self._items = iter(())
-        self._work = _no_work
-        self._make_state = _no_state
+        self._work = self._make_state = _ended
 
     def after_fork(self) -> None:
         # The child has none of the threads and must not wait for them.

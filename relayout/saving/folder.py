@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.saving.shards import Shard
-from relayout.storage.head_file import HeadFile
 from relayout.storage.protocols import (
     LOCAL_COST,
     Access,
@@ -73,8 +72,37 @@ class MemoryFolder(ReadOnlyStore):
         if stat is None:
             raise FormatError("no such file", path=self.location(name), code="missing")
         stat.check(self.location(name), nbytes, version)
-        shard = self.shards.get(name)
-        return HeadFile(self.files[name], stat) if shard is None else HeadFile(shard.header, stat, self._filler(name))
+        return _MemoryFile(self, name, stat)
 
-    def _filler(self, name: str) -> Callable[[int, memoryview], None]:
-        return lambda offset, view: self.fill(name, Extent(offset, view.nbytes), view)
+
+class _MemoryFile(ReadableFile):
+    def __init__(self, folder: MemoryFolder, name: str, stat: FileStat) -> None:
+        self._folder = folder
+        self._name = name
+        self._stat = stat
+
+    @property
+    def nbytes(self) -> int:
+        return self._stat.nbytes
+
+    @property
+    def version(self) -> str:
+        return self._stat.version
+
+    @property
+    def alignment(self) -> int:
+        return 1
+
+    def fileno(self) -> int | None:
+        return None
+
+    def read(self, offset: int, view: memoryview) -> None:
+        shard = self._folder.shards.get(self._name)
+        head = self._folder.files[self._name] if shard is None else shard.header
+        known = memoryview(head)[offset : offset + view.nbytes]
+        view[: known.nbytes] = known
+        if shard is not None and known.nbytes < view.nbytes:
+            self._folder.fill(self._name, Extent(offset, view.nbytes), view)
+
+    def close(self) -> None:
+        pass

@@ -1,4 +1,4 @@
-"""Files without descriptors, whose first bytes are known when they are opened: in stores, or made in memory."""
+"""Files without descriptors, whose first bytes, or all of them, are known when they are opened."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def measure(
                     "request_kib": link.request_nbytes // 1024 if place.kind == "fuse" else None,
                     "direct": link.direct if place.kind == "fuse" else None,
                     "ranks": num_ranks,
-                    "loader": LOADERS[name].title,
+                    "loader": LOADERS[name].title.removesuffix("" if place.kind == "fuse" else ", O_DIRECT"),
                     "runs": len(done),
                 } | figures
 

@@ -35,6 +35,8 @@ def load_into(
         PlanError: the rank has no tensor of that name; or a given tensor has another dtype, shape or device, or shares
             memory.
     """
+    import torch
+
     row_of = check_tensors("into", into, contents, options.device)
     for first, second in sharing_memory(into):
         if not _is_tied(first, second, into, contents, row_of):
@@ -59,7 +61,8 @@ def load_into(
         through = stream(parts[1], stages[1]) if others else iter(())
         _fill(parts[0], into, stages[0], choice.backend, budget)
         for name, loaded in through:
-            _copy(into[name], loaded)
+            with torch.no_grad():
+                into[name].copy_(loaded)
         tensors = dict(into)
         if new:
             tensors |= load_arena(pack(parts[2]), stages[2])
@@ -187,10 +190,3 @@ def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
     increment = getattr(torch.autograd.graph, "increment_version", None)
     if increment is not None:  # Older versions of torch have none.
         increment(tensors)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    import torch
-
-    with torch.no_grad():
-        target.copy_(source)

@@ -90,7 +90,7 @@ class CachedStore(LocalStore):
         with reporting(progress, "fetching", sum(file.nbytes for file in missing)) as report:
             done = 0
             for file in missing:
-                on_progress = None if report is None else partial(_add, report, done)
+                on_progress = None if report is None else lambda nbytes, before=done: report(before + nbytes)
                 self.lease.keep(file.name, partial(_fetch_file, self.folder, file, on_progress))
                 done += file.nbytes
             if report is not None:
@@ -134,10 +134,6 @@ def keep(store: CachedStore, cache: Cache, names: Sequence[str], progress: Progr
         with reservation:
             store.fetch(names, progress)
     return True
-
-
-def _add(report: Callable[[int], None], before: int, done: int) -> None:
-    report(before + done)
 
 
 def _fetch_file(folder: Path, file: StoredFile, on_progress: Callable[[int], None] | None, name: str) -> None:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,15 +142,9 @@ def test_many_iterations_that_nobody_ends_leave_nothing(outcomes: dict[str, dict
 
 
 @pytest.fixture
-def replace(place: Path, folder: Path) -> Callable[..., object]:
-    """Puts another conversion's file, of the same length, in the place of one that is loaded from."""
-
-    def replace(*_: object) -> None:
-        beside = Path(shutil.copy(place / "foreign" / PART, folder / "beside"))
-        assert beside.stat().st_size == (folder / PART).stat().st_size
-        beside.rename(folder / PART)
-
-    return replace
+def replace(place: Path, folder: Path) -> Callable[[], None]:
+    """Puts another conversion's file in the place of one that is loaded from."""
+    return partial(faulty.replace, folder, place / "foreign")
 
 
 NOT_ITS_OWN = rf"{PART}: content in its header differs from [0-9a-f]+: not the file that relayout.json describes$"
@@ -162,7 +157,7 @@ NOT_ITS_OWN = rf"{PART}: content in its header differs from [0-9a-f]+: not the f
 )
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_file_that_is_replaced_while_it_is_opened_is_not_taken_for_another(
-    way: str, call: str, when: str, folder: Path, replace: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    way: str, call: str, when: str, folder: Path, replace: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is opened is looked at, not what lies at its path before or behind that."""
     faulty.stored(folder, "model-rank-0-*")
@@ -195,7 +190,7 @@ def test_a_file_that_was_only_touched_or_copied_is_the_same(folder: Path) -> Non
 
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_a_file_that_is_replaced_between_two_ways_of_opening_it_is_refused(
-    is_gone: bool, folder: Path, replace: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    is_gone: bool, folder: Path, replace: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cufile = FakeCuFile()
     true_open = cufile.open

@@ -22,6 +22,8 @@ import torch
 from relayout.storage.buffers import Buffer
 
 BLOCK = 4096
+EAGERNESS = 0.3
+"""The share of copies that begin at once."""
 STALE = 0xDD
 """What a buffer is full of when it is handed out."""
 
@@ -29,8 +31,8 @@ STALE = 0xDD
 class Lanes:
     """Makes lanes. One thread does all copies: one lane's in order, most of them only when somebody waits for them."""
 
-    def __init__(self, *, refuse: bool = False, eagerness: float = 0.3) -> None:
-        """With `refuse`, no memory can be pinned; `eagerness` is the share of copies that begin at once.
+    def __init__(self, *, refuse: bool = False) -> None:
+        """With `refuse`, no memory can be pinned.
 
         `fails` may be set to the name of a lane's method: each second call of it fails from then on.
         """
@@ -44,7 +46,6 @@ class Lanes:
         self.held = 0
         """Bytes of buffers that have not been freed."""
         self.random = random.Random(0)
-        self.eagerness = eagerness
         self._refuse = refuse
         self._lanes: list[SlowLane] = []
         """Those that have something to copy."""
@@ -158,7 +159,7 @@ class SlowLane:
             self._num_sent += 1
             self._last[self._current] = self._num_sent
             self._lanes.in_flight += source.numel()
-            if self._lanes.random.random() < self._lanes.eagerness:
+            if self._lanes.random.random() < EAGERNESS:
                 self.num_wanted = self._num_sent
                 self._lanes.changed.notify_all()
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuFile, Lanes
 from support.loader_fixtures import (
     BLOCK,
     DEVICE,
@@ -243,7 +242,7 @@ class Trial:
         yield "cut", self.go(hold, act=partial(os.truncate, self.file, CUT))
         yield "cut, once more", {"again": self.again()}
         self.repair()
-        yield "replaced", self.go(hold, act=partial(self.replace))
+        yield "replaced", self.go(hold, act=partial(replace, self.folder, self.foreign))
         yield "replaced, once more", {"again": self.again()}
         self.repair()
         yield "unlinked", self.go(hold, act=self.file.unlink)
@@ -253,11 +252,12 @@ class Trial:
         if self.call == "iter_load":
             yield "abandoned", {"left": self.abandoned()}
 
-    def replace(self) -> None:
-        """By the same part of another conversion, which has the same length."""
-        beside = Path(shutil.copy(self.foreign / PART, self.folder / "beside"))
-        assert beside.stat().st_size == len(self.good)
-        beside.rename(self.file)
+
+def replace(folder: Path, foreign: Path) -> None:
+    """Put the same part of another conversion, of the same length, in the place of one that is loaded from."""
+    beside = Path(shutil.copy(foreign / PART, folder / "beside"))
+    assert beside.stat().st_size == (folder / PART).stat().st_size
+    beside.rename(folder / PART)
 
 
 def grown(before: Holdings, after: Holdings) -> list[int]:
@@ -273,15 +273,14 @@ def grown(before: Holdings, after: Holdings) -> list[int]:
 
 
 @contextmanager
-def device(way: str) -> Iterator[Lanes | None]:
+def device(way: str) -> Iterator[None]:
     """The fake device, where the way leads there; nothing may be left on it."""
     if way not in DEVICE:
-        yield None
+        yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        lanes = Lanes()
-        for _ in fake_device(patch, way, lanes, FakeCuFile()):
-            yield lanes
+        for _ in fake_device(patch, way):
+            yield
 
 
 def main(folder: Path, foreign: Path) -> None:

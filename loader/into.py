@@ -136,7 +136,7 @@ def check_tensor(
     if not tensor.numel():
         return
     lazy = tensor.is_conj() or tensor.is_neg()
-    if lazy or _address(tensor) == 0 or not is_simple(memory_of(tensor)):
+    if lazy or address_of(tensor) == 0 or not is_simple(memory_of(tensor)):
         raise PlanError(f"{what} is a lazy view, has no memory, or has overlapping elements", code="option")
 
 
@@ -149,13 +149,13 @@ def _check_memory(into: Mapping[str, torch.Tensor], contents: TensorColumns, row
         is_tied = (
             digests is not None
             and digests[row_of[first]] == digests[row_of[second]]
-            and _view(into[first]) == _view(into[second])
+            and view_of(into[first]) == view_of(into[second])
         )
         if not is_tied:
             raise PlanError(f"into: {first!r} and {second!r} share memory", code="option")
 
 
-def _view(tensor: torch.Tensor) -> tuple[object, ...]:
+def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are the same view of the same memory."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
@@ -165,7 +165,8 @@ def memory_of(tensor: torch.Tensor) -> Strided:
     return strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tensor.shape)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor | torch.UntypedStorage) -> int:
+    """Of the first byte; 0: it has no memory."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # Several kinds of tensors have no memory, and torch has no other test for them.

@@ -16,7 +16,6 @@ from support.fake_vllm import Model, install
 from support.patience import PATIENCE
 from support.toy_store import shelf
 
-from relayout import plugins
 from relayout.storage.cloud.client import CLOUD_COST
 
 COUNT = """
@@ -67,7 +66,6 @@ def test_the_log_says_whether_a_cache_had_the_rank(
 ) -> None:
     caplog.set_level(logging.INFO, "vllm.relayout")
     engine = install(monkeypatch)
-    plugins.vllm()
     monkeypatch.setattr(shelf("metrics"), "cost", CLOUD_COST)
     for file in (folders / name).iterdir():
         shelf("metrics").write(f"{name}/{file.name}", file.read_bytes())

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import write_family
+from support.fake_vllm import put_modules
 from support.families import FAMILIES
 
 import relayout
@@ -34,15 +34,11 @@ class BaseWeightLoader:
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    contents: dict[str, dict[str, Any]] = {
+    contents = {
         f"{CHECKPOINTS}.base_weight_loader": {"BaseWeightLoader": BaseWeightLoader},
         f"{CHECKPOINTS}.hf.checkpoint_loader": {"HfCheckpointLoader": HfCheckpointLoader},
     }
-    for name, found in contents.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-        vars(sys.modules[name]).update(found)
+    put_modules(monkeypatch, contents)
 
 
 def shard(weight: torch.Tensor, tp_size: int, tp_rank: int, axis: int) -> torch.Tensor:

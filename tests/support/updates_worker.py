@@ -29,19 +29,14 @@ def _worker(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
     from support.conversions import stock_tensors
-    from support.fake_vllm import Model, Worker, install
+    from support.fake_vllm import Model, Worker, install, logged
 
-    from relayout import plugins
     from relayout.engines.live import WeightUpdates
 
     join(folder, rank, TP)
     engine = install(pytest.MonkeyPatch())
     engine.workers = dist.group.WORLD
-    plugins.vllm()
-    errors: list[str] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm.relayout").addHandler(handler)
+    errors = logged(logging.ERROR)
     wholes = {name: stock_tensors(folder / name) for name in ("model-0", "model-1", "model-2")}
     seen: dict[str, Any] = {}
 

@@ -89,6 +89,8 @@ ENGINES = {
 class Environment:
     """What runs modules of `engines` beside an engine."""
 
+    engine: str
+    """A key of `ENGINES`."""
     python: Path
     variables: dict[str, str]
 
@@ -133,7 +135,7 @@ def environment_of(name: str, folder: Path) -> Environment:
     overlays = [_overlay(overlay, python, home / overlay) for overlay in engine.overlays]
     folders = [*overlays, ROOT, ROOT / "tools", ROOT / "tests"]
     variables = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    return Environment(python, {**os.environ, **dict(engine.variables), **variables})
+    return Environment(name, python, {**os.environ, **dict(engine.variables), **variables})
 
 
 def _pip(python: Path, command: str, *arguments: str | Path) -> None:

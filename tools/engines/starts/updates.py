@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,13 +58,14 @@ _COMPARED = (_FIRST, "step-1", _LAST)
 """Folders whose sources fresh starts are made on."""
 
 
-def updates(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of each model: what one engine says to deltas and folders, right ones and wrong ones, and what it generates."""
     alone = environment.with_variables(VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    for family in UPDATED:
+    for family in (family for family in UPDATED if fnmatch(family, only)):
         for what, outcome in _updates_of(family, alone, work):
             yield f"{family}, {what}", outcome
-    yield "speed", _speed(alone, work)
+    if fnmatch("speed", only):
+        yield "speed", _speed(alone, work)
 
 
 def _speed(environment: Environment, work: Path) -> dict[str, Any]:

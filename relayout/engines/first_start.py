@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relayout.core.arguments import ranks_text
 from relayout.core.children import PIPE, QUIET, Child, start_child
@@ -72,7 +72,7 @@ class Filling:
             if right is None:
                 return
             with open(right, "rb") as held:  # The child holds it, too, for as long as it runs.
-                streams = {"stdin": PIPE, "stdout": QUIET, "stderr": PIPE, "pass_fds": (held.fileno(),)}
+                streams: dict[str, Any] = {"stdin": PIPE, "stdout": QUIET, "stderr": PIPE, "pass_fds": (held.fileno(),)}
                 child = start_child("relayout", "cache", *self.arguments, **streams)
             try:
                 threading.Thread(target=self._watch, args=(child,), name="relayout-cache", daemon=True).start()

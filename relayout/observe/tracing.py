@@ -117,7 +117,7 @@ class Observer(Watcher):
         on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
         made = _call(func, args, {**kwargs, **on_meta}, without_memory)
         memory = probes[0].memory
-        numbers = numbers.expand(made.shape).contiguous()
+        numbers = numbers.expand(made.shape).clone(memory_format=torch.contiguous_format)
         return Probe.of(Memory(memory.name, tuple(made.shape), made.dtype, memory.device, self, numbers))
 
     def _write(self, func: Any, args: Any, probes: Sequence[Probe]) -> Any:

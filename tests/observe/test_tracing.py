@@ -64,6 +64,7 @@ def test_views_and_rearrangements_are_followed_element_by_element(data: st.DataO
         (lambda t: t[1].zero_(), [NOTHING, NOTHING]),
         (lambda t: t.mul_(2), [0, 1, 2, 3]),
         (lambda t: t.copy_(t.flip(0).clone()), [2, 3, 0, 1]),
+        (lambda t: [t.mul_(1), t * 2, t.zero_()][1], [0, 1, 2, 3]),
     ],
 )
 def test_what_treats_each_element_by_itself_is_followed(

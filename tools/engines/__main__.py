@@ -34,7 +34,6 @@ SKIPPED = (
 HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
-TIMEOUT_S = 1800
 REPLICATED = "qwen3_moe"
 """What data-parallel replicas load: vLLM lets only those of mixtures of experts know of each other."""
 KEPT = (
@@ -90,23 +89,13 @@ def run_batch(environment: Environment, jobs: list[Result], work: Path, command:
     file = work / "jobs.json"
     file.write_text(json.dumps(jobs))
     module, *options = command
-    count = 0
-    with (work / f"{module}.log").open("a") as log:
-        running = subprocess.Popen(
-            environment.command(module, file, *options),
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment.variables,
-            cwd=work,
-        )
-        assert running.stdout is not None
-        for line in running.stdout:
-            if "RESULT " in line:
-                count += 1
-                yield json.loads(line.partition("RESULT ")[2])
-        code = running.wait(TIMEOUT_S)
-    yield from ({**job, "error": f"the process ended with {code}"} for job in jobs[count:])
+    left = list(jobs)
+    try:
+        for result in environment.results(work, module, file, *options):
+            left.pop(0)
+            yield result
+    except subprocess.CalledProcessError as error:
+        yield from ({**job, "error": f"the process ended with {error.returncode}"} for job in left)
 
 
 def generate_both_ways(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:

@@ -96,27 +96,20 @@ def zeroed_before(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter[:1].copy_(loaded[:1])
 
 
+NAMED: tuple[Step, ...] = (
+    *(scaled, checked, cleared, copied_in_rows, copied_in_columns, copied_by_half, copied_first_half, copied_twice),
+    *(copied_by_another_thread, used_by_another_thread, copied_by_way_of_other_memory, zeroed_before),
+)
 STEPS: dict[str, Step] = {
+    **{step.__name__.replace("_", " "): step for step in NAMED},
     "copied": lambda parameter, loaded: parameter.copy_(loaded),
     "copied as it lies": lambda parameter, loaded: parameter.t().copy_(loaded.t()),
     "copied as bits": lambda parameter, loaded: parameter.view(torch.int16).copy_(loaded.view(torch.int16)),
-    "copied in rows": copied_in_rows,
-    "copied in columns": copied_in_columns,
-    "copied by half": copied_by_half,
-    "copied first half": copied_first_half,
-    "used by another thread": used_by_another_thread,
-    "copied twice": copied_twice,
-    "copied by another thread": copied_by_another_thread,
-    "copied by way of other memory": copied_by_way_of_other_memory,
     "rearranged": lambda parameter, loaded: parameter.copy_(loaded.flip(0)),
     "converted": lambda parameter, loaded: parameter.copy_(loaded.float() + 1),
     "copied as another type": lambda parameter, loaded: parameter.view(torch.int16).copy_(loaded),
     "added": lambda parameter, loaded: parameter.add_(loaded),
     "indexed": lambda parameter, loaded: parameter.index_copy_(0, torch.arange(len(loaded)), loaded),
-    "scaled": scaled,
-    "checked": checked,
-    "cleared": cleared,
-    "zeroed before": zeroed_before,
     "not used": lambda parameter, loaded: None,
 }
 STRAIGHT = ("copied", "copied as it lies", "copied as bits", "copied in rows")

@@ -26,7 +26,6 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-_WHOLE = "whole"
 _LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
 
 
@@ -68,23 +67,23 @@ def read(file: Path) -> list[Checkpoint]:
 
 def dump(checkpoint: Checkpoint) -> dict[str, Any]:
     """As JSON."""
-    cuts: dict[str, int] = {}
+    cuts: dict[tuple[Slice, ...], int] = {}
     tensors: dict[tuple[Any, ...], list[Any]] = {}
     for t, (name, dtype, shape) in enumerate(checkpoint.tensors):
-        by_degree = [cuts.setdefault(_dump_cut(by_rank[t]), len(cuts)) for by_rank in checkpoint.observed.values()]
+        by_degree = [cuts.setdefault(by_rank[t], len(cuts)) for by_rank in checkpoint.observed.values()]
         tensors.setdefault((collapse_numbers(name), dtype, shape, *by_degree), [name, dtype, shape, by_degree])
     return {
         "engine": checkpoint.engine,
         "config": _sizes_of(checkpoint.config),
         "degrees": list(checkpoint.observed),
-        "cuts": list(cuts),
+        "cuts": [list(map(dump_slice, cut)) for cut in cuts],
         "tensors": list(tensors.values()),
     }
 
 
 def parse(line: Mapping[str, Any]) -> Checkpoint:
     """What `dump` made."""
-    cuts = list(map(_parse_cut, line["cuts"]))
+    cuts = [tuple(map(parse_slice, cut)) for cut in line["cuts"]]
     return Checkpoint(
         f"{line['name']}, {line['size']}",
         line["engine"],
@@ -103,32 +102,3 @@ def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         elif key not in _LEFT_OUT and not key.endswith(("token_id", "token_index")) and type(value) in (int, str, bool):
             kept[key] = value
     return kept
-
-
-def _dump_cut(slices: tuple[Slice, ...]) -> str:
-    """Ranks by spaces; of a rank the axes by `;`, as AXIS:START+LENGTH,START+LENGTH."""
-    return " ".join(map(_dump_slice, slices)) if len(set(slices)) > 1 else f"{_dump_slice(slices[0])} x{len(slices)}"
-
-
-def _dump_slice(part: Slice) -> str:
-    held = dump_slice(part)
-    if held is None:
-        return "none"
-    axes = (f"{axis}:" + ",".join(f"{start}+{length}" for start, length in ranges) for axis, ranges in held.items())
-    return ";".join(axes) or _WHOLE
-
-
-def _parse_cut(text: str) -> tuple[Slice, ...]:
-    ranks = text.split()
-    if ranks[-1].startswith("x"):
-        return (_parse_slice(ranks[0]),) * int(ranks[-1][1:])
-    return tuple(map(_parse_slice, ranks))
-
-
-def _parse_slice(text: str) -> Slice:
-    if text == "none":
-        return parse_slice(None)
-    axes = {}
-    for axis, _, ranges in (words.partition(":") for words in text.split(";") if text != _WHOLE):
-        axes[axis] = [list(map(int, words.split("+"))) for words in ranges.split(",") if words]
-    return parse_slice(axes)

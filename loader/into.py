@@ -150,7 +150,7 @@ def _check_tensor(
     if not tensor.numel():
         return
     lazy = tensor.is_conj() or tensor.is_neg()
-    if lazy or _address(tensor) == 0 or not _memory_of(tensor).is_simple:
+    if lazy or address_of(tensor) == 0 or not _memory_of(tensor).is_simple:
         raise PlanError(f"{what} is a lazy view, has no memory, or has overlapping elements", code="option")
 
 
@@ -165,18 +165,22 @@ def _is_tied(
     first: str, second: str, into: Mapping[str, torch.Tensor], contents: TensorColumns, row_of: Mapping[str, int]
 ) -> bool:
     """Whether two names are of the same view of the same memory, and of tensors that have the same digest."""
-    digests, views = contents.digests, [into[first], into[second]]
-    if digests is None or digests[row_of[first]] != digests[row_of[second]]:
-        return False
-    one, other = ((view.data_ptr(), view.dtype, view.shape, view.stride()) for view in views)
-    return one == other
+    digests = contents.digests
+    is_same = digests is not None and digests[row_of[first]] == digests[row_of[second]]
+    return is_same and view_of(into[first]) == view_of(into[second])
+
+
+def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same view of the same memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _memory_of(tensor: torch.Tensor) -> Strided:
     return Strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tuple(tensor.shape))
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor | torch.UntypedStorage) -> int:
+    """Of the first byte; 0: it has no memory."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # Several kinds of tensors have no memory, and torch has no other test for them.

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relayout.core.arguments import ranks_text
 from relayout.core.children import PIPE, QUIET, Child, start_child
@@ -72,15 +72,8 @@ class Filling:
             if right is None:
                 return
             with open(right, "rb") as held:  # The child holds it, too, for as long as it runs.
-                child = start_child(
-                    "relayout",
-                    "cache",
-                    *self.arguments,
-                    stdin=PIPE,
-                    stdout=QUIET,
-                    stderr=PIPE,
-                    pass_fds=(held.fileno(),),
-                )
+                streams: dict[str, Any] = {"stdin": PIPE, "stdout": QUIET, "stderr": PIPE, "pass_fds": (held.fileno(),)}
+                child = start_child("relayout", "cache", *self.arguments, **streams)
             try:
                 threading.Thread(target=self._watch, args=(child,), name="relayout-cache", daemon=True).start()
             except RuntimeError:  # Too many threads.
@@ -115,7 +108,7 @@ def first_start(
     expert_parallel: bool = False,
     ranks: Collection[int] | None = None,
     observe: Callable[[], Observer] | None = None,
-) -> CachedConversion | Filling | None:
+) -> tuple[CachedConversion | None, Filling | None]:
     """The conversion of a plain checkpoint in the cache, or how it gets there. Never raises.
 
     A start that would succeed without relayout must not fail with it: whatever is wrong with cache, plan or source is
@@ -129,7 +122,7 @@ def first_start(
         observe: returns what finds plans for models that no built-in plan is for.
 
     Returns:
-        None: the engine loads the checkpoint itself. A `Filling`: so it does, and starts that when it has loaded.
+        The conversion; None: the engine loads the checkpoint itself. And what it starts then, when it has loaded.
     """
     cache = cache_of(options.cache)
     instead = f"{engine} loads it itself" if loads_itself(source) else "it is sliced while it is loaded"
@@ -139,11 +132,11 @@ def first_start(
             " each rank of a later start reads only its own bytes",
             source, instead,
         )  # fmt: skip
-        return None
+        return None, None
     is_local = scheme_of(source) is None
     if num_ranks == 1 and is_local:
         logger.info("relayout: %s is read whole by one rank: %s", source, instead)
-        return None
+        return None, None
 
     def on_miss(conversion: ConversionPlan) -> None:
         who = f"{num_ranks} ranks" if ranks is None else f"the ranks {ranks_text(ranks)} of {num_ranks}"
@@ -159,17 +152,17 @@ def first_start(
 
         store = find_input(source).snapshot()
         if not is_local:
-            return cached_conversion(store, num_ranks, cache, find_plan, ranks=ranks, on_miss=on_miss)
+            return cached_conversion(store, num_ranks, cache, find_plan, ranks=ranks, on_miss=on_miss), None
         with suppress(NotKept):
             if (found := find_conversion(store, num_ranks, cache, find_plan, ranks=ranks)) is not None:
-                return found
+                return found, None
     except Exception as error:
         logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, instead)
-        return None
+        return None, None
     folder, model = (str(Path(path).absolute()) for path in (cache.folder, source))
     arguments = [folder, "--add", model, "--tp", str(num_ranks), "--background"]
     arguments += ["--limit", str(cache.limit)] if cache.limit is not None else []
     arguments += ["--expert-parallel"] if expert_parallel else []
     arguments += ["--ranks", ranks_text(ranks)] if ranks is not None else []
     arguments += ["--observe"] if observe is not None else []
-    return Filling(source, tuple(arguments), cache, logger)
+    return None, Filling(source, tuple(arguments), cache, logger)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from math import prod
 from typing import Any, TypeAlias
 
@@ -68,42 +69,45 @@ class Usage:
 class _Memory(ABC):
     """Memory with the layout of a whole tensor, of which some elements are at hand."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def __init__(self, read: Callable[[str], torch.Tensor], usage: Usage) -> None:
+    def __init__(
+        self,
+        local: torch.Tensor,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        read: Callable[[str], torch.Tensor],
+        usage: Usage,
+    ) -> None:
+        """`local` has what is at hand; `read` reads all elements, for the operation that needs them."""
+        self.local = local
+        self.geometry: Geometry = (shape, strides, 0)
         self._read = read
         self.usage = usage
-        self.writes = [0]
-        """One number, of all that share the memory: how often an operation has written to what was not at hand."""
         self._whole: torch.Tensor | None = None
 
     @property
-    def geometry(self) -> Geometry:
-        """Of all of it."""
-        return self.shape, self.strides, 0
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.geometry[0]
 
     @abstractmethod
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
         """A view, if all of its elements are at hand."""
 
+    @abstractmethod
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole tensor with anything where nothing is at hand, and a mask, on the CPU, of what is."""
+
+    @abstractmethod
+    def _renew(self, whole: torch.Tensor) -> None:
+        """Copy what is at hand, and may have been written to, to the whole tensor."""
+
     def whole(self, operation: str) -> torch.Tensor:
-        """All elements, read once; the result lies in memory of its own, in which `written` looks for changes."""
+        """All elements, read once, in memory of their own."""
         with self.usage.lock:
             if self._whole is None:
                 self._whole = self._read(operation)
             self._renew(self._whole)
             return self._whole
-
-    @abstractmethod
-    def written(self) -> None:
-        """Take over what has been written to what `whole` returned."""
-
-    @abstractmethod
-    def _renew(self, whole: torch.Tensor) -> None:
-        """Bring what has been written to elements at hand to the whole."""
 
 
 class _Slice(_Memory):
@@ -119,22 +123,10 @@ class _Slice(_Memory):
         read: Callable[[str], torch.Tensor],
         usage: Usage,
     ) -> None:
-        super().__init__(read, usage)
+        super().__init__(local, shape, row_major(shape), read, usage)
         self.name = name
-        self.local = local
-        self.shape = shape
         self.axis = axis
         self.ranges = ranges
-        self.dtype, self.device = local.dtype, local.device
-
-    @property
-    def strides(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Of the whole tensor. Few are asked for, and each load makes many of these."""
-        strides, step = [], 1
-        for dim in reversed(self.shape):
-            strides.append(step)
-            step *= dim or 1
-        return tuple(reversed(strides))
 
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
         """A view, if all of its elements are at hand.
@@ -160,6 +152,14 @@ class _Slice(_Memory):
                 return self.local.as_strided(size, local_strides, first)
         return None
 
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        filled = self.local.new_zeros(self.shape)
+        self._renew(filled)
+        mask = torch.zeros(self.shape, dtype=torch.bool)
+        for start, length in self.ranges:
+            mask.narrow(self.axis, start, length).fill_(True)
+        return filled, mask
+
     def alike(self, function: Callable[[torch.Tensor], torch.Tensor], order: Sequence[int]) -> _Slice | None:
         """The same slice of what an elementwise function makes of the whole tensor, its axes in another order first."""
         local = function(self.local.permute(tuple(order)))
@@ -167,34 +167,19 @@ class _Slice(_Memory):
         axis = list(order).index(self.axis)
         if local.shape != (*shape[:axis], self.local.shape[self.axis], *shape[axis + 1 :]) or not local.is_contiguous():
             return None
-        read = _as_of_now(self, lambda operation: function(self.whole(operation).permute(tuple(order))))
+        read = lambda operation: function(self.whole(operation).permute(tuple(order)))  # noqa: E731
         return _Slice(self.name, local, shape, axis, self.ranges, read, self.usage)
 
     def viewed(self, dtype: torch.dtype) -> _Slice | None:
         """The same memory as elements of another type; None if the cut is not between these."""
-        ratio = self.dtype.itemsize / dtype.itemsize
-        last = len(self.shape) - 1
-        if ratio != 1 and any(
-            not float(count * ratio).is_integer()
-            for count in (self.shape[-1], *(bound for span in self.ranges if self.axis == last for bound in span))
-        ):
+        old, new, last = self.local.itemsize, dtype.itemsize, len(self.shape) - 1
+        is_cut = self.axis == last
+        if any(count * old % new for count in (self.shape[-1], *chain(*(self.ranges if is_cut else ())))):
             return None
-        shape, ranges = self.shape, self.ranges
-        if ratio != 1:
-            shape = (*shape[:-1], int(shape[-1] * ratio))
-            if self.axis == last:
-                ranges = [(int(start * ratio), int(length * ratio)) for start, length in ranges]
-        local = self.local.view(dtype)
+        shape = (*self.shape[:-1], self.shape[-1] * old // new)
+        ranges = [(start * old // new, length * old // new) for start, length in self.ranges] if is_cut else self.ranges
         read = lambda operation: self.whole(operation).view(dtype)  # noqa: E731
-        viewed = _Slice(self.name, local, shape, self.axis, ranges, read, self.usage)
-        viewed.writes = self.writes
-        return viewed
-
-    def written(self) -> None:
-        assert self._whole is not None
-        self.writes[0] += 1
-        for start, length, at in positions(self.ranges):
-            self.local.narrow(self.axis, at, length).copy_(self._whole.narrow(self.axis, start, length))
+        return _Slice(self.name, self.local.view(dtype), shape, self.axis, ranges, read, self.usage)
 
     def _renew(self, whole: torch.Tensor) -> None:
         for start, length, at in positions(self.ranges):
@@ -207,58 +192,26 @@ class _Rearranged(_Memory):
     def __init__(
         self, moved: torch.Tensor, mask: torch.Tensor, read: Callable[[str], torch.Tensor], usage: Usage
     ) -> None:
-        def read_alike(operation: str) -> torch.Tensor:
-            whole = read(operation)
-            assert whole.stride() == moved.stride()
-            return whole
-
-        super().__init__(read_alike, usage)
-        self._moved = moved
+        super().__init__(moved, tuple(moved.shape), moved.stride(), read, usage)
         self._mask = mask
         """On the CPU, so that looking at it waits for no device."""
-        self.shape, self.strides = tuple(moved.shape), moved.stride()
-        self.dtype, self.device = moved.dtype, moved.device
 
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
-        if not bool(self._mask.as_strided(size, strides, offset).all()):
-            return None
-        return self._moved.as_strided(size, strides, offset)
+        is_held = bool(self._mask.as_strided(size, strides, offset).all())
+        return self.local.as_strided(size, strides, offset) if is_held else None
 
-    def parts(self, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
-        """A view with anything where nothing is at hand, and which elements are."""
-        return self._moved.as_strided(*geometry), self._mask.as_strided(*geometry)
-
-    def written(self) -> None:
-        assert self._whole is not None
-        self.writes[0] += 1
-        self._moved.copy_(self._whole)
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.local, self._mask
 
     def _renew(self, whole: torch.Tensor) -> None:
-        mask = self._mask.to(self.device)
-        whole.copy_(torch.where(mask, self._moved, whole))
-
-
-def _as_of_now(memory: _Memory, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """A function of the whole tensor that is computed later, of what it is now.
-
-    Raises:
-        RuntimeError: later: the tensor has been written to meanwhile, where it was not at hand.
-    """
-    before = memory.writes[0]
-
-    def checked(operation: str) -> torch.Tensor:
-        if memory.writes[0] != before:
-            raise RuntimeError(f"{operation}: the global tensor was written to after this tensor was derived from it")
-        return read(operation)
-
-    return checked
+        whole.copy_(torch.where(self._mask.to(whole.device), self.local, whole))
 
 
 class GlobalTensor(torch.Tensor):
     """A tensor of the whole shape that holds one rank's slice; see the module.
 
-    Views of it are private to the process and can be written to. What a view returns is a plain tensor as soon as the
-    slice holds all of it; its strides are those of the slice. Threads may share global tensors as they share tensors.
+    A view is a plain tensor as soon as the slice holds all of it; its strides are those of the slice. It is private to
+    the process and can be written to; a global tensor cannot. Threads may share global tensors as they share tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -311,32 +264,20 @@ class GlobalTensor(torch.Tensor):
     @staticmethod
     def _of(memory: _Memory, geometry: Geometry | None = None) -> GlobalTensor:
         """A view of memory; all of it without a geometry."""
-        make = torch.Tensor._make_wrapper_subclass
-        self: GlobalTensor
-        if geometry is None and isinstance(memory, _Slice):
-            local = memory.local
-            self = make(GlobalTensor, memory.shape, dtype=local.dtype, device=local.device)
-        else:
-            size, strides, offset = geometry or memory.geometry
-            self = make(
-                GlobalTensor, size, strides=strides, storage_offset=offset, dtype=memory.dtype, device=memory.device
-            )
+        size, strides, offset = geometry or memory.geometry
+        local = memory.local
+        self: GlobalTensor = torch.Tensor._make_wrapper_subclass(
+            GlobalTensor, size, strides=strides, storage_offset=offset, dtype=local.dtype, device=local.device
+        )
         self._memory = memory
         self._is_base = geometry is None
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        memory = self._memory
-        what = (
-            f"{memory.name!r}, axis {memory.axis}: {list(memory.ranges)}"
-            if isinstance(memory, _Slice)
-            else "rearranged"
-        )
+        memory, what = self._memory, "rearranged"
+        if isinstance(memory, _Slice):
+            what = f"{memory.name!r}, axis {memory.axis}: {list(memory.ranges)}"
         return f"GlobalTensor({what}, {list(self.shape)} of {list(memory.shape)}, {self.dtype})"
-
-    def get_shape(self) -> list[int]:
-        """The shape, as `safe_open(...).get_slice` has it."""
-        return list(self.shape)
 
     def narrow(self, dim: int, start: Any, length: Any) -> torch.Tensor:
         """As `torch.narrow`; what weight loaders call first, so without torch's dispatcher."""
@@ -377,41 +318,20 @@ class GlobalTensor(torch.Tensor):
         """
         raise PlanError(f"{self!r}: has no address: its memory is not contiguous")
 
-    @property
-    def _geometry(self) -> Geometry:
-        return geometry_of(self)
-
     def _plain(self, operation: str) -> torch.Tensor:
         """The same view of the whole tensor."""
-        return self._memory.whole(operation).as_strided(*self._geometry)
+        return self._memory.whole(operation).as_strided(*geometry_of(self))
 
     def _order(self) -> list[int] | None:
         """The order in which this has the axes of all of the memory; None if it is another view."""
-        size, strides, offset = self._geometry
-        base = list(zip(self._memory.shape, self._memory.strides, strict=True))
-        mine = list(zip(size, strides, strict=True))
+        (size, strides, offset), (whole_size, whole_strides, _) = geometry_of(self), self._memory.geometry
+        base, mine = list(zip(whole_size, whole_strides, strict=True)), list(zip(size, strides, strict=True))
         if offset or sorted(base) != sorted(mine):
             return None
-        left: list[tuple[int, int] | None] = [*base]
-        order = []
+        order: list[int] = []
         for axis in mine:
-            order.append(left.index(axis))
-            left[order[-1]] = None
+            order.append(next(i for i, other in enumerate(base) if other == axis and i not in order))
         return order
-
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This with anything where nothing is at hand, and a mask, on the CPU, of what is."""
-        memory = self._memory
-        if isinstance(memory, _Rearranged):
-            return memory.parts(self._geometry)
-        assert isinstance(memory, _Slice)
-        filled = memory.local.new_zeros(memory.shape)
-        memory._renew(filled)
-        line = torch.zeros(memory.shape[memory.axis], dtype=torch.bool)
-        for start, length, _ in positions(memory.ranges):
-            line[start : start + length] = True
-        mask = line.view([-1 if axis == memory.axis else 1 for axis in range(len(memory.shape))]).expand(memory.shape)
-        return filled.as_strided(*self._geometry), mask.contiguous().as_strided(*self._geometry)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -420,7 +340,7 @@ class GlobalTensor(torch.Tensor):
         if isinstance(first, GlobalTensor):
             first._note_use()
             if is_view(func):
-                return first._view(func, args[1:], kwargs)
+                return tree_map_only(torch.Tensor, first._seen, func(without_memory(first), *args[1:], **kwargs))
             if func in SHAPED:
                 return made_like(first, func, args[1:], kwargs)
             if func is aten.view.dtype and first._is_base and isinstance(first._memory, _Slice):
@@ -430,25 +350,18 @@ class GlobalTensor(torch.Tensor):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
         for tensor in tensors:
             tensor._note_use()
-        if written_by(func):
-            return _write(func, args, kwargs, tensors)
+        operation = name_of(func)
+        _check_written(func, args, kwargs)
         done: torch.Tensor | None = None
         if len(tensors) == 1 and tensors[0] is first:
             done = _elementwise(func, first, args[1:], kwargs)
         if done is None and func in MOVES:
             done = _move(func, args, kwargs, tensors[0]._memory.usage)
-        if done is not None:
-            return done
-        operation = name_of(func)
-        return _call(func, args, kwargs, lambda tensor: tensor._plain(operation))
+        return _call(func, args, kwargs, lambda tensor: tensor._plain(operation)) if done is None else done
 
     def _note_use(self) -> None:
         if isinstance(self._memory, _Slice):
             self._memory.usage.used.add(self._memory.name)
-
-    def _view(self, func: Any, rest: Any, kwargs: Any) -> Any:
-        views = func(without_memory(self), *rest, **kwargs)
-        return self._seen(views) if isinstance(views, torch.Tensor) else [self._seen(view) for view in views]
 
     def _seen(self, view: torch.Tensor) -> torch.Tensor:
         """What a meta tensor is a view of, as a view of the memory: a plain one, if all of it is at hand."""
@@ -464,25 +377,18 @@ def _call(func: Any, args: Any, kwargs: Any, replacement: Callable[[GlobalTensor
     return func(*tree_map_only(GlobalTensor, replacement, args), **tree_map_only(GlobalTensor, replacement, kwargs))
 
 
-def _write(func: Any, args: Any, kwargs: Any, tensors: Sequence[GlobalTensor]) -> Any:
-    """Carry out an operation that writes to its arguments, on whole tensors where these are global ones.
+def _check_written(func: Any, args: Any, kwargs: Any) -> None:
+    """Check that an operation writes to no global tensor: what a slice holds of one is a plain view.
 
     Raises:
-        PlanError: it would change where a global tensor lies.
+        PlanError: it does.
     """
-    operation = name_of(func)
-    if torch.Tag.inplace_view in func.tags:
-        raise PlanError(f"{tensors[0]!r}: {operation} of a global tensor would move it to other memory")
-    plain = {id(tensor): tensor._plain(operation) for tensor in tensors}
-    result = _call(func, args, kwargs, lambda tensor: plain[id(tensor)])
-    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    targets = tree_leaves([values.get(name) for name in written_by(func)])
-    for tensor in tensors:
-        if any(tensor is target for target in targets):
-            tensor._memory.written()
-    return tree_map_only(
-        torch.Tensor, lambda leaf: next((tensor for tensor in tensors if plain[id(tensor)] is leaf), leaf), result
-    )
+    if names := written_by(func):
+        values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        for target in tree_leaves([values.get(name) for name in names]):
+            if isinstance(target, GlobalTensor):
+                what = f"{name_of(func)} writes to elements that this rank's slice does not hold"
+                raise PlanError(f"{target!r}: {what}", code="unsupported")
 
 
 def _elementwise(func: Any, tensor: GlobalTensor, rest: Any, kwargs: Any) -> GlobalTensor | None:
@@ -494,14 +400,12 @@ def _elementwise(func: Any, tensor: GlobalTensor, rest: Any, kwargs: Any) -> Glo
         return None
     if not pointwise and func not in (aten.clone.default, aten._to_copy.default):
         return None
-    if kwargs.get("memory_format") is torch.contiguous_format:
-        done = memory.alike(lambda whole: func(whole, *rest, **kwargs), order)
-        return None if done is None else GlobalTensor._of(done)
-    # The result has the strides of its operand.
-    done = memory.alike(lambda whole: func(whole, *rest, **kwargs), range(len(order)))
+    # Unless it has to be contiguous, the result has the strides of its operand.
+    is_dense = kwargs.get("memory_format") is torch.contiguous_format
+    done = memory.alike(lambda whole: func(whole, *rest, **kwargs), order if is_dense else range(len(order)))
     if done is None:
         return None
-    return GlobalTensor._of(done, None if tensor._is_base else tensor._geometry)
+    return GlobalTensor._of(done, None if is_dense or tensor._is_base else geometry_of(tensor))
 
 
 def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | None:
@@ -512,19 +416,21 @@ def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | Non
             return parts[id(tensor)][1]
         return tensor.cpu() if func in BY_INDEX else torch.ones_like(tensor, dtype=torch.bool, device="cpu")
 
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
-    parts = {id(tensor): tensor._parts() for tensor in tensors}
+    parts = {
+        id(leaf): [part.as_strided(*geometry_of(leaf)) for part in leaf._memory.parts()]
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, GlobalTensor)
+    }
     moved = _call(func, args, kwargs, lambda tensor: parts[id(tensor)][0])
     masks = func(*tree_map_only(torch.Tensor, mask, args), **kwargs)
     if moved.stride() != masks.stride():
         return None
 
-    def read_moved(operation: str) -> torch.Tensor:
-        return _call(func, args, kwargs, lambda tensor: tensor._plain(operation))  # type: ignore[no-any-return]
+    def read(operation: str) -> torch.Tensor:
+        whole: torch.Tensor = _call(func, args, kwargs, lambda tensor: tensor._plain(operation))
+        assert whole.stride() == moved.stride()
+        return whole
 
-    read: Callable[[str], torch.Tensor] = read_moved
-    for tensor in tensors:
-        read = _as_of_now(tensor._memory, read)
     memory = _Rearranged(moved, masks, read, usage)
     held = memory.held(*memory.geometry)
     return GlobalTensor._of(memory) if held is None else held
@@ -552,6 +458,11 @@ def _meta(dtype: torch.dtype) -> torch.Tensor:
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """Of a view, in elements of its memory."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor, in elements."""
+    return tuple(prod(dim or 1 for dim in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ start; it goes from layer to layer, quantizes and rearranges again, and leaves p
 
 from __future__ import annotations
 
-from copy import copy
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -110,9 +109,8 @@ def _update(worker: Any, source: str, group: Group) -> str:
 
 def _open(worker: Any, content: _Content) -> RankWeights:
     """The tensors for a worker, as its loader opens them at the start."""
-    config = copy(worker.vllm_config.model_config)
-    config.model, config.model_weights, config.revision = content[0], "", None
-    weights: RankWeights = _loader(worker).open_weights(worker.get_model(), config, deltas=content[1])
+    model, config = worker.get_model(), worker.vllm_config.model_config
+    weights: RankWeights = _loader(worker).open_weights(model, config, update=content)
     return weights
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -19,14 +18,17 @@ from relayout.storage.protocols import Kind
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
+    from logging import Logger
+
     import torch
     from torch.distributed import ProcessGroup
 
     from relayout.checkpoint.delta import Paths
     from relayout.conversion.cached import CachedConversion
     from relayout.core.slices import Range, Slice
+    from relayout.engines.deferred_copies import DeferredCopies
     from relayout.engines.global_tensor import Usage
-    from relayout.engines.placement import Placement
+    from relayout.loader import CheckpointView
     from relayout.loader.group.collectives import Group
     from relayout.loader.loading import Options
     from relayout.loader.sources.base import RankSource
@@ -106,6 +108,36 @@ class Folder:
     """The tensor-parallel degree."""
     expert_parallel: bool
     """Whether experts are owned whole."""
+
+    def check(
+        self, path: str, num_ranks: int, logger: Logger, *, is_owned: bool, is_in_blocks: bool, options: str
+    ) -> None:
+        """Tell what makes a load at this degree slower.
+
+        Args:
+            path: of the folder.
+            is_owned: whether the engine gives each expert to one rank.
+            is_in_blocks: whether it gives each rank a contiguous block of them.
+            options: the engine, and its options by which it takes experts as this folder has them.
+
+        Raises:
+            PlanError: the folder's experts are not where the engine wants them.
+        """
+        if self.expert_parallel and not (is_in_blocks and num_ranks == self.num_ranks):
+            what = f"was converted with --expert-parallel for {self.num_ranks} ranks: run {options}"
+            raise PlanError(f"{what}; or convert without --expert-parallel", path=path, code="unsupported")
+        faster = f"`relayout convert SRC --tp {num_ranks}"
+        if self.num_ranks != num_ranks:
+            logger.warning(
+                "relayout: %s was converted for %d ranks and is resharded for %d; %s` makes loads faster",
+                path, self.num_ranks, num_ranks, faster,
+            )  # fmt: skip
+        if is_owned and not self.expert_parallel:
+            logger.warning(
+                "relayout: %s has experts cut for %d ranks, but the engine places them differently: they are read from"
+                " the files of all ranks; %s --expert-parallel` makes loads faster, without data parallelism",
+                path, self.num_ranks, faster,
+            )  # fmt: skip
 
 
 def find_folder(path: str, engine: str) -> Folder | None:
@@ -210,74 +242,63 @@ def replicas(group: ProcessGroup | None) -> Iterator[Group | None]:
         raise
 
 
+@dataclass(eq=False, kw_only=True)
 class RankWeights:
     """The tensors of a checkpoint for one rank of an engine: iterate once, then ask for the report.
 
-    Tensors that the rank holds whole are plain; the others are global tensors. They are the engine's to keep and to
-    write to. One thread may iterate; the tensors may be used by any.
+    Tensors that the rank holds whole are plain; the others are global tensors. They are the engine's to keep. One
+    thread may iterate; the tensors may be used by any. Nothing is read before.
     """
 
-    def __init__(
-        self,
-        path: str,
-        rank: int,
-        num_ranks: int,
-        options: EngineOptions,
-        *,
-        device: str | torch.device = "cpu",
-        is_skipped: Callable[[str], bool] | None = None,
-        is_unused: Callable[[str], bool] | None = None,
-        only_held: bool = True,
-        lazy: bool = False,
-        progress: bool = False,
-        members: Group | None = None,
-        kept: CachedConversion | None = None,
-        deltas: Paths | None = None,
-    ) -> None:
-        """Look at nothing yet.
+    path: str = field(kw_only=False)
+    """A converted folder, or a plain checkpoint, which is sliced while it is loaded."""
+    rank: int = field(kw_only=False)
+    """The engine's tensor-parallel rank."""
+    num_ranks: int = field(kw_only=False)
+    """The engine's degree; if it is not the folder's, slices are put together from those of its ranks."""
+    options: EngineOptions = field(kw_only=False)
+    device: str | torch.device = "cpu"
+    """Where slices shall lie."""
+    is_skipped: Callable[[str], bool] = lambda name: False
+    """Whether the engine's own loader is known to pass over a tensor, which it is not given then."""
+    is_unused: Callable[[str], bool] = lambda name: False
+    """Whether nothing of a tensor is expected to be used. The engine is given it; if it does use it, it is read from
+    the files of all ranks."""
+    only_held: bool = True
+    """Give no tensors of which the rank holds nothing, such as other ranks' experts."""
+    lazy: bool = False
+    """Read slices when they are used, through the page cache, into the CPU's memory."""
+    progress: bool = False
+    """Show a bar on stderr."""
+    members: Group | None = None
+    """Of replicas that load this rank of a converted checkpoint, too, and read it together; see `replicas`. The group's
+    backend serves the device."""
+    kept: CachedConversion | None = None
+    """The conversion in a cache that `path` is; not removed from there while this object lives."""
+    deltas: Paths | None = None
+    """For an engine that already has weights: what these make of the converted folder, every byte proven."""
+    usage: Usage = field(init=False)
+    """What the engine has asked of global tensors."""
+    _copies: DeferredCopies | None = field(init=False, default=None)
+    _view: CheckpointView | None = field(init=False, default=None)
+    _seconds: float | None = field(init=False, default=None)
+    _nbytes: int = field(init=False, default=0)
+    _placed_nbytes: int = field(init=False, default=0)
+    _num_tensors: int = field(init=False, default=0)
+    _memory: int = field(init=False, default=0)
+    _page_cache_nbytes: int | None = field(init=False, default=None)
+    _cut: list[str] = field(init=False, default_factory=list)
 
-        Args:
-            path: a converted folder, or a plain checkpoint, which is sliced while it is loaded.
-            rank, num_ranks: the engine's tensor-parallel rank and degree; another degree than the folder's is put
-                together from its ranks' slices.
-            device: where slices shall lie.
-            is_skipped: whether the engine's own loader is known to pass over a tensor, which it is not given then.
-            is_unused: whether nothing of a tensor is expected to be used. The engine is given it; if it does use it, it
-                is read from the files of all ranks.
-            only_held: give no tensors of which the rank holds nothing, such as other ranks' experts.
-            lazy: read slices when they are used, through the page cache.
-            progress: show a bar on stderr.
-            members: of replicas that load this rank of a converted checkpoint, too, and read it together; see
-                `replicas`. The group's backend serves the device.
-            kept: the conversion in a cache that `path` is.
-            deltas: for an engine that already has weights: what these make of the converted folder, every byte proven.
-        """
+    def __post_init__(self) -> None:
         from relayout.engines.global_tensor import Usage
 
-        self._path = path
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._deltas = deltas
-        self._options = options if deltas is None else replace(options, verify=True)
-        self._device = "cpu" if lazy else device
-        self._is_skipped = is_skipped or (lambda name: False)
-        self._is_unused = is_unused or (lambda name: False)
-        self._only_held = only_held
-        self._lazy = lazy
-        self._progress = progress and deltas is None
-        self._placement: Placement | None = None
-        self._members = members
-        self._backend = options.backend
-        self._lease = None if kept is None else kept.lease
-        self._nbytes = self._placed_nbytes = self._num_tensors = self._memory = 0
-        self._page_cache_nbytes: int | None = None
-        self._seconds: float | None = None
-        self._cut: list[str] = []
-        self._all_ranks = _AllRanks(path, deltas or ())
-        self.kept = kept
-        """Not removed from the cache while this object lives."""
-        self.usage: Usage = Usage(strict=options.strict)
-        """What the engine has asked of global tensors."""
+        self.usage = Usage(strict=self.options.strict)
+        self._backend = self.options.backend
+        self._lease = None if self.kept is None else self.kept.lease
+        if self.lazy:
+            self.device = "cpu"
+        if self.deltas is not None:
+            self.options = replace(self.options, verify=True)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, in file order; those that are not read come last.
@@ -305,12 +326,12 @@ class RankWeights:
                 left.discard(name)
                 yield name, tensor
         except FormatError as error:
-            error.path = error.path or self._path  # An engine has more than one folder: a draft model's, adapters.
+            error.path = error.path or self.path  # An engine has more than one folder: a draft model's, adapters.
             raise
         if left:
-            raise FormatError(f"{listed(sorted(left))}: read, but not passed to the engine", path=self._path)
+            raise FormatError(f"{listed(sorted(left))}: read, but not passed to the engine", path=self.path)
         yield from self._unread(columns, unused)
-        if not self._only_held:
+        if not self.only_held:
             yield from self._others(set(columns.names))
         self._seconds = time.perf_counter() - started
         if cached is not None and (now := cached_nbytes(contents.files)) is not None:
@@ -320,13 +341,13 @@ class RankWeights:
         from relayout.loader.loading import options_of
         from relayout.loader.stream import least_memory
 
-        settings, (source, contents, _) = self._options, self._found
+        settings, (source, contents, _) = self.options, self._found
         memory = settings.memory
-        if memory is None and self._deltas is not None:
+        if memory is None and self.deltas is not None:
             memory = max(_UPDATE_NBYTES, least_memory(contents))
         # Slices that are put together cannot be mapped.
-        backend = "mapped" if self._lazy and source.is_as_stored else settings.backend
-        return options_of(self._device, backend, settings.verify, settings.threads, memory, self._progress)
+        backend = "mapped" if self.lazy and source.is_as_stored else settings.backend
+        return options_of(self.device, backend, settings.verify, settings.threads, memory, self.progress)
 
     def layout(self) -> dict[str, tuple[object, ...]]:
         """What the rank holds of each tensor, by its name: dtype, shape, slice. For errors see `prove`."""
@@ -343,7 +364,7 @@ class RankWeights:
         from relayout.loader.stream import stream
 
         source, contents, _ = self._found
-        with about(path=self._path):
+        with about(path=self.path):
             for _ in stream(contents, self._load_options()):
                 pass
         return digest_hex(read_manifest_blob(source.store))
@@ -351,12 +372,12 @@ class RankWeights:
     def _tensors(
         self, source: RankSource, contents: TensorColumns, options: Options
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._placement is not None:
-            return self._placement.tensors(contents, options)
-        if self._members is not None:
+        if self._copies is not None:
+            return self._copies.tensors(contents, options)
+        if self.members is not None:
             from relayout.loader.group.sharing import stream_together
 
-            return stream_together(lambda: (source, contents, options), self._members)
+            return stream_together(lambda: (source, contents, options), self.members)
         from relayout.loader.stream import stream
 
         return stream(contents, options)
@@ -376,38 +397,38 @@ class RankWeights:
         if not self._pays():
             yield
             return
-        from relayout.engines.placement import Placement
+        from relayout.engines.deferred_copies import DeferredCopies
 
-        self._placement = placement = Placement(tensors, self._device)
+        self._copies = copies = DeferredCopies(tensors, self.device)
         try:
-            with placement.watching():
+            with copies.watching():
                 yield
         finally:
-            self._placement = None  # It holds the engine's memory.
-        self._placed_nbytes = placement.nbytes
+            self._copies = None  # It holds the engine's memory.
+        self._placed_nbytes = copies.nbytes
 
     def _pays(self) -> bool:
         """Whether slices are read straight into parameters. What replicas share comes in an order that all have."""
-        if self._members is not None:
+        if self.lazy or self.members is not None or self.options.placement == "copy":
             return False
-        if self._options.placement != "auto" or self._lazy:
-            return self._options.placement == "direct" and not self._lazy
+        if self.options.placement == "direct":
+            return True
         import torch
 
         sizes = self._found[1].sizes()
-        return torch.device(self._device).type == "cpu" and sum(sizes) >= MIN_PLACED_NBYTES * len(sizes)
+        return torch.device(self.device).type == "cpu" and sum(sizes) >= MIN_PLACED_NBYTES * len(sizes)
 
     @cached_property
     def _found(self) -> tuple[RankSource, TensorColumns, set[str]]:
         """The source, what of it is read, and the names of what is given unread."""
         from relayout.loader.api import find_source
 
-        verify, cache, deltas = self._options.verify, self._options.cache, self._deltas or ()
-        source = find_source(self._path, self._rank, self._num_ranks, verify, cache, deltas=deltas)
+        verify, cache, deltas = self.options.verify, self.options.cache, self.deltas or ()
+        source = find_source(self.path, self.rank, self.num_ranks, verify, cache, deltas=deltas)
         self._lease = getattr(source.store, "lease", self._lease)
         contents = source.contents()
-        rows = [row for row, name in enumerate(contents.names) if not self._is_skipped(name)]
-        unused = {name for row in rows if contents.shapes[row] and self._is_unused(name := contents.names[row])}
+        rows = [row for row, name in enumerate(contents.names) if not self.is_skipped(name)]
+        unused = {name for row in rows if contents.shapes[row] and self.is_unused(name := contents.names[row])}
         return source, contents.rows([row for row in rows if contents.names[row] not in unused]), unused
 
     def report(self) -> Report:
@@ -417,12 +438,12 @@ class RankWeights:
             PlanError: the engine has not taken all tensors.
         """
         if self._seconds is None:
-            what = f"rank {self._rank}: the engine stopped after {self._num_tensors} tensors"
-            raise PlanError(what, path=self._path)
+            what = f"rank {self.rank}: the engine stopped after {self._num_tensors} tensors"
+            raise PlanError(what, path=self.path)
         unused = tuple(name for name in self._cut if name not in self.usage.used)
         return Report(
-            self._rank,
-            self._num_ranks,
+            self.rank,
+            self.num_ranks,
             self._num_tensors,
             self._nbytes,
             self._seconds,
@@ -433,17 +454,28 @@ class RankWeights:
             self._placed_nbytes,
             self._memory,
             self._page_cache_nbytes,
-            1 if self._members is None else self._members.num_members,
+            1 if self.members is None else self.members.num_members,
             unused,
         )
 
     def read(self, name: str, index: Any) -> torch.Tensor:
-        """A part of a tensor, from the files of all ranks that hold some of it.
+        """A part of a tensor, from the files of all ranks that hold some of it. Any thread may call this.
 
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.safe_open`.
         """
-        return self._all_ranks.read(name, index)
+        return self._whole.get_slice(name)[index]
+
+    @property
+    def _whole(self) -> CheckpointView:
+        """The whole tensors of the folder, converted or plain; opened when one is needed."""
+        from relayout.loader import open, safe_open
+
+        with self.usage.lock:
+            if self._view is None:
+                is_ours = is_converted(find_input(self.path))
+                self._view = safe_open(self.path, deltas=self.deltas or ()) if is_ours else open(self.path, 0, tp=1)
+            return self._view
 
     def _slices(
         self, columns: TensorColumns, tensors: Iterable[tuple[str, torch.Tensor]]
@@ -452,7 +484,7 @@ class RankWeights:
         from relayout.loader.tensors import torch_shape
 
         row_of = {name: row for row, name in enumerate(columns.names)}
-        make, read, usage = GlobalTensor.of, self._all_ranks.read, self.usage
+        make, read, usage = GlobalTensor.of, self.read, self.usage
         for name, tensor in tensors:
             row = row_of[name]
             part = columns.parts[row]
@@ -462,12 +494,12 @@ class RankWeights:
                 yield name, tensor
                 continue
             dtype, shape = columns.dtypes[row], columns.source_shapes[row]
-            with about(path=self._path, tensor=name):
+            with about(path=self.path, tensor=name):
                 ranges: Sequence[Range] = part.ranges or ()
             if dtype == "F4":  # torch counts pairs of them.
                 shape, ranges = torch_shape(name, dtype, shape), _paired(shape, part)
             whole = make(name, tensor, shape, part.axis, ranges, partial(read, name, ...), usage)
-            if whole is not tensor and not self._lazy:
+            if whole is not tensor and not self.lazy:
                 self._cut.append(name)
             yield name, whole
 
@@ -479,9 +511,9 @@ class RankWeights:
 
     def _others(self, held: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of which the rank holds nothing."""
-        whole = self._all_ranks.view
+        whole = self._whole
         for name in whole.keys():  # noqa: SIM118 (it is no mapping)
-            if name not in held and not self._is_skipped(name):
+            if name not in held and not self.is_skipped(name):
                 stored = whole.get_slice(name)
                 yield name, self._read_if_used(name, stored.get_dtype(), tuple(stored.get_shape()))
 
@@ -494,34 +526,9 @@ class RankWeights:
         self._num_tensors += 1
         shape = torch_shape(name, dtype, shape)
         if not shape:
-            return self._all_ranks.read(name, ...).to(self._device)
-        nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, dtype), device=self._device)
-        return GlobalTensor.of(name, nothing, shape, 0, (), partial(self._all_ranks.read, name, ...), self.usage)
-
-
-class _AllRanks:
-    """The whole tensors of a folder, converted or plain; opened when one is needed. Threads may use it at once."""
-
-    def __init__(self, path: str, deltas: Paths) -> None:
-        self._path = path
-        self._deltas = deltas
-        self._lock = threading.Lock()
-        self._view: CheckpointView | None = None
-
-    @property
-    def view(self) -> CheckpointView:
-        """As `relayout.safe_open` or `open` shows it."""
-        from relayout.loader.view import open, safe_open
-
-        with self._lock:
-            if self._view is None:
-                whole = is_converted(find_input(self._path))
-                self._view = safe_open(self._path, deltas=self._deltas) if whole else open(self._path, 0, tp=1)
-            return self._view
-
-    def read(self, name: str, index: Any) -> torch.Tensor:
-        """A part of a tensor, in memory of its own."""
-        return self.view.get_slice(name)[index]
+            return self.read(name, ...).to(self.device)
+        nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, dtype), device=self.device)
+        return GlobalTensor.of(name, nothing, shape, 0, (), partial(self.read, name, ...), self.usage)
 
 
 def _paired(shape: tuple[int, ...], part: Slice) -> Sequence[Range]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from relayout.engines.first_start import Filling, first_start, folder_of, loads_itself, source_url
+from relayout.engines.first_start import first_start, folder_of, loads_itself, source_url
 from relayout.engines.metrics import publish
-from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, find_folder, layer_of, speculative
+from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, layer_of, speculative
 from relayout.errors import PlanError, RelayoutError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def weights_iterator(
     config, path = loader.load_config, str(source.model_or_path)
     if not _takes(config, path):
         return original(loader, source, **settings)
-    if config.draft_model_idx is not None and loads_itself(path) and find_folder(path, "--load-format auto") is None:
+    if config.draft_model_idx is not None and loads_itself(path) and folder_of(path) is None:
         return original(loader, source, **settings)
     options = getattr(config, "relayout_options", None) or EngineOptions()
 
@@ -124,7 +124,7 @@ def weights_iterator(
 def _takes(config: Any, path: str) -> bool:
     """Whether what is there is loaded by relayout: it was asked for, or this is a converted folder."""
     required: bool = getattr(config, "relayout_required", False)
-    return required or (Path(path).is_dir() and find_folder(path, "--load-format auto") is not None)
+    return required or (Path(path).is_dir() and folder_of(path) is not None)
 
 
 def make_model(original: Callable[..., Any], model_config: Any, load_config: Any, *settings: Any, **named: Any) -> Any:
@@ -172,8 +172,7 @@ def _weights(
         owned = parallel.moe_ep_size > 1
         is_cached = not is_draft and parallel.attn_tp_size == num_ranks and parallel.moe_ep_size in (1, num_ranks)
         if is_cached:
-            found = first_start(url, num_ranks, options, "SGLang", _LOGGER, expert_parallel=owned)
-            kept, filling = (None, found) if isinstance(found, Filling) else (found, None)
+            kept, filling = first_start(url, num_ranks, options, "SGLang", _LOGGER, expert_parallel=owned)
         if kept is not None:
             url, folder = str(kept), Folder(num_ranks, owned)
         elif loads_itself(url):
@@ -184,16 +183,27 @@ def _weights(
             return
     _stock.discard(path)
     if folder is not None:
-        _check(url, folder, parallel)
-    is_skipped, is_unused = (None, None) if is_draft else _not_wanted(parallel, model_config)
+        folder.check(
+            url,
+            num_ranks,
+            _LOGGER,
+            is_owned=parallel.moe_ep_size > 1,
+            is_in_blocks=parallel.moe_ep_size == num_ranks,
+            options=f"SGLang with --tp {folder.num_ranks} --ep-size {folder.num_ranks}",
+        )
+        if parallel.attn_tp_size != num_ranks:
+            what = "relayout: %s has attention cut for %d ranks, and SGLang cuts it for %d: loads are slower"
+            _LOGGER.warning(what, url, folder.num_ranks, parallel.attn_tp_size)
+    text_config = getattr(model_config, "hf_text_config", None)
+    num_layers = None if is_draft else getattr(text_config, "num_hidden_layers", None)
     weights = RankWeights(
         url,
         parallel.tp_rank,
         num_ranks,
         options,
         device=_device(),
-        is_skipped=is_skipped,
-        is_unused=is_unused,
+        is_skipped=_of_other_stages(parallel, num_layers),
+        is_unused=speculative(text_config) if num_layers is not None else lambda name: False,
         only_held=folder is None or parallel.moe_ep_size == 1 or folder.expert_parallel,
         # A draft model takes a few of the target's layers, and SGLang does not say which.
         lazy=is_draft,
@@ -212,39 +222,10 @@ def _weights(
     publish(weights.report(), _LOGGER)
 
 
-def _check(path: str, folder: Folder, parallel: Any) -> None:
-    """Tell what makes the load slower.
-
-    Raises:
-        PlanError: the folder's experts are not where SGLang wants them.
-    """
-    num_ranks = parallel.tp_size
-    if folder.expert_parallel and (parallel.moe_ep_size, num_ranks) != (folder.num_ranks, folder.num_ranks):
-        raise PlanError(
-            f"was converted with --expert-parallel for {folder.num_ranks} ranks: run SGLang with"
-            f" --tp {folder.num_ranks} --ep-size {folder.num_ranks}, or convert without --expert-parallel",
-            path=path,
-            code="unsupported",
-        )
-    others = []
-    if folder.num_ranks != num_ranks:
-        others.append(f"was converted for {folder.num_ranks} ranks and is resharded for {num_ranks}")
-    if parallel.attn_tp_size != num_ranks:
-        others.append(f"has attention cut for {folder.num_ranks} ranks, and SGLang cuts it for {parallel.attn_tp_size}")
-    if parallel.moe_ep_size > 1 and not folder.expert_parallel:
-        others.append(f"has experts cut for {folder.num_ranks} ranks, and SGLang gives each of them to one rank")
-    for what in others:
-        _LOGGER.warning("relayout: %s %s: the load is slower than it could be", path, what)
-
-
-def _not_wanted(parallel: Any, model_config: Any) -> tuple[Callable[[str], bool] | None, Callable[[str], bool] | None]:
-    """Whether a tensor is of a layer of another pipeline stage; whether it is of a layer for speculation only."""
-    config = getattr(model_config, "hf_text_config", None)
-    num_layers = getattr(config, "num_hidden_layers", None)
-    if num_layers is None:
-        return None, None
-    if parallel.pp_size == 1:
-        return None, speculative(config)
+def _of_other_stages(parallel: Any, num_layers: int | None) -> Callable[[str], bool]:
+    """Whether a tensor is of a layer of another stage of the pipeline."""
+    if parallel.pp_size == 1 or num_layers is None:
+        return lambda name: False
     from sglang.srt.distributed.utils import get_pp_indices
 
     stage = range(*get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size))
@@ -254,7 +235,7 @@ def _not_wanted(parallel: Any, model_config: Any) -> tuple[Callable[[str], bool]
         # Proof: SGLang's models pass over these by the same number.
         return layer is not None and layer < num_layers and layer not in stage
 
-    return is_elsewhere, speculative(config)
+    return is_elsewhere
 
 
 def _device() -> str:

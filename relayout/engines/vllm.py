@@ -121,7 +121,8 @@ class _Loading:
     def source_of(self, model_config: Any) -> str:
         """The folder or URL of a model's weights."""
         is_draft = model_config.runner_type == "draft"
-        return source_of(model_config) if is_draft or self._options.source is None else self._options.source
+        own = source_url(_path(model_config), getattr(model_config, "revision", None))
+        return own if is_draft or self._options.source is None else self._options.source
 
     def download_model(self, model_config: Any) -> None:
         """Let vLLM download what is no converted folder."""
@@ -208,16 +209,20 @@ class _Loading:
             yield from self._get_weights_iterator(source)
 
     def open_weights(
-        self, model: Any, model_config: Any, members: Group | None = None, deltas: tuple[str, ...] | None = None
+        self,
+        model: Any,
+        model_config: Any,
+        members: Group | None = None,
+        update: tuple[str, tuple[str, ...]] | None = None,
     ) -> RankWeights | None:
         """The tensors of the folder, shared with other replicas if they load, too; None if vLLM is to load them.
 
-        With `deltas`, the model has weights already, and these are what deltas make of a converted folder.
+        With `update`, the model has weights already, and these are what deltas make of a converted folder.
         """
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-        path = self.source_of(model_config) if deltas is None else source_of(model_config)
+        path, deltas = update or (self.source_of(model_config), None)
         is_draft = model_config.runner_type == "draft"
         # Before anything that may differ from node to node, as all ranks must take part.
         ranks = _ranks_of_node() if self.is_asked_for and not is_draft and deltas is None else None
@@ -230,13 +235,22 @@ class _Loading:
             return None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
-        found = None if folder is not None else self._first_start(path, num_ranks, parallel, ranks)
-        kept, self._filling = (None, found) if isinstance(found, Filling) else (found, None)
+        is_owned = bool(parallel.enable_expert_parallel)
+        kept, self._filling = (None, None) if folder else self._first_start(path, num_ranks, parallel, ranks)
         if kept is not None:
-            path, folder = str(kept), Folder(num_ranks, bool(parallel.enable_expert_parallel))
+            path, folder = str(kept), Folder(num_ranks, is_owned)
         elif folder is None and loads_itself(path):
             return None
-        owned = folder is None or _check(path, folder, num_ranks, parallel)
+        if folder is not None:
+            folder.check(
+                path,
+                num_ranks,
+                _LOGGER,
+                is_owned=is_owned or parallel.data_parallel_size > 1,
+                is_in_blocks=is_owned and _owns_blocks(parallel, num_ranks),
+                options=f"vLLM with --enable-expert-parallel -tp {folder.num_ranks}, and without data parallelism, EPLB"
+                " or another expert placement",
+            )
         config, mapper = model_config.hf_text_config, getattr(model, "hf_to_vllm_mapper", None)
         layers, others = _of_other_stages(model, config) if parallel.pipeline_parallel_size > 1 else ((), ())
         is_speculative = speculative(config)
@@ -252,10 +266,10 @@ class _Loading:
             device=_device(model),
             is_skipped=lambda name: mapped(name).startswith(layers),
             is_unused=lambda name: mapped(name).startswith(others) or (not is_draft and is_speculative(name)),
-            only_held=owned,
+            only_held=folder is None or folder.expert_parallel or not is_owned,
             # A draft model takes a few of the target's layers, and vLLM does not say which.
             lazy=is_draft,
-            progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
+            progress=rank == 0 and deltas is None and bool(self.load_config.use_tqdm_on_load),
             members=None if folder is None or kept is not None else members,
             kept=kept,
             deltas=deltas,
@@ -263,11 +277,11 @@ class _Loading:
 
     def _first_start(
         self, source: str, num_ranks: int, parallel: Any, ranks: tuple[int, ...] | None
-    ) -> CachedConversion | Filling | None:
-        """The conversion of a plain checkpoint in the cache, if vLLM places experts as a conversion can."""
+    ) -> tuple[CachedConversion | None, Filling | None]:
+        """As `first_start`, if vLLM places experts as a conversion can."""
         owned = bool(parallel.enable_expert_parallel)
         if not (_owns_blocks(parallel, num_ranks) if owned else parallel.data_parallel_size == 1):
-            return None
+            return None, None
         return first_start(
             source, num_ranks, self._options, "vLLM", _LOGGER, expert_parallel=owned, ranks=ranks, observe=self.observe
         )
@@ -277,46 +291,11 @@ def _path(model_config: Any) -> str:
     return str(getattr(model_config, "model_weights", "") or model_config.model)
 
 
-def source_of(model_config: Any) -> str:
-    """The folder or URL of the weights."""
-    return source_url(_path(model_config), getattr(model_config, "revision", None))
-
-
 def _owns_blocks(parallel: Any, num_ranks: int) -> bool:
     """Whether each rank owns a contiguous block of the experts."""
     num_owners = num_ranks * parallel.data_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     is_linear = getattr(parallel, "expert_placement_strategy", "linear") == "linear"
     return is_linear and not parallel.enable_eplb and num_owners == num_ranks
-
-
-def _check(path: str, folder: Folder, num_ranks: int, parallel: Any) -> bool:
-    """Whether the experts that the rank holds are those that vLLM will use; tell what makes the load slower.
-
-    Raises:
-        PlanError: the folder's experts are not where vLLM wants them.
-    """
-    experts = bool(parallel.enable_expert_parallel)
-    if folder.expert_parallel and not (experts and _owns_blocks(parallel, num_ranks) and num_ranks == folder.num_ranks):
-        raise PlanError(
-            f"was converted with --expert-parallel for {folder.num_ranks} ranks: run vLLM with --enable-expert-parallel"
-            f" -tp {folder.num_ranks}, and without data parallelism, EPLB or another expert placement; or convert"
-            " without --expert-parallel",
-            path=path,
-            code="unsupported",
-        )
-    advice = f"`relayout convert SRC --tp {num_ranks}"
-    if folder.num_ranks != num_ranks:
-        _LOGGER.warning(
-            "relayout: %s was converted for %d ranks and is resharded for %d; %s` makes loads faster",
-            path, folder.num_ranks, num_ranks, advice,
-        )  # fmt: skip
-    if not folder.expert_parallel and (experts or parallel.data_parallel_size > 1):
-        _LOGGER.warning(
-            "relayout: %s has experts cut for %d ranks, but vLLM places them differently: they are read from the"
-            " files of all ranks; %s --expert-parallel` makes loads faster, without data parallelism",
-            path, folder.num_ranks, advice,
-        )  # fmt: skip
-    return folder.expert_parallel or not experts
 
 
 def _group(device: Any) -> ProcessGroup | None:

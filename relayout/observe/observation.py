@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from relayout.core.children import QUIET, WITH_STDOUT, start_child, wait_for_chi
 from relayout.core.dtypes import num_bytes
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts
 from relayout.errors import PlanError
+from relayout.format.safetensors import TensorEntry, build_header
 from relayout.format.slices import parse_slice
 from relayout.observe.elements import completed
 from relayout.plans.division import ragged_ranges
@@ -164,13 +166,13 @@ def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(checkpoint.folder.read(name, _MAX_SIDE_NBYTES))
-    header: JsonObject = {}
-    end = 0
-    for tensor in checkpoint.tensors:
-        start, end = end, end + tensor.extent.nbytes
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
+    sizes = [tensor.extent.nbytes for tensor in checkpoint.tensors]
+    entries = (
+        TensorEntry(tensor.name, tensor.dtype, tensor.shape, end - nbytes, nbytes)
+        for tensor, nbytes, end in zip(checkpoint.tensors, sizes, accumulate(sizes), strict=True)
+    )
+    header = build_header(entries, {}, alignment=8)
     is_mistral = all(file.name.startswith("consolidated") for file in checkpoint.files)
     with (folder / ("consolidated.safetensors" if is_mistral else "model.safetensors")).open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.write(header)
+        file.truncate(len(header) + sum(sizes))

@@ -33,10 +33,6 @@ _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
 
-replaced: set[str] = set()
-"""Names of what only a GPU has, and was used in this process, so that a stand-in took its place."""
-
-
 class Group:
     """What vLLM asks of a group of processes while it builds and loads a model: rank and world size."""
 
@@ -67,17 +63,14 @@ class _Anything:
 class _AnyModule(ModuleType):
     """A module in which every name is the same class; every object is an instance of `object`."""
 
-    def __init__(self, name: str, named: type = _Anything, replaces: str = "") -> None:
-        """With `replaces`, `replaced` gets it when a name is looked up."""
+    def __init__(self, name: str, named: type = _Anything) -> None:
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
         self._named = named
-        self._replaces = {replaces} - {""}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        replaced.update(self._replaces)
         return self._named
 
 
@@ -97,17 +90,16 @@ def stand_in_devices() -> None:
     torch.accelerator.empty_cache = lambda: None
     torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[misc]
     platform = importlib.import_module("vllm.platforms").current_platform
-    sparse = "FlashMLASparseBackend"
-    place = f"vllm.v1.attention.backends.mla.flashmla_sparse.{sparse}"
-    choose = _tried(platform.get_attn_backend_cls, lambda *_, **__: place, NotImplementedError, name=sparse)
+    sparse = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+    choose = _tried(platform.get_attn_backend_cls, lambda *_, **__: sparse, NotImplementedError)
     type(platform).get_attn_backend_cls = staticmethod(choose)
     if workspace := _module("vllm.v1.worker.workspace"):
         workspace.init_workspace_manager(torch.device("cpu"))
     if importlib.util.find_spec("flashinfer") is None:
-        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object, replaces="flashinfer")
+        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object)
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
-            vars(module)["is_flash_attn_varlen_func_available"] = _replacing("FlashAttention", True)
+            vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
     if (triton := getattr(_module("vllm.triton_utils"), "triton", None)) and not hasattr(triton, "set_allocator"):
         triton.set_allocator = lambda allocate: None
     _replace("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor", lambda tensor: tensor)
@@ -124,7 +116,6 @@ def _with_known(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def called(*args: Any, **options: Any) -> Any:
-        replaced.update(f"{original.__qualname__}: {name}" for name in options.keys() - known.keys())
         return original(*args, **{name: value for name, value in options.items() if name in known})
 
     return called
@@ -189,17 +180,7 @@ def stand_in_tokenizers() -> None:
     """
     name = "cached_tokenizer_from_config"
     if original := getattr(_module("vllm.tokenizers.registry"), name, None):
-        _put(name, original, _replacing("tokenizer", MagicMock()))
-
-
-def _replacing(name: str, value: Any) -> Callable[..., Any]:
-    """A function that returns the value, and notes that it has replaced what is named so."""
-
-    def called(*_: Any, **__: Any) -> Any:
-        replaced.add(name)
-        return value
-
-    return called
+        _put(name, original, lambda *_, **__: MagicMock())
 
 
 def _kernel(*_: Any, **__: Any) -> Any:
@@ -227,16 +208,13 @@ def _put(name: str, original: Any, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-def _tried(
-    original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception], name: str = ""
-) -> Callable[..., Any]:
-    """The function, or what the stand-in returns where it fails; the name is noted then."""
+def _tried(original: Callable[..., Any], stand_in: Callable[..., Any], *errors: type[Exception]) -> Callable[..., Any]:
+    """The function, or what the stand-in returns where it fails."""
 
     def tried(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except errors:
-            replaced.add(name or original.__qualname__)
             return stand_in(*args, **kwargs)
 
     return tried

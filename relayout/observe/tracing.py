@@ -6,40 +6,89 @@ Needs torch at import time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
-from relayout.engines.global_tensor import geometry_of
-from relayout.engines.probes import NOTHING, Probe, Tracer
+from relayout.engines.global_tensor import BY_INDEX, MOVES, aten, geometry_of, name_of, without_memory, written_by
+from relayout.engines.probes import Memory, Probe, Watcher
 from relayout.errors import PlanError
-from relayout.observe.elements import Box, View, box_of, joined, slice_of
+from relayout.observe.elements import Box, box_of, joined, slice_of
+
+NOTHING = -1
+"""The number of an element that is of no tensor: a constant, such as padding."""
+
+_box_of, _slice_of = cache(box_of), cache(slice_of)
+"""Layers are alike."""
 
 
-class Observer(Tracer):
+class Observer(Watcher):
     """Records which elements of each tensor are copied into a model. For one thread.
 
-    A copy into memory that is not the model's is a PlanError: the elements cannot be followed from there.
+    An element of a tensor has a number: its position in the tensor, dense and row-major, beyond the numbers of all
+    tensors before. Where operations rearrange elements, their numbers are rearranged in the same way.
+
+    A copy into memory that is not the model's is a PlanError, as the elements cannot be followed from there; so is what
+    needs values.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
         self._model = model
         self._memory = set(_storages(model))
+        self._firsts: dict[str, int] = {}
+        """The number of each tensor's first element; its others follow."""
+        self._end = 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._boxes: defaultdict[str, set[Box]] = defaultdict(set)
         self._touched: set[str] = set()
         self._joined: set[str] = set()
         """Tensors that have been joined with others."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._known: dict[tuple[tuple[int, ...], View], Box | None] = {}
-        self._slices: dict[tuple[tuple[int, ...], frozenset[Box]], Slice] = {}
 
-    def probe(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> Probe:
-        self._shapes[name] = tuple(shape)
-        return super().probe(name, shape, dtype, device)
+    def probe(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Probe:
+        """A probe of a whole tensor, of another name than those before."""
+        assert name not in self._firsts, name
+        self._firsts[name], self._shapes[name] = self._end, tuple(shape)
+        self._end += prod(shape)
+        return Probe.of(Memory(name, tuple(shape), dtype, torch.device("cpu"), self))
+
+    def loaded(self, name: str) -> Slice:
+        """What has been copied of a tensor. All, if only constants that have replaced its elements have been: the
+        loader works on the tensor. No elements, if none has been copied of what it has been joined to: the loader wants
+        to see the tensor. `NOT_HELD`: the loader has not used it."""
+        if name in self._boxes:
+            return _slice_of(self._shapes[name], frozenset(self._boxes[name]))
+        empty = Slice.along(0, ()) if name in self._joined and self._shapes[name] else NOT_HELD
+        return WHOLE if name in self._touched else empty
+
+    def finish(self) -> None:
+        """Record what has not been copied into the model, but put there."""
+        for parameter in (*self._model.parameters(), *self._model.buffers()):
+            for tensor in (parameter, parameter.data):
+                if isinstance(tensor, Probe):
+                    self._record(tensor)
+
+    def numbers(self, probe: Probe) -> torch.Tensor:
+        """The number of each element of a probe, int64; `NOTHING` where it has a constant.
+
+        Raises:
+            PlanError: its elements are parts of those that are stored, or several of them.
+        """
+        memory, (size, strides, offset) = probe.memory, geometry_of(probe)
+        if probe.dtype.itemsize != memory.dtype.itemsize:
+            what = f"is used as {probe.dtype}, stored as {memory.dtype}"
+            raise PlanError(what, tensor=memory.name, code="unsupported")
+        if memory.backing is not None:
+            return memory.backing.as_strided(size, strides, offset)
+        numbers = torch.full(size, self._firsts[memory.name] + offset)
+        for axis, (length, stride) in enumerate(zip(size, strides, strict=True)):
+            shape = [length if axis == other else 1 for other in range(len(size))]
+            numbers += (torch.arange(length) * stride).view(shape)
+        return numbers
 
     def copied(self, target: torch.Tensor, source: Probe) -> bool:
         if _storage(target) not in self._memory:
@@ -49,49 +98,71 @@ class Observer(Tracer):
         self._record(source)
         return True
 
+    def values(self, probe: Probe, operation: str) -> torch.Tensor:
+        raise PlanError(f"{operation} needs its values", tensor=probe.memory.name, code="unsupported")
+
     def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
         if len(probes) > 1:
             self._joined.update(probe.memory.name for probe in probes)
-        return super().compute(func, args, kwargs, probes)
+        if written_by(func):
+            return self._write(func, args, probes)
+        if func is aten.constant_pad_nd.default:
+            numbers = func(self.numbers(args[0]), args[1], NOTHING)
+        elif func in MOVES:
+            numbers = _call(func, args, kwargs, lambda tensor: self._number_of(func, tensor))
+        elif len(probes) == 1 and (torch.Tag.pointwise in func.tags or func is aten._to_copy.default):
+            numbers = self.numbers(probes[0])
+        else:
+            self.values(probes[0], name_of(func))
+        on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
+        made = _call(func, args, {**kwargs, **on_meta}, without_memory)
+        memory = probes[0].memory
+        numbers = numbers.expand(made.shape).clone(memory_format=torch.contiguous_format)
+        return Probe.of(Memory(memory.name, tuple(made.shape), made.dtype, memory.device, self, numbers))
 
-    def loaded(self, name: str) -> Slice:
-        """What has been copied of a tensor. All, if only constants that have replaced its elements have been: the
-        loader works on the tensor. No elements, if none has been copied of what it has been joined to: the loader wants
-        to see the tensor. `NOT_HELD`: the loader has not used it."""
-        if name not in self._boxes:
-            empty = Slice.along(0, ()) if name in self._joined and self._shapes[name] else NOT_HELD
-            return WHOLE if name in self._touched else empty
-        key = self._shapes[name], frozenset(self._boxes[name])
-        if key not in self._slices:
-            self._slices[key] = slice_of(*key)
-        return self._slices[key]
+    def _write(self, func: Any, args: Any, probes: Sequence[Probe]) -> Any:
+        """An operation that writes to its first argument: to the numbers of that."""
+        target = args[0]
+        if not isinstance(target, Probe):
+            self.values(probes[0], name_of(func))
+        memory = target.memory
+        if memory.backing is None:
+            memory.backing = self.numbers(Probe.of(memory))
+        numbers = self.numbers(target)
+        if func is aten.copy_.default:
+            numbers.copy_(self._number_of(func, args[1]))
+        elif name_of(func) in ("zero_", "fill_"):
+            numbers.fill_(NOTHING)
+        elif torch.Tag.pointwise not in func.tags or len(probes) > 1:
+            self.values(target, name_of(func))
+        return target
 
-    def finish(self) -> None:
-        """Record what has not been copied into the model, but put there."""
-        for parameter in (*self._model.parameters(), *self._model.buffers()):
-            for tensor in (parameter, parameter.data):
-                if isinstance(tensor, Probe):
-                    self._record(tensor)
+    def _number_of(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, Probe):
+            return self.numbers(tensor)
+        return tensor if func in BY_INDEX else torch.full(tensor.shape, NOTHING)
 
     def _record(self, source: Probe) -> None:
         memory = source.memory
         self._touched.add(memory.name)
-        if memory.backing is None and source.dtype.itemsize == memory.dtype.itemsize:
-            key = memory.shape, geometry_of(source)
-            if key not in self._known:
-                self._known[key] = box_of(*key)
-            if (box := self._known[key]) is not None:
-                self._boxes[memory.name].add(box)
-                return
+        is_as_stored = memory.backing is None and source.dtype.itemsize == memory.dtype.itemsize
+        if is_as_stored and (box := _box_of(memory.shape, geometry_of(source))) is not None:
+            self._boxes[memory.name].add(box)
+            return
         # By the numbers of elements, ascending, which may be of several tensors.
         numbers = torch.unique(self.numbers(source))
         numbers = numbers[numbers != NOTHING]
         while numbers.numel():
-            ends = ((name, self.first(name) + prod(shape)) for name, shape in self._shapes.items())
+            ends = ((name, self._firsts[name] + prod(shape)) for name, shape in self._shapes.items())
             name, end = next((name, end) for name, end in ends if int(numbers[0]) < end)
             count = int(torch.searchsorted(numbers, end))
-            self._boxes[name].add(_hull(numbers[:count] - self.first(name), self._shapes[name]))
+            self._boxes[name].add(_hull(numbers[:count] - self._firsts[name], self._shapes[name]))
             numbers = numbers[count:]
+
+
+def _call(func: Any, args: Any, kwargs: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Call an operation with what is made of each tensor."""
+    return func(*tree_map_only(torch.Tensor, replacement, args), **tree_map_only(torch.Tensor, replacement, kwargs))
 
 
 def _hull(numbers: torch.Tensor, shape: Sequence[int]) -> Box:

@@ -11,45 +11,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fake_sglang, fake_vllm, hub_server
+from support import hub_server
 from support.conversions import stock_tensors
-from support.fake_vllm import Model
+from support.fake_sglang import AnyEngine
+from support.fake_vllm import Engine, Model
 from support.store_contract import ground
 
 import relayout
-from relayout import plugins
+from relayout import planning
 from relayout.commands.cache import add
-from relayout.conversion import cached
 from relayout.core.children import PIPE, start_child
-from relayout.engines import vllm
-from relayout.engines.first_start import Filling, first_start
+from relayout.engines.first_start import first_start
 from relayout.engines.rank_weights import EngineOptions
 from relayout.errors import PlanError
 from relayout.loader.sources.plain import kept_conversion
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 from relayout.storage.stores import find_input
-
-Load = Callable[..., None]
-
-
-@pytest.fixture(params=["vllm", "sglang"])
-def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Load:
-    """Start an engine's process on a folder, with a model and options of relayout."""
-    caplog.set_level(logging.INFO)
-    if request.param == "vllm":
-        fake = fake_vllm.install(monkeypatch)
-        plugins.vllm()
-        return lambda folder, model, **options: fake.load(folder, model, **options)
-    other = fake_sglang.install(monkeypatch)
-    plugins.sglang()
-    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry.apply_hooks()  # type: ignore[attr-defined]
-    return lambda folder, model, **options: other.load(folder, model, load_format="relayout", **options)
 
 
 @pytest.fixture
@@ -63,52 +45,67 @@ def model(folders: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folders / "llama", tmp_path / "model"))
 
 
-def start(load: Load, folder: Path | str, whole: Path, tp: int = 2) -> None:
+def rename_its_type(_cache: Path, model: Path) -> None:
+    """Let it be of a type without a built-in plan."""
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
+
+
+@pytest.fixture
+def unheard_of(model: Path) -> Path:
+    rename_its_type(Path(), model)
+    return model
+
+
+def start(engine: AnyEngine, folder: Path | str, whole: Path, tp: int = 2) -> None:
     """All ranks, one after the other."""
     tensors = stock_tensors(whole)
     for rank in range(tp):
         model = Model(tensors, rank, tp)
-        load(folder, model)
+        engine.load(folder, model)
         model.assert_holds_what_it_cuts_of(tensors)
 
 
 def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
     """In how many lines; then nothing was said."""
-    count = sum(text in record.getMessage() for record in caplog.records)
+    count = sum(text in message for message in caplog.messages)
     caplog.clear()
     return count
 
 
-def wait_until_filled(caplog: pytest.LogCaptureFixture, *, fails: bool = False) -> str:
-    """Wait for what a start has begun behind it, and return what is said of it; then nothing was said."""
-    end = f"was{' not' if fails else ''} converted into the cache" if fails else "is in the cache"
+def wait_until(is_so: Callable[[], object]) -> None:
     for _ in range(600):
-        messages = [record.getMessage() for record in caplog.records]
-        if done := [message for message in messages if end in message]:
-            assert sum("is being converted into the cache" in message for message in messages) == 1
-            caplog.clear()
-            return done[0]
+        if is_so():
+            return
         time.sleep(0.1)
-    raise AssertionError(messages)
+    raise AssertionError
+
+
+def wait_until_filled(caplog: pytest.LogCaptureFixture, end: str = "is in the cache") -> str:
+    """Wait for what a start has begun behind it, and return what is said of it; then nothing was said."""
+    wait_until(lambda: end in caplog.text)
+    [done] = [message for message in caplog.messages if end in message]
+    assert said(caplog, "is being converted into the cache") == 1
+    return done
 
 
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("moe", 4)])
 def test_the_engine_loads_at_the_first_start_and_the_second_is_from_the_cache(
-    folders: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture, name: str, tp: int
+    folders: Path, engine: AnyEngine, cache: Path, caplog: pytest.LogCaptureFixture, name: str, tp: int
 ) -> None:
-    start(load, folders / name, folders / name, tp)
+    start(engine, folders / name, folders / name, tp)
     wait_until_filled(caplog)
-    start(load, folders / name, folders / name, tp)
+    start(engine, folders / name, folders / name, tp)
     assert said(caplog, f"of {tp}: ") == tp
     (entry,) = relayout.Cache(cache).entries()
     assert not relayout.verify(cache / "relayout-cache-v1" / entry.name / "model", source=folders / name).differences
 
 
 def test_the_command_makes_the_entry_that_engines_look_for(
-    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
+    model: Path, engine: AnyEngine, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [(entry.source, entry.num_ranks) for entry in add(model, 2).entries] == [(str(model), 2)]
-    start(load, model, model)
+    start(engine, model, model)
     assert said(caplog, "of 2: ") == 2
 
 
@@ -126,18 +123,18 @@ def test_a_conversion_ends_with_the_engine_and_the_next_start_continues(
 ) -> None:
     """The engine is killed: what it has started sees the end of its stdin, whatever the engine did with signals."""
     relayout.Cache(cache).entries()
-    held = cached.Cache(cache).try_filling()
+    held = relayout.Cache(cache).try_filling()
     assert held is not None
-    assert cached.Cache(cache).try_filling() is None
+    assert relayout.Cache(cache).try_filling() is None
     arguments = [str(cache), "--add", str(model), "--tp", "2", "--background"]
     streams = {"stdin": PIPE, "stderr": PIPE, "preexec_fn": engine}
     with open(held, "rb") as right:
         child = start_child("relayout", "cache", *arguments, pass_fds=(right.fileno(),), **streams)
-    assert cached.Cache(cache).try_filling() is None  # The child has it.
+    assert relayout.Cache(cache).try_filling() is None  # The child has it.
     assert child.stdin is not None
     child.stdin.close()
     assert child.wait(60) == 128 + signal.SIGTERM
-    free = cached.Cache(cache).try_filling()
+    free = relayout.Cache(cache).try_filling()
     assert free is not None
     os.close(free)
     assert not relayout.verify(kept_conversion(find_input(model), 2, relayout.Cache(cache)).folder).differences
@@ -167,17 +164,15 @@ time.sleep(600)
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_what_observes_a_plan_ends_with_the_engine_too(
-    is_killed: bool, model: Path, cache: Path, tmp_path: Path
+    is_killed: bool, unheard_of: Path, cache: Path, tmp_path: Path
 ) -> None:
-    config = model / "config.json"
-    config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
     (tmp_path / "packages" / "vllm").mkdir(parents=True)
     (tmp_path / "packages" / "vllm" / "__init__.py").write_text(OBSERVED)
     (scratch := tmp_path / "scratch").mkdir()
     paths = os.pathsep.join([str(tmp_path / "packages"), *filter(None, [os.environ.get("PYTHONPATH")])])
     pids = tmp_path / "pids"
     environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(scratch), "PIDS": str(pids)}
-    arguments = [str(cache), "--add", str(model), "--tp", "2", "--background", "--observe"]
+    arguments = [str(cache), "--add", str(unheard_of), "--tp", "2", "--background", "--observe"]
     (tmp_path / "packages" / "engine.py").write_text(ENGINE)
     started = ("engine",) if is_killed else ("relayout", "cache")
     child = start_child(*started, *arguments, stdin=PIPE, environment=environment)
@@ -193,14 +188,6 @@ def test_what_observes_a_plan_ends_with_the_engine_too(
     wait_until(lambda: not list(scratch.iterdir()))
     if is_killed:
         os.killpg(child.pid, signal.SIGKILL)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if is_so():
-            return
-        time.sleep(0.1)
-    raise AssertionError
 
 
 def without_a_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +210,8 @@ def test_a_conversion_that_cannot_be_started_is_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    filling = first_start(str(model), 2, EngineOptions(), "vLLM", logging.getLogger())
-    assert isinstance(filling, Filling)
+    _, filling = first_start(str(model), 2, EngineOptions(), "vLLM", logging.getLogger())
+    assert filling is not None
     with monkeypatch.context() as patch:
         wrong(patch)
         filling.start()
@@ -232,25 +219,11 @@ def test_a_conversion_that_cannot_be_started_is_one_line(
 
 
 def test_without_a_cache_the_engine_loads_and_one_line_says_what_a_cache_would_give(
-    folders: Path, load: Load, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folders: Path, engine: AnyEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RELAYOUT_CACHE", raising=False)
-    start(load, folders / "llama", folders / "llama")
+    start(engine, folders / "llama", folders / "llama")
     assert said(caplog, "loads it itself. With a cache (RELAYOUT_CACHE=FOLDER) the first start converts it") == 2
-
-
-def test_a_changed_source_is_converted_anew(
-    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    add(model, 2)
-    shard = min(model.glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    caplog.clear()
-    start(load, model, model)
-    wait_until_filled(caplog)
-    assert len(relayout.Cache(cache).entries()) == 2
 
 
 def foreign(cache: Path, model: Path) -> None:
@@ -266,97 +239,66 @@ def unreadable_index(cache: Path, model: Path) -> None:
     (model / "model.safetensors.index.json").write_text("{")
 
 
-@pytest.mark.parametrize("wrong", [foreign, file_in_its_place, unreadable_index])
+@pytest.mark.parametrize("wrong", [foreign, file_in_its_place, unreadable_index, rename_its_type])
 def test_whatever_is_wrong_the_engine_loads_by_itself_and_says_why(
-    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture, wrong: Any
+    model: Path, engine: AnyEngine, cache: Path, caplog: pytest.LogCaptureFixture, wrong: Any
 ) -> None:
     wrong(cache, model)
     before = {path: path.read_bytes() for path in [cache, *cache.rglob("*")] if path.is_file()}
-    start(load, model, model)
+    start(engine, model, model)
     assert said(caplog, "loads it itself") == 2
     assert {path: path.read_bytes() for path in [cache, *cache.rglob("*")] if path.is_file()} == before
 
 
-def test_a_model_without_a_plan_is_loaded_by_the_engine(
-    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = model / "config.json"
-    config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
-    start(load, model, model)
-    assert said(caplog, "loads it itself") == 2
-
-
 def test_a_conversion_that_fails_behind_a_start_is_one_line(
-    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    model: Path, engine: AnyEngine, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RELAYOUT_CACHE_LIMIT", "1KB")
-    start(load, model, model)
-    assert "no room" in wait_until_filled(caplog, fails=True)
+    start(engine, model, model)
+    assert "no room" in wait_until_filled(caplog, "was not converted into the cache")
     assert not list(cache.rglob("*.safetensors"))
 
 
 def test_an_entry_that_is_damaged_is_loaded_by_the_engine(
-    model: Path, load: Load, cache: Path, caplog: pytest.LogCaptureFixture
+    model: Path, engine: AnyEngine, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     add(model, 2)
     for file in cache.rglob("model-rank-*.safetensors"):
         os.truncate(file, file.stat().st_size - 4096)
     caplog.clear()
-    start(load, model, model)
-    assert sum("from the cache" in record.getMessage() for record in caplog.records) == 2
-
-
-def test_two_engines_at_once_share_an_entry(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "_MIN_PART_NBYTES", 50_000)
-    with ThreadPoolExecutor(4) as pool:
-        stores = [
-            found.result()
-            for found in [
-                pool.submit(cached.cached_conversion, relayout.storage.stores.find_input(model), 2, cached.Cache(cache))
-                for _ in range(4)
-            ]
-        ]
-    assert len({store.folder for store in stores}) == 1
-    assert not relayout.verify(stores[0].folder, source=model).differences
+    start(engine, model, model)
+    assert said(caplog, "from the cache") == 2
 
 
 def test_a_model_without_a_built_in_plan_is_observed_once(
-    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    unheard_of: Path, cache: Path, vllm: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
-    text = (model / "config.json").read_text()
-    (model / "config.json").write_text(text.replace('"llama"', '"unheard_of"'))
     observed = []
 
     def observe(checkpoint: Any, num_ranks: int) -> Plan:
         observed.append(num_ranks)
         return plan_for(checkpoint, num_ranks, "llama")
 
-    fake = fake_vllm.install(monkeypatch)
-    vllm.register(lambda: ("vllm 1", observe))
-    caching = importlib.import_module("relayout.commands.cache")
-    monkeypatch.setattr(caching, "observer", lambda: ("vllm 1", observe))
-    assert (
-        "--observe"
-        in first_start(
-            str(model), 2, EngineOptions(), "vLLM", logging.getLogger(), observe=lambda: ("vllm 1", observe)
-        ).arguments
-    )
+    monkeypatch.setattr(planning, "observer", observer := lambda: ("vllm 1", observe))
+    monkeypatch.setattr(importlib.import_module("relayout.commands.cache"), "observer", observer)
+    _, filling = first_start(str(unheard_of), 2, EngineOptions(), "vLLM", logging.getLogger(), observe=observer)
+    assert filling is not None
+    assert "--observe" in filling.arguments
     assert observed == []
     with pytest.raises(PlanError, match="no built-in plan"):
-        add(model, 2)
+        add(unheard_of, 2)
     with pytest.raises(PlanError, match="no built-in plan"):  # Which expert is whose is not observed.
-        add(model, 2, observe=True, expert_parallel=True)
+        add(unheard_of, 2, observe=True, expert_parallel=True)
     for _ in range(2):
-        add(model, 2, observe=True)
-    start(fake.load, model, model)
+        add(unheard_of, 2, observe=True)
+    start(vllm, unheard_of, unheard_of)
     assert observed == [2]
     assert said(caplog, "of 2: ") == 2
 
 
 def test_a_model_on_the_hub_is_streamed_into_the_cache(
     folders: Path,
-    load: Load,
+    engine: AnyEngine,
     cache: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -368,9 +310,9 @@ def test_a_model_on_the_hub_is_streamed_into_the_cache(
     with hub_server.running() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.hub.url)
         hub.repos["org/model"] = {file.name: file.read_bytes() for file in (folders / "llama").iterdir()}
-        start(load, "org/model", folders / "llama")
+        start(engine, "org/model", folders / "llama")
         assert said(caplog, "relayout: converting hf://org/model") == 1
-        start(load, "org/model", folders / "llama")
+        start(engine, "org/model", folders / "llama")
         assert said(caplog, "relayout: converting") == 0
     assert not list(tmp_path.glob("hub/**/*.safetensors"))
 
@@ -381,23 +323,21 @@ def test_a_model_on_the_hub_is_streamed_into_the_cache(
 def test_a_node_of_several_converts_only_its_own_ranks(
     model: Path,
     tmp_path: Path,
+    vllm: Engine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     nodes: tuple[int, ...],
     kept: list[str],
 ) -> None:
     """Each has a drive of its own. In the last case another node has other replicas of this group."""
-    caplog.set_level(logging.INFO)
-    fake = fake_vllm.install(monkeypatch)
-    plugins.vllm()
-    fake.num_nodes, fake.nodes = len(set(nodes)) + 1, nodes
+    vllm.num_nodes, vllm.nodes = len(set(nodes)) + 1, nodes
     tensors, found = stock_tensors(model), []
     for node in sorted(set(nodes)):
         monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / f"node-{node}"))
         for stage in ("first", "second"):
             for rank in (rank for rank in range(4) if nodes[rank] == node):
                 mine = Model(tensors, rank, 4)
-                fake.load(model, mine)
+                vllm.load(model, mine)
                 mine.assert_holds_what_it_cuts_of(tensors)
             if stage == "first":
                 wait_until_filled(caplog)
@@ -411,14 +351,12 @@ def test_weights_in_a_store_are_named_by_an_option(
     folders: Path,
     cache: Path,
     tmp_path: Path,
+    vllm: Engine,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     is_converted: bool,
 ) -> None:
     """The engine's model is a folder without weights."""
-    caplog.set_level(logging.INFO)
-    fake = fake_vllm.install(monkeypatch)
-    plugins.vllm()
     whole, model = folders / "llama", tmp_path / "configuration"
     model.mkdir()
     shutil.copy(whole / "config.json", model)
@@ -430,7 +368,7 @@ def test_weights_in_a_store_are_named_by_an_option(
         tensors = stock_tensors(whole)
         for rank in range(2):
             mine = Model(tensors, rank, 2)
-            fake.load(model, mine, source=place.url("weights"))
+            vllm.load(model, mine, source=place.url("weights"))
             mine.assert_holds_what_it_cuts_of(tensors)
     assert said(caplog, "relayout: converting") == (0 if is_converted else 1)
     with pytest.raises(PlanError, match=r"source is '.*', expected a URL such as s3://BUCKET/PREFIX"):

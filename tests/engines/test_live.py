@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support import prestarted
 from support.checkpoints import write_family
 from support.conversions import stock_tensors
 from support.families import FAMILIES
-from support.updates_worker import TP
+from support.updates_worker import TP, write_steps
 
 import relayout
 from relayout.core.digests import digest_hex
@@ -29,21 +27,7 @@ SCRIPT = "from support.updates_worker import main; main()"
 def updated_folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of a llama, converted for two ranks, and deltas between them; and what is damaged, or another's."""
     root = tmp_path_factory.mktemp("live")
-    for step in range(3):
-        shutil.copytree(root / f"model-{step - 1}" if step else llama, root / f"model-{step}")
-        for shard in (root / f"model-{step}").glob("*.safetensors") if step else ():
-            content = np.fromfile(shard, np.uint8)
-            content[8 + int(content[:8].view("<u8")[0]) + 2 * step :: 14] ^= 1
-            content.tofile(shard)
-        relayout.convert(root / f"model-{step}", root / f"step-{step}", tp=TP)
-        if step:
-            relayout.delta(root / f"step-{step - 1}", root / f"step-{step}", root / f"delta-{step}")
-    for name, damaged in (("delta-1", "damaged-delta"), ("step-1", "damaged-folder")):
-        shutil.copytree(root / name, root / damaged)
-        [file] = (root / damaged).glob("model-rank-1-part-0*")  # Of one worker only.
-        content = np.fromfile(file, np.uint8)
-        content[len(content) // 2] ^= 1
-        content.tofile(file)
+    write_steps(llama, root, num_steps=2)
     (root / "model-other").mkdir()
     write_family(FAMILIES["qwen3"], root / "model-other")
     relayout.convert(root / "model-other", root / "other", tp=TP)

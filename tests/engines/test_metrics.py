@@ -19,7 +19,6 @@ from support.patience import PATIENCE
 from support.toy_store import shelf
 
 import relayout
-from relayout import plugins
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.storage.cloud.client import CLOUD_COST
 
@@ -106,7 +105,6 @@ def test_the_log_says_whether_a_cache_had_the_rank(
 ) -> None:
     caplog.set_level(logging.INFO, "vllm.relayout")
     engine = install(monkeypatch)
-    plugins.vllm()
     monkeypatch.setattr(shelf("metrics"), "cost", CLOUD_COST)
     for file in (folders / name).iterdir():
         shelf("metrics").write(f"{name}/{file.name}", file.read_bytes())

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from support import prestarted
+from support.conversions import stock_tensors
 from support.fake_vllm import Engine, Model, install
 from support.replicas_worker import NUM_REPLICAS, RANK
-
-from relayout import plugins
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -67,11 +66,8 @@ def test_what_fails_in_one_replica_fails_all_with_its_reason(
 
 def test_experts_that_replicas_own_are_never_shared(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Engine = install(monkeypatch)
-    plugins.vllm()
     engine.rank, engine.tp, engine.replicas = 0, 2, SimpleNamespace()  # No group: to use it would fail.
     engine.parallel.data_parallel_size, engine.parallel.enable_expert_parallel = 2, True
-    from support.conversions import stock_tensors
-
     whole = stock_tensors(folders / "moe")
     with pytest.warns(UserWarning, match="whole tensors are read"):
         loader = engine.load(folders / "moe-tp2", Model(whole, 0, 2, experts_by_rank=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import sys
 import warnings
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.conversions import stock_tensors
-from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, expert_of, install, model_config
+from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, Tensors, install, model_config
 from support.patience import PATIENCE
 from support.toy_store import shelf
 
@@ -29,7 +28,6 @@ from relayout.errors import FormatError, PlanError
 def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Engine:
     caplog.set_level(logging.INFO, "vllm.relayout")
     fake = install(monkeypatch)
-    plugins.vllm()
     assert list(fake.formats) == ["auto", "relayout"]
     return fake
 
@@ -52,9 +50,8 @@ def test_every_rank_gets_what_it_would_cut_out_of_the_source(
 
 
 def test_nothing_is_placed_where_parameters_get_their_memory_later(
-    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, whole: Tensors
 ) -> None:
-    whole = stock_tensors(folders / "llama")
     model = Model(whole, 0, 2)
     monkeypatch.setattr(model, "buffers", lambda: iter([torch.empty(1, device="meta")]))
     loader = engine.load(folders / "llama-tp2", model, placement="direct")
@@ -63,12 +60,14 @@ def test_nothing_is_placed_where_parameters_get_their_memory_later(
     assert "quantized during the load get copies" in caplog.text
 
 
-def test_a_draft_model_and_a_reload_are_copied(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_a_draft_model_is_read_as_it_is_used_and_a_reload_is_copied(
+    folders: Path, engine: Engine, whole: Tensors
+) -> None:
     model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
     loader = engine.load(folders / "llama-tp2", model, draft=True, strict=True, placement="direct")
     model.assert_holds_what_it_cuts_of(whole)
     assert loader._weights.report().placed_nbytes == 0
+    assert "mapped" in loader._weights.report().backend
     model = Model(whole, 1, 2)
     loader = engine.load(folders / "llama-tp2", model, placement="direct")
     for one in model.memory.values():
@@ -76,27 +75,6 @@ def test_a_draft_model_and_a_reload_are_copied(folders: Path, engine: Engine) ->
     model.load_weights(loader.get_all_weights(model_config(folders / "llama-tp2"), model))
     model.assert_holds_what_it_cuts_of(whole)
     assert loader._weights.report().placed_nbytes == 0
-
-
-def test_a_load_is_logged_with_bytes_seconds_backend_and_whole_reads(
-    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.load(folders / "llama-tp2", Model(stock_tensors(folders / "llama"), 1, 2), backend="buffered", threads=2)
-    lines = [one.getMessage() for one in caplog.records if one.name == "vllm.relayout"]
-    assert len(lines) == 1
-    for part in ("relayout: rank 1 of 2: 0.00", " GB in ", " GB/s)", "backend buffered", "0 whole tensors read"):
-        assert part in lines[0]
-
-
-def test_another_degree_is_put_together_and_said(
-    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = stock_tensors(folders / "llama")
-    for rank in range(2):
-        model = Model(whole, rank, 2)
-        engine.load(folders / "llama-tp4", model, strict=True)
-        model.assert_holds_what_it_cuts_of(whole)
-    assert "was converted for 4 ranks and is resharded for 2; `relayout convert SRC --tp 2` makes" in caplog.text
 
 
 @pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
@@ -120,36 +98,9 @@ def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
     )
 
 
-def test_a_folder_with_owned_experts_gives_each_rank_its_own(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "moe")
-    engine.parallel.enable_expert_parallel = True
-    for rank in range(2):
-        model = Model(whole, rank, 2, experts_by_rank=True)
-        loader = engine.load(folders / "moe-ep2", model, strict=True)
-        model.assert_holds_what_it_cuts_of(whole)
-        others = [name for name in whole if expert_of(name) // 4 == 1 - rank]
-        assert loader._weights.report().num_tensors == len(whole) - len(others)
-
-
-def test_experts_that_are_cut_are_read_whole_where_the_engine_owns_them(
-    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = stock_tensors(folders / "moe")
-    engine.parallel.enable_expert_parallel = True
-    model = Model(whole, 1, 2, experts_by_rank=True)
-    with pytest.warns(UserWarning, match="whole tensors are read from all ranks' files"):
-        loader = engine.load(folders / "moe-tp2", model)
-    model.assert_holds_what_it_cuts_of(whole)
-    assert loader._weights.report().num_whole == sum(expert_of(name) >= 4 for name in whole)
-    assert "relayout convert SRC --tp 2 --expert-parallel" in caplog.text
-    with pytest.raises(PlanError, match="needs elements that this rank's slice does not hold"):
-        engine.load(folders / "moe-tp2", Model(whole, 1, 2, experts_by_rank=True), strict=True)
-
-
 @pytest.mark.parametrize(
     ("setting", "tp"),
     [
-        ({}, 2),
         ({"enable_eplb": True}, 2),
         ({"expert_placement_strategy": "round_robin"}, 2),
         ({"data_parallel_size": 2}, 2),
@@ -159,15 +110,14 @@ def test_experts_that_are_cut_are_read_whole_where_the_engine_owns_them(
 def test_experts_that_the_engine_places_otherwise_are_refused(
     folders: Path, engine: Engine, setting: dict[str, object], tp: int
 ) -> None:
-    engine.parallel.enable_expert_parallel = bool(setting)
+    engine.own_experts()
     vars(engine.parallel).update(setting)
     with pytest.raises(PlanError, match=r"moe-ep2: was converted with --expert-parallel for 2 ranks: run vLLM with"):
         engine.load(folders / "moe-ep2", Model(stock_tensors(folders / "moe"), 0, tp))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_pipeline_stage_reads_only_what_it_has(folders: Path, engine: Engine, tied: bool) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_a_pipeline_stage_reads_only_what_it_has(folders: Path, engine: Engine, tied: bool, whole: Tensors) -> None:
     elsewhere = ("model.layers.1.", "lm_head.")
     model = Model(whole, 0, 2, stage=lambda name: not name.startswith(elsewhere))
     model.missing = {name.rstrip("."): PPMissingLayer() for name in elsewhere}
@@ -180,8 +130,7 @@ def test_a_pipeline_stage_reads_only_what_it_has(folders: Path, engine: Engine, 
     assert report.num_tensors == sum(not name.startswith(elsewhere[0]) for name in whole)
 
 
-def test_layers_for_speculation_are_given_unread(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_layers_for_speculation_are_given_unread(folders: Path, engine: Engine, whole: Tensors) -> None:
     engine.rank, engine.tp = 0, 2
     loader = engine.formats["relayout"](LoadConfig())
     config = model_config(folders / "llama-tp2")
@@ -196,21 +145,14 @@ def test_layers_for_speculation_are_given_unread(folders: Path, engine: Engine) 
             assert torch.equal(given[name].clone(), whole[name])
 
 
-def test_memory_that_nobody_writes_is_an_error_of_the_load(
-    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture
+def test_memory_that_nobody_writes_is_only_said_where_vllms_own_option_says_so(
+    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture, whole: Tensors
 ) -> None:
-    whole = stock_tensors(folders / "llama")
-    lacks = r"llama-tp2: nothing was loaded into score.weight: the checkpoint lacks what vLLM's Model needs"
-    for load_format in ("relayout", "auto"):
-        with pytest.raises(PlanError, match=lacks):
-            engine.load(folders / "llama-tp2", Model(whole, 0, 2, score=3), load_format=load_format)
-    engine.load(folders / "llama-tp2", Model(whole, 0, 2, score=3), enable_weights_track=False)  # vLLM's own option.
+    engine.load(folders / "llama-tp2", Model(whole, 0, 2, score=3), enable_weights_track=False)
     assert "relayout: " + str(folders / "llama-tp2: nothing was loaded into score.weight") in caplog.text
-    engine.load(folders / "llama", Model(whole, 0, 2, score=3), load_format="auto")  # Not ours.
 
 
-def test_a_draft_model_gets_its_embedding_later(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_a_draft_model_gets_its_embedding_later(folders: Path, engine: Engine, whole: Tensors) -> None:
     model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
     model.memory["draft.lm_head.weight"] = torch.empty(8, 8)
     engine.load(folders / "llama-tp2", model, draft=True)
@@ -233,8 +175,9 @@ def test_a_tensor_that_is_read_and_not_given_is_an_error(
         engine.load(folders / "llama-tp2", model, placement=placement)
 
 
-def test_placeholders_that_a_loader_replaces_are_no_reason_to_leave_anything_out(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_placeholders_that_a_loader_replaces_are_no_reason_to_leave_anything_out(
+    folders: Path, engine: Engine, whole: Tensors
+) -> None:
     for num_stages in (1, 2):
         model = Model(whole, 0, 2)
         model.missing = {"lm_head": torch.nn.Identity()}  # Such as vLLM's StageMissingLayer, in rerankers.
@@ -243,16 +186,9 @@ def test_placeholders_that_a_loader_replaces_are_no_reason_to_leave_anything_out
         model.assert_holds_what_it_cuts_of(whole)
 
 
-def test_a_converted_folder_is_recognized_and_others_are_left_to_vllm(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
-    model = Model(whole, 1, 2)
-    loader = engine.load(folders / "llama-tp2", model, load_format="auto", strict=True)
-    model.assert_holds_what_it_cuts_of(whole)
-    assert loader._weights.report().num_ranks == 2
-    model = Model(whole, 1, 2)
+def test_what_is_no_converted_folder_is_left_to_vllm(folders: Path, engine: Engine) -> None:
+    model = Model(stock_tensors(folders / "llama"), 1, 2)
     loader = engine.load(folders / "llama", model, load_format="auto")
-    model.assert_holds_what_it_cuts_of(whole)
-    assert loader._weights is None
     with pytest.raises(AssertionError, match="nothing is downloaded"):  # vLLM's own says so.
         loader.download_model(model_config(folders / "llama"))
     with pytest.raises(PlanError, match=r"llama: --model-loader-extra-config: threads: only for folders that relayout"):
@@ -261,16 +197,16 @@ def test_a_converted_folder_is_recognized_and_others_are_left_to_vllm(folders: P
         engine.load(folders / "llama-tp2", model, load_format="auto", thread=2)
 
 
-def test_options_of_vllms_own_loader_are_left_to_it(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_options_of_vllms_own_loader_are_left_to_it(folders: Path, engine: Engine, whole: Tensors) -> None:
     model = Model(whole, 0, 2)
     loader = engine.load(folders / "llama-tp2", model, enable_multithread_load=True, num_threads=4, threads=2)
     model.assert_holds_what_it_cuts_of(whole)
     assert loader.load_config.model_loader_extra_config == {"enable_multithread_load": True, "num_threads": 4}
 
 
-def test_side_weights_that_a_model_names_are_loaded_by_vllm(folders: Path, engine: Engine, tmp_path: Path) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_side_weights_that_a_model_names_are_loaded_by_vllm(
+    folders: Path, engine: Engine, tmp_path: Path, whole: Tensors
+) -> None:
     head = torch.arange(24.0).view(3, 8)
     torch.save({"weight": head}, tmp_path / "score.pt")
     model = Model(whole, 0, 2, score=3)
@@ -298,78 +234,11 @@ def test_layers_of_other_parts_of_a_model_have_numbers_of_their_own(prefix: str)
         assert [n for n in range(32) if is_speculative(f"{text}layers.{n}.fc1.weight")] == [28, 29, 30, 31]
 
 
-def test_a_draft_model_reads_slices_when_it_uses_them(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
-    model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
-    loader = engine.load(folders / "llama-tp2", model, draft=True, strict=True)
-    model.assert_holds_what_it_cuts_of(whole)
-    assert "mapped" in loader._weights.report().backend
-
-
-def test_a_draft_model_that_was_not_converted_is_left_to_vllm(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_a_draft_model_that_was_not_converted_is_left_to_vllm(folders: Path, engine: Engine, whole: Tensors) -> None:
     model = Model(whole, 0, 2)
     loader = engine.load(folders / "llama", model, draft=True)
     model.assert_holds_what_it_cuts_of(whole)
     assert loader._weights is None
-
-
-def test_reloading_gives_the_same_tensors_again(folders: Path, engine: Engine) -> None:
-    whole = stock_tensors(folders / "llama")
-    model = Model(whole, 1, 2)
-    loader = engine.load(folders / "llama-tp2", model)
-    model.kept.clear()
-    model.load_weights(loader.get_all_weights(model_config(folders / "llama-tp2"), model))
-    model.assert_holds_what_it_cuts_of(whole)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"thread": 2},
-            "--model-loader-extra-config: relayout has no option 'thread', expected backend, threads",
-        ),
-        ({"threads": "2"}, "--model-loader-extra-config: threads is '2', expected int"),
-        ({"verify": 1}, "--model-loader-extra-config: verify is 1, expected bool"),
-        ({"memory": "lots"}, "'lots' is not a size"),
-        ({"backend": "gpu"}, "backend 'gpu', expected one of auto, direct"),
-        ({"placement": "fast"}, "placement is 'fast', expected one of auto, copy, direct"),
-    ],
-)
-def test_options_are_checked(folders: Path, engine: Engine, options: dict[str, object], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        engine.load(folders / "llama-tp2", Model(stock_tensors(folders / "llama"), 0, 2), **options)
-
-
-def test_what_is_no_folder_is_refused_with_what_to_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    loader = engine.formats["relayout"](LoadConfig())
-    with pytest.raises(PlanError, match=r"^/no/such/folder: is not a folder: .*relayout convert FOLDER --tp N"):
-        loader.download_model(model_config(Path("/no/such/folder")))
-
-
-def test_a_damaged_byte_is_found_by_verify_and_a_missing_file_always(
-    folders: Path, engine: Engine, tmp_path: Path
-) -> None:
-    whole = stock_tensors(folders / "llama")
-    folder = tmp_path / "copy"
-    shutil.copytree(folders / "llama-tp2", folder)
-    file = folder / "model-rank-1-part-0.safetensors"
-    blob = bytearray(file.read_bytes())
-    blob[-1000] ^= 1
-    file.write_bytes(blob)
-    with pytest.raises(FormatError, match=f"^{file}: tensor '.*': its bytes have digest .*: damaged"):
-        engine.load(folder, Model(whole, 1, 2), verify=True)
-    file.unlink()
-    with pytest.raises(FormatError, match=r"model-rank-1-part-0\.safetensors: is missing"):
-        engine.load(folder, Model(whole, 1, 2))
-    file.write_bytes(blob[:-4096])
-    with pytest.raises(FormatError, match="bytes long, expected"):
-        engine.load(folder, Model(whole, 1, 2))
-    (folder / "relayout.json").unlink()
-    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
-        engine.load(folder, Model(whole, 1, 2))
 
 
 def test_an_engine_that_stops_early_is_an_error(folders: Path, engine: Engine) -> None:
@@ -383,8 +252,9 @@ def test_an_engine_that_stops_early_is_an_error(folders: Path, engine: Engine) -
         engine.load(folders / "llama-tp2", Impatient(stock_tensors(folders / "llama"), 0, 2))
 
 
-def test_slices_that_are_not_used_are_named(folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_slices_that_are_not_used_are_named(
+    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture, whole: Tensors
+) -> None:
     model = Model(whole, 0, 2, stage=lambda name: name != "lm_head.weight")
     engine.load(folders / "llama-tp2", model)
     assert "relayout: rank 0: vLLM did not use lm_head.weight" in caplog.text
@@ -402,9 +272,8 @@ def test_a_vllm_that_is_not_as_expected_is_left_alone(
         loader_class(object)
 
 
-def test_a_vllm_that_has_the_format_itself_gets_the_same_loader(folders: Path, engine: Engine) -> None:
+def test_a_vllm_that_has_the_format_itself_gets_the_same_loader(folders: Path, engine: Engine, whole: Tensors) -> None:
     engine.formats["relayout"] = lambda load_config: plugins.vllm_loader(load_config)
-    whole = stock_tensors(folders / "llama")
     model = Model(whole, 1, 2)
     loader = engine.load(folders / "llama-tp2", model, strict=True)
     model.assert_holds_what_it_cuts_of(whole)
@@ -417,17 +286,3 @@ def test_registering_where_there_is_no_vllm_raises_nothing_and_loads_no_torch() 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "not available in this vllm" in done.stderr
-
-
-def test_each_node_serves_its_own_ranks(folders: Path, engine: Engine, tmp_path: Path) -> None:
-    whole = stock_tensors(folders / "llama")
-    for ranks in ((0, 1), (2, 3)):
-        node = tmp_path / f"node-{ranks[0]}"
-        relayout.copy(folders / "llama-tp4", node, ranks=ranks)
-        for rank in ranks:
-            model = Model(whole, rank, 4)
-            engine.load(node, model, strict=True)
-            model.assert_holds_what_it_cuts_of(whole)
-        other = ranks[0] ^ 2
-        with pytest.raises(PlanError, match=f"of 4 ranks it has only {ranks[0]}-{ranks[1]}, and lacks {other}"):
-            engine.load(node, Model(whole, other, 4))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +23,6 @@ from relayout.errors import PlanError
 from relayout.format.slices import dump_slice
 from relayout.observe.observation import parse, write_stand_in
 from relayout.observe.plan_file import observe_plan
-from relayout.plans.family import builtin_text
 from relayout.storage.stores import find_store
 
 HIDDEN = 16
@@ -150,38 +147,6 @@ def test_without_vllm_observing_says_what_to_install(tmp_path: Path, monkeypatch
     assert not (tmp_path / "plan.toml").exists()
     # One rank needs no plan.
     assert relayout.convert(tmp_path / "model", tmp_path / "one", tp=1, plan="vllm").num_ranks == 1
-
-
-def test_no_vllm_is_needed_to_convert_verify_and_load_by_a_plan_that_was_observed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a process where importing it fails: by a built-in plan, and by one that was written."""
-    without_vllm(tmp_path, monkeypatch)
-    shapes = {"model.layers.0.self_attn.gate_proj.weight": (16, 8), "model.layers.0.post_mlp_layernorm.weight": (8,)}
-    tensors = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()}
-    (tmp_path / "model").mkdir()
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    config = {"model_type": "afmoe", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "plan.toml").write_text(builtin_text("afmoe"))
-    script = """
-import sys, relayout
-rows = [[float(8 * r + c) for c in range(8)] for r in range(4, 8)]
-for out, plan in (("built in", None), ("written", "plan.toml")):
-    relayout.convert("model", out, tp=4, plan=plan)
-    assert relayout.verify(out, source="model").ok
-    held = relayout.load(out, 1)
-    assert held["model.layers.0.self_attn.gate_proj.weight"].tolist() == rows
-    assert held["model.layers.0.post_mlp_layernorm.weight"].shape == (8,)
-assert "vllm" not in sys.modules
-try:
-    import vllm
-except ImportError as error:
-    assert str(error) == "none here"
-else:
-    raise AssertionError
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 
 
 def without_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,21 @@
-"""What reaches a model's memory is what was loaded, by whatever way it came there."""
+"""What reaches a model's memory, by whatever way, is what was loaded; expected are elements of tensors of numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tensor_operations import copies, views
 
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
+from relayout.engines.probes import Probe
 from relayout.errors import PlanError
 from relayout.observe.stand_ins import WithoutMemory
-from relayout.observe.tracing import Observer
+from relayout.observe.tracing import NOTHING, Observer
 
 
 class Model(torch.nn.Module):
@@ -21,13 +26,89 @@ class Model(torch.nn.Module):
         self.beside = torch.empty(100)
 
 
-def loaded(load: Callable[[Model, torch.Tensor], object], shape: tuple[int, ...] = (16, 6)) -> Slice:
+def observer_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Model, Observer, list[Probe]]:
+    """A model, and probes `a`, `b` ... of these shapes."""
     model = Model()
     observer = Observer(model)
-    with torch.no_grad():
-        load(model, observer.probe("w", shape, torch.float32))
-    observer.finish()
-    return observer.loaded("w")
+    return model, observer, [observer.probe(name, shape, dtype) for name, shape in zip("abc", shapes, strict=False)]
+
+
+@given(st.data())
+def test_views_and_rearrangements_are_followed_element_by_element(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    _, observer, [_, probe] = observer_of((5,), shape, dtype=torch.int64)
+    numbers = torch.arange(5, 5 + math.prod(shape)).view(shape)
+    for _ in range(data.draw(st.integers(1, 4))):
+        name, function = data.draw(st.one_of(views(probe.shape), copies(probe.shape)))
+        try:
+            expected = function(numbers)
+        except (RuntimeError, IndexError):
+            continue
+        if expected.numel() > 5000:
+            break
+        numbers, probe = expected, function(probe)
+        assert isinstance(probe, Probe), name
+        assert (probe.shape, probe.dtype) == (numbers.shape, numbers.dtype), name
+    assert torch.equal(observer.numbers(probe), numbers)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda t: t.float(), [0, 1, 2, 3]),
+        (lambda t: -torch.exp(t.float()), [0, 1, 2, 3]),
+        (lambda t: t * torch.ones(2, 1), [0, 1, 2, 3]),
+        (lambda t: torch.nn.functional.pad(t, (0, 1)), [0, 1, NOTHING, 2, 3, NOTHING]),
+        (lambda t: torch.cat([t, torch.zeros(1, 2, dtype=torch.float16)]), [0, 1, 2, 3, NOTHING, NOTHING]),
+        (lambda t: t.view(torch.int16).view(torch.float16), [0, 1, 2, 3]),
+        (lambda t: t[1].zero_(), [NOTHING, NOTHING]),
+        (lambda t: t.mul_(2), [0, 1, 2, 3]),
+        (lambda t: t.copy_(t.flip(0).clone()), [2, 3, 0, 1]),
+        (lambda t: [t.mul_(1), t * 2, t.zero_()][1], [0, 1, 2, 3]),
+    ],
+)
+def test_what_treats_each_element_by_itself_is_followed(
+    function: Callable[[torch.Tensor], torch.Tensor], expected: list[int]
+) -> None:
+    _, observer, [probe] = observer_of((2, 2), dtype=torch.float16)
+    made = function(probe)
+    assert isinstance(made, Probe)
+    assert observer.numbers(made).flatten().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "operation"),
+    [
+        (lambda t: float(t[0, 0]), "_local_scalar_dense"),
+        (lambda t: t.tolist(), "tolist"),
+        (lambda t: t.numpy(), "numpy"),
+        (lambda t: t.data_ptr(), "data_ptr"),
+        (lambda t: t.sum(), "sum"),
+        (lambda t: t + t, "add"),
+        (lambda t: t @ torch.ones(2, 2), "mm"),
+        (lambda t: torch.zeros(2, 2).add_(t), "add_"),
+    ],
+)
+def test_what_needs_values_is_an_error_that_names_the_tensor(
+    function: Callable[[torch.Tensor], object], operation: str
+) -> None:
+    _, _, [probe] = observer_of((2, 2))
+    with pytest.raises(PlanError, match=f"'a'.*{operation} needs its values"):
+        function(probe)
+
+
+def test_elements_of_another_size_cannot_be_numbered() -> None:
+    _, observer, [probe] = observer_of((2, 2), dtype=torch.float16)
+    bytes_of = probe.view(torch.uint8)
+    assert isinstance(bytes_of, Probe)
+    with pytest.raises(PlanError, match=r"is used as torch.uint8, stored as torch.float16"):
+        observer.numbers(bytes_of)
+
+
+def test_a_copy_into_memory_that_is_not_the_models_is_an_error() -> None:
+    _, _, [probe] = observer_of((16, 6))
+    with pytest.raises(PlanError, match=r"'a'.*memory that is not the model's"):
+        torch.empty(16, 6).copy_(probe)  # It might come from there into the model, unseen.
 
 
 ROWS, TWO, OTHER = (Slice.along(0, ranges) for ranges in (((4, 8),), ((2, 4), (10, 4)), ((0, 4), (8, 4))))
@@ -48,43 +129,25 @@ ROWS, TWO, OTHER = (Slice.along(0, ranges) for ranges in (((4, 8),), ((2, 4), (1
         (lambda model, w: model.weight[:0].copy_(w[16:]), Slice.along(0, ())),
         (lambda model, w: None, NOT_HELD),
         (lambda model, w: model.weight.copy_(w.zero_()[:8]), WHOLE),
+        (lambda model, w: [model.weight.copy_(w[4:12]), w.zero_()], ROWS),
     ],
 )  # fmt: skip
 def test_what_is_copied_into_the_model_is_loaded(
     load: Callable[[Model, torch.Tensor], object], expected: Slice
 ) -> None:
-    assert loaded(load) == expected
-
-
-def test_tensors_that_are_joined_are_told_apart() -> None:
-    model = Model()
-    observer = Observer(model)
-    first, other = observer.probe("a", (4, 6), torch.float32), observer.probe("b", (9, 6), torch.float32)
+    model, observer, [probe] = observer_of((16, 6))
     with torch.no_grad():
-        model.weight.copy_(torch.cat([other[3:8], first[1:]]))
-    assert (observer.loaded("a"), observer.loaded("b")) == (Slice.along(0, ((1, 3),)), Slice.along(0, ((3, 5),)))
+        load(model, probe)
+    observer.finish()
+    assert observer.loaded("a") == expected
 
 
-def test_of_what_is_joined_to_others_a_rank_may_take_nothing_and_yet_want_to_see_it() -> None:
-    model = Model()
-    observer = Observer(model)
-    first, other = observer.probe("a", (8, 6), torch.float32), observer.probe("b", (9, 6), torch.float32)
+def test_tensors_that_are_joined_are_told_apart_and_a_rank_may_want_to_see_one_of_which_it_takes_nothing() -> None:
+    model, observer, [first, other, last] = observer_of((4, 6), (9, 6), (3, 6))
     with torch.no_grad():
-        model.weight.copy_(torch.cat([first, other])[:8])
-    assert (observer.loaded("a"), observer.loaded("b")) == (WHOLE, Slice.along(0, ()))
-
-
-@pytest.mark.parametrize(
-    "load",
-    [
-        lambda model, w: torch.empty(16, 6).copy_(w),  # It might come from there into the model, unseen.
-        lambda model, w: w.sum().item(),
-        lambda model, w: model.weight.copy_(w[:8] @ torch.ones(6, 6)),
-    ],
-)
-def test_what_cannot_be_followed_is_an_error(load: Callable[[Model, torch.Tensor], object]) -> None:
-    with pytest.raises(PlanError, match="w"):
-        loaded(load)
+        model.weight.copy_(torch.cat([other[3:8], first[1:], last])[:8])
+    loaded = [observer.loaded(name) for name in "abc"]
+    assert loaded == [Slice.along(0, ((1, 3),)), Slice.along(0, ((3, 5),)), Slice.along(0, ())]
 
 
 def test_large_tensors_have_no_memory_and_small_ones_have_values() -> None:

@@ -1,4 +1,4 @@
-"""Each built-in plan gives ranks what vLLM's own classes take, as `tools/run engines --plans` has observed it.
+"""Each built-in plan gives ranks what vLLM's own classes take, as `tools/run engines --step plans` has observed it.
 
 No vLLM is needed here: what its ranks take of small checkpoints, of several sizes each, is in observed.jsonl.xz.
 """

@@ -15,7 +15,7 @@ import pytest, torch
 from importlib import import_module
 sys.path[:0] = {path!r}
 from engines.footprint import footprint
-import_module("support.fake_{engine}").install(pytest.MonkeyPatch())
+import_module("support.fake_{engine}").install(pytest.MonkeyPatch(), with_plugin=False)
 {more}
 print(json.dumps(footprint("{engine}")))
 """

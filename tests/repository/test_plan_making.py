@@ -1,4 +1,4 @@
-"""Built-in plans are what `tools/run engines --plans` makes of what was observed of vLLM."""
+"""Built-in plans are what `tools/run engines --step plans` makes of what was observed of vLLM."""
 
 from __future__ import annotations
 

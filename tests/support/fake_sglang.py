@@ -9,41 +9,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeAlias
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import fake_vllm
+from support.fake_vllm import put_modules
+
+from relayout import plugins
 
 
 class HookType(Enum):
     """sglang.srt.plugins.hook_registry.HookType."""
 
     AROUND = "around"
-
-
-class HookRegistry:
-    """Replaces targets by their hooks, and only logs where that fails."""
-
-    hooks: dict[str, Callable[..., Any]] = {}  # noqa: RUF012 (as SGLang has it)
-    applied: set[str] = set()  # noqa: RUF012
-
-    @classmethod
-    def register(cls, target: str, hook: Callable[..., Any], hook_type: HookType) -> None:
-        assert hook_type is HookType.AROUND
-        cls.hooks[target] = hook
-
-    @classmethod
-    def apply_hooks(cls) -> None:
-        for target in cls.hooks.keys() - cls.applied:
-            owner_path, _, name = target.rpartition(".")
-            owner = pkgutil.resolve_name(owner_path)
-            original, hook = getattr(owner, name), cls.hooks[target]
-            wrapped = functools.wraps(original)(lambda *a, o=original, h=hook, **k: h(o, *a, **k))
-            is_static = isinstance(vars(owner)[name], staticmethod)
-            setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
-            cls.applied.add(target)
 
 
 @dataclass
@@ -59,27 +40,31 @@ class Engine:
         )
     )
 
-    def load(self, folder: Path, model: Any, *, load_format: str = "auto") -> None:
-        """Make a model and load it."""
+    def own_experts(self) -> None:
+        """Let each of two ranks own whole experts."""
+        self.parallel.moe_ep_size = 2
+
+    def load(self, folder: Path | str, model: Any, *, load_format: str = "relayout", **options: Any) -> None:
+        """Make a model and load it, with options of relayout."""
         loader = sys.modules["sglang.srt.model_loader.loader"]
         config = self.load_config(load_format, {}, None)
         loader._initialize_model(SimpleNamespace(model_path=str(folder), model=model), config)
-        weights = self.weights(folder, model.rank, model.tp, load_format=load_format)
+        weights = self.weights(folder, model.rank, model.tp, load_format=load_format, **options)
         loader.DefaultModelLoader.load_weights_only(model, weights, None)
 
     def weights(
         self,
-        folder: Path,
+        folder: Path | str,
         rank: int,
         tp: int,
         *,
         load_format: str = "auto",
-        extra: dict[str, Any] | None = None,
         draft: int | None = None,
+        **options: Any,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What a model's load_weights would be given."""
         vars(self.parallel).update(tp_rank=rank, tp_size=tp, attn_tp_size=self.attention or tp)
-        loader = self.loader(self.load_config(load_format, dict(extra or {}), draft))
+        loader = self.loader(self.load_config(load_format, {"relayout": options} if options else {}, draft))
         text = SimpleNamespace(num_hidden_layers=3)
         config = SimpleNamespace(hf_text_config=text, is_draft_model=False)
         source = SimpleNamespace(model_or_path=str(folder), prefix="", model_config=config)
@@ -87,10 +72,37 @@ class Engine:
 
     attention: int | None = None
     """Ranks that attention is cut for, where not for all."""
+    name: str = "SGLang"
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """Put the modules where the plugin imports them from."""
+AnyEngine: TypeAlias = fake_vllm.Engine | Engine
+"""Both are told in the same words to load."""
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Engine:
+    """Put the modules where the plugin imports them from, and call it twice, as processes of SGLang do."""
+
+    class HookRegistry:
+        """Replaces targets by their hooks, and only logs where that fails."""
+
+        hooks: ClassVar[dict[str, Callable[..., Any]]] = {}
+        applied: ClassVar[set[str]] = set()
+
+        @classmethod
+        def register(cls, target: str, hook: Callable[..., Any], hook_type: HookType) -> None:
+            assert hook_type is HookType.AROUND
+            cls.hooks[target] = hook
+
+        @classmethod
+        def apply_hooks(cls) -> None:
+            for target in cls.hooks.keys() - cls.applied:
+                owner_path, _, name = target.rpartition(".")
+                owner = pkgutil.resolve_name(owner_path)
+                original, hook = getattr(owner, name), cls.hooks[target]
+                wrapped = functools.wraps(original)(lambda *a, o=original, h=hook, **k: h(o, *a, **k))
+                is_static = isinstance(vars(owner)[name], staticmethod)
+                setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+                cls.applied.add(target)
 
     class LoadConfig:
         def __init__(self, load_format: str, extra: dict[str, Any], draft_model_idx: int | None) -> None:
@@ -124,37 +136,32 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
         model_config.model.allocate()
         return model_config.model
 
+    HookRegistry.__module__ = "sglang.srt.plugins.hook_registry"
     LoadConfig.__module__ = "sglang.srt.configs.load_config"
     DefaultModelLoader.__module__ = "sglang.srt.model_loader.loader"
     formats: list[str] = ["auto", "safetensors"]
     engine = Engine(formats, LoadConfig, DefaultModelLoader)
-    home = {"__module__": "sglang.srt.plugins.hook_registry"}
-    registry = type("HookRegistry", (HookRegistry,), {"hooks": {}, "applied": set(), **home})
-    modules: dict[str, dict[str, Any]] = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.arg_groups": {},
-        "sglang.srt.arg_groups.choices": {"LOAD_FORMAT_CHOICES": formats, "add_load_format_choices": formats.extend},
-        "sglang.srt.configs": {},
-        "sglang.srt.configs.load_config": {"LoadConfig": LoadConfig},
-        "sglang.srt.distributed": {},
-        "sglang.srt.distributed.utils": {
-            "get_pp_indices": lambda layers, rank, size: (rank * layers // size, (rank + 1) * layers // size)
+    put_modules(
+        monkeypatch,
+        {
+            "sglang.srt.arg_groups.choices": {
+                "LOAD_FORMAT_CHOICES": formats,
+                "add_load_format_choices": formats.extend,
+            },
+            "sglang.srt.configs.load_config": {"LoadConfig": LoadConfig},
+            "sglang.srt.distributed.utils": {
+                "get_pp_indices": lambda layers, rank, size: (rank * layers // size, (rank + 1) * layers // size)
+            },
+            "sglang.srt.model_loader.loader": {
+                "DefaultModelLoader": DefaultModelLoader,
+                "_initialize_model": initialize_model,
+            },
+            "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+            "sglang.srt.runtime_context": {"get_parallel": lambda: engine.parallel},
         },
-        "sglang.srt.model_loader": {},
-        "sglang.srt.model_loader.loader": {
-            "DefaultModelLoader": DefaultModelLoader,
-            "_initialize_model": initialize_model,
-        },
-        "sglang.srt.plugins": {},
-        "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
-        "sglang.srt.runtime_context": {"get_parallel": lambda: engine.parallel},
-    }
-    for name, contents in modules.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    )
+    if with_plugin:
+        plugins.sglang()
+        plugins.sglang()
+        HookRegistry.apply_hooks()
     return engine

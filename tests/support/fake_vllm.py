@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from relayout import plugins
 
 Tensors = dict[str, torch.Tensor]
 
@@ -162,6 +166,11 @@ class Engine:
     num_nodes: int = 1
     nodes: tuple[int, ...] = ()
     """Of each tensor-parallel rank; if there are several nodes."""
+    name: str = "vLLM"
+
+    def own_experts(self) -> None:
+        """Let each rank own whole experts."""
+        self.parallel.enable_expert_parallel = True
 
     def load(
         self,
@@ -211,47 +220,61 @@ def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False)
     )
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """Put the modules where the plugin imports them from."""
+def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Engine:
+    """Put the modules where the plugin imports them from, and call it."""
     engine = Engine({"auto": DefaultModelLoader})
-
-    def register_model_loader(name: str) -> Callable[[Any], None]:
-        return lambda made: engine.formats.__setitem__(name, made)
-
-    modules: dict[str, dict[str, Any]] = {
-        "vllm": {},
-        "vllm.config": {
-            "get_current_vllm_config": lambda: SimpleNamespace(parallel_config=engine.parallel),
-            "set_current_vllm_config": nullcontext,
+    put_modules(
+        monkeypatch,
+        {
+            "vllm.config": {
+                "get_current_vllm_config": lambda: SimpleNamespace(parallel_config=engine.parallel),
+                "set_current_vllm_config": nullcontext,
+            },
+            "vllm.distributed": {
+                "get_tensor_model_parallel_rank": lambda: engine.rank,
+                "get_tensor_model_parallel_world_size": lambda: engine.tp,
+            },
+            "vllm.distributed.parallel_state": {
+                "get_dp_group": lambda: SimpleNamespace(cpu_group=engine.replicas, device_group=None),
+                "get_node_count": lambda: engine.num_nodes,
+                "get_world_group": lambda: SimpleNamespace(cpu_group=engine.workers),
+                "get_tp_group": lambda: SimpleNamespace(
+                    rank_in_group=engine.rank, world_size=engine.tp, cpu_group=engine.nodes
+                ),
+                "in_the_same_node_as": lambda nodes, source_rank: [node == nodes[source_rank] for node in nodes],
+            },
+            "vllm.model_executor.model_loader": {
+                "register_model_loader": lambda name: partial(engine.formats.__setitem__, name),
+                "_LOAD_FORMAT_TO_MODEL_LOADER": engine.formats,
+                "get_model_loader": lambda load_config: engine.formats[load_config.load_format](load_config),
+            },
+            "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
+            "vllm.model_executor.models.utils": {"PPMissingLayer": PPMissingLayer},
         },
-        "vllm.distributed": {
-            "get_tensor_model_parallel_rank": lambda: engine.rank,
-            "get_tensor_model_parallel_world_size": lambda: engine.tp,
-        },
-        "vllm.distributed.parallel_state": {
-            "get_dp_group": lambda: SimpleNamespace(cpu_group=engine.replicas, device_group=None),
-            "get_node_count": lambda: engine.num_nodes,
-            "get_world_group": lambda: SimpleNamespace(cpu_group=engine.workers),
-            "get_tp_group": lambda: SimpleNamespace(
-                rank_in_group=engine.rank, world_size=engine.tp, cpu_group=engine.nodes
-            ),
-            "in_the_same_node_as": lambda nodes, source_rank: [node == nodes[source_rank] for node in nodes],
-        },
-        "vllm.model_executor": {},
-        "vllm.model_executor.model_loader": {
-            "register_model_loader": register_model_loader,
-            "_LOAD_FORMAT_TO_MODEL_LOADER": engine.formats,
-            "get_model_loader": lambda load_config: engine.formats[load_config.load_format](load_config),
-        },
-        "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
-        "vllm.model_executor.models": {},
-        "vllm.model_executor.models.utils": {"PPMissingLayer": PPMissingLayer},
-    }
-    for name, contents in modules.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    )
+    if with_plugin:
+        plugins.vllm()
     return engine
+
+
+def logged(level: int = logging.INFO) -> list[str]:
+    """What the plugin logs from now on, of this level and above."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.relayout")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return lines
+
+
+def put_modules(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let these be imported, with what is given of each, and the packages that they are in."""
+    parents = {name.rsplit(".", count)[0] for name in modules for count in range(1, name.count(".") + 1)}
+    for name in sorted({*parents, *modules}):
+        module = ModuleType(name)
+        vars(module).update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+        package, _, child = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], child, module)

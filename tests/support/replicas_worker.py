@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -37,9 +36,8 @@ def _replica(folder: Path, number: int) -> None:
     import pytest
     import torch.distributed as dist
     from support.conversions import stock_tensors
-    from support.fake_vllm import Model, install, model_config
+    from support.fake_vllm import Model, install, logged, model_config
 
-    from relayout import plugins
     from relayout.engines import rank_weights
 
     rank_weights.MIN_PLACED_NBYTES = 0  # Large enough to be placed, were it not shared.
@@ -47,12 +45,7 @@ def _replica(folder: Path, number: int) -> None:
     engine = install(pytest.MonkeyPatch())
     engine.replicas = dist.group.WORLD
     engine.parallel.data_parallel_size = NUM_REPLICAS
-    plugins.vllm()
-    log: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm.relayout").addHandler(handler)
-    logging.getLogger("vllm.relayout").setLevel(logging.INFO)
+    log = logged()
     whole = stock_tensors(folder / "moe")
     mine, seen = shelf("replicas"), dict[str, Any]()
 

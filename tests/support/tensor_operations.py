@@ -35,6 +35,7 @@ def views(draw: st.DrawFn, shape: Sequence[int]) -> Operation:
         (f"[{start}:]", lambda t: t[start:]),
         (f"[..., ::2] of {len(shape)}", lambda t: t[..., ::2]),
         ("view(shape)", lambda t: t.view(t.shape)),
+        ("view(-1)", lambda t: t.view(-1)),
         (f"[:, ..., {start}:{start + length}]", lambda t: t[(*[slice(None)] * axis, slice(start, start + length))]),
         (f"[{start}:9, 1:]", lambda t: t[start:9, 1:]),
     ]
@@ -49,6 +50,8 @@ def views(draw: st.DrawFn, shape: Sequence[int]) -> Operation:
             (f"unbind({axis})[{index}]", lambda t: t.unbind(axis)[index]),
             (f"tensor_split({count}, {axis})[0]", lambda t: t.tensor_split(count, axis)[0]),
         ]
+    if dim and dim % 2 == 0:
+        kinds.append((f"unflatten({axis}) in halves", lambda t: t.unflatten(axis, (2, dim // 2))))
     if len(shape) == 2:
         kinds += [("t()", lambda t: t.t()), ("T", lambda t: t.T)]
     if 0 not in shape:

@@ -8,14 +8,43 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from support.group_worker import forked, join
 
+import relayout
+
 TP = 2
+
+
+def write_steps(source: Path, root: Path, num_steps: int) -> None:
+    """Models of some steps of a training, converted for two ranks as `step-N`, and deltas between them as `delta-N`.
+
+    `damaged-delta` is delta-1, and `damaged-folder` the last step, with a wrong bit in what is of rank 1.
+    """
+    for step in range(num_steps + 1):
+        model = root / f"model-{step}"
+        shutil.copytree(root / f"model-{step - 1}" if step else source, model)
+        for shard in sorted(model.glob("*.safetensors")) if step else ():
+            content = np.fromfile(shard, np.uint8)
+            start_of_data = 8 + int.from_bytes(content[:8].tobytes(), "little")
+            # Of each BF16, the low byte has most of the mantissa.
+            content[start_of_data + 2 * step :: 2 * max(num_steps, 7)] ^= 0x40
+            content.tofile(shard)
+        relayout.convert(model, root / f"step-{step}", tp=TP)
+        if step:
+            relayout.delta(root / f"step-{step - 1}", root / f"step-{step}", root / f"delta-{step}")
+    for name, damaged in (("delta-1", "damaged-delta"), (f"step-{num_steps}", "damaged-folder")):
+        shutil.copytree(root / name, root / damaged)
+        file = max((root / damaged).glob("model-rank-1-*"), key=lambda one: one.stat().st_size)
+        content = np.fromfile(file, np.uint8)
+        content[len(content) // 2] ^= 1
+        content.tofile(file)
 
 
 def main() -> None:
@@ -29,19 +58,14 @@ def _worker(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
     from support.conversions import stock_tensors
-    from support.fake_vllm import Model, Worker, install
+    from support.fake_vllm import Model, Worker, install, logged
 
-    from relayout import plugins
     from relayout.engines.live import WeightUpdates
 
     join(folder, rank, TP)
     engine = install(pytest.MonkeyPatch())
     engine.workers = dist.group.WORLD
-    plugins.vllm()
-    errors: list[str] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm.relayout").addHandler(handler)
+    errors = logged(logging.ERROR)
     wholes = {name: stock_tensors(folder / name) for name in ("model-0", "model-1", "model-2")}
     seen: dict[str, Any] = {}
 

@@ -6,16 +6,16 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines.cases import BGE_M3, RERANKER, RUNS, WHOLE_IN_SGLANG, Case, Run, all_cases, converted_of, source_of
+from engines.cases import BGE_M3, RERANKER, RUNS, WHOLE_IN_SGLANG, Case, all_cases, converted_of, source_of
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
 from engines.observing import laboratory
 from engines.starts.cold_start import measure, placements, reads
@@ -23,7 +23,7 @@ from engines.starts.failures import fail
 from engines.starts.first_start import first_starts
 from engines.starts.nodes import load_on_nodes
 from engines.starts.starting import start
-from engines.starts.updates import updates as update_weights
+from engines.starts.updates import updates
 from engines.upstream import try_patch
 
 RESULTS = ROOT / "tools" / "results" / "engines.json"
@@ -35,123 +35,39 @@ SKIPPED = (
 HOME = Path(tempfile.gettempdir(), "engine-envs")
 BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
-TIMEOUT_S = 1800
 REPLICATED = "qwen3_moe"
 """What data-parallel replicas load: vLLM lets only those of mixtures of experts know of each other."""
 KEPT = (
-    "same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "straight", "refused",
-    "error",
-)  # fmt: skip
+    *("same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "straight", "refused"),
+    *("error", "marks", "not_given", "not_used", "unseen"),
+)
 
 Result = dict[str, Any]
+Step: TypeAlias = Callable[[Environment, Path, str], Iterator[tuple[str, Any]]]
+"""In an environment and a folder, of what matches a pattern: (what, outcome) of each."""
 
 
-def main(
-    engines: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(ENGINES)}. Default: all.")] = None,
-    only: Annotated[str, typer.Option(help="Pattern of names, such as 'qwen*'.")] = "*",
-    compare: Annotated[bool, typer.Option(help="Compare the parameters of all ranks.")] = True,
-    generate: Annotated[bool, typer.Option(help="Generate tokens (vLLM).")] = True,
-    failures: Annotated[bool, typer.Option(help="See what is said of damaged folders (vLLM).")] = True,
-    replicas: Annotated[bool, typer.Option(help="Load as data-parallel replicas (vLLM).")] = True,
-    starts: Annotated[int, typer.Option(help="How often cold starts are measured (vLLM).")] = 5,
-    observe: Annotated[
-        bool, typer.Option("--observe", help="Only: every architecture of vLLM's registry, by observation.")
-    ] = False,
-    plans: Annotated[
-        bool, typer.Option("--plans", help="Only: observe checkpoints of several sizes; write the built-in plans.")
-    ] = False,
-    mutations: Annotated[bool, typer.Option("--mutations", help="Only: are wrong plans seen to be wrong?")] = False,
-    skipped: Annotated[bool, typer.Option("--skipped", help="Only: is it seen if a tensor is skipped? (vLLM)")] = False,
-    first_start: Annotated[bool, typer.Option("--first-start", help="Only: first starts with a cache (vLLM).")] = False,
-    updates: Annotated[bool, typer.Option("--updates", help="Only: weights of a live engine change (vLLM).")] = False,
-    nodes: Annotated[bool, typer.Option("--nodes", help="Only: each node has its own ranks (vLLM, root).")] = False,
-    upstream: Annotated[bool, typer.Option("--upstream", help="Only: test the patch for vLLM in its tree.")] = False,
-    table: Annotated[bool, typer.Option("--table", help="Only: write OBSERVED.md anew from all results.")] = False,
-    home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
-) -> None:
-    """Load small checkpoints of all families and forms by the engines' own loaders and through relayout."""
-    transformers_logging.disable_progress_bar()
-    if observe or plans or mutations or table:
-        environment = environment_of(laboratory.ENGINE, home)
-        steps = {laboratory.observe_registry: observe, laboratory.make_plans: plans, laboratory.mutate: mutations}
-        for step, is_wanted in steps.items():
-            if is_wanted:
-                step(environment, home)
-        laboratory.write_table(versions_in(environment))
-        return
-    if skipped:
-        skip_tensors(environment_of("vllm", home), home / "vllm-work")
-        return
-    if first_start:
-        for what, outcome in first_starts(environment_of("vllm", home), home / "vllm-work", only):
-            record("vllm", "first_start", {what: outcome})
-            say(f"{what}: {outcome}")
-        return
-    if nodes:
-        outcome = load_on_nodes(environment_of("vllm", home), home / "vllm-work")
-        record("vllm", "nodes", outcome)
-        say(f"two nodes: {outcome}")
-        return
-    if upstream:
-        say(try_patch(environment_of("vllm", home)))
-        return
-    if updates:
-        for what, outcome in update_weights(environment_of("vllm", home), home / "vllm-work"):
-            record("vllm", "updates", {what: outcome})
-            say(f"{what}: {outcome}")
-        return
-    for name in engines or list(ENGINES):
-        work = home / f"{name}-work"
-        work.mkdir(parents=True, exist_ok=True)
-        environment = environment_of(name, home)
-        record(name, "versions", versions_in(environment))
-        record(name, "plugin", environment.result(work, "footprint", name.partition("-")[0]))
-        cases = [case for case in all_cases() if fnmatch(case.name, only)]
-        if compare:
-            for result in run_cases(name, environment, cases, work, ENGINES[name].comparing):
-                record(name, "parameters", {f"{result['name']}, tp {result['tp']}": kept(result, work)})
-                say(describe(result, work))
-        if name == "sglang":
-            continue
-        for run in RUNS if generate else ():
-            if fnmatch(run.name, only):
-                record(name, "tokens", {run.name: generate_both_ways(environment, run, work)})
-        for what, outcome in fail(environment, work, only) if failures else ():
-            record(name, "failures", {what: outcome})
-            say(f"{what}: {outcome}")
-        if replicas:
-            record(name, "replicas", {f"{REPLICATED}, tp {tp}": load_replicas(environment, tp, work) for tp in (1, 2)})
-        if starts:
-            record(name, "cold_start", measure(environment, work, starts))
-            record(name, "placement", placements(environment, work, starts))
-            record(name, "reads", dict(reads(environment, work)))
+def compare_parameters(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
+    """Each parameter of each rank, from the source and through relayout."""
+    yield from run_cases(environment, [case for case in all_cases() if fnmatch(case.name, only)], work)
 
 
-def record(engine: str, part: str, new: dict[str, Any]) -> None:
-    """Add to the results; what was measured before and is not measured anew stays."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results.setdefault(engine, {}).setdefault(part, {}).update(new)
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-
-
-def skip_tensors(environment: Environment, work: Path) -> None:
-    """Load without one tensor in turn, at TP 2, or the least that there is."""
-    work.mkdir(parents=True, exist_ok=True)
-    cases = [case for case in all_cases() if case.name in SKIPPED]
-    for result in run_cases("vllm", environment, cases, work, "comparing.skipped", most=2):
-        keys = ("marks", "not_given", "not_used", "unseen", "error", "refused")
-        say(f"{result['name']}, tp {result['tp']}: { {key: result[key] for key in keys if key in result} }")
+def skip_tensors(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
+    """Load without one tensor in turn, at TP 2, or the least that there is: is it seen?"""
+    cases = [case for case in all_cases() if case.name in SKIPPED and fnmatch(case.name, only)]
+    yield from run_cases(environment, cases, work, module="comparing.skipped", most=2)
 
 
 def run_cases(
-    engine: str, environment: Environment, cases: Sequence[Case], work: Path, module: str, *, most: int = 4
-) -> Iterator[Result]:
+    environment: Environment, cases: Sequence[Case], work: Path, *, module: str = "", most: int = 4
+) -> Iterator[tuple[str, Result]]:
     """Each case at each degree up to `most`, by a module of `engines`."""
     jobs: dict[bool, list[Result]] = {False: [], True: []}
+    is_sglang = environment.engine == "sglang"
     for case in cases:
-        if engine == "sglang" and (case.draft or case.moe_backend != "auto" or case.settings or case.stages > 1):
+        if is_sglang and (case.draft or case.moe_backend != "auto" or case.settings or case.stages > 1):
             continue  # Its draft models are built by its workers, and its kernels are not chosen here.
-        is_uncut = engine == "sglang" and case.family in WHOLE_IN_SGLANG
+        is_uncut = is_sglang and case.family in WHOLE_IN_SGLANG
         for tp in (tp for tp in case.degrees if tp <= most):
             job = {"name": case.name, "tp": tp, "strict": case.strict and not is_uncut}
             job |= {key: getattr(case, key) for key in ("expert", "draft", "moe_backend", "stages", "settings")}
@@ -159,76 +75,130 @@ def run_cases(
             try:
                 converted = converted_of(source, tp, expert=case.expert)
             except relayout.PlanError as error:
-                yield {**job, "refused": str(error).removeprefix(f"{source}: ")}
+                yield f"{case.name}, tp {tp}", kept({"refused": str(error).removeprefix(f"{source}: ")}, work)
                 continue
             jobs[case.is_quantized].append({**job, "source": str(source), "converted": str(converted)})
     for is_quantized, mine in jobs.items():
-        options = ["--stand-in-kernels"] if is_quantized else []
+        command = [module or ENGINES[environment.engine].comparing, *["--stand-in-kernels"] * is_quantized]
         for first in range(0, len(mine), BATCH):
-            yield from run_batch(engine, environment, mine[first : first + BATCH], work, [module, *options])
+            for result in run_batch(environment, mine[first : first + BATCH], work, command):
+                yield f"{result['name']}, tp {result['tp']}", kept(result, work)
 
 
-def run_batch(
-    engine: str, environment: Environment, jobs: list[Result], work: Path, command: list[str]
-) -> Iterator[Result]:
+def run_batch(environment: Environment, jobs: list[Result], work: Path, command: list[str]) -> Iterator[Result]:
     """Some jobs in one process of a module; those that it does not come to are errors."""
-    file = work / f"{engine}-jobs.json"
+    file = work / "jobs.json"
     file.write_text(json.dumps(jobs))
     module, *options = command
-    count = 0
-    with (work / f"{engine}.log").open("a") as log:
-        running = subprocess.Popen(
-            environment.command(module, file, *options),
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment.variables,
-            cwd=work,
-        )
-        assert running.stdout is not None
-        for line in running.stdout:
-            if "RESULT " in line:
-                count += 1
-                yield json.loads(line.partition("RESULT ")[2])
-        code = running.wait(TIMEOUT_S)
-    yield from ({**job, "error": f"the process ended with {code}"} for job in jobs[count:])
+    left = list(jobs)
+    try:
+        for result in environment.results(work, module, file, *options):
+            left.pop(0)
+            yield result
+    except subprocess.CalledProcessError as error:
+        yield from ({**job, "error": f"the process ended with {error.returncode}"} for job in left)
 
 
-def generate_both_ways(environment: Environment, run: Run, work: Path) -> Result:
+def generate_both_ways(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
     """Greedy tokens and their log-probabilities, from the source by vLLM itself, and through relayout."""
-    # Else it depends on the moment in which requests come to the engine's process how they are put together.
-    if run.stages == 1:  # Stages need that process.
-        environment = environment.with_variables(VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    source = source_of(run.family, work, wide=True)
-    result: Result = start(environment, source, run.settings, work / f"{run.name}, own.log").result
-    if "error" not in result:
-        settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
-        folder = converted_of(source, run.tp, expert=run.expert)
-        ours = start(environment, folder, settings, work / f"{run.name}, relayout.log").result
-        distinct = len({token for tokens in result["tokens"] for token in tokens})
-        result = {"own_load": True, "same": ours == result, "distinct": distinct}
-        if "error" in ours:
-            result["error"] = ours["error"]
-    say(f"{run.name}: {result}")
-    return kept(result, work)
+    for run in (run for run in RUNS if fnmatch(run.name, only)):
+        # Else it depends on the moment in which requests come to the engine's process how they are put together.
+        alone = {} if run.stages > 1 else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # Stages need that process.
+        mine, source = environment.with_variables(**alone), source_of(run.family, work, wide=True)
+        result: Result = start(mine, source, run.settings, work / f"{run.name}, own.log").result
+        if "error" not in result:
+            settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}
+            folder = converted_of(source, run.tp, expert=run.expert)
+            ours = start(mine, folder, settings, work / f"{run.name}, relayout.log").result
+            distinct = len({token for tokens in result["tokens"] for token in tokens})
+            errors = {"error": ours["error"]} if "error" in ours else {}
+            result = {"own_load": True, "same": ours == result, "distinct": distinct} | errors
+        yield run.name, kept(result, work)
 
 
-def load_replicas(environment: Environment, tp: int, work: Path) -> Result:
-    """Two data-parallel replicas of TP processes each, in vLLM's own groups: what their loads have in common."""
+def load_replicas(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
+    """Two data-parallel replicas of some processes each, in vLLM's own groups: what their loads have in common."""
     source = source_of(REPLICATED, work, wide=True)
     environment = environment.with_variables(GLOO_SOCKET_IFNAME="lo")
-    processes = environment.result(work, "comparing.vllm_replicas", source, converted_of(source, tp), tp)
-    result = {
-        "processes": len(processes),
-        "readers": sorted({process["shared"]["num_readers"] for process in processes}),
-        "parameters": sum(process["shared"]["parameters"] for process in processes),
-        "different": [
-            name for process in processes for name in process["shared"]["different"] + process["alone"]["different"]
-        ],
-        "whole_reads": sum(process["shared"]["whole_reads"] for process in processes),
-    }
-    say(f"{REPLICATED}, two replicas, tp {tp}: {result}")
-    return result
+    for tp in (1, 2) if fnmatch(REPLICATED, only) else ():
+        processes = environment.result(work, "comparing.vllm_replicas", source, converted_of(source, tp), tp)
+        yield (
+            f"{REPLICATED}, tp {tp}",
+            {
+                "processes": len(processes),
+                "readers": sorted({process["shared"]["num_readers"] for process in processes}),
+                "parameters": sum(process["shared"]["parameters"] for process in processes),
+                "different": [
+                    name
+                    for process in processes
+                    for name in process["shared"]["different"] + process["alone"]["different"]
+                ],
+                "whole_reads": sum(process["shared"]["whole_reads"] for process in processes),
+            },
+        )
+
+
+STEPS: Mapping[str, Step] = {
+    "parameters": compare_parameters,
+    "tokens": generate_both_ways,
+    "failures": fail,
+    "replicas": load_replicas,
+    "skipped": skip_tensors,
+    "first_start": first_starts,
+    "updates": updates,
+    "nodes": load_on_nodes,
+    "cold_start": measure,
+    "placement": placements,
+    "reads": reads,
+}
+"""What is recorded of engines; of SGLang the first alone, of others by default the first four."""
+LABORATORY: Mapping[str, Callable[[Environment, Path], None]] = {
+    "observe": laboratory.observe_registry,
+    "plans": laboratory.make_plans,
+    "table": laboratory.write_table,
+}
+"""What is done with one engine: each architecture is observed; built-in plans are written; OBSERVED.md is."""
+
+
+KNOWN = [*STEPS, *LABORATORY, "upstream"]
+
+
+def main(
+    engines: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(ENGINES)}. Default: all.")] = None,
+    step: Annotated[
+        list[str] | None, typer.Option(help=f"Only this, of {', '.join(KNOWN)}. May be given several times.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Pattern of names, such as 'qwen*'.")] = "*",
+    home: Annotated[Path, typer.Option("--environments", help="Folder of environments and checkpoints.")] = HOME,
+) -> None:
+    """Load small checkpoints of all families and forms by the engines' own loaders and through relayout."""
+    transformers_logging.disable_progress_bar()
+    steps = step or KNOWN[:4]
+    if unknown := set(steps) - set(KNOWN):
+        raise typer.BadParameter(f"{', '.join(unknown)}: expected {', '.join(KNOWN)}")
+    for name in steps:
+        if name in LABORATORY:
+            LABORATORY[name](environment_of(laboratory.ENGINE, home), home)
+        elif name == "upstream":
+            say(try_patch(environment_of("vllm", home)))
+    for engine in engines or list(ENGINES) if STEPS.keys() & set(steps) else ():
+        work = home / f"{engine}-work"
+        work.mkdir(parents=True, exist_ok=True)
+        environment = environment_of(engine, home)
+        record(engine, "versions", versions_in(environment))
+        record(engine, "plugin", environment.result(work, "footprint", engine.partition("-")[0]))
+        for name in steps:
+            if name == "parameters" or (name in STEPS and engine != "sglang"):
+                for what, outcome in STEPS[name](environment, work, only):
+                    record(engine, name, {what: outcome})
+                    say(f"{engine}, {name}, {what}: {outcome}")
+
+
+def record(engine: str, part: str, new: dict[str, Any]) -> None:
+    """Add to the results; what was measured before and is not measured anew stays."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results.setdefault(engine, {}).setdefault(part, {}).update(new)
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 def kept(result: Result, work: Path) -> Result:
@@ -239,15 +209,6 @@ def kept(result: Result, work: Path) -> Result:
     for key in {"refused", "error"} & brief.keys():
         brief[key] = str(brief[key]).replace(f"{work}/", "")[:300]
     return brief
-
-
-def describe(result: Result, work: Path) -> str:
-    what = kept(result, work).get("error") or result.get("refused")
-    if what is None:
-        counts = result["parameters"], len(result["different"]), result["whole_reads"]
-        what = "{} parameters, {} different, {} tensors read whole".format(*counts)
-        what += f", {100 * result['straight']:.1f} % straight into parameters" if "straight" in result else ""
-    return f"{result['name']}, tp {result['tp']}: {what}"
 
 
 def say(text: str) -> None:

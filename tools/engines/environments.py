@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -89,6 +90,8 @@ ENGINES = {
 class Environment:
     """What runs modules of `engines` beside an engine."""
 
+    engine: str
+    """A key of `ENGINES`."""
     python: Path
     variables: dict[str, str]
 
@@ -100,19 +103,27 @@ class Environment:
         """Runs a module of `engines`."""
         return [str(self.python), "-P", "-m", f"engines.{module}", *map(str, arguments)]
 
+    def results(self, work: Path, module: str, *arguments: object) -> Iterator[Any]:
+        """Run a module in a folder; the JSON that it prints after each `RESULT`, as it comes.
+
+        Raises:
+            CalledProcessError: it has failed.
+        """
+        command, pipe = self.command(module, *arguments), subprocess.PIPE
+        with (
+            (work / f"{module}.log").open("a") as log,
+            subprocess.Popen(command, stdout=pipe, stderr=log, text=True, env=self.variables, cwd=work) as running,
+        ):
+            assert running.stdout is not None
+            for line in running.stdout:
+                if "RESULT " in line:
+                    yield json.loads(line.partition("RESULT ")[2])
+        if running.returncode:
+            raise subprocess.CalledProcessError(running.returncode, command)
+
     def result(self, work: Path, module: str, *arguments: object) -> Any:
-        """Run a module in a folder; the JSON that it prints after `RESULT`."""
-        with (work / f"{module}.log").open("a") as log:
-            done = subprocess.run(
-                self.command(module, *arguments),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=self.variables,
-                cwd=work,
-                check=True,
-            )
-        return json.loads(done.stdout.rpartition("RESULT ")[2])
+        """The last of `results`."""
+        return [*self.results(work, module, *arguments)][-1]
 
 
 def environment_of(name: str, folder: Path) -> Environment:
@@ -133,7 +144,7 @@ def environment_of(name: str, folder: Path) -> Environment:
     overlays = [_overlay(overlay, python, home / overlay) for overlay in engine.overlays]
     folders = [*overlays, ROOT, ROOT / "tools", ROOT / "tests"]
     variables = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    return Environment(python, {**os.environ, **dict(engine.variables), **variables})
+    return Environment(name, python, {**os.environ, **dict(engine.variables), **variables})
 
 
 def _pip(python: Path, command: str, *arguments: str | Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.observing.small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, H
+from engines.observing.small_sizes import HEAD_DIM, HEADS, INNER, KV_HEADS, H
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,6 @@ ARCHITECTURES: dict[str, Recipe] = {
     "AXK1ForCausalLM": Recipe(tensors={"model.layers.0.post_mlp_layernorm.weight": (H,)}),
     "AfmoeForCausalLM": Recipe(
         config={"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0, "n_group": 1, "topk_group": 1}
-    ),
-    "DbrxForCausalLM": Recipe(
-        values={
-            "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8, "rope_theta": 500000},
-            "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2},
-        }
     ),
     "DeepseekV32ForCausalLM": Recipe(config=_NOAUX),
     "DeepseekV3ForCausalLM": Recipe(config=_NOAUX),
@@ -151,12 +145,6 @@ ARCHITECTURES: dict[str, Recipe] = {
     ),
     "MiniMaxM2ForCausalLM": Recipe(config={"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 16}),
     "NemotronForCausalLM": Recipe(values={"num_key_value_heads": KV_HEADS}),
-    "OlmoHybridForCausalLM": Recipe(
-        names=(
-            (r"\.attention_layer_norm\.", ".input_layernorm."),
-            (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
-        )
-    ),
     "OrionForCausalLM": Recipe(
         by="StableLmForCausalLM", values={"use_parallel_residual": False}, config={"rms_norm_eps": 1e-5}
     ),

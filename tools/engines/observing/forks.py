@@ -1,16 +1,34 @@
-"""Runs a function in a fork of this process, within a limit of time."""
+"""Runs functions in forks of this process, each within a limit of time."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
 Report = Callable[[Result], None]
+
+
+def write_results(file: Path, works: Iterable[tuple[Result, Callable[[Report], Result], Path]], seconds: float) -> None:
+    """Write a line of JSON for each: what is known of it, and what the function returns in a fork.
+
+    Args:
+        works: what is known; the function; a folder that is removed after it.
+        seconds: for each.
+    """
+    with file.open("a") as output:
+        for known, work, folder in works:
+            result = in_a_fork(work, seconds)
+            shutil.rmtree(folder, ignore_errors=True)
+            print(json.dumps({**known, **result}), file=output, flush=True)
+            print(*known.values(), result.get("error", "done"), flush=True)
 
 
 def in_a_fork(work: Callable[[Report], Result], seconds: float) -> Result:

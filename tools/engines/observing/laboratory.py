@@ -1,4 +1,4 @@
-"""What the laboratory does: observe the registry, make plans, mutate them, and write what came out as a table."""
+"""What the laboratory does: observe the registry, make plans, and write what came out as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from support.families import FAMILIES
 from support.observed_slices import read
 
-from engines.environments import ROOT, Environment
+from engines.environments import ROOT, Environment, versions_in
 from engines.observing import plan_making, tables
 from engines.observing.plan_table import TABLE
 
@@ -20,13 +20,7 @@ ENGINE = "vllm-0.33"
 RESULTS = ROOT / "tools" / "results"
 OBSERVED_RESULTS = RESULTS / "observed.jsonl"
 BUILTIN_RESULTS = RESULTS / "builtin_plans.jsonl"
-MUTATED_RESULTS = RESULTS / "mutations.jsonl"
 SLICES = ROOT / "tests" / "plans" / "observed.jsonl.xz"
-MUTATED = (
-    *("GPT2LMHeadModel", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "Qwen3NextForCausalLM"),
-    "Qwen2VLForConditionalGeneration",
-)
-"""Whose plans are made wrong: fused and transposed weights, experts, latent and linear attention, a vision part."""
 TABLE_FILE = ROOT / "relayout" / "plans" / "OBSERVED.md"
 
 
@@ -39,6 +33,7 @@ def observe_registry(environment: Environment, home: Path) -> None:
     builtin = [{"architecture": result["architecture"], **result.pop("builtin", {})} for result in results]
     write_lines(OBSERVED_RESULTS, results)
     write_lines(BUILTIN_RESULTS, [result for result in builtin if len(result) > 1])
+    write_table(environment, home)
 
 
 def make_plans(environment: Environment, home: Path) -> None:
@@ -50,12 +45,7 @@ def make_plans(environment: Environment, home: Path) -> None:
     lines = [line for line in file.read_text().splitlines(keepends=True) if "error" not in json.loads(line)]
     SLICES.write_bytes(lzma.compress("".join(sorted(lines)).encode(), preset=9))
     plan_making.write(TABLE, read(SLICES))
-
-
-def mutate(environment: Environment, home: Path) -> None:
-    """Convert and load by wrong plans."""
-    MUTATED_RESULTS.unlink(missing_ok=True)
-    run_module(environment, home, "mutations", MUTATED_RESULTS, *MUTATED)
+    write_table(environment, home)
 
 
 def run_module(environment: Environment, home: Path, module: str, results: Path, *names: str) -> None:
@@ -68,13 +58,8 @@ def write_lines(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
     file.write_text("".join(f"{json.dumps(result)}\n" for result in results))
 
 
-def write_table(versions: dict[str, str]) -> None:
+def write_table(environment: Environment, _home: Path) -> None:
     """Write OBSERVED.md from the results."""
     builtin = {result["architecture"]: result for result in tables.read(BUILTIN_RESULTS)}
-    mutated = [json.loads(line) for line in MUTATED_RESULTS.read_text().splitlines()]
-    parts = (
-        tables.render(tables.read(OBSERVED_RESULTS), builtin, versions),
-        tables.render_comparison(read(SLICES)),
-        tables.render_mutations(mutated),
-    )
-    TABLE_FILE.write_text("\n".join(parts))
+    text = tables.render(tables.read(OBSERVED_RESULTS), builtin, versions_in(environment))
+    TABLE_FILE.write_text(f"{text}\n{tables.render_comparison(read(SLICES))}")

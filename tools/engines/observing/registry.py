@@ -8,11 +8,8 @@ JSON in RESULTS for each.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,11 +24,10 @@ from vllm.model_executor.models import registry
 
 import relayout
 from engines.comparing import vllm_classes
-from engines.comparing.jobs import Job
+from engines.comparing.jobs import Job, nothing_found
 from engines.observing import small_models
-from engines.observing.forks import Report, Result, in_a_fork
+from engines.observing.forks import Report, Result, write_results
 from relayout.checkpoint.source import SourceCheckpoint, read_source
-from relayout.observe import stand_ins
 from relayout.observe.observation import Observation, observe, plan_of
 from relayout.observe.vllm import run_here
 from relayout.plans.family import find_family
@@ -51,15 +47,15 @@ def main() -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
-    with Path(results).open("a") as output:
-        for name in names or known:
-            section, started = known.get(name, ""), time.monotonic()
-            result = in_a_fork(partial(attempt, name, Path(folder, name)), TIMEOUT_S)
-            shutil.rmtree(Path(folder, name), ignore_errors=True)
-            row = {"architecture": name, "module": SECTIONS[section][name][0] if section else "", "section": section}
-            row |= {"seconds": round(time.monotonic() - started, 1), **result}
-            print(json.dumps(row), file=output, flush=True)
-            print(name, row.get("step"), row.get("error", "same"), flush=True)
+    works = [
+        (
+            {"architecture": name, "module": SECTIONS[section][name][0] if section else "", "section": section},
+            partial(attempt, name, Path(folder, name)),
+            Path(folder, name),
+        )
+        for name, section in ((name, known.get(name, "")) for name in names or known)
+    ]
+    write_results(Path(results), works, TIMEOUT_S)
 
 
 def attempt(name: str, folder: Path, report: Report) -> Result:
@@ -85,8 +81,7 @@ def attempt(name: str, folder: Path, report: Report) -> Result:
                 "unused": len(summary.unused),
                 "replicated": round(summary.replicated_nbytes / summary.source_nbytes, 4),
             }
-        result |= {"stand_ins": sorted(stand_ins.replaced), "by": small_models.class_of(name).__name__}
-        result["step"] = "built-in plan"
+        result |= {"by": small_models.class_of(name).__name__, "step": "built-in plan"}
         report(result)
         result["builtin"] = by_builtin_plan(name, folder)
         result["step"] = "done"
@@ -104,7 +99,7 @@ def text_of(error: BaseException, folder: Path) -> str:
 
 def compare(name: str, source: Path, converted: Path, tp: int) -> dict[str, Any]:
     """All parameters of all ranks."""
-    compared: dict[str, Any] = {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
+    compared = nothing_found()
     vllm_classes.compare(Job(name, str(source), str(converted), tp, strict=False), compared)
     return compared
 

@@ -8,10 +8,8 @@ Each is a fork of this process. A line of JSON in RESULTS for each, see `tests/s
 from __future__ import annotations
 
 import importlib
-import json
 import shutil
 import sys
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from support.observed_slices import Checkpoint, Tensor, dump
 
 from engines.cases import complete_config
 from engines.observing import registry, small_models, small_sizes
-from engines.observing.forks import Report, Result, in_a_fork
+from engines.observing.forks import Report, Result, write_results
 from relayout.checkpoint.source import read_source
 from relayout.observe.observation import Observation
 from relayout.observe.vllm import Job, configuration, observe_rank
@@ -61,15 +59,12 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     for name in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen2VLForConditionalGeneration"):
         warm_up(name, Path(folder, "warm"))
-    with Path(results).open("a") as output:
-        for name in names:
-            for size in list(SIZES)[: 1 if name.startswith("family:") else None]:
-                started, checkpoint = time.monotonic(), Path(folder, name.replace(":", "-"))
-                result = in_a_fork(partial(observe, name, size, checkpoint), TIMEOUT_S)
-                shutil.rmtree(checkpoint, ignore_errors=True)
-                print(json.dumps({"name": name, "size": size, **result}), file=output, flush=True)
-                seconds = round(time.monotonic() - started, 1)
-                print(f"{name}, {size}: {result.get('error') or result['degrees']} ({seconds} s)", flush=True)
+    works = [
+        ({"name": name, "size": size}, partial(observe, name, size, checkpoint), checkpoint)
+        for name, checkpoint in ((name, Path(folder, name.replace(":", "-"))) for name in names)
+        for size in list(SIZES)[: 1 if name.startswith("family:") else None]
+    ]
+    write_results(Path(results), works, TIMEOUT_S)
 
 
 def warm_up(name: str, folder: Path) -> None:

@@ -108,16 +108,6 @@ class HubConfig(PretrainedConfig):
 """Stands for the Python of a checkpoint: what config.json says, as it is."""
 
 
-def config_of(architecture: str) -> Any:
-    """A small configuration of an architecture that transformers has a class for.
-
-    Raises:
-        LookupError: it has none.
-    """
-    cls = class_of(architecture)
-    return _small(cls.config_class, {**cls.config_class().to_dict()}, _recipe(architecture).values)
-
-
 def class_of(architecture: str) -> Any:
     import transformers
 
@@ -128,12 +118,17 @@ def class_of(architecture: str) -> Any:
 
 
 def write(architecture: str, folder: Path) -> None:
-    """A checkpoint with position-dependent values."""
-    config = config_of(architecture)
+    """A checkpoint with position-dependent values.
+
+    Raises:
+        LookupError: transformers has no class for it.
+    """
+    recipe, cls = _recipe(architecture), class_of(architecture)
+    config = _small(cls.config_class, {**cls.config_class().to_dict()}, recipe.values)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = class_of(architecture)(config)
+        model = cls(config)
     finally:
         torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
@@ -142,22 +137,20 @@ def write(architecture: str, folder: Path) -> None:
     model.save_pretrained(folder)
     file = folder / "config.json"
     top = {**json.loads(file.read_text()), "architectures": [architecture]}
-    if _recipe(architecture).flat:
+    if recipe.flat:
         top = {**top.pop("text_config"), **top}
-    if _recipe(architecture).code:
+    if recipe.code:
         (folder / "configuration_hub.py").write_text(_CODE.format(top["model_type"]))
         top["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
-    file.write_text(json.dumps(_merged(top, _recipe(architecture).config)))
-    for name, content in _recipe(architecture).files.items():
+    file.write_text(json.dumps(_merged(top, recipe.config)))
+    for name, content in recipe.files.items():
         (folder / name).write_text(json.dumps(content))
-    names = _recipe(architecture).names
-    if (top.get("vision_config") or {}).get("model_type") in _WITH_OLDER:
-        names = (*names, _OLDER)
-    _restore(folder / "model.safetensors", names, _recipe(architecture))
-    (folder / "model.safetensors").rename(folder / _recipe(architecture).file)
-    if part := _recipe(architecture).folder:
-        (folder / part).mkdir()
-        (folder / part / "model.safetensors").symlink_to(folder / "model.safetensors")
+    is_older = (top.get("vision_config") or {}).get("model_type") in _WITH_OLDER
+    _restore(folder / "model.safetensors", (*recipe.names, *[_OLDER] * is_older), recipe)
+    (folder / "model.safetensors").rename(folder / recipe.file)
+    if recipe.folder:
+        (folder / recipe.folder).mkdir()
+        (folder / recipe.folder / "model.safetensors").symlink_to(folder / "model.safetensors")
 
 
 def supply(folder: Path, errors: Sequence[str]) -> bool:

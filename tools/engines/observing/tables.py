@@ -1,6 +1,6 @@
 """The table of vLLM's architectures: which were converted as vLLM's own class takes them, and why others were not.
 
-Also what plans say otherwise than was observed, and which wrong plans were seen to be wrong.
+Also what plans say otherwise than was observed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,20 @@ from relayout.errors import PlanError
 
 Found = Mapping[str, Any]
 
-KINDS = ("flipped", "border moved by one", "ranks exchanged")
-"""Of mutations; others are of experts."""
-
 _MAX_CELL = 110
 """Characters of a reason."""
 
 _HEAD = """# Plans observed from vLLM
 
-Made by `tools/run engines --observe`; vLLM {vllm}, transformers {transformers}. For each architecture in the registry
-of vLLM that transformers has a class for: a small checkpoint with the names of the hub is made, converted with `--plan
-vllm` at TP 2 and 4, and loaded through the class and loader of vLLM from the source and from the converted folder.
-*Same*: every parameter and buffer of every rank has the same bits, and no tensor was read whole. *Replicated*: what
-ranks hold more than once at TP 4, of the bytes of the source. *Plan*: the built-in one, where the folder that it makes
-is the same, too; no vLLM is needed for it. *only observed*: there is none, `--plan vllm` is the way. Small checkpoints
-are made of a configuration's defaults, with small numbers; where that fails, nothing is known of the architecture
-itself. *As X*: made by X of transformers, which has its names. *Stand-ins*: what vLLM builds or looks for
-on a GPU only, and has been replaced to build the class here; it does not touch parameters.
+Made by `tools/run engines --step observe`; vLLM {vllm}, transformers {transformers}. For each architecture in the
+registry of vLLM that transformers has a class for: a small checkpoint with the names of the hub is made, converted with
+`--plan vllm` at TP 2 and 4, and loaded through the class and loader of vLLM from the source and from the converted
+folder. *Same*: every parameter and buffer of every rank has the same bits, and no tensor was read whole. *Replicated*:
+what ranks hold more than once at TP 4, of the bytes of the source. *Plan*: the built-in one, where the folder that it
+makes is the same, too; no vLLM is needed for it. *only observed*: there is none, `--plan vllm` is the way. Small
+checkpoints are made of a configuration's defaults, with small numbers; where that fails, nothing is known of the
+architecture itself. *As X*: made by X of transformers, which has its names. What vLLM builds or looks for on a GPU
+only, such as kernels and some backends of attention, is replaced by stand-ins, which do not touch parameters.
 
 """
 
@@ -86,7 +83,8 @@ def render(results: Sequence[Found], builtin: Mapping[str, Found], versions: Map
             counts = ", ".join(f"{degrees[tp]['parameters']:,}" for tp in ("2", "4"))
             replicated = f"{100 * degrees['4']['replicated']:.1f} %"
             plan = _plan_of(builtin.get(result["architecture"], {}))
-            name = result["architecture"] + _made_as(result)
+            name, by = result["architecture"], result.get("by", result["architecture"])
+            name += f" (as {by})" if by != name else ""
             text += f"| {name} | {result['module']} | {counts} | {replicated} | {plan} |\n"
         if len(same) < len(made):
             text += "\nNot:\n\n| architecture | at | because |\n|---|---|---|\n"
@@ -117,7 +115,7 @@ def render_comparison(checkpoints: Sequence[Checkpoint]) -> str:
     ranks = ", ".join(map(str, degrees))
     text = f"""## Plans compared with what was observed
 
-Made by `tools/run engines --plans`: small checkpoints of {counts}
+Made by `tools/run engines --step plans`: small checkpoints of {counts}
 that plans were written from by hand were observed at {ranks} ranks, where vLLM accepts them. The slices of all
 tensors were compared with those of the built-in plan. The tests do so again, without vLLM. No plan has another slice.
 Of some parts beside the language model, whose numbers a plan does not know, ranks hold the whole, where vLLM takes a
@@ -130,28 +128,6 @@ part of this dimension:
         assert what == "more", (name, what, patterns)
         text += "".join(f"| {name} | {dims.strip('[]')} | `{pattern}` |\n" for pattern in sorted(patterns))
     return text + f"\nObserved, and without a built-in plan: {', '.join(sorted(set(without)))}.\n"
-
-
-def render_mutations(results: Sequence[Found]) -> str:
-    """How many wrong plans were seen to be wrong, as Markdown."""
-    text = """## Wrong plans
-
-Made by `tools/run engines --mutations`: plans as observed, each with one rule changed; the checkpoint is converted by
-it and loaded at TP 2. *Seen*: parameters are different, or tensors had to be read whole from the files of other ranks,
-or the conversion or the load ended with an error. *Flipped*: cut along the other dimension. *Border moved*: by one
-element. Without a change nothing is seen.
-
-"""
-    columns = ("architecture", "wrong plans", "seen", *KINDS, "experts missing")
-    text += f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
-    for name in sorted({result["architecture"] for result in results}):
-        mine = [result for result in results if result["architecture"] == name and result["mutation"] != "none"]
-        kinds = [result["mutation"].partition(":")[0] for result in mine]
-        counts = [kinds.count(kind) for kind in KINDS]
-        counts.append(len(kinds) - sum(counts))
-        seen = sum(bool(result["seen"]) for result in mine)
-        text += f"| {name} | {len(mine)} | {seen} | {' | '.join(map(str, counts))} |\n"
-    return text
 
 
 def _is_proven(result: Found) -> bool:
@@ -167,14 +143,6 @@ def _plan_of(result: Found) -> str:
     if not result:
         return "only observed"
     return f"`{result['plan']}`" if _is_proven(result) else f"`{result['plan']}` differs"
-
-
-def _made_as(result: Found) -> str:
-    """What is to be notes of how it was made, or nothing."""
-    notes = [f"as {result['by']}"] if result.get("by", result["architecture"]) != result["architecture"] else []
-    if result.get("stand_ins"):
-        notes.append(f"stand-ins: {', '.join(result['stand_ins'])}")
-    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _has_no_class(result: Found) -> bool:

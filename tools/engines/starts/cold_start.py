@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -20,13 +21,14 @@ from relayout.benchmark.made import write_llama
 
 NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""
+NUM_TURNS = 5
 RANK_OF = (1, 8)
 """Degrees at which one rank is loaded."""
 Step = TypeVar("Step")
 LOADED = r"Loading weights took ([\d.]+) seconds"
 
 
-def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
+def measure(environment: Environment, work: Path, _only: str) -> Iterator[tuple[str, Any]]:
     """Starts of every way, in turns."""
     folder = _source(work)
     converted = converted_of(folder, 1)
@@ -39,20 +41,19 @@ def measure(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
         "relayout, RELAYOUT_WARM": (warm, converted, ours),
     }
     starts: dict[str, list[Start]] = {name: [] for name in ways}
-    for name, (chosen, path, settings) in _cold([folder, converted], [*ways.items()] * turns):
+    for name, (chosen, path, settings) in _cold([folder, converted], [*ways.items()] * NUM_TURNS):
         log = work / f"cold start, {name}.log"
         starts[name].append(start(chosen, path, settings, log, until=LOADED))
-    return {
-        "machine": machine(work),
-        "nbytes": total_nbytes(folder),
-        "ways": {name: dict(_summary(runs)) for name, runs in starts.items()},
-    }
+    yield "machine", machine(work)
+    yield "nbytes", total_nbytes(folder)
+    yield "ways", {name: dict(_summary(runs)) for name, runs in starts.items()}
 
 
-def placements(environment: Environment, work: Path, turns: int) -> dict[str, Any]:
+def placements(environment: Environment, work: Path, _only: str) -> Iterator[tuple[str, Any]]:
     """One rank's load by vLLM's own classes, in fresh processes, of every way, in turns."""
     folder = _source(work)
-    result: dict[str, Any] = {"machine": machine(work), "turns": turns}
+    yield "machine", machine(work)
+    yield "turns", NUM_TURNS
     for tp in RANK_OF:
         converted = converted_of(folder, tp)
         ways: dict[str, tuple[Path, str, dict[str, Any]]] = {
@@ -61,15 +62,13 @@ def placements(environment: Environment, work: Path, turns: int) -> dict[str, An
             "relayout, direct": (converted, "relayout", {"placement": "direct"}),
         }
         loads: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-        for name, (path, load_format, options) in _cold([folder, converted], [*ways.items()] * turns):
+        for name, (path, load_format, options) in _cold([folder, converted], [*ways.items()] * NUM_TURNS):
             arguments = path, tp, 0, load_format, json.dumps(options)
             loads[name].append(environment.result(work, "starts.vllm_load", *arguments))
         assert len({load["digest"] for runs in loads.values() for load in runs}) == 1, "parameters differ"
-        result[f"rank 0 of {tp}"] = {
-            "parameters_nbytes": loads["vLLM, source"][0]["parameters_nbytes"],
-            **{name: dict(_medians(runs)) for name, runs in loads.items()},
-        }
-    return result
+        nbytes = loads["vLLM, source"][0]["parameters_nbytes"]
+        medians = {name: dict(_medians(runs)) for name, runs in loads.items()}
+        yield f"rank 0 of {tp}", {"parameters_nbytes": nbytes, **medians}
 
 
 def _medians(runs: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -78,9 +77,9 @@ def _medians(runs: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     yield "beyond_parameters_nbytes", int(median(run["beyond_parameters_nbytes"] for run in runs))
 
 
-def reads(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def reads(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """What the processes of ranks and of stages have read from the drive when the engine is ready."""
-    for run in (Run("llama", tp=2), Run("llama", tp=1, stages=2)):
+    for run in (run for run in (Run("llama", tp=2), Run("llama", tp=1, stages=2)) if fnmatch(run.name, only)):
         folder = converted_of(_source(work), run.tp)
         next(_cold([folder], [run]))
         settings = run.settings | {"load_format": "relayout", "model_loader_extra_config": {"strict": True}}

@@ -10,8 +10,9 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engines.environments import Environment
 from engines.starts.starting import end, start
 
 TP = 4
+_FAMILY = "llama"
 RANKS = ("0-1", "2-3")
 """Of each folder."""
 _NODE = ("unshare", "--mount", "sh", "-c")
@@ -30,12 +32,14 @@ _MOUNTS = 'mount -t tmpfs none /dev/shm && mount --bind "$0" "$1" && shift && ex
 _LOADED = "relayout: rank "
 
 
-def load_on_nodes(environment: Environment, work: Path) -> dict[str, Any]:
+def load_on_nodes(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Whether the tokens from folders of some ranks are those of vLLM's own load, and how many ranks each had."""
+    if not fnmatch(_FAMILY, only):
+        return
     folder = work / "nodes"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    source = source_of("llama", work, wide=True)
+    source = source_of(_FAMILY, work, wide=True)
     parts = [folder / f"ranks-{ranks}" for ranks in RANKS]
     for part, ranks in zip(parts, RANKS, strict=True):
         relayout.copy(converted_of(source, TP), part, ranks=ranks)
@@ -47,7 +51,7 @@ def load_on_nodes(environment: Environment, work: Path) -> dict[str, Any]:
     for there in (own, ours):
         if "error" in there:
             result.setdefault("error", there["error"])
-    return result
+    yield f"{_FAMILY}, tp {TP}", result
 
 
 def _start(environment: Environment, folders: Sequence[Path], settings: dict[str, Any], work: Path) -> dict[str, Any]:

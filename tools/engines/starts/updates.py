@@ -5,20 +5,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from support.checkpoints import write_family
 from support.families import FAMILIES
+from support.updates_worker import TP, write_steps
 
 import relayout
 from engines.cases import complete_config, source_of
 from engines.environments import Environment
 from engines.starts.starting import start
 
-TP = 2
 NUM_TURNS = 5
 _V, _H = 2**17, 2048
 _LARGE = replace(FAMILIES["qwen2_tied"], sizes={"V": _V, "H": _H, "I": 5632, "L": 4, "A": 32, "K": 8, "D": 64})
@@ -57,13 +57,14 @@ _COMPARED = (_FIRST, "step-1", _LAST)
 """Folders whose sources fresh starts are made on."""
 
 
-def updates(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of each model: what one engine says to deltas and folders, right ones and wrong ones, and what it generates."""
     alone = environment.with_variables(VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    for family in UPDATED:
+    for family in (family for family in UPDATED if fnmatch(family, only)):
         for what, outcome in _updates_of(family, alone, work):
             yield f"{family}, {what}", outcome
-    yield "speed", _speed(alone, work)
+    if fnmatch("speed", only):
+        yield "speed", _speed(alone, work)
 
 
 def _speed(environment: Environment, work: Path) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def _speed(environment: Environment, work: Path) -> dict[str, Any]:
     (root / "source").mkdir(parents=True)
     write_family(_LARGE, root / "source")
     complete_config(root / "source" / "config.json")
-    _write_steps(root / "source", root, num_steps=1)
+    write_steps(root / "source", root, num_steps=1)
     ways = {
         "a folder": f"{root / _FIRST}",
         "a delta": f"{root / 'delta-1'}",
@@ -101,7 +102,7 @@ def _speed(environment: Environment, work: Path) -> dict[str, Any]:
 def _updates_of(family: str, environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     root = work / "updates" / family
     shutil.rmtree(root, ignore_errors=True)
-    _write_steps(source_of(family, work, wide=True), root)
+    write_steps(source_of(family, work, wide=True), root, NUM_STEPS)
     relayout.convert(source_of("qwen3", work, wide=True), root / _OTHER, tp=TP)
     fresh = {name: _by_itself(environment, root, name) for name in _COMPARED}
     settings = _LIVE | {"updates": [str(root / update.source) for update in (*_UPDATES, _FAILS)]}
@@ -145,25 +146,3 @@ def _said(update: _Update, outcome: dict[str, Any], root: Path) -> dict[str, Any
     if update.reason:
         return {"as_expected": update.reason in refused, "refused": refused.replace(f"{root}/", "")[:200]}
     return {"as_expected": not refused and len(set(outcome["contents"])) == 1}
-
-
-def _write_steps(source: Path, root: Path, num_steps: int = NUM_STEPS) -> None:
-    """Converted folders of some steps of a training, and deltas between them."""
-    for step in range(num_steps + 1):
-        model = root / f"model-{step}"
-        shutil.copytree(root / f"model-{step - 1}" if step else source, model)
-        for shard in sorted(model.glob("*.safetensors")) if step else ():
-            content = np.fromfile(shard, np.uint8)
-            start_of_data = 8 + int.from_bytes(content[:8].tobytes(), "little")
-            # Of each BF16, the low byte has most of the mantissa.
-            content[start_of_data + 2 * step :: 2 * NUM_STEPS] ^= 0x40
-            content.tofile(shard)
-        relayout.convert(model, root / f"step-{step}", tp=TP)
-        if step:
-            relayout.delta(root / f"step-{step - 1}", root / f"step-{step}", root / f"delta-{step}")
-    for name, damaged in (("delta-1", "damaged-delta"), (f"step-{num_steps}", "damaged-folder")):
-        shutil.copytree(root / name, root / damaged)
-        file = max((root / damaged).glob("model-rank-1-*"), key=lambda one: one.stat().st_size)
-        content = np.fromfile(file, np.uint8)
-        content[len(content) // 2] ^= 1
-        content.tofile(file)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.conversions import stock_tensors
 from support.fake_vllm import Model
 from support.profile import IS_LONG, sample
 
@@ -97,27 +96,20 @@ def zeroed_before(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter[:1].copy_(loaded[:1])
 
 
+NAMED: tuple[Step, ...] = (
+    *(scaled, checked, cleared, copied_in_rows, copied_in_columns, copied_by_half, copied_first_half, copied_twice),
+    *(copied_by_another_thread, used_by_another_thread, copied_by_way_of_other_memory, zeroed_before),
+)
 STEPS: dict[str, Step] = {
+    **{step.__name__.replace("_", " "): step for step in NAMED},
     "copied": lambda parameter, loaded: parameter.copy_(loaded),
     "copied as it lies": lambda parameter, loaded: parameter.t().copy_(loaded.t()),
     "copied as bits": lambda parameter, loaded: parameter.view(torch.int16).copy_(loaded.view(torch.int16)),
-    "copied in rows": copied_in_rows,
-    "copied in columns": copied_in_columns,
-    "copied by half": copied_by_half,
-    "copied first half": copied_first_half,
-    "used by another thread": used_by_another_thread,
-    "copied twice": copied_twice,
-    "copied by another thread": copied_by_another_thread,
-    "copied by way of other memory": copied_by_way_of_other_memory,
     "rearranged": lambda parameter, loaded: parameter.copy_(loaded.flip(0)),
     "converted": lambda parameter, loaded: parameter.copy_(loaded.float() + 1),
     "copied as another type": lambda parameter, loaded: parameter.view(torch.int16).copy_(loaded),
     "added": lambda parameter, loaded: parameter.add_(loaded),
     "indexed": lambda parameter, loaded: parameter.index_copy_(0, torch.arange(len(loaded)), loaded),
-    "scaled": scaled,
-    "checked": checked,
-    "cleared": cleared,
-    "zeroed before": zeroed_before,
     "not used": lambda parameter, loaded: None,
 }
 STRAIGHT = ("copied", "copied as it lies", "copied as bits", "copied in rows")
@@ -166,8 +158,9 @@ def assert_holds_what_it_would_from(whole: Tensors, engine: Engine) -> None:
         [*((name, 2) for name in STEPS), *((name, 4) for name in ("copied", "copied in columns", "scaled"))],
     ),
 )
-def test_whatever_the_engine_does_it_finds_what_it_has_copied(folders: Path, name: str, tp: int) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_whatever_the_engine_does_it_finds_what_it_has_copied(
+    folders: Path, name: str, tp: int, whole: Tensors
+) -> None:
     for rank in (0, tp - 1):
         engine = Engine(whole, rank, tp, dict.fromkeys(whole, STEPS[name]))
         report = load(folders / f"llama-tp{tp}", engine).report()
@@ -180,32 +173,31 @@ def test_whatever_the_engine_does_it_finds_what_it_has_copied(folders: Path, nam
 
 @settings(max_examples=100 if IS_LONG else 10)  # Of some 20 steps each.
 @given(data=st.data())
-def test_what_the_engine_does_may_differ_from_tensor_to_tensor(folders: Path, data: st.DataObject) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_what_the_engine_does_may_differ_from_tensor_to_tensor(
+    folders: Path, data: st.DataObject, whole: Tensors
+) -> None:
     steps = {name: STEPS[data.draw(st.sampled_from(sorted(STEPS)))] for name in sorted(whole)}
     engine = Engine(whole, data.draw(st.integers(0, 1)), 2, steps)
     load(folders / "llama-tp2", engine)
     assert_holds_what_it_would_from(whole, engine)
 
 
-def test_an_engine_may_collect_all_tensors_before_it_copies(folders: Path) -> None:
+def test_an_engine_may_collect_all_tensors_before_it_copies(folders: Path, whole: Tensors) -> None:
     class Collecting(Engine):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
             return super().load_weights(sorted(weights, key=lambda one: one[0]))
 
-    whole = stock_tensors(folders / "llama")
     engine = Collecting(whole, 1, 2, dict.fromkeys(whole, STEPS["copied"]))
     load(folders / "llama-tp2", engine)
     assert_holds_what_it_would_from(whole, engine)
 
 
-def test_of_two_tensors_for_one_parameter_the_last_stays(folders: Path) -> None:
+def test_of_two_tensors_for_one_parameter_the_last_stays(folders: Path, whole: Tensors) -> None:
     class Tied(Engine):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
             self.memory["lm_head.weight"] = self.memory["model.embed_tokens.weight"]
             return super().load_weights(weights)
 
-    whole = stock_tensors(folders / "llama")
     engine = Tied(whole, 0, 2, dict.fromkeys(whole, STEPS["copied"]))
     report = load(folders / "llama-tp2", engine).report()
     last = max(("lm_head.weight", "model.embed_tokens.weight"), key=engine.order.index)
@@ -213,8 +205,7 @@ def test_of_two_tensors_for_one_parameter_the_last_stays(folders: Path) -> None:
     assert report.placed_nbytes == report.nbytes - engine.memory[last].nbytes, "the other one is not read"
 
 
-def test_of_two_tensors_for_parts_of_the_same_memory_the_last_stays(folders: Path) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_of_two_tensors_for_parts_of_the_same_memory_the_last_stays(folders: Path, whole: Tensors) -> None:
     names = [name for name in whole if name.endswith(("gate_proj.weight", "up_proj.weight"))]
     sizes = {name: 2 * whole[name].shape[0] // 2 for name in names}
     engine = Engine(whole, 0, 1, dict.fromkeys(whole, STEPS["copied"]))
@@ -232,7 +223,7 @@ def test_of_two_tensors_for_parts_of_the_same_memory_the_last_stays(folders: Pat
         assert torch.equal(memory, plain.memory[name]), name
 
 
-def test_pieces_that_lie_apart_in_one_parameter_are_not_read_as_one(folders: Path) -> None:
+def test_pieces_that_lie_apart_in_one_parameter_are_not_read_as_one(folders: Path, whole: Tensors) -> None:
     class Apart(Engine):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
             for name, loaded in weights:
@@ -241,7 +232,6 @@ def test_pieces_that_lie_apart_in_one_parameter_are_not_read_as_one(folders: Pat
                 self.memory[name][-(len(loaded) - half) :].copy_(loaded[half:])
             return set(self.memory)
 
-    whole = stock_tensors(folders / "llama")
     engine = Apart(whole, 0, 1, {})
     engine.memory = {name: one.new_full((4 * len(one), *one.shape[1:]), -7) for name, one in whole.items()}
     load(folders / "llama-tp1", engine)
@@ -251,8 +241,7 @@ def test_pieces_that_lie_apart_in_one_parameter_are_not_read_as_one(folders: Pat
         assert torch.equal(memory, torch.cat([one[:half], between, one[half:]])), name
 
 
-def test_memory_that_is_no_parameter_gets_a_copy(folders: Path) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_memory_that_is_no_parameter_gets_a_copy(folders: Path, whole: Tensors) -> None:
     engine = Engine(whole, 0, 2, dict.fromkeys(whole, STEPS["copied"]))
     weights = RankWeights(str(folders / "llama-tp2"), 0, 2, EngineOptions(placement="direct"))
     with weights.placing([]):
@@ -261,8 +250,7 @@ def test_memory_that_is_no_parameter_gets_a_copy(folders: Path) -> None:
     assert_holds_what_it_would_from(whole, engine)
 
 
-def test_digests_are_compared_of_what_is_read_straight(folders: Path, tmp_path: Path) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_digests_are_compared_of_what_is_read_straight(folders: Path, tmp_path: Path, whole: Tensors) -> None:
     folder = tmp_path / "copy"
     folder.mkdir()
     for file in (folders / "llama-tp2").iterdir():
@@ -275,7 +263,7 @@ def test_digests_are_compared_of_what_is_read_straight(folders: Path, tmp_path: 
         load(folder, engine, verify=True)
 
 
-def test_a_load_that_fails_leaves_nothing_watched(folders: Path) -> None:
+def test_a_load_that_fails_leaves_nothing_watched(folders: Path, whole: Tensors) -> None:
     class Failing(Engine):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
             def some() -> Iterator[tuple[str, torch.Tensor]]:
@@ -284,14 +272,14 @@ def test_a_load_that_fails_leaves_nothing_watched(folders: Path) -> None:
 
             return super().load_weights(some())
 
-    whole = stock_tensors(folders / "llama")
     with pytest.raises(ValueError, match="refused"):
         load(folders / "llama-tp2", Failing(whole, 0, 2, dict.fromkeys(whole, STEPS["copied"])))
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-def test_slices_are_placed_where_they_are_large_enough_to_pay(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = stock_tensors(folders / "llama")
+def test_slices_are_placed_where_they_are_large_enough_to_pay(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, whole: Tensors
+) -> None:
     mean = sum(one.nbytes for one in whole.values()) // len(whole)
     for least, placement, is_placed in [
         (mean, "auto", True), (mean + 1, "auto", False), (mean, "copy", False), (mean + 1, "direct", True)

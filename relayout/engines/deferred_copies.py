@@ -1,13 +1,13 @@
-"""Placement: slices are read straight into an engine's parameters, where its weight loader copies them as they are.
+"""Slices are read straight into an engine's parameters, where its weight loader copies them as they are.
 
-The engine's loader is given probes. Its copies of these into parameters are not made but noted; when it has seen all,
+The loader is given probes. Its copies of these into parameters are not made but noted; when it has seen all,
 each slice that would fill one piece of contiguous memory is read right there. While copies are outstanding, an
 operation on memory that they go to has to wait until they are made, so that the loader finds what it has copied. What
 of a probe is more than a view or a copy gets the slice's own bytes, which are read at once.
 
 The first tensor of each kind, such as `model.layers.#.mlp.up_proj.weight`, shows whether this pays: the others of kinds
-that the loader rearranges, converts, skips or collects are streamed, as without placement. All come in the order in
-which they would come without it, so that of two that go to one place the same stays. Needs torch at import time.
+that the loader rearranges, converts, skips or collects are streamed, and copied at once. All come in the order of the
+checkpoint, so that of two that go to one place the same stays. Needs torch at import time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from __future__ import annotations
 import re
 import threading
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -25,9 +26,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from relayout.engines.global_tensor import SHAPED, GlobalTensor, aten, geometry_of, is_view, name_of
-from relayout.engines.probes import Copy, Memory, Probe, Watcher, row_major
-from relayout.loader.into import load_into
+from relayout.engines.global_tensor import SHAPED, GlobalTensor, aten, geometry_of, is_view, name_of, row_major
+from relayout.engines.probes import Memory, Probe, Watcher
+from relayout.loader.into import address_of, load_into, view_of
 from relayout.loader.loading import Options, load_arena
 from relayout.loader.pack import pack
 from relayout.loader.sources.columns import TensorColumns
@@ -38,28 +39,24 @@ from relayout.progress import Progress, reporting
 _NUMBER = re.compile(r"\d+")
 
 
-@dataclass(slots=True)
-class _Slice:
-    """A slice that the engine has a probe of."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Copy:
+    """Of a view of a slice, to a tensor of its shape, or one that it is broadcast to."""
 
-    row: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    copies: list[Copy] = field(default_factory=list)
-    """That are to be made."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Piece:
-    """Bytes of an engine's memory, from the first to the last of a view, and whose copy goes there."""
-
+    target: torch.Tensor
+    source: Probe
     start: int
+    """Address of the target's first byte."""
     end: int
-    name: str = field(compare=False)
-    copy: Copy | None = field(compare=False)
+    """Behind its last byte."""
+
+    @property
+    def name(self) -> str:
+        """Of the tensor that it is a slice of."""
+        return self.source.memory.name
 
 
-class Placement(Watcher):
+class DeferredCopies(Watcher):
     """Gives an engine's weight loader the slices of one load; see the module.
 
     The engine loads in one thread; what it does with probes in others is done at once.
@@ -69,8 +66,8 @@ class Placement(Watcher):
         """Look at no bytes yet.
 
         Args:
-            tensors: the engine's parameters and buffers; slices are placed in their memory only.
-            device: on which slices are placed.
+            tensors: the engine's parameters and buffers; slices are read straight into their memory only.
+            device: whose memory is meant.
         """
         self._device = torch.device(device)
         self._storages = {
@@ -80,11 +77,13 @@ class Placement(Watcher):
         }
         """By address. They are kept alive, so that no other memory has one of these."""
         self._storages.pop(0, None)
-        self._slices: dict[str, _Slice] = {}
+        self._row_of: dict[str, int] = {}
+        self._copies: defaultdict[str, list[_Copy]] = defaultdict(list)
+        """Outstanding, of each slice, in their order."""
+        self._by_address: list[_Copy] = []
+        """The same, sorted; no two overlap."""
         self._others: set[str] = set()
         """Kinds of tensors of which the engine has made more, or less, than copies to contiguous memory."""
-        self._pieces: list[_Piece] = []
-        """Outstanding, sorted; no two overlap."""
         self._is_paused = False
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
@@ -98,20 +97,20 @@ class Placement(Watcher):
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
         self._contents, self._options = contents, replace(options, progress=None)
-        kinds = [_kind(name) for name in contents.names]
+        self._row_of = {name: row for row, name in enumerate(contents.names)}
+        kinds = [_NUMBER.sub("#", name) for name in contents.names]
         first: dict[str, str] = {}
-        seen: set[str] = set()
-        """Kinds of which the engine has got the first tensor, and has asked for the second."""
+        """The first tensor of each kind; empty once it has been seen what the engine has done with it."""
         streams: dict[str, Iterator[tuple[str, torch.Tensor]]] = {}
         done = 0
         with reporting(options.progress, "loading", sum(contents.sizes())) as report:
             for row, (name, kind) in enumerate(zip(contents.names, kinds, strict=True)):
                 if kind not in first:
                     first[kind] = name
-                elif kind not in seen:
-                    seen.add(kind)
-                    if _place(self._slices[first[kind]]) is None:
+                elif first[kind]:
+                    if _place(self._copies[first[kind]]) is None:
                         self._others.add(kind)
+                    first[kind] = ""
                 if kind not in self._others:
                     yield name, self._probe(row)
                     continue
@@ -126,38 +125,32 @@ class Placement(Watcher):
                     report(done)
                 yield name, tensor
                 del tensor
-            progress = None if report is None else lambda more, total: report(done + more)
-            self._settle(list(self._slices.values()), progress)
+            self._settle(self._row_of, None if report is None else lambda more, total: report(done + more))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the engine's weight loader runs: see what it does with its memory; at the end, make all copies."""
         with _Watching(self):
             yield
-        self.settle()
-
-    def settle(self) -> None:
-        """Make all outstanding copies."""
-        self._settle(list(self._slices.values()))
+        self._settle(self._row_of)
 
     def copied(self, target: torch.Tensor, source: Probe) -> bool:
         # The copy is outstanding from now on, if it can be.
         if not source.numel():
             return True
-        is_ours = target.device == self._device and _address(target.untyped_storage()) in self._storages
+        is_ours = target.device == self._device and address_of(target.untyped_storage()) in self._storages
         if not is_ours or source.memory.backing is not None or threading.get_ident() != self._thread:
             return False
         with self._lock:
-            copy = Copy(target.detach(), source)
-            piece = _piece(copy.target, source.memory.name, copy)
-            for other in self._overlapping(piece):
-                if other.copy is not None and _is_same(other.copy.target, copy.target):
-                    self._slices[other.name].copies.remove(other.copy)
-                    self._pieces.remove(other)
+            copy = _Copy(target.detach(), source, *_bounds(target))
+            for other in self._overlapping(copy.start, copy.end):
+                if view_of(other.target) == view_of(copy.target):
+                    self._copies[other.name].remove(other)
+                    self._by_address.remove(other)
                 else:
                     self._settle_early(other.name)
-            insort(self._pieces, piece)
-            self._slices[source.memory.name].copies.append(copy)
+            insort(self._by_address, copy, key=lambda one: one.start)
+            self._copies[copy.name].append(copy)
         return True
 
     def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
@@ -171,10 +164,10 @@ class Placement(Watcher):
         memory = probe.memory
         with self._lock:
             if memory.backing is None:
-                self._others.add(_kind(memory.name))
-                rows = self._contents.rows([self._slices[memory.name].row])
+                self._others.add(_NUMBER.sub("#", memory.name))
                 with self._pause():
-                    memory.backing = load_arena(pack(rows), self._options)[memory.name]
+                    slices = self._contents.rows([self._row_of[memory.name]])
+                    memory.backing = load_arena(pack(slices), self._options)[memory.name]
         return _as(memory.backing, probe)
 
     def touch(self, arguments: Iterable[Any]) -> None:
@@ -182,55 +175,51 @@ class Placement(Watcher):
         for tensor in arguments:
             if not isinstance(tensor, torch.Tensor) or isinstance(tensor, GlobalTensor | Probe):
                 continue
-            if self._pieces and tensor.numel() and tensor.device == self._device and _address(tensor):
+            if self._by_address and tensor.numel() and tensor.device == self._device and address_of(tensor):
                 with self._lock:
-                    for piece in self._overlapping(_piece(tensor, "", None)):
-                        self._settle_early(piece.name)
+                    for copy in self._overlapping(*_bounds(tensor)):
+                        self._settle_early(copy.name)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing has to be seen: no copy is outstanding, or this itself is at work."""
-        return self._is_paused or not self._pieces
+        return self._is_paused or not self._by_address
 
     def _probe(self, row: int) -> Probe:
-        contents = self._contents
-        name, dtype = contents.names[row], contents.dtypes[row]
-        mine = _Slice(row, torch_shape(name, dtype, contents.shapes[row]), torch_dtype(name, dtype))
-        self._slices[name] = mine
-        return Probe.of(Memory(name, mine.shape, mine.dtype, self._device, self))
+        name, dtype = self._contents.names[row], self._contents.dtypes[row]
+        shape = torch_shape(name, dtype, self._contents.shapes[row])
+        return Probe.of(Memory(name, shape, torch_dtype(name, dtype), self._device, self))
 
-    def _overlapping(self, piece: _Piece) -> list[_Piece]:
-        pieces = []
-        at = bisect_left(self._pieces, piece.end, key=lambda other: other.start)
-        while at and self._pieces[at - 1].end > piece.start:
+    def _overlapping(self, start: int, end: int) -> list[_Copy]:
+        copies = []
+        at = bisect_left(self._by_address, end, key=lambda copy: copy.start)
+        while at and self._by_address[at - 1].end > start:
             at -= 1
-            pieces.append(self._pieces[at])
-        return pieces
+            copies.append(self._by_address[at])
+        return copies
 
     def _settle_early(self, name: str) -> None:
         """Make the copies of a slice, because their target is used; its kind is better streamed."""
-        self._others.add(_kind(name))
-        self._settle([self._slices[name]])
+        self._others.add(_NUMBER.sub("#", name))
+        self._settle([name])
 
-    def _settle(self, slices: Sequence[_Slice], progress: Progress = None) -> None:
+    def _settle(self, names: Iterable[str], progress: Progress = None) -> None:
         """Make the outstanding copies of these slices."""
         with self._lock, self._pause():
-            outstanding = {self._contents.names[part.row]: part for part in slices if part.copies}
+            outstanding = {name: self._copies.pop(name) for name in names if self._copies.get(name)}
             if not outstanding:
                 return
-            places = {name: _place(part) for name, part in outstanding.items()}
+            places = {name: _place(copies) for name, copies in outstanding.items()}
             into = {name: place for name, place in places.items() if place is not None}
             if into:
-                straight = self._contents.rows(sorted(outstanding[name].row for name in into))
+                straight = self._contents.rows(sorted(self._row_of[name] for name in into))
                 load_into(straight, into, None, replace(self._options, progress=progress))
                 self.nbytes += sum(place.nbytes for place in into.values())
-            rows = sorted(part.row for name, part in outstanding.items() if name not in into)
+            rows = sorted(self._row_of[name] for name in outstanding.keys() - into.keys())
             for name, tensor in stream(self._contents.rows(rows), self._options) if rows else ():
-                for copy in outstanding[name].copies:
+                for copy in outstanding[name]:
                     copy.target.copy_(_as(tensor, copy.source))
-            self._pieces = [piece for piece in self._pieces if piece.name not in outstanding]
-            for part in outstanding.values():
-                part.copies.clear()
+            self._by_address = [copy for copy in self._by_address if copy.name not in outstanding]
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -246,26 +235,22 @@ class Placement(Watcher):
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees all operations of a thread."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, copies: DeferredCopies) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._placement = placement
+        self._copies = copies
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         uses_memory = func not in SHAPED and not is_view(func)
         # The target of a copy of a probe is looked at where the copy is noted.
         is_noted = func is aten.copy_.default and isinstance(args[1], Probe)
-        if uses_memory and not is_noted and not self._placement.is_idle:
-            self._placement.touch(tree_leaves((args, kwargs)))
+        if uses_memory and not is_noted and not self._copies.is_idle:
+            self._copies.touch(tree_leaves((args, kwargs)))
         return func(*args, **kwargs or {})
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Not: nothing is compiled here, and to skip that for each operation would take longer than all else."""
         return False
-
-
-def _kind(name: str) -> str:
-    return _NUMBER.sub("#", name)
 
 
 def _as(tensor: torch.Tensor, probe: Probe) -> torch.Tensor:
@@ -275,62 +260,42 @@ def _as(tensor: torch.Tensor, probe: Probe) -> torch.Tensor:
     return elements.as_strided(size, strides, elements.storage_offset() + offset)
 
 
-def _address(memory: torch.Tensor | torch.UntypedStorage) -> int:
-    try:
-        return memory.data_ptr()
-    except RuntimeError:  # Some kinds of tensors have no memory, and torch has no other test for them.
-        return 0
-
-
-def _piece(tensor: torch.Tensor, name: str, copy: Copy | None) -> _Piece:
+def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of its first byte, and that behind its last."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return _Piece(start, start + (last + 1) * tensor.itemsize, name, copy)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same bytes."""
-    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
-        other.data_ptr(), other.dtype, other.shape, other.stride()
-    )  # fmt: skip
-
-
-def _place(part: _Slice) -> torch.Tensor | None:
+def _place(copies: Sequence[_Copy]) -> torch.Tensor | None:
     """Where the copies of a slice put all of its bytes in a row: a tensor of its dtype and shape, or None."""
-    runs = []
-    for copy in part.copies:
-        start = _run(copy)
-        if start is None:
-            return None
-        runs.append((start, copy.target.nbytes, copy.target.data_ptr()))
+    runs = [run for copy in copies if (run := _run(copy)) is not None]
+    if not copies or len(runs) < len(copies):
+        return None
+    memory, expected = copies[0].source.memory, 0
     runs.sort()
-    nbytes = prod(part.shape) * part.dtype.itemsize
-    expected = 0
     for start, length, address in runs:
         if start != expected or address - start != runs[0][2]:
             return None
         expected += length
-    if not runs or expected != nbytes:
+    nbytes = prod(memory.shape) * memory.dtype.itemsize
+    storage = copies[0].target.untyped_storage()
+    first, rest = divmod(runs[0][2] - storage.data_ptr(), memory.dtype.itemsize)
+    if expected != nbytes or rest or first * memory.dtype.itemsize + nbytes > storage.nbytes():
         return None
-    target = part.copies[0].target
-    storage = target.untyped_storage()
-    first = runs[0][2] - storage.data_ptr()
-    if first % part.dtype.itemsize or first + nbytes > storage.nbytes():
-        return None
-    place = torch.empty(0, dtype=part.dtype, device=target.device)
-    return place.set_(storage, first // part.dtype.itemsize, part.shape, row_major(part.shape))
+    place = torch.empty(0, dtype=memory.dtype, device=memory.device)
+    return place.set_(storage, first, memory.shape, row_major(memory.shape))
 
 
-def _run(copy: Copy) -> int | None:
-    """The first byte, in a slice, of a copy of contiguous bytes to contiguous memory, in the same order; or None."""
+def _run(copy: _Copy) -> tuple[int, int, int] | None:
+    """A copy of contiguous bytes to contiguous memory, in the same order: the first byte in the slice, how many, and
+    their address; or None."""
     target, source = copy.target, copy.source
     if target.dtype != source.dtype or target.shape != source.shape:
         return None
     step = 1
-    axes = zip(source.stride(), target.stride(), source.shape, strict=True)
-    for stride, other, length in sorted(axes):
+    for stride, other, length in sorted(zip(source.stride(), target.stride(), source.shape, strict=True)):
         if length != 1:
             if not stride == other == step:
                 return None
             step *= length
-    return int(source.storage_offset()) * source.itemsize
+    return int(source.storage_offset()) * source.itemsize, target.nbytes, copy.start

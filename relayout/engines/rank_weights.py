@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from relayout.core.slices import Range, Slice
     from relayout.engines.deferred_copies import DeferredCopies
     from relayout.engines.global_tensor import Usage
-    from relayout.loader import CheckpointView
     from relayout.loader.group.collectives import Group
     from relayout.loader.loading import Options
     from relayout.loader.sources.base import RankSource
@@ -469,7 +468,7 @@ class RankWeights:
     @property
     def _whole(self) -> CheckpointView:
         """The whole tensors of the folder, converted or plain; opened when one is needed."""
-        from relayout.loader import open, safe_open
+        from relayout.loader.view import open, safe_open
 
         with self.usage.lock:
             if self._view is None:

@@ -69,6 +69,8 @@ def plan_for(
 
 def refusal(error: RelayoutError) -> str:
     """Why a checkpoint cannot be cut at a degree, without its path, and without the degrees at which it can be."""
+    if not isinstance(error, PlanError):  # About a file, which it names.
+        return str(error)
     tensor = "" if error.tensor is None else f"tensor {error.tensor!r}: "
     return tensor + error.what.partition(_POSSIBLE)[0]
 

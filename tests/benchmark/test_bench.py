@@ -47,26 +47,18 @@ def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(source, source.with_name("llama-tp4"), 4)
 
 
-def job(folders: Folders, name: str, rank: int, tp: int = 4) -> Job:
-    return Job(REGISTRY, name, str(folders.source), str(folders.converted), tp, rank, 1, 2**30)
-
-
+@pytest.mark.parametrize(("rank", "tp"), [(3, 4), (0, 1)])
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_a_loader_gives_the_slices_of_a_rank_in_memory_of_their_own(folders: Folders, llama: Path, name: str) -> None:
+def test_a_loader_gives_the_slices_of_a_rank_in_memory_of_their_own(
+    folders: Folders, llama: Path, name: str, rank: int, tp: int
+) -> None:
     whole = read_tensors(llama)
-    tensors = PEERS[name].load(job(folders, name, 3))
+    tensors = PEERS[name].load(Job(REGISTRY, name, str(folders.source), str(folders.converted), tp, rank, 1, 2**30))
     assert tensors.keys() == whole.keys()
     for tensor_name, tensor in tensors.items():
         assert tensor.is_contiguous()
-        expected = expected_slice(tensor_name, whole[tensor_name], 3, 4)
+        expected = expected_slice(tensor_name, whole[tensor_name], rank, tp)
         np.testing.assert_array_equal(as_integers(tensor), expected, err_msg=tensor_name)
-
-
-@pytest.mark.parametrize("name", IN_PROCESS)
-def test_a_loader_gives_a_whole_model(folders: Folders, llama: Path, name: str) -> None:
-    tensors = PEERS[name].load(job(folders, name, 0, tp=1))
-    for tensor_name, array in read_tensors(llama).items():
-        np.testing.assert_array_equal(as_integers(tensors[tensor_name]), array, err_msg=tensor_name)
 
 
 @pytest.mark.parametrize("name", ["get_slice", "load_file"])

@@ -203,13 +203,13 @@ def test_a_slice_that_lacks_one_corner_is_found(model: Model, converted: Path) -
 
 def test_inspect_and_preview_name_all_axes(model: Model, plan: Plan, source: Path, converted: Path) -> None:
     groups = {group.pattern: group.cut for group in relayout.inspect(converted).groups}
-    assert groups["quarters"] == "dim 0, dim 1 of [600, 400]"
+    assert groups["quarters"] == "dim 0: 0 to 300 of 600; dim 1: 0 to 200 of 400"
     planned = {
         one.pattern: one.cut for one in relayout.plan_conversion(source, tp=NUM_RANKS, plan=plan).preview().groups
     }
     assert (planned["quarters"], planned["ragged"]) == ("dim 0, dim 1", "dim 0, dim 1")
     if "fused" in model:
-        assert groups["fused"] == "2 ranges of dim 0, 2 ranges of dim 1 of [1200, 400]"
+        assert groups["fused"] == "dim 0: 600 to 900, 0 to 300 of 1200; dim 1: 200 to 300, 0 to 100 of 400"
         assert planned["fused"] == "dim 0, dim 1, 2 ranges"
 
 

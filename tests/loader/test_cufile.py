@@ -13,9 +13,9 @@ import inspect
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -231,15 +231,6 @@ def reason_at(path: Path) -> str:
     return found
 
 
-def together(call: Callable[[int], object], arguments: Sequence[int]) -> None:
-    """Call in as many threads."""
-    threads = [threading.Thread(target=call, args=(one,)) for one in arguments]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 # Reading.
 
 
@@ -291,7 +282,8 @@ def test_many_threads_read_one_file_at_once(driver: CuFile, path: Path, stored: 
     arena = arena_of(NBYTES)
     driver.register(arena)
     handle = driver.open(path)
-    together(lambda at: handle.read(arena[at : at + 4096], at), range(0, NBYTES, 4096))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda at: handle.read(arena[at : at + 4096], at), range(0, NBYTES, 4096)))
     handle.close()
     np.testing.assert_array_equal(arena.numpy(), stored)
 
@@ -447,8 +439,8 @@ def test_a_driver_that_is_open_already_is_no_error(library: Library, path: Path)
 def test_threads_that_look_at_once_do_not_open_compat_mode_for_each_other(library: Library, path: Path) -> None:
     library.direct = False
     library.opening_seconds = 0.01
-    found: list[object] = []
-    together(lambda _: found.append(find_cufile(path)), range(8))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: find_cufile(path), range(8)))
     assert [type(one) for one in found] == [str] * 8
     assert library.settings is None
 

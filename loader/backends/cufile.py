@@ -40,12 +40,12 @@ NVIDIA_FS = Path("/proc/driver/nvidia-fs")
 KERNEL_MODULES = Path("/proc/modules")
 CONFIG = Path("/etc/cufile.json")
 
-_BINDINGS = "cuda.bindings.cufile"
-"""CUDA builds of torch depend on it from 2.13 on."""
-
 _ALLOW_COMPAT = 1
 _THROUGH_HOST = {_ALLOW_COMPAT: "allow_compat_mode", 2: "force_compat_mode", 12: "posix_io_mode", 13: "gds_fallback_io"}
 """Settings that let reads go through host memory: `CUFileBoolConfigParameter_t` in cufile.h, and their usual names."""
+
+_MARKS = (0xFF, 0x00)
+"""Values of the byte that a read must overwrite. Few weights end in the first one, a NaN's byte in 16-bit floats."""
 
 _ALREADY_OPEN = "(5026)"  # CU_FILE_DRIVER_ALREADY_OPEN, in the text of an error.
 
@@ -65,25 +65,131 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+class Bindings:
+    """cuFile's functions by `cuda.bindings.cufile`, on which CUDA builds of torch depend from 2.13 on.
+
+    Any exception means failure.
+    """
+
+    name = "cuda.bindings.cufile"
+
+    def __init__(self) -> None:
+        self._module: Any = import_module(self.name)
+
+    def get_parameter_bool(self, param: int) -> bool:
+        return bool(self._module.get_parameter_bool(param))
+
+    def set_parameter_bool(self, param: int, value: bool) -> None:
+        self._module.set_parameter_bool(param, value)
+
+    def open_driver(self) -> None:
+        self._module.driver_open()
+
+    def register(self, arena: torch.Tensor) -> None:
+        self._module.buf_register(arena.data_ptr(), arena.numel(), 0)
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        self._module.buf_deregister(arena.data_ptr())
+
+    def open(self, path: Path, fd: int) -> Any:
+        """Register a file; the result is what `read` and `close` take."""
+        # CUfileDescr_t: CU_FILE_HANDLE_TYPE_OPAQUE_FD, the descriptor in a union with a pointer, no fs_ops.
+        descriptor = ctypes.create_string_buffer(struct.pack("i4xi4xP", 1, fd, 0))
+        return int(self._module.handle_register(ctypes.addressof(descriptor)))
+
+    def read(self, file: Any, target: torch.Tensor, offset: int, base: int) -> int:
+        """Fill `target`, inside the memory that was registered at `base`; how many bytes were read."""
+        count = int(self._module.read(file, base, target.numel(), offset, target.data_ptr() - base))
+        if count < 0:  # The bindings raise on -1 only.
+            raise self._module.cuFileError(-count)
+        return count
+
+    def close(self, file: Any) -> None:
+        self._module.handle_deregister(file)
+
+
+class Torch(Bindings):
+    """The same functions by `torch.cuda.gds`, for where the bindings are missing.
+
+    As of torch 2.15, a read holds the GIL and does not report how much it read. torch passes the address of the piece,
+    not of the arena, so that registering may have no effect.
+    """
+
+    name = "torch.cuda.gds"
+
+    def get_parameter_bool(self, param: int) -> bool:
+        value = ctypes.c_bool(True)
+        self._call("cuFileGetParameterBool", param, ctypes.byref(value))
+        return value.value
+
+    def set_parameter_bool(self, param: int, value: bool) -> None:
+        self._call("cuFileSetParameterBool", param, ctypes.c_bool(value))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function that torch lacks, of the library that it has loaded."""
+        try:
+            function = getattr(ctypes.CDLL("libcufile.so.0", mode=os.RTLD_NOLOAD), name)
+        except OSError:
+            raise RuntimeError("torch was built without GDS (libcufile.so.0 is not loaded)") from None
+        function.restype = ctypes.c_uint64  # CUfileError_t: two ints, the first of them cuFile's.
+        if code := function(*arguments) & 0xFFFFFFFF:
+            raise RuntimeError(f"cuFile error ({code})")
+
+    def open_driver(self) -> None:
+        """torch opens it when the first file is registered."""
+
+    def register(self, arena: torch.Tensor) -> None:
+        self._module.gds_register_buffer(_storage(arena))
+
+    def deregister(self, arena: torch.Tensor) -> None:
+        self._module.gds_deregister_buffer(_storage(arena))
+
+    def open(self, path: Path, fd: int) -> Any:
+        return self._module.GdsFile(str(path), os.O_RDONLY)
+
+    def read(self, file: Any, target: torch.Tensor, offset: int, base: int) -> int:
+        """Detects short reads, which most versions of torch do not report.
+
+        A read fills its target from the front, so that a short read leaves the last byte unchanged. That byte is set to
+        a mark before the read. If it still has the mark afterwards, the file may have the same byte there: a second
+        read with the opposite mark decides. A file that was truncated is detected by its length.
+        """
+        nbytes = min(target.numel(), os.fstat(file.fd).st_size - offset)
+        if nbytes <= 0:
+            return 0
+        target = target[:nbytes]
+        for mark in _MARKS:
+            target[-1:] = mark
+            _settle(target)
+            file.load_storage(_storage(target), offset)  # Newer versions of torch raise an error for a short read.
+            is_filled = int(target[-1]) != mark
+            if os.fstat(file.fd).st_size < offset + nbytes:
+                raise RuntimeError("the file became shorter while it was read")
+            if is_filled:
+                return nbytes
+        raise RuntimeError(f"read fewer than {nbytes} bytes")
+
+    def close(self, file: Any) -> None:
+        """Its `__del__` closes it."""
+
+
 class CuFile:
     """cuFile, which reads by direct memory access or not at all."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Bindings) -> None:
         """Open the driver, and leave it open: other code of the process may use it.
-
-        Args:
-            library: the module `cuda.bindings.cufile`. Any exception of it means failure.
 
         Raises:
             OSError: the driver does not open, or compat mode cannot be refused.
         """
+        self.name = library.name
         self._library = library
         self._arenas: dict[int, int] = {}
         """Address and bytes of each registered arena."""
         with _opening:
             _prepare(library)
             try:
-                library.driver_open()
+                library.open_driver()
             except Exception as error:
                 if _ALREADY_OPEN not in str(error):
                     raise _as_os_error(error) from None
@@ -96,7 +202,7 @@ class CuFile:
         """
         with _on_device(arena, wait=True):
             try:
-                self._library.buf_register(arena.data_ptr(), arena.numel(), 0)
+                self._library.register(arena)
             except Exception:
                 return False
         self._arenas[arena.data_ptr()] = arena.numel()
@@ -107,7 +213,7 @@ class CuFile:
         if self._arenas.pop(arena.data_ptr(), None) is not None:
             try:
                 with _on_device(arena):
-                    self._library.buf_deregister(arena.data_ptr())
+                    self._library.deregister(arena)
             except Exception as error:
                 raise _as_os_error(error) from None
 
@@ -118,22 +224,20 @@ class CuFile:
             OSError: the file cannot be opened, or cuFile refuses it or could read it through host memory.
         """
         fd = _open_direct(path)
-        # CUfileDescr_t: CU_FILE_HANDLE_TYPE_OPAQUE_FD, the descriptor in a union with a pointer, no fs_ops.
-        descriptor = ctypes.create_string_buffer(struct.pack("i4xi4xP", 1, fd, 0))
         try:
             with _opening:
                 _prepare(self._library)  # Again: a registration opens the driver if it is not open.
                 try:
-                    number = int(self._library.handle_register(ctypes.addressof(descriptor)))
+                    file = self._library.open(path, fd)
                 except Exception as error:
                     raise _as_os_error(error, path) from None
+            handle = Handle(self._library, self._arenas, path, fd, file)
         except BaseException:
             os.close(fd)
             raise
-        handle = Handle(self._library, self._arenas, path, fd, number)
         for param, name in _THROUGH_HOST.items():
             try:
-                is_on = bool(self._library.get_parameter_bool(param))
+                is_on = self._library.get_parameter_bool(param)
             except Exception:
                 is_on = param == _ALLOW_COMPAT  # Older versions lack some of the others.
             if is_on:
@@ -146,12 +250,11 @@ class CuFile:
 class Handle:
     """A file that is registered with cuFile."""
 
-    library: Any
+    library: Bindings
     arenas: dict[int, int]
     path: Path
     fd: int
-    number: int
-    """cuFile's."""
+    file: Any
 
     def read(self, target: torch.Tensor, offset: int) -> int:
         """Fill `target` (1-D, uint8) from byte `offset` of the file; several threads may do so at once.
@@ -166,10 +269,7 @@ class Handle:
         base = next((start for start, nbytes in arenas if start <= address < start + nbytes), address)
         try:
             with _on_device(target):
-                count = int(self.library.read(self.number, base, target.numel(), offset, address - base))
-                if count < 0:  # The bindings raise on -1 only.
-                    raise self.library.cuFileError(-count)
-                return count
+                return self.library.read(self.file, target, offset, base)
         except Exception as error:
             raise _as_os_error(error, self.path, offset) from None
 
@@ -177,8 +277,9 @@ class Handle:
         """Close the file. No thread may be reading it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
+            file, self.file = self.file, None
             try:
-                self.library.handle_deregister(self.number)
+                self.library.close(file)
             finally:
                 os.close(fd)
 
@@ -215,11 +316,14 @@ def find_cufile(path: Path) -> FoundCuFile | str:
         return f"{KERNEL_MODULES} is missing, without which cuFile hangs"
     has_nvidia_fs = (NVIDIA_FS / "devcount").exists()
     reasons = [] if has_nvidia_fs else [f"the kernel module nvidia-fs is not loaded ({NVIDIA_FS} is missing)"]
+    library: Bindings
     try:
-        library = import_module(_BINDINGS)
+        library = Bindings()
     except Exception as error:  # Any: numpy, which it needs, may be missing or of another version.
-        return "; ".join([*reasons, f"{_BINDINGS} cannot be imported (pip install cuda-bindings): {_summary(error)}"])
+        reasons.append(f"{Bindings.name} cannot be imported: {_summary(error)}")
+        library = Torch()
     try:
+        # If this fails, do not try the other module: it would open the same library again, in compat mode.
         driver = CuFile(library)
         driver.open(path).close()
     except OSError as error:
@@ -229,7 +333,7 @@ def find_cufile(path: Path) -> FoundCuFile | str:
     return FoundCuFile(driver, "GDS" if has_nvidia_fs else "P2PDMA", "; ".join(reasons))
 
 
-def _prepare(library: Any) -> None:
+def _prepare(library: Bindings) -> None:
     """Make the settings of a driver that is not open yet.
 
     Raises:
@@ -268,6 +372,19 @@ def _on_device(tensor: torch.Tensor, *, wait: bool = False) -> Iterator[None]:
         yield
 
 
+def _settle(tensor: torch.Tensor) -> None:
+    """Wait for work on the current stream: cuFile does not."""
+    if tensor.is_cuda:
+        import torch
+
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    start = tensor.storage_offset()
+    return tensor.untyped_storage()[start : start + tensor.numel()]  # A view.
+
+
 def _open_direct(path: Path) -> int:
     if not stat.S_ISREG(path.stat().st_mode):  # Opening a FIFO would block.
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -275,6 +392,7 @@ def _open_direct(path: Path) -> int:
 
 
 def _as_os_error(error: Exception, path: Path | None = None, offset: int | None = None) -> OSError:
+    error.__traceback__ = None  # Its frames would keep a GdsFile, and so a file, open.
     code, text = errno.EIO, _summary(error)
     if match := re.match(r"(\d+) is not a valid OpError", text):  # How the bindings report an errno.
         code, text = int(match[1]), os.strerror(int(match[1]))

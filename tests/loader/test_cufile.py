@@ -13,21 +13,21 @@ import inspect
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch.cuda.gds
 from support.loader_fixtures import open_files
 
 from relayout.loader.backends import cufile
-from relayout.loader.backends.cufile import CuFile, FoundCuFile, find_cufile
+from relayout.loader.backends.cufile import Bindings, CuFile, FoundCuFile, Torch, find_cufile
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="cuFile is for Linux")
 
@@ -76,7 +76,7 @@ class Library:
     cuFileError = cuFileError
 
     def __init__(self) -> None:
-        self.configured = CONFIGURED
+        self.configured = {ALLOW_COMPAT: True, FORCE_COMPAT: False, POSIX_IO: False, GDS_FALLBACK: False}
         """The configuration file's, or cuFile's own."""
         self.direct = True
         """Whether anything can be read without compat mode."""
@@ -85,6 +85,12 @@ class Library:
         self.pins = True
         self.most = 2**40
         """Bytes that a read gives at most."""
+        self.raises: Callable[[], Exception] | None = None
+        self.returns: int | None = None
+        """What reads do instead."""
+        self.on_read: Callable[[], None] = lambda: None
+        self.torch_tells = False
+        """Whether torch is a newer one, which does not keep short reads to itself."""
         self.opening_seconds = 0.0
 
         self.staged: dict[int, bool] = {}
@@ -138,6 +144,10 @@ class Library:
         del self.handles[fh]
 
     def read(self, fh: int, buf_ptr_base: int, size: int, file_offset: int, buf_ptr_offset: int) -> int:
+        if self.raises is not None:
+            raise self.raises()
+        if self.returns is not None:
+            return self.returns
         if fh not in self.handles:
             raise cuFileError(5027)
         self.reads.append((buf_ptr_base, buf_ptr_offset))
@@ -146,6 +156,7 @@ class Library:
             file.seek(file_offset)
             stored = file.read(min(size, self.most))
         ctypes.memmove(buf_ptr_base + buf_ptr_offset, stored, len(stored))
+        self.on_read()
         return len(stored)
 
     def buf_register(self, buf_ptr_base: int, length: int, flags: int) -> None:
@@ -159,6 +170,49 @@ class Library:
     def buf_deregister(self, buf_ptr_base: int) -> None:
         if self.registered.pop(buf_ptr_base, None) is None:
             raise cuFileError(5024)
+
+
+def with_torch_errors(function: Callable[..., Any], prefix: str) -> Callable[..., Any]:
+    """The function as torch's C++ calls it."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except cuFileError as error:
+            message = f"{prefix} failed: {error}"
+        raise RuntimeError(message)  # Out here it has no context, as none from C++ has.
+
+    return call
+
+
+def put_behind_torch(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `torch.cuda.gds` use the library: its Python code stays, the C functions behind it are replaced."""
+
+    def register_handle(fd: int) -> int:
+        descriptor = Descriptor(1, HandleUnion(fd=fd), None)
+        return library.handle_register(ctypes.addressof(descriptor))
+
+    def load(handle: int, storage: torch.UntypedStorage, offset: int) -> None:
+        count = library.read(handle, storage.data_ptr(), storage.nbytes(), offset, 0)
+        if count < storage.nbytes() and library.torch_tells:
+            raise RuntimeError(f"cuFileRead read {count} of {storage.nbytes()} bytes\nbacktrace")
+
+    functions: dict[str, tuple[str, Callable[..., Any]]] = {
+        "_gds_register_handle": ("cuFileHandleRegister", register_handle),
+        "_gds_deregister_handle": ("cuFileHandleDeregister", library.handle_deregister),
+        "_gds_load_storage": ("cuFileRead", load),
+        "_gds_register_buffer": (
+            "cuFileBufRegister",
+            lambda storage: library.buf_register(storage.data_ptr(), storage.nbytes(), 0),
+        ),
+        "_gds_deregister_buffer": (
+            "cuFileBufDeregister",
+            lambda storage: library.buf_deregister(storage.data_ptr()),
+        ),
+    }
+    for name, (real, function) in functions.items():
+        assert hasattr(torch._C, name)
+        monkeypatch.setattr(torch._C, name, with_torch_errors(function, real))
 
 
 @pytest.fixture(autouse=True)
@@ -202,15 +256,33 @@ def path(tmp_path: Path, stored: Bytes) -> Path:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    library = Library()
-    monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", library)
-    return library
+def kind(request: pytest.FixtureRequest) -> str:
+    """The module that cuFile is reached by. What `CuFile` does with either is tested with one of them."""
+    return str(getattr(request, "param", "bindings"))
 
 
 @pytest.fixture
-def driver(library: Library) -> CuFile:
-    return CuFile(library)
+def library(kind: str, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The one behind the module; where that is torch's, the bindings are not installed."""
+    library = Library()
+    put_behind_torch(library, monkeypatch)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", library if kind == "bindings" else None)
+    for name in ("get_parameter_bool", "set_parameter_bool"):
+        monkeypatch.setattr(Torch, name, lambda self, *args, name=name: getattr(library, name)(*args))
+    return library
+
+
+only_torch = pytest.mark.parametrize("kind", ["torch"])
+by_both = pytest.mark.parametrize("kind", ["bindings", "torch"])
+
+
+def driver_of(kind: str) -> CuFile:
+    return CuFile(Bindings() if kind == "bindings" else Torch())
+
+
+@pytest.fixture
+def driver(kind: str, library: Library) -> CuFile:
+    return driver_of(kind)
 
 
 def arena_of(nbytes: int) -> torch.Tensor:
@@ -231,18 +303,10 @@ def reason_at(path: Path) -> str:
     return found
 
 
-def together(call: Callable[[int], object], arguments: Sequence[int]) -> None:
-    """Call in as many threads."""
-    threads = [threading.Thread(target=call, args=(one,)) for one in arguments]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 # Reading.
 
 
+@by_both
 @pytest.mark.parametrize("pins", [True, False], ids=["pinned", "refuses to be pinned"])
 @pytest.mark.parametrize(
     ("offset", "nbytes", "place"),
@@ -265,7 +329,12 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(
     np.testing.assert_array_equal(arena.numpy(), expected)
 
 
-def test_a_read_ends_where_the_file_ends(driver: CuFile, path: Path, stored: Bytes) -> None:
+@by_both
+@pytest.mark.parametrize("torch_tells", [True, False])
+def test_a_read_ends_where_the_file_ends(
+    driver: CuFile, library: Library, path: Path, stored: Bytes, torch_tells: bool
+) -> None:
+    library.torch_tells = torch_tells
     arena = arena_of(4096)
     handle = driver.open(path)
     assert handle.read(arena, NBYTES - 1000) == 1000
@@ -275,7 +344,9 @@ def test_a_read_ends_where_the_file_ends(driver: CuFile, path: Path, stored: Byt
     assert not arena[1000:].any()
 
 
-def test_a_short_read_tells_how_much_it_has_read(driver: CuFile, library: Library, path: Path, stored: Bytes) -> None:
+def test_the_bindings_tell_how_much_a_short_read_has_read(
+    driver: CuFile, library: Library, path: Path, stored: Bytes
+) -> None:
     library.most = 7000
     arena = arena_of(NBYTES)
     handle = driver.open(path)
@@ -287,11 +358,54 @@ def test_a_short_read_tells_how_much_it_has_read(driver: CuFile, library: Librar
     np.testing.assert_array_equal(arena.numpy(), stored)
 
 
+@only_torch
+@pytest.mark.parametrize("torch_tells", [True, False])
+@pytest.mark.parametrize("most", [0, 4095])
+@pytest.mark.parametrize("before", [0x00, 0xFF])
+def test_a_short_read_by_torch_never_goes_unnoticed(
+    driver: CuFile, library: Library, path: Path, torch_tells: bool, most: int, before: int
+) -> None:
+    library.most, library.torch_tells = most, torch_tells
+    handle = driver.open(path)
+    with pytest.raises(OSError, match=r"cuFile: .*read .* 4096 bytes at byte 8192") as caught:
+        handle.read(arena_of(4096).fill_(before), 8192)
+    handle.close()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    assert "backtrace" not in str(caught.value)
+
+
+@only_torch
+@pytest.mark.parametrize("last", [0x00, 0xFF])
+def test_a_full_read_by_torch_is_right_whatever_its_last_byte_is(
+    driver: CuFile, library: Library, path: Path, stored: Bytes, last: int
+) -> None:
+    stored[8191] = last
+    stored.tofile(path)
+    arena = arena_of(8192)
+    handle = driver.open(path)
+    assert handle.read(arena, 0) == 8192
+    handle.close()
+    np.testing.assert_array_equal(arena.numpy(), stored[:8192])
+    assert len(library.reads) == (2 if last == 0xFF else 1)  # As of a mark that may be data.
+
+
+@only_torch
+def test_a_file_that_shrinks_while_torch_reads_it_is_noticed(driver: CuFile, library: Library, path: Path) -> None:
+    handle = driver.open(path)
+    library.on_read = lambda: os.truncate(path, 10_000)
+    with pytest.raises(OSError, match="became shorter while it was read at byte 8192") as caught:
+        handle.read(arena_of(4096), 8192)
+    handle.close()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+
+
+@by_both
 def test_many_threads_read_one_file_at_once(driver: CuFile, path: Path, stored: Bytes) -> None:
     arena = arena_of(NBYTES)
     driver.register(arena)
     handle = driver.open(path)
-    together(lambda at: handle.read(arena[at : at + 4096], at), range(0, NBYTES, 4096))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda at: handle.read(arena[at : at + 4096], at), range(0, NBYTES, 4096)))
     handle.close()
     np.testing.assert_array_equal(arena.numpy(), stored)
 
@@ -300,19 +414,27 @@ INVALID = r"INVALID_VALUE \(5022\): the library's words at byte 4096"
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code", "message"),
+    ("kind", "raises", "returns", "code", "message"),
     [
-        (cuFileError(5022), errno.EIO, f"cuFile: {INVALID}"),
-        (-5022, errno.EIO, f"cuFile: {INVALID}"),
-        (-28, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
-        (RuntimeError(), errno.EIO, r"cuFile: RuntimeError at byte 4096"),
+        ("bindings", lambda: cuFileError(5022), None, errno.EIO, f"cuFile: {INVALID}"),
+        ("bindings", None, -5022, errno.EIO, f"cuFile: {INVALID}"),
+        ("bindings", None, -28, errno.ENOSPC, r"cuFile: No space left on device at byte 4096"),
+        ("bindings", RuntimeError, None, errno.EIO, r"cuFile: RuntimeError at byte 4096"),
+        ("torch", lambda: cuFileError(5022), None, errno.EIO, f"cuFile: cuFileRead failed: {INVALID}"),
     ],
 )
 def test_a_failed_read_is_an_oserror_that_says_what_and_where(
-    driver: CuFile, library: Library, path: Path, outcome: Exception | int, code: int, message: str
+    driver: CuFile,
+    library: Library,
+    path: Path,
+    raises: Callable[[], Exception] | None,
+    returns: int | None,
+    code: int,
+    message: str,
 ) -> None:
     handle = driver.open(path)
-    with patch.object(library, "read", side_effect=[outcome]), pytest.raises(OSError, match=message) as caught:
+    library.raises, library.returns = raises, returns
+    with pytest.raises(OSError, match=message) as caught:
         handle.read(arena_of(4096), 4096)
     assert (caught.value.errno, caught.value.filename) == (code, str(path))
     assert "advice" not in str(caught.value)
@@ -356,7 +478,7 @@ def test_an_arena_is_pinned_once_and_reads_into_it_name_where_it_starts(
     ("nvidia_fs", "expected"), [("loaded", "GDS"), ("without devices", "P2PDMA"), ("none", "P2PDMA")]
 )
 def test_a_file_that_is_taken_with_compat_mode_refused_is_read_directly(
-    library: Library, path: Path, machine: Path, nvidia_fs: str, expected: str
+    library: Library, kind: str, path: Path, machine: Path, nvidia_fs: str, expected: str
 ) -> None:
     if nvidia_fs == "loaded":
         load_nvidia_fs(machine)
@@ -364,6 +486,7 @@ def test_a_file_that_is_taken_with_compat_mode_refused_is_read_directly(
         (machine / "nvidia-fs").mkdir()
     found = found_at(path)
     assert found.path == expected
+    assert found.driver.name == ("cuda.bindings.cufile" if kind == "bindings" else "torch.cuda.gds")
     assert "compat mode refused" in found.reason
     assert ("nvidia-fs is not loaded" in found.reason) is (expected != "GDS")
     assert library.settings == {ALLOW_COMPAT: False, FORCE_COMPAT: False, POSIX_IO: False, GDS_FALLBACK: False}
@@ -377,11 +500,12 @@ def test_a_machine_without_direct_ways_has_none(library: Library, path: Path, ma
         f"the kernel module nvidia-fs is not loaded ({machine / 'nvidia-fs'} is missing); "
         "cuFile: DRIVER_NOT_INITIALIZED (5001): the library's words"
     )
-    # Any further call would have opened the driver in compat mode.
+    # Any further call, by torch's module, too, would have opened the driver in compat mode.
     assert library.calls == ["set_parameter_bool", "driver_open"]
     assert library.settings is None
 
 
+@by_both
 def test_a_driver_that_someone_opened_in_compat_mode_does_not_pass(library: Library, path: Path, machine: Path) -> None:
     load_nvidia_fs(machine)
     library.supports = lambda fd: False
@@ -390,38 +514,36 @@ def test_a_driver_that_someone_opened_in_compat_mode_does_not_pass(library: Libr
     assert not library.handles
 
 
-CONFIGURED = {ALLOW_COMPAT: True, FORCE_COMPAT: False, POSIX_IO: False, GDS_FALLBACK: False}
-"""cuFile's own settings."""
-
-
 @pytest.mark.parametrize(
-    ("configured", "name"),
-    [
-        (CONFIGURED | {FORCE_COMPAT: True}, "force_compat_mode"),
-        (CONFIGURED | {POSIX_IO: True}, "posix_io_mode"),
-        (CONFIGURED | {GDS_FALLBACK: True}, "gds_fallback_io"),
-        ({ALLOW_COMPAT: True, FORCE_COMPAT: False}, None),  # An older library.
-        ({}, "allow_compat_mode"),  # It must tell of that.
-    ],
+    ("setting", "name"),
+    [(FORCE_COMPAT, "force_compat_mode"), (POSIX_IO, "posix_io_mode"), (GDS_FALLBACK, "gds_fallback_io")],
 )
 def test_a_configuration_that_goes_through_host_memory_does_not_pass(
-    library: Library, path: Path, configured: dict[int, bool], name: str | None
+    library: Library, kind: str, path: Path, setting: int, name: str
 ) -> None:
-    library.configured = configured
-    if name is None:
-        assert found_at(path).path == "P2PDMA"
-    else:
-        assert f"cuFile may read through host memory: {name} is on" in reason_at(path)
-        with pytest.raises(OSError, match=f"{name} is on") as caught:
-            CuFile(library).open(path)
-        assert (caught.value.errno, caught.value.filename) == (errno.EOPNOTSUPP, str(path))
+    library.configured[setting] = True
+    with pytest.raises(OSError, match=f"may read through host memory: {name} is on") as caught:
+        driver_of(kind).open(path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EOPNOTSUPP, str(path))
+    del caught
     assert not library.handles
 
 
-def test_a_library_that_cannot_refuse_compat_mode_is_not_opened(library: Library, path: Path) -> None:
-    missing = RuntimeError("function cuFileSetParameterBool is not found")
-    with patch.object(library, "set_parameter_bool", side_effect=missing):
-        assert reason_at(path).endswith(f"compat mode cannot be refused: {missing}")
+def test_an_older_library_passes_if_it_can_tell_of_compat_mode(library: Library, path: Path) -> None:
+    del library.configured[POSIX_IO], library.configured[GDS_FALLBACK]
+    assert found_at(path).path == "P2PDMA"
+    library.configured = {}
+    assert "allow_compat_mode is on" in reason_at(path)
+
+
+def test_a_library_that_cannot_refuse_compat_mode_is_not_opened(
+    library: Library, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(param: int, value: bool) -> None:
+        raise RuntimeError("function cuFileSetParameterBool is not found")
+
+    monkeypatch.setattr(library, "set_parameter_bool", missing)
+    assert reason_at(path).endswith("compat mode cannot be refused: function cuFileSetParameterBool is not found")
     assert library.calls == []
 
 
@@ -438,17 +560,35 @@ def test_a_file_system_that_is_not_supported_is_named(library: Library, path: Pa
     assert others.get(kind, kind) == named.stdout.strip()
 
 
-def test_a_driver_that_is_open_already_is_no_error(library: Library, path: Path) -> None:
+def test_a_driver_that_is_open_already_is_no_error(
+    library: Library, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def driver_open() -> None:
+        raise cuFileError(5026)
+
     found_at(path)
-    with patch.object(library, "driver_open", side_effect=cuFileError(5026)):
-        CuFile(library)
+    monkeypatch.setattr(library, "driver_open", driver_open)
+    monkeypatch.setattr(library, "handle_register", lambda descr: 5)
+    monkeypatch.setattr(library, "handle_deregister", lambda fh: None)
+    found_at(path)
+
+
+@only_torch
+def test_no_attempt_of_torchs_module_leaves_a_driver_in_compat_mode(
+    driver: CuFile, library: Library, path: Path
+) -> None:
+    library.direct = False
+    for _ in range(3):
+        with pytest.raises(OSError, match="DRIVER_NOT_INITIALIZED"):
+            driver.open(path)
+        assert library.settings is None
 
 
 def test_threads_that_look_at_once_do_not_open_compat_mode_for_each_other(library: Library, path: Path) -> None:
     library.direct = False
     library.opening_seconds = 0.01
-    found: list[object] = []
-    together(lambda _: found.append(find_cufile(path)), range(8))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: find_cufile(path), range(8)))
     assert [type(one) for one in found] == [str] * 8
     assert library.settings is None
 
@@ -475,9 +615,13 @@ def test_without_a_gpu_or_where_cufile_would_hang_nothing_is_tried(
     assert library.calls == []
 
 
-def test_without_the_bindings_the_reason_says_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_offers_cufile_the_reason_names_both(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.cufile", None)
-    assert "cuda.bindings.cufile cannot be imported (pip install cuda-bindings): " in reason_at(path)
+    if Path("/proc/self/maps").read_text().count("libcufile"):
+        pytest.skip("this torch has cuFile")
+    reason = reason_at(path)
+    assert "cuda.bindings.cufile cannot be imported: " in reason
+    assert "torch was built without GDS (libcufile.so.0 is not loaded)" in reason
 
 
 @pytest.mark.parametrize(
@@ -504,7 +648,7 @@ def test_no_log_appears_in_the_working_directory_and_the_users_choice_is_kept(
     (machine / "other.json").write_text('{"logging": {}}')
     for name, value in environment.items():
         monkeypatch.setenv(name, str(machine / value) if value.endswith("json") else value)
-    CuFile(library)
+    CuFile(Bindings())
     assert os.environ.get("CUFILE_LOGFILE_PATH") == expected
 
 

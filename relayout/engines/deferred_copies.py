@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from relayout.engines.global_tensor import SHAPED, GlobalTensor, aten, geometry_of, is_view, name_of, row_major
 from relayout.engines.probes import Memory, Probe, Watcher
-from relayout.loader.into import address_of, load_into, view_of
+from relayout.loader.disjoint import Strided
+from relayout.loader.into import address_of, load_into, memory_of, view_of
 from relayout.loader.loading import Options, load_arena
 from relayout.loader.pack import pack
 from relayout.loader.sources.columns import TensorColumns
@@ -45,10 +46,8 @@ class _Copy:
 
     target: torch.Tensor
     source: Probe
-    start: int
-    """Address of the target's first byte."""
-    end: int
-    """Behind its last byte."""
+    memory: Strided
+    """Of the target."""
 
     @property
     def name(self) -> str:
@@ -142,14 +141,14 @@ class DeferredCopies(Watcher):
         if not is_ours or source.memory.backing is not None or threading.get_ident() != self._thread:
             return False
         with self._lock:
-            copy = _Copy(target.detach(), source, *_bounds(target))
-            for other in self._overlapping(copy.start, copy.end):
+            copy = _Copy(target.detach(), source, memory_of(target))
+            for other in self._overlapping(copy.memory):
                 if view_of(other.target) == view_of(copy.target):
                     self._copies[other.name].remove(other)
                     self._by_address.remove(other)
                 else:
                     self._settle_early(other.name)
-            insort(self._by_address, copy, key=lambda one: one.start)
+            insort(self._by_address, copy, key=lambda one: one.memory.address)
             self._copies[copy.name].append(copy)
         return True
 
@@ -177,7 +176,7 @@ class DeferredCopies(Watcher):
                 continue
             if self._by_address and tensor.numel() and tensor.device == self._device and address_of(tensor):
                 with self._lock:
-                    for copy in self._overlapping(*_bounds(tensor)):
+                    for copy in self._overlapping(memory_of(tensor)):
                         self._settle_early(copy.name)
 
     @property
@@ -190,10 +189,10 @@ class DeferredCopies(Watcher):
         shape = torch_shape(name, dtype, self._contents.shapes[row])
         return Probe.of(Memory(name, shape, torch_dtype(name, dtype), self._device, self))
 
-    def _overlapping(self, start: int, end: int) -> list[_Copy]:
+    def _overlapping(self, memory: Strided) -> list[_Copy]:
         copies = []
-        at = bisect_left(self._by_address, end, key=lambda copy: copy.start)
-        while at and self._by_address[at - 1].end > start:
+        at = bisect_left(self._by_address, memory.end, key=lambda copy: copy.memory.address)
+        while at and self._by_address[at - 1].memory.end > memory.address:
             at -= 1
             copies.append(self._by_address[at])
         return copies
@@ -260,12 +259,6 @@ def _as(tensor: torch.Tensor, probe: Probe) -> torch.Tensor:
     return elements.as_strided(size, strides, elements.storage_offset() + offset)
 
 
-def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of its first byte, and that behind its last."""
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
-
-
 def _place(copies: Sequence[_Copy]) -> torch.Tensor | None:
     """Where the copies of a slice put all of its bytes in a row: a tensor of its dtype and shape, or None."""
     runs = [run for copy in copies if (run := _run(copy)) is not None]
@@ -298,4 +291,4 @@ def _run(copy: _Copy) -> tuple[int, int, int] | None:
             if not stride == other == step:
                 return None
             step *= length
-    return int(source.storage_offset()) * source.itemsize, target.nbytes, copy.start
+    return int(source.storage_offset()) * source.itemsize, target.nbytes, copy.memory.address

@@ -330,8 +330,6 @@ class RankWeights:
         if left:
             raise FormatError(f"{listed(sorted(left))}: read, but not passed to the engine", path=self.path)
         yield from self._unread(columns, unused)
-        if not self.only_held:
-            yield from self._others(set(columns.names))
         self._seconds = time.perf_counter() - started
         if cached is not None and (now := cached_nbytes(contents.files)) is not None:
             self._page_cache_nbytes = now - cached
@@ -502,32 +500,30 @@ class RankWeights:
                 self._cut.append(name)
             yield name, whole
 
-    def _unread(self, columns: TensorColumns, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of which nothing is expected to be used."""
-        for row, name in enumerate(columns.names):
-            if name in names:
-                yield name, self._read_if_used(name, columns.dtypes[row], columns.source_shapes[row])
-
-    def _others(self, held: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of which the rank holds nothing."""
-        whole = self._whole
-        for name in whole.keys():  # noqa: SIM118 (it is no mapping)
-            if name not in held and not self.is_skipped(name):
-                stored = whole.get_slice(name)
-                yield name, self._read_if_used(name, stored.get_dtype(), tuple(stored.get_shape()))
-
-    def _read_if_used(self, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _unread(self, columns: TensorColumns, unused: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that are read if they are used: those that should not be, and, if they are given, those not held."""
         import torch
 
         from relayout.engines.global_tensor import GlobalTensor
         from relayout.loader.tensors import torch_dtype, torch_shape
 
-        self._num_tensors += 1
-        shape = torch_shape(name, dtype, shape)
-        if not shape:
-            return self.read(name, ...).to(self.device)
-        nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, dtype), device=self.device)
-        return GlobalTensor.of(name, nothing, shape, 0, (), partial(self.read, name, ...), self.usage)
+        given = [
+            row for row in zip(columns.names, columns.dtypes, columns.source_shapes, strict=True) if row[0] in unused
+        ]
+        if not self.only_held:
+            held, whole = set(columns.names), self._whole
+            for name in whole.keys():  # noqa: SIM118 (it is no mapping)
+                if name not in held and not self.is_skipped(name):
+                    stored = whole.get_slice(name)
+                    given.append((name, stored.get_dtype(), tuple(stored.get_shape())))
+        for name, dtype, source_shape in given:
+            self._num_tensors += 1
+            shape = torch_shape(name, dtype, source_shape)
+            if not shape:
+                yield name, self.read(name, ...).to(self.device)
+                continue
+            nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, dtype), device=self.device)
+            yield name, GlobalTensor.of(name, nothing, shape, 0, (), partial(self.read, name, ...), self.usage)
 
 
 def _paired(shape: tuple[int, ...], part: Slice) -> Sequence[Range]:

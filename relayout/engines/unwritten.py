@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from relayout.engines.rank_weights import listed
 from relayout.errors import PlanError
+from relayout.loader.into import memory_of
 
 _WITHOUT_VALUE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 _RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}
@@ -100,9 +101,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """What lies in a tensor where its memory was marked, as numbers that are compared with a mark."""
     numbers, positions = _marked(tensor)
     if tensor.untyped_storage().nbytes() != tensor.nbytes:  # Marks beside the tensor are not its own.
-        last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start = int(tensor.storage_offset()) * tensor.itemsize
-        end = start + (last + 1) * tensor.itemsize
+        memory, base = memory_of(tensor), tensor.untyped_storage().data_ptr()
+        start, end = memory.address - base, memory.end - base
         if positions is None:
             numbers = numbers[-(-start // 2) : end // 2]
         else:

@@ -150,14 +150,14 @@ def _check_tensor(
     if not tensor.numel():
         return
     lazy = tensor.is_conj() or tensor.is_neg()
-    if lazy or address_of(tensor) == 0 or not _memory_of(tensor).is_simple:
+    if lazy or address_of(tensor) == 0 or not memory_of(tensor).is_simple:
         raise PlanError(f"{what} is a lazy view, has no memory, or has overlapping elements", code="option")
 
 
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """The names of all pairs of checked tensors that share memory."""
     names = [name for name, tensor in tensors.items() if tensor.numel()]
-    for first, second in sharing([_memory_of(tensors[name]) for name in names]):
+    for first, second in sharing([memory_of(tensors[name]) for name in names]):
         yield names[first], names[second]
 
 
@@ -175,7 +175,8 @@ def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _memory_of(tensor: torch.Tensor) -> Strided:
+def memory_of(tensor: torch.Tensor) -> Strided:
+    """Where the elements of a tensor lie."""
     return Strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tuple(tensor.shape))
 
 

@@ -21,7 +21,7 @@ from support import prestarted, s3_server
 from support.loader_fixtures import MIB, mlp_model
 from support.patience import PATIENCE, in_time
 from support.profile import sample
-from support.remote import HEAD
+from support.remote import HEADER
 from support.toy_store import shelf
 
 import relayout
@@ -307,7 +307,7 @@ def test_each_source_byte_is_read_once(source: Path, expected: dict[str, bytes],
         run_job(job)
     weights = sum(record.source_nbytes for record in map(run_job, all_jobs))
     read = there.read_nbytes - before - 2 * len(all_jobs) * to_plan
-    assert weights <= read <= 1.05 * weights + HEAD * len(all_jobs) * len(list(source.glob("*.safetensors")))
+    assert weights <= read <= 1.05 * weights + HEADER * len(all_jobs) * len(list(source.glob("*.safetensors")))
     commit_jobs(all_jobs)
     found = content(f"{where}/out")
     assert found.keys() == expected.keys()

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import pattern
+from support.headers import entry, file_of
 
 from relayout.core.dtypes import BITS
 from relayout.errors import FormatError, PlanError
@@ -30,18 +31,6 @@ from relayout.format.safetensors import (
 ALIGNMENTS = [512, 4096, 65536]
 METADATA = {"format": "pt", "größe": "日本 🦙", 'quote"d': "back\\slash\nnewline"}
 NAMES = ["", "a", "model.layers.0.mlp.up_proj.weight", "größe", "🦙", 'quo"te', "back\\slash", "new\nline", "\x7f", "‮"]
-
-
-def file_of(header: Any, data: bytes = b"") -> bytes:
-    """A file with a truthful header length; `header` is JSON text, its bytes, or what to dump."""
-    if not isinstance(header, bytes | str):
-        header = json.dumps(header)
-    text = header if isinstance(header, bytes) else header.encode()
-    return len(text).to_bytes(8, "little") + text + data
-
-
-def entry(start: int = 0, end: int = 4, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
 TEXT = json.dumps({"a": entry()})

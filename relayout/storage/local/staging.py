@@ -34,7 +34,7 @@ _DONE = "done"
 _OURS = re.compile(r"output|done|probe|occupied|shared-.+|relayout\..+|\..+\.partial", re.DOTALL)
 """Names in a staging folder: those above, notes, and small files that are being written."""
 _CANNOT_REPLACE = {
-    errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it with -o",
+    errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it",
     errno.EXDEV: "is in a lower layer of an overlay file system and cannot be replaced; choose another folder",
 }
 

@@ -379,8 +379,10 @@ def place_of(output: Path) -> Path:
 
 
 def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
-    """Open the staging folder of an earlier attempt and make it private; None: there is none. PlanError: it is not
-    ours.
+    """Open the staging folder of an earlier attempt and make it private; None if there is none.
+
+    Raises:
+        PlanError: it belongs to another user, or relayout did not make it.
     """
     path = place_of(output)
     status = parent.status(path.name)

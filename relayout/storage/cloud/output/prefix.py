@@ -112,8 +112,10 @@ class OutputPrefix:
         self.client.put(self.hidden + name, records.dump(record))
 
     def create(self, full: str, content: bytes) -> Version | None:
-        """Create a small object and return its version; None if it exists with this content. FileExistsError: with
-        another.
+        """Create a small object and return its version; None if it exists with this content.
+
+        Raises:
+            FileExistsError: it exists with another content.
         """
         try:
             return self.client.put(full, content, None)

@@ -27,10 +27,10 @@ class Checks:
         self._offsets = tensors.offsets
         self._file_at = file_at
         self._expected = tensors.digests
-        sizes = tensors.sizes()
-        extents = (Extent(offset, nbytes) for offset, nbytes in zip(tensors.offsets, sizes, strict=True))
+        self._sizes = tensors.sizes()
+        extents = (Extent(offset, nbytes) for offset, nbytes in zip(tensors.offsets, self._sizes, strict=True))
         self._hashed = ExtentDigests(list(extents), stop)
-        for row, nbytes in enumerate(sizes):
+        for row, nbytes in enumerate(self._sizes):
             if not nbytes:
                 self._compare(row)
 
@@ -60,7 +60,7 @@ class Checks:
         if digest != self._expected[row]:
             raise FormatError(
                 f"its bytes have digest {digest}, expected {self._expected[row]}: damaged",
-                path=self._file_at(self._offsets[row]),
+                path=self._file_at(self._offsets[row]) if self._sizes[row] else None,
                 tensor=self._names[row],
                 code="digest",
             )

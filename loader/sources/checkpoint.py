@@ -77,7 +77,9 @@ class ConvertedRank(RankSource):
     def columns(self) -> TensorColumns:
         table = self.table()
         return TensorColumns(
-            *(table.names, table.dtypes, table.shapes),
+            table.names,
+            table.dtypes,
+            table.shapes,
             digests=table.digests,
             offsets=table.arena_offsets,
             parts=table.slices,

@@ -29,6 +29,7 @@ Trust: TypeAlias = str | os.PathLike[str] | None
 """A policy file; None: what RELAYOUT_TRUST names, or no policy if that is not set."""
 
 _VARIABLE = "RELAYOUT_TRUST"
+_MAX_POLICY_NBYTES = 2**20
 _MAX_SMALL_NBYTES = 2**30
 """Of a file that is proven whole, in memory: all but weight files."""
 _KINDS = ({"public_key"}, {"certificates"}, {"identity", "issuer"})
@@ -105,8 +106,11 @@ def policy_of(trust: Trust) -> Policy | None:
         raise PlanError(f"{_VARIABLE if trust is None else 'trust'} is empty, expected a policy file", code="option")
     import tomllib  # A load without a policy does not need it.
 
-    text = Path(path).read_bytes()
+    with open(path, "rb") as file:
+        text = file.read(_MAX_POLICY_NBYTES + 1)
     with about(path=path):
+        if len(text) > _MAX_POLICY_NBYTES:
+            raise PlanError(f"more than {_MAX_POLICY_NBYTES} bytes", code="limit")
         try:
             top = tomllib.loads(text.decode())
         except (ValueError, RecursionError) as error:
@@ -283,9 +287,8 @@ class TrustedStore(StoreOver):
         if name not in self.signed.digests:
             return None
         status = self.base.stat(name)
-        if (
-            status is None and index_of(self.signed.manifest, name) is None
-        ):  # Of ranks that are elsewhere, files may be missing.
+        # Of ranks that are elsewhere, files may be missing.
+        if status is None and index_of(self.signed.manifest, name) is None:
             raise self._missing(name)
         return status
 

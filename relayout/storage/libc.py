@@ -29,8 +29,10 @@ def libc() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> bool:
-    """Call a function that returns 0; return False if the system or file system does not support it. OSError: it
-    failed.
+    """Call a function that returns 0; return False if the system or file system does not support it.
+
+    Raises:
+        OSError: the call failed.
     """
     function = getattr(libc(), name, None)
     if function is not None and function(*arguments) == 0:

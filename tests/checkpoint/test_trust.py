@@ -624,6 +624,7 @@ def test_a_policy_names_places_and_contents(signed: Path, keys: Keys, tmp_path: 
         ('[[signer]]\nidentity = "x"', "a signer needs"),
         ('other = 1\n[[signer]]\npublic_key = "x"', "and nothing else"),
         ("[[signer", "not a policy"),
+        pytest.param("#" * (2**20 + 1), "more than 1048576 bytes", id="a large file"),
     ],
 )
 def test_a_policy_that_says_something_else_is_no_policy(signed: Path, tmp_path: Path, text: str, says: str) -> None:

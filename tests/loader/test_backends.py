@@ -28,8 +28,10 @@ from relayout.core.workers import Stop
 from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.choice import REGISTRY
+from relayout.loader.backends.digests import checks_of
 from relayout.loader.backends.mapped import MappedBackend
 from relayout.loader.budgets import Budget
+from relayout.loader.sources.columns import TensorColumns
 from relayout.storage.local.page_cache import resident_nbytes
 
 TARGETS = [(name, kind) for name in REGISTRY for kind in kinds(name)]
@@ -229,6 +231,12 @@ def test_a_wrong_digest_names_the_tensor(target: Target, wrong: int) -> None:
     message = f"tensor 'tensor {wrong}': its bytes have digest"
     assert_fails(target, FormatError, message, ground=ground, checks=checks, stop=stop)
     target.check(SOME, cuts=(10, 70_000))
+
+
+def test_a_wrong_digest_of_nothing_is_not_blamed_on_the_file_of_the_next_tensor(files: list[Path]) -> None:
+    tensors = TensorColumns(["none", "some"], ["U8"] * 2, [(0,), (4,)], digests=["0" * 32] * 2, offsets=[0, 0])
+    with pytest.raises(FormatError, match=r"^tensor 'none': its bytes have digest"):
+        checks_of(tensors, stored(files), [Read(1, Transfer(0, 0, 4))], Stop())
 
 
 def test_a_tensor_that_no_read_brought_whole_is_not_taken_for_checked(target: Target) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayout.storage.local import open_folder
-from relayout.storage.local.open_folder import write_file
+from relayout.storage.local.open_folder import OpenFolder, write_file
 
 
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
@@ -67,3 +67,11 @@ def test_an_error_names_the_file_that_was_typed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         write_file(tmp_path / "missing" / "x.html", b"")
     assert caught.value.filename == str(tmp_path / "missing" / "x.html")
+
+
+def test_an_error_of_the_last_step_names_nothing_else(tmp_path: Path) -> None:
+    """A renaming has two names, and its error both; the new name is relative to a folder that the caller has open."""
+    with OpenFolder(tmp_path) as folder, pytest.raises(FileNotFoundError) as caught:
+        folder.write("missing/x.html", b"")
+    assert str(caught.value) == f"[Errno 2] No such file or directory: '{tmp_path}/missing/x.html'"
+    assert not list(tmp_path.iterdir())

@@ -141,11 +141,10 @@ class CloudStore:
         from relayout.storage.cloud.output.prefix import OutputPrefix
 
         if not isinstance(self.client, WritableClient):
-            raise PlanError(
-                "relayout cannot write to this store: choose another output with -o", path=str(self), code="unsupported"
-            )
+            what = "relayout cannot write to this store: choose another output"
+            raise PlanError(what, path=str(self), code="unsupported")
         if not self.prefix:
-            what = f"the whole bucket cannot be an output: name a prefix in it with -o, such as {self}/model"
+            what = f"the whole bucket cannot be an output: name a prefix in it, such as {self}/model"
             raise PlanError(what, path=str(self), code="option")
         return OutputPrefix(self.client, self.prefix, self)
 

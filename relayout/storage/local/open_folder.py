@@ -23,7 +23,7 @@ _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @contextmanager
 def with_path(path: Path, target: Path | None = None) -> Iterator[None]:
-    """Let an OSError name this path; of a renaming, also the other."""
+    """Let an OSError name this path alone, or of a renaming, also the target."""
     try:
         yield
     except OSError as error:
@@ -34,6 +34,8 @@ def with_path(path: Path, target: Path | None = None) -> Iterator[None]:
         error.filename = str(path)
         if target is not None:
             error.filename2 = str(target)
+        elif error.filename2 is not None:
+            del error.filename2  # None would be shown as a name.
         raise
 
 

@@ -34,7 +34,7 @@ _DONE = "done"
 _OURS = re.compile(r"output|done|probe|occupied|shared-.+|relayout\..+|\..+\.partial", re.DOTALL)
 """Names in a staging folder: those above, notes, and small files that are being written."""
 _CANNOT_REPLACE = {
-    errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it with -o",
+    errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it",
     errno.EXDEV: "is in a lower layer of an overlay file system and cannot be replaced; choose another folder",
 }
 
@@ -379,8 +379,10 @@ def place_of(output: Path) -> Path:
 
 
 def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
-    """Open the staging folder of an earlier attempt and make it private; None: there is none. PlanError: it is not
-    ours.
+    """Open the staging folder of an earlier attempt and make it private; None if there is none.
+
+    Raises:
+        PlanError: it belongs to another user, or relayout did not make it.
     """
     path = place_of(output)
     status = parent.status(path.name)

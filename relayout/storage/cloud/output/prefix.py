@@ -112,8 +112,10 @@ class OutputPrefix:
         self.client.put(self.hidden + name, records.dump(record))
 
     def create(self, full: str, content: bytes) -> Version | None:
-        """Create a small object and return its version; None if it exists with this content. FileExistsError: with
-        another.
+        """Create a small object and return its version; None if it exists with this content.
+
+        Raises:
+            FileExistsError: it exists with another content.
         """
         try:
             return self.client.put(full, content, None)
@@ -136,9 +138,9 @@ def check_output(output: OutputPrefix, source: Store, older: Replaceable, *, for
     """Check that an output may be published here. For the rest see `Store.check_output`."""
     own, other = f"{output}/", f"{source}/"
     if own == other:
-        raise PlanError("is the source itself; choose another prefix with -o", path=str(output), code="exists")
+        raise PlanError("is the source itself; choose another prefix", path=str(output), code="exists")
     if own.startswith(other) or other.startswith(own):
-        what = "is inside the source, or contains it; choose another prefix with -o"
+        what = "is inside the source, or contains it; choose another prefix"
         raise PlanError(what, path=str(output), code="exists")
     if output.client.stat(output.prefix) is not None:
         raise PlanError("exists and is not a folder", path=str(output), code="exists")

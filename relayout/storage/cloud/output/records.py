@@ -151,7 +151,7 @@ def parse(content: bytes, kind: type[Record], location: str) -> Record:
     except (ValueError, RecursionError) as error:
         what = (
             f"not a record of relayout, or of another version ({shown(str(error))[1:-1]}): nothing was changed; delete"
-            " this object, or name another output with -o"
+            " this object, or name another output"
         )
         raise FormatError(what, path=location, code="field") from None
 

@@ -44,8 +44,11 @@ def resident_share(files: Sequence[Path]) -> float | None:
 
 
 def forget(files: Iterable[Path]) -> None:
-    """Drop the files' pages from the page cache. Pages that are dirty, or mapped by a process, may stay."""
-    for path in files:
+    """Drop the files' pages from the page cache. Pages that are dirty, or mapped by a process, may stay.
+
+    On macOS, which has no call for it, all stay.
+    """
+    for path in files if hasattr(os, "posix_fadvise") else ():
         with path.open("rb") as file:
             with suppress(OSError):  # Another user's file on some systems.
                 os.fdatasync(file.fileno())

@@ -154,6 +154,13 @@ class Output:
             error.filename = "standard output"
             raise
 
+    def print(self, text: str, result: object) -> None:
+        """Print a text for other programs, or with --json what it is made of."""
+        if self.as_json:
+            _print(json.dumps(result) + "\n")
+        elif not self.quiet:
+            _print(text)
+
 
 def _command(*examples: str) -> Callable[[Callable[Concatenate[Output, ...], None]], Callable[..., None]]:
     """Register a command, with examples in its help. It gets an `Output`, and its errors are printed."""
@@ -378,15 +385,15 @@ def plans(
         from relayout.commands.plan_check import check_plan
 
         checked = check_plan(check, plan=plan)
-        _print(json.dumps(checked.as_json()) + "\n" if out.as_json else render.plan_check(checked))
+        out.print(render.plan_check(checked), checked.as_json())
         if checked.draft_error is not None:
             raise typer.Exit(EXIT_DIFFERENCE)
     elif name is not None:
         text = family.builtin_text(name)
-        _print(json.dumps({"name": name, "text": text}) + "\n" if out.as_json else text)
+        out.print(text, {"name": name, "text": text})
     elif out.as_json:
         _print(json.dumps({plan.name: plan.model_types for plan in family.builtin_families()}) + "\n")
-    else:
+    elif not out.quiet:
         from relayout.cli.console import show
 
         show(render.families(family.builtin_families()), verbose=True)
@@ -560,10 +567,7 @@ def files(
     from relayout.commands import copy as copying
 
     needed = copying.files(path, ranks=ranks)
-    if out.as_json:
-        _print(json.dumps(needed.as_json()) + "\n")
-    else:
-        _print("".join(f"{file.name}{chr(0) if null else chr(10)}" for file in needed.files))
+    out.print("".join(f"{file.name}{chr(0) if null else chr(10)}" for file in needed.files), needed.as_json())
 
 
 @_command("delta step-1 step-2 -o step-1-to-2")

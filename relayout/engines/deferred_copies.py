@@ -120,11 +120,10 @@ class DeferredCopies(Watcher):
                     next_name, tensor = next(streams[kind])
                 assert next_name == name
                 done += tensor.nbytes
-                if report is not None:
-                    report(done)
+                report(done)
                 yield name, tensor
                 del tensor
-            self._settle(self._row_of, None if report is None else lambda more, total: report(done + more))
+            self._settle(self._row_of, lambda more, total: report(done + more))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -205,7 +204,7 @@ class DeferredCopies(Watcher):
     def _settle(self, names: Iterable[str], progress: Progress = None) -> None:
         """Make the outstanding copies of these slices."""
         with self._lock, self._pause():
-            outstanding = {name: self._copies.pop(name) for name in names if self._copies.get(name)}
+            outstanding = {name: copies for name in names if (copies := self._copies.get(name))}
             if not outstanding:
                 return
             places = {name: _place(copies) for name, copies in outstanding.items()}
@@ -218,7 +217,10 @@ class DeferredCopies(Watcher):
             for name, tensor in stream(self._contents.rows(rows), self._options) if rows else ():
                 for copy in outstanding[name]:
                     copy.target.copy_(_as(tensor, copy.source))
+            # What has failed stays outstanding: if the engine passes over the error, it comes again.
             self._by_address = [copy for copy in self._by_address if copy.name not in outstanding]
+            for name in outstanding:
+                del self._copies[name]
 
     @contextmanager
     def _pause(self) -> Iterator[None]:

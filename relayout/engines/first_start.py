@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
 from relayout.core.children import PIPE, QUIET, Child, start_child
@@ -72,8 +72,15 @@ class Filling:
             if right is None:
                 return
             with open(right, "rb") as held:  # The child holds it, too, for as long as it runs.
-                streams: dict[str, Any] = {"stdin": PIPE, "stdout": QUIET, "stderr": PIPE, "pass_fds": (held.fileno(),)}
-                child = start_child("relayout", "cache", *self.arguments, **streams)
+                child = start_child(
+                    "relayout",
+                    "cache",
+                    *self.arguments,
+                    stdin=PIPE,
+                    stdout=QUIET,
+                    stderr=PIPE,
+                    pass_fds=(held.fileno(),),
+                )
             try:
                 threading.Thread(target=self._watch, args=(child,), name="relayout-cache", daemon=True).start()
             except RuntimeError:  # Too many threads.

@@ -32,7 +32,7 @@ def as_toml(family: Family, *comments: str, extends: str = "", origins: Mapping[
         if entries:
             lines += ["", f"[{table}]"]
         for key, value in entries.items():
-            line = _short_lines(f"{_toml(key) if table == 'cut' else key} = {_toml(_short(value))}")
+            line = _short_lines(f"{_toml(key) if table == 'cut' else key} = ", _toml(_short(value)))
             origin = (origins or {}).get(key) if table == "cut" else None
             lines.append(f"{line}  # {escape_controls(origin)}" if origin else line)
     return "\n".join(lines) + "\n"
@@ -44,15 +44,15 @@ def rule_text(rule: Rule) -> str:
     return _toml(_short(dumped))
 
 
-def _short_lines(line: str) -> str:
-    """The line, or if it is too long its list on lines of its own."""
-    before, bracket, rest = line.rpartition("[") if len(line) > _WIDTH else (line, "", "")
-    values, _, after = rest.rpartition("]")
+def _short_lines(before: str, value: str) -> str:
+    """The value behind what comes before; if that is too long for a line, the value's list on lines of its own."""
+    opening, bracket, rest = value.rpartition("[") if len(before + value) > _WIDTH else (value, "", "")
+    values, _, closing = rest.rpartition("]")
     if not bracket or "=" in values:
-        return line
+        return before + value
     # Words that belong together are kept so: no break in a string.
     inside = wrap(f"{values},".replace(", ", ",\n").replace(" ", "\0").replace("\n", " "), _WIDTH - 4)
-    return f"{before}[\n" + "".join(f"    {part}\n".replace("\0", " ") for part in inside) + f"]{after}"
+    return f"{before}{opening}[\n" + "".join(f"    {part}\n".replace("\0", " ") for part in inside) + f"]{closing}"
 
 
 def _short(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -195,6 +196,14 @@ def test_slicing_a_plain_folder_is_not_taken_for_a_gain_of_a_conversion() -> Non
     said = verdict([alone], 4, None, is_converted=False)
     assert "relayout, slicing the plain folder, is 3.0x faster" in said
     assert "after relayout convert --tp 4 measure again" in said
+
+
+def test_where_the_system_has_no_call_for_it_pages_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 4096)
+    for name in ("posix_fadvise", "fdatasync"):  # As on macOS.
+        monkeypatch.delattr(os, name, raising=False)
+    machine.forget([tmp_path / "file"])
+    assert machine.resident_share([tmp_path / "file"]) in (1, None)
 
 
 def test_a_busy_machine_and_runs_that_differ_are_warned_of(tmp_path: Path) -> None:

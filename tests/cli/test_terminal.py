@@ -157,6 +157,9 @@ def test_quiet_work_prints_nothing_and_verbose_work_tells_its_phases(folder: Pat
         "verify again --source llama",
         "warm again",
         "restore again -o back",
+        "inspect again",
+        "files again",
+        *("plans", "plans llama", "plans --check llama"),
     ):
         done = prestarted.run(*command.split(), "--quiet", cwd=folder, env=ENVIRONMENT)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), command

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bits import flip
 from support.fake_vllm import Model
 from support.profile import IS_LONG, sample
 
@@ -259,6 +262,20 @@ def test_digests_are_compared_of_what_is_read_straight(folders: Path, tmp_path: 
             blob[-1000] ^= 1
         (folder / file.name).write_bytes(blob)
     engine = Engine(whole, 0, 2, dict.fromkeys(whole, STEPS["copied"]))
+    with pytest.raises(FormatError, match=r"its bytes have digest .*: damaged"):
+        load(folder, engine, verify=True)
+
+
+def test_an_error_that_the_engine_passes_over_comes_again(folders: Path, tmp_path: Path, whole: Tensors) -> None:
+    def used(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        parameter.copy_(loaded)
+        with suppress(FormatError):
+            parameter.sum()
+
+    folder = Path(shutil.copytree(folders / "llama-tp2", tmp_path / "copy"))
+    file = folder / "model-rank-0-part-0.safetensors"
+    flip(file, 8 + int.from_bytes(file.read_bytes()[:8], "little"))  # Of the first tensor, so that it gets a probe.
+    engine = Engine(whole, 0, 2, dict.fromkeys(whole, used))
     with pytest.raises(FormatError, match=r"its bytes have digest .*: damaged"):
         load(folder, engine, verify=True)
 

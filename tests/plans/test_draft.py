@@ -257,7 +257,11 @@ def test_what_cannot_be_drafted_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a{b}.weight", "x#1.weight", 'quote".weight', "new\nline.weight", "\x7f.weight", "é.w", "🦙.w"]
+    "name",
+    [
+        *("a{b}.weight", "x#1.weight", 'quote".weight', "new\nline.weight", "\x7f.weight", "é.w", "🦙.w"),
+        pytest.param(f"x[y].{'long' * 30}.weight", id="longer than a line"),
+    ],
 )
 def test_strange_names_give_a_draft_that_can_be_read(name: str, tmp_path: Path) -> None:
     found = check_plan(write(tmp_path / "m", decoder() | {name: (4, 4)}, model_type="unheard", **CONFIG))

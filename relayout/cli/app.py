@@ -793,7 +793,7 @@ def report(
     out: Output,
     path: PathArgument,
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; an existing file is replaced.")
+        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; an older page is replaced.")
     ] = "report.html",
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", help="For a plain checkpoint: forecast a conversion to N ranks.")

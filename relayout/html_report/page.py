@@ -8,6 +8,7 @@ import html
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,11 +21,13 @@ from relayout.core.digests import DIGEST_NBYTES
 from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
 from relayout.results import Result
-from relayout.storage.local.open_folder import write_file
+from relayout.storage.local.open_folder import OpenFolder, with_path
 from relayout.storage.stores import find_store
 
 _MAX_DIGESTS_NBYTES = 9_500_000
 """Digests do not compress. If they have more bytes than this, the page has only the first bytes of each."""
+_MARK = '<meta name="generator" content="relayout report">'
+"""Ends the bytes that every page begins with: the proof that a file is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,13 @@ def report(
 
     Args:
         path: a converted folder; or a plain checkpoint, of which the page forecasts the conversion.
-        output: the file to write; an existing file is replaced.
+        output: the file to write; an older page is replaced, and nothing else.
         tp: the tensor-parallel degree, for a plain checkpoint.
         plan: for a plain checkpoint: a plan file, "transformers" or "vllm", as for `convert`; None: the built-in plan.
 
     Raises:
         FormatError: the checkpoint is damaged.
-        PlanError: a degree is missing, or not possible.
+        PlanError: a degree is missing, or not possible, or `output` is something else than an older page.
         OSError: the page cannot be written.
 
     Example:
@@ -75,7 +78,7 @@ def report(
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)
-    write_file(target, text)
+    _write(target, text)
     return PageWritten(
         output=str(target),
         nbytes=len(text),
@@ -103,6 +106,23 @@ def render(content: dict[str, Any], digests: bytes) -> bytes:
     }
     # At once: what is filled in may have names of parts in it.
     return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _file("page.html")).encode()
+
+
+def _write(target: Path, text: bytes) -> None:
+    """Write the page. It may replace an older one, which its first bytes prove, and nothing else."""
+    name = target.name or "."
+    with with_path(target), OpenFolder(target.parent) as folder:
+        status = folder.status(name)
+        if status is not None and not (stat.S_ISREG(status.st_mode) and _is_page(folder, name)):
+            raise PlanError("exists and is not a relayout report; choose another -o", path=target, code="exists")
+        folder.write(name, text, replace=status is not None)
+
+
+def _is_page(folder: OpenFolder, name: str) -> bool:
+    template = _file("page.html")
+    head = template[: template.index(_MARK) + len(_MARK)].encode()
+    with open(folder.open(name, os.O_RDONLY), "rb") as file:
+        return file.read(len(head)) == head
 
 
 def _file(name: str) -> str:

@@ -189,7 +189,7 @@ def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Pa
         (
             lambda work: put(work / "out" / "precious", "mine"),
             "convert model --tp 1 -o out",
-            r"out: is not empty, and not a converted folder \(relayout\.json is missing\): delete it",
+            r"out: is not empty: holds 'precious', and no relayout\.json, so nothing proves .*; choose another output",
         ),
         (
             lambda work: put(work / "pickled" / "pytorch_model.bin", "pickle"),

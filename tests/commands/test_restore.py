@@ -108,7 +108,8 @@ def test_the_command_restores_and_says_so(odd: Path, tmp_path: Path) -> None:
     assert tree(tmp_path / "back") == tree(odd)
     result = CliRunner().invoke(app, ["restore", str(tmp_path / "out"), "-o", str(tmp_path / "back")])
     assert result.exit_code == 2
-    assert "is not empty" in result.output
+    assert "is not empty: holds " in result.output
+    assert "choose another output" in result.output
 
 
 def test_a_damaged_folder_is_not_restored(odd: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Amplification:
     whole_layout_nbytes: int | None
     """The same with `layout="whole"`."""
     reason: str | None
-    """Why it cannot be cut; None if it can."""
+    """Why it cannot be cut; None if it can. Of a degree that was asked for, with those that are possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +172,17 @@ def _inspect_plain(store: Store, source: SourceCheckpoint, degrees: Sequence[int
         num_tensors=len(source.tensors),
         nbytes=source.nbytes,
         groups=_groups((tensor.name, tensor.dtype, tensor.shape, None) for tensor in source.tensors),
-        amplification=tuple(_amplification(source, tp) for tp in degrees),
+        amplification=tuple(_amplification(source, tp, is_only=len(degrees) == 1) for tp in degrees),
         left_out=source.left_out,
     )
 
 
-def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
+def _amplification(source: SourceCheckpoint, tp: int, *, is_only: bool) -> Amplification:
     whole = sum(file.nbytes - file.data_start for file in source.files)
     try:
         plan = plan_for(source, tp)
     except RelayoutError as error:
-        return Amplification(tp, None, None, whole, None, None, refusal(error))
+        return Amplification(tp, None, None, whole, None, None, refusal(error, with_degrees=is_only))
     needed, by_rows, apart = [0] * tp, [0] * tp, 0
     alike = Counter(
         (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)

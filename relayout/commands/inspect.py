@@ -127,9 +127,10 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | 
         if tp is not None:
             raise PlanError("already converted: omit --tp", path=str(store), code="option")
         return _inspect_converted(store, read_manifest(store), rank)
+    source = read_source(store)
     if rank is not None:
         raise PlanError("not converted, so it has no ranks: omit --rank", path=str(store), code="option")
-    return _inspect_plain(store, read_source(store), degrees)
+    return _inspect_plain(store, source, degrees)
 
 
 def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> Inspection:

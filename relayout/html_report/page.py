@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.converted import is_converted
+from relayout.checkpoint.source import read_source
 from relayout.commands.convert import default_output, plan_conversion
 from relayout.core.arguments import integer
 from relayout.core.digests import DIGEST_NBYTES
@@ -22,7 +23,7 @@ from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
 from relayout.results import Result
 from relayout.storage.local.open_folder import OpenFolder, with_path
-from relayout.storage.stores import find_store
+from relayout.storage.stores import find_input
 
 _MAX_DIGESTS_NBYTES = 9_500_000
 """Digests do not compress. If they have more bytes than this, the page has only the first bytes of each."""
@@ -67,13 +68,14 @@ def report(
         >>> relayout.report("llama-3.1-8b-tp8", "page.html").num_ranks
         8
     """
-    store, target = find_store(path), Path(output)
+    store, target = find_input(path), Path(output)
     if is_converted(store):
         if tp is not None or plan is not None:
             raise PlanError("already converted: omit --tp and --plan", path=path, code="option")
         content, digests = of_converted(store)
     else:
         if tp is None:
+            read_source(store)  # That there is no checkpoint comes first.
             raise PlanError("not converted: set --tp N, the number of ranks", path=path, code="option")
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""

@@ -160,6 +160,12 @@ def put(path: Path, text: str) -> None:
             r"a single file: name the folder to write with -o OUT, or convert the",
         ),
         ("inspect model --rank 0", r"model: not converted, so it has no ranks: omit --rank"),
+        ("inspect modle --rank 0", r"modle: no such file or folder; did you mean 'model'\?"),
+        ("warm modle --rank 0", r"modle: no such file or folder; did you mean 'model'\?"),
+        ("report modle", r"modle: no such file or folder; did you mean 'model'\?"),
+        ("report model", r"model: not converted: set --tp N, the number of ranks"),
+        ("doctor modle --rank 2", r"modle: no such file or folder; did you mean 'model'\?"),
+        ("doctor model --rank 2", r"model: not converted, so it has no rank 2: set --tp N"),
         ("convert / --tp 2", r" /: the root folder has no folder beside it: name the folder to write with -o"),
         ("convert model --tp 0", r"tp: 0, expected 1 to"),
         ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
@@ -216,6 +222,8 @@ def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Pa
             "inspect out --rank 2",
             r"rank 2, expected 0 to 1",
         ),
+        (lambda work: put(work / "other" / "notes.txt", "x"), "report other", r"other: contains no safetensors file"),
+        (lambda work: put(work / "other" / "notes.txt", "x"), "doctor other --rank 2", r"contains no safetensors file"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing_behind(

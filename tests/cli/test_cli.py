@@ -309,15 +309,38 @@ def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "args", ["convert", "convert model --tp two", "convert model --fast", "frobnicate", "inspect model model"]
+    ("args", "says"),
+    [
+        ("convert", "missing argument 'SRC'; see relayout convert --help"),
+        ("convert model --tp", "option '--tp' requires an argument"),
+        ("convert model --tp two", r"--tp: 'two' is not an? (valid )?integer"),
+        ("convert model -o out --tp=2.5", r"--tp: '2\.5' is not an? (valid )?integer"),
+        ("convert model --layout wide", "--layout: 'wide' is not one of 'ranks', 'whole'"),
+        ("convert model --fast", "no such option: --fast; see relayout convert --help"),
+        ("convert model --tpp 4", r"no such option: --tpp; did you mean '--tp'\?"),
+        ("convert model -tp 4", r"no such option: -t; did you mean '--tp'\?"),
+        ("convert model -z", "no such option: -z; see relayout convert --help"),
+        ("frobnicate", "no such command 'frobnicate'; see relayout --help"),
+        ("conver", r"no such command 'conver'; did you mean 'convert'\?"),
+        ("inspect model model", r"got unexpected extra argument.* \(model\); see relayout inspect --help"),
+        ("--tp 4 convert model", "no such option: --tp; see relayout --help"),
+    ],
 )
-def test_wrong_usage_is_exit_code_2_without_a_traceback(here: Run, work: Path, args: str) -> None:
-    before = tree(work)
-    done = here(*args.split(), cwd=work)
+def test_wrong_usage_is_one_line(here: Run, work: Path, args: str, says: str) -> None:
+    assert_refused(here, work, args.split(), f"^relayout: error: {says}$")
+
+
+def test_without_arguments_it_shows_its_help(here: Run, work: Path) -> None:
+    done = here(cwd=work)
+    assert "\n  convert  Rewrite a checkpoint for N tensor-parallel ranks.\n" in done.stdout + done.stderr
+
+
+def test_wrong_usage_is_one_object_for_programs(here: Run, work: Path) -> None:
+    done = here("convert", "model", "--tp", "two", "--json", cwd=work)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Usage:" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert tree(work) == before
+    event = json.loads(done.stderr)
+    assert (event["event"], event["code"], event["exit_code"]) == ("error", "option", 2)
+    assert event["message"].startswith("--tp: 'two' is not ")
 
 
 SEVERAL = """

@@ -580,6 +580,17 @@ def test_verify_passes_what_is_whole(converted: Path) -> None:
     assert tree(converted) == before
 
 
+def test_verify_names_a_missing_file_once_and_counts_none_of_its_slices(
+    here: Run, converted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(converted / "out", tmp_path / "out")
+    (tmp_path / "out" / "model-rank-1-part-0.safetensors").unlink()
+    done = here("verify", "out", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.startswith("1 difference: 12 slices of 2 ranks, ")
+    assert "\ndiffers model-rank-1-part-0.safetensors: cannot be read: No such file or directory\n" in done.stdout
+
+
 def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, converted: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     shutil.copytree(converted / "out", tmp_path / "out")
@@ -592,6 +603,9 @@ def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, conver
     assert (done.returncode, done.stderr) == (1, "")
     [line] = [line for line in done.stdout.splitlines() if line.startswith("differs")]
     assert f"{file}: tensor '{name}', bytes {start} to {end}: " in line
+    assert done.stdout.endswith(
+        "\nnext copy these files again from where they are intact, or convert again with --force\n"
+    )
     found = one_object(here("verify", "out", "--json", cwd=tmp_path), code=1)
     assert found["ok"] is False
     [difference] = found["differences"]

@@ -222,6 +222,16 @@ def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Pa
             "inspect out --rank 2",
             r"rank 2, expected 0 to 1",
         ),
+        (
+            lambda work: (work / "plan.toml").symlink_to("nowhere"),
+            "plans --observe model",
+            r"plan\.toml: exists; choose another -o",
+        ),
+        (
+            lambda work: put(work / "notes", "mine"),
+            "report model --tp 2 -o notes",
+            r"notes: exists and is not a relayout",
+        ),
         (lambda work: put(work / "other" / "notes.txt", "x"), "report other", r"other: contains no safetensors file"),
         (lambda work: put(work / "other" / "notes.txt", "x"), "doctor other --rank 2", r"contains no safetensors file"),
     ],

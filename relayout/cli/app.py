@@ -209,7 +209,7 @@ def _usage(error: Any) -> str:
         wrong = str(error.message).removeprefix("Value error, ").rstrip(".")
         if str(details.get("type")).startswith("int_"):
             wrong = f"{shown(details['input'])} is not an integer"
-        return f"{[*parameter.opts][-1] if parameter.opts[0].startswith('-') else parameter.metavar}: {wrong}"
+        return f"{parameter.opts[0] if parameter.opts[0].startswith('-') else parameter.metavar}: {wrong}"
     advice = "" if context is None else f"; see {context.command_path} --help"
     if name is not None and text.startswith("No such option"):
         known = [option for each in context.command.params for option in each.opts if option.startswith("--")]

@@ -6,6 +6,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +20,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import relayout
-from relayout.benchmark.machine import forget
+from relayout.benchmark.machine import cpu_seconds, describe, forget
+from relayout.benchmark.run import Measured
+from relayout.benchmark.verdict import RankLoads, Timing, warnings_of
 
 TP = 4
 CONFIG = LlamaConfig(
@@ -36,6 +40,7 @@ def main() -> int:
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="relayout-demo-", dir=os.environ.get("RELAYOUT_DEMO_DIR")) as folder:
         source, converted = Path(folder) / "llama", Path(folder) / f"llama-tp{TP}"
+        machine = describe(Path(folder))
         console.print(f"Works in {folder}, deleted at the end; RELAYOUT_DEMO_DIR says where. Takes some 20 s.")
         console.print("[bold]1.[/] make a Llama of random weights with transformers: the folder llama")
         transformers.logging.disable_progress_bar()
@@ -61,34 +66,47 @@ def main() -> int:
         for heading in ("rank", "bytes", "relayout.load", "safetensors get_slice", "faster", "equal"):
             table.add_column(heading, justify="right")
         all_equal = report.ok
-        totals = [0.0, 0.0]
+        ours, stock = list[Measured](), list[Measured]()
         for rank in range(TP):
-            forget(converted.iterdir())
-            started = time.perf_counter()
-            mine = relayout.load(converted, rank)
-            relayout_seconds = time.perf_counter() - started
-            forget(source.iterdir())
-            started = time.perf_counter()
-            theirs = stock_slices(source, rank)
-            stock_seconds = time.perf_counter() - started
+            mine, measured = timed(converted.iterdir(), partial(relayout.load, converted, rank))
+            ours.append(measured)
+            theirs, measured = timed(source.iterdir(), partial(stock_slices, source, rank))
+            stock.append(measured)
             equal = mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
             all_equal &= equal
-            totals = [totals[0] + relayout_seconds, totals[1] + stock_seconds]
             table.add_row(
                 str(rank),
-                decimal(sum(tensor.numel() * tensor.element_size() for tensor in mine.values())),
-                f"{relayout_seconds:.3f} s",
-                f"{stock_seconds:.3f} s",
-                f"{stock_seconds / relayout_seconds:.1f}x",
+                decimal(ours[-1].nbytes),
+                f"{ours[-1].seconds:.3f} s",
+                f"{stock[-1].seconds:.3f} s",
+                f"{stock[-1].seconds / ours[-1].seconds:.1f}x",
                 "yes" if equal else "[red]NO[/]",
             )
         table.add_section()
+        totals = [sum(one.seconds for one in runs) for runs in (ours, stock)]
         times = [f"{seconds:.3f} s" for seconds in totals]
         table.add_row("all", decimal(report.nbytes), *times, f"{totals[1] / totals[0]:.1f}x", "")
         console.print(table)
+        timings = [("relayout.load", "relayout", ours), ("safetensors get_slice", "safetensors", stock)]
+        runs = tuple(Timing(title, title, family, tuple(each), None) for title, family, each in timings)
+        for warning in warnings_of(machine, [RankLoads("ranks one after another", 1, "cold", runs, None)]):
+            console.print(f"[yellow]warning:[/] {warning}")
     console.print("[bold green]every rank is equal, bit for bit[/]" if all_equal else "[bold red]a rank differs[/]")
     console.print("Next: . .venv/bin/activate; relayout inspect YOUR_MODEL (README.md, Quick start)")
     return 0 if all_equal else 1
+
+
+def timed(
+    files: Iterable[Path], load: Callable[[], dict[str, torch.Tensor]]
+) -> tuple[dict[str, torch.Tensor], Measured]:
+    """Load from a cold page cache; the tensors, and what that took."""
+    forget(files)
+    (busy, cpus), own, started = cpu_seconds(), time.process_time(), time.perf_counter()
+    tensors = load()
+    seconds, own, busy = time.perf_counter() - started, time.process_time() - own, cpu_seconds()[0] - busy
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    others = min(1.0, max(0.0, busy - own) / (seconds * cpus))
+    return tensors, Measured(seconds, own, nbytes, 0, 0, others, ())
 
 
 def stock_slices(source: Path, rank: int) -> dict[str, torch.Tensor]:

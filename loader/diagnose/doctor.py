@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass
 
 from relayout.checkpoint.converted import find_manifest
+from relayout.checkpoint.source import read_source
 from relayout.core.arguments import integer
+from relayout.errors import PlanError
 from relayout.loader.backends.cuda import is_integrated
 from relayout.loader.budgets import local_world_size, num_cpus, plan_budget
 from relayout.loader.diagnose.explain import Explanation, explain
@@ -54,6 +56,9 @@ def diagnose(
         device = "cuda" if gpus else "cpu"
     store = find_input(path)
     manifest = find_manifest(store)
+    if manifest is None and tp is None and rank is not None and integer(rank, "rank") > 0:
+        read_source(store)  # That there is no checkpoint comes first.
+        raise PlanError(f"not converted, so it has no rank {rank}: set --tp N", path=str(store), code="option")
     if tp is None:
         tp = manifest.num_ranks if manifest is not None else 1
     # `explain` refuses a degree below 1.

@@ -180,6 +180,7 @@ def find_rank(
     if tp is None and store.kind() is Kind.FILE and find_manifest_blob(parent := store.parent()[0]) is not None:
         raise PlanError(f"is a file of a converted folder: give the folder, {parent}", path=str(store), code="option")
     if tp is None:
+        _check_source(store)
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing); set tp=N to slice it while loading",
             path=str(store),
@@ -191,6 +192,13 @@ def find_rank(
     from relayout.loader.sources.plain import plain_rank
 
     return plain_rank(store, rank, tp)
+
+
+def _check_source(store: Store) -> None:
+    """Raise what `read_source` raises: it comes before what a plain checkpoint lacks."""
+    from relayout.checkpoint.source import read_source
+
+    read_source(store)
 
 
 def changed_rank(base: RankSource, tp: int | None, deltas: Paths) -> RankSource:
@@ -286,7 +294,7 @@ def find_whole(path: str | os.PathLike[str], deltas: Paths = (), trust: Trust = 
     store = trusted(find_input(path).snapshot(), trust)
     manifest = find_manifest(store)
     if manifest is None:
-        check_exists(store)
+        _check_source(store)
         raise PlanError(
             f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",
             path=str(store),

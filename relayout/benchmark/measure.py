@@ -156,7 +156,7 @@ class BenchPlan:
             left_out=tuple(left_out),
             warnings=warnings_of(about, loads),
             wrong=tuple(line for group in loads for line in group.wrong()),
-            verdict=verdict(loads, tp, drive, is_converted=folders.converted is not None),
+            verdict=verdict(about, loads, tp, drive, is_converted=folders.converted is not None),
         )
 
     def _estimate(self, num_states: int) -> str:

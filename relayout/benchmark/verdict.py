@@ -42,6 +42,11 @@ class Timing:
         return float(statistics.median(getattr(run, field) for run in self.runs))
 
     @property
+    def spread(self) -> float:
+        """Seconds of the slowest run over those of the fastest."""
+        return max(self.seconds) / min(self.seconds)
+
+    @property
     def gb_per_s(self) -> float:
         """10^9 bytes of tensors per second."""
         return self.runs[0].nbytes / self.median("seconds") / 1e9
@@ -78,10 +83,28 @@ class RankLoads:
         ours, other = self.ours(), self.best_other()
         return None if ours is None or other is None else other.median("seconds") / ours.median("seconds")
 
+    def compared(self) -> list[Timing]:
+        """relayout and the fastest other loader, as far as they were measured."""
+        return [timing for timing in (self.ours(), self.best_other()) if timing is not None]
+
     def is_too_short(self) -> bool:
-        """Whether relayout and the fastest other loader take too little time to be compared."""
-        compared = [timing for timing in (self.ours(), self.best_other()) if timing is not None]
-        return all(timing.median("seconds") < _TOO_SHORT_SECONDS for timing in compared)
+        """Whether a run of relayout or of the fastest other loader took too little time to compare them."""
+        return any(min(timing.seconds) < _TOO_SHORT_SECONDS for timing in self.compared())
+
+    def doubt(self) -> str | None:
+        """Why no ratio of relayout and the fastest other loader may be told; None if one may."""
+        compared = self.compared()
+        if self.wrong():
+            return "loaders loaded different bytes"
+        if self.is_too_short():
+            return f"a load took less than {_TOO_SHORT_SECONDS} s"
+        if any(len(timing.runs) < 2 for timing in compared):
+            return "one run shows no spread"
+        if any(timing.spread > _SPREAD for timing in compared):
+            return "runs of the same load differ too much"
+        if any(timing.median("other_load") > _BUSY for timing in compared):
+            return "other processes were busy"
+        return None
 
     def is_clear(self) -> bool:
         """Whether every run of one of the two was faster than every run of the other."""
@@ -105,7 +128,7 @@ class RankLoads:
 def warnings_of(machine: Machine, loads: Sequence[RankLoads]) -> tuple[str, ...]:
     """Why the figures should not be trusted."""
     warnings = []
-    if machine.load_average > machine.num_cpus / 2:
+    if _is_loaded(machine):
         warnings.append(
             f"load average {machine.load_average:.1f} on {machine.num_cpus} processors before the first load:"
             " other work was running, do not trust these figures"
@@ -116,10 +139,7 @@ def warnings_of(machine: Machine, loads: Sequence[RankLoads]) -> tuple[str, ...]
         warnings.append(
             f"other processes used up to {100 * busy:.0f} % of the processors during loads: do not trust these figures"
         )
-    spreads = {
-        max(timing.seconds) / min(timing.seconds): f"{group.title}, {group.state}, {timing.title}"
-        for group, timing in timings
-    }
+    spreads = {timing.spread: f"{group.title}, {group.state}, {timing.title}" for group, timing in timings}
     if (largest := max(spreads, default=0.0)) > _SPREAD:
         warnings.append(
             f"runs of the same load differ by up to {largest:.1f}x ({spreads[largest]}):"
@@ -128,35 +148,51 @@ def warnings_of(machine: Machine, loads: Sequence[RankLoads]) -> tuple[str, ...]
     return tuple(warnings)
 
 
+def _is_loaded(machine: Machine) -> bool:
+    return machine.load_average > machine.num_cpus / 2
+
+
 def faster(ratio: float) -> str:
     """A ratio of times in words."""
     return f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
 
 
-def verdict(loads: Sequence[RankLoads], tp: int, drive: float | None, *, is_converted: bool) -> str:
-    """One sentence: what is gained here, or that nothing is."""
+def verdict(machine: Machine, loads: Sequence[RankLoads], tp: int, drive: float | None, *, is_converted: bool) -> str:
+    """One sentence: what is gained and lost here, or that nothing is. It has no ratio of loads whose checks failed."""
     compared = [group for group in loads if group.ratio() is not None]
     if not compared:
         alone = "No other loader was measured: name the plain folder to compare with."
         return alone if any(group.done for group in loads) else "Nothing could be measured."
-    compared = [group for group in compared if not group.is_too_short()]
-    if not compared:
+    if _is_loaded(machine):
+        return "No verdict: other work was running before the first load. Repeat on a quiet machine."
+    doubts = [(f"{group.title}, {group.state}", doubt) for group in compared if (doubt := group.doubt())]
+    compared = [group for group in compared if not group.doubt()]
+    if not compared and all(group.is_too_short() for group in loads if group.compared()):
         return (
-            f"No verdict: every load took less than {_TOO_SHORT_SECONDS} s, too little to compare loaders. Measure a"
+            f"No verdict: loads took less than {_TOO_SHORT_SECONDS} s, too little to compare loaders. Measure a"
             " larger model, or one that is made for it: relayout bench FOLDER --size 4GB"
         )
+    without = "; ".join(f"{where}: {doubt}" for where, doubt in doubts)
+    if not compared:
+        return f"No verdict: {without}."
     what = "relayout" if is_converted else "relayout, slicing the plain folder,"
     states = [
-        f"from a {state} page cache {what} is {' and '.join(gains)}"
+        f"from a {state} page cache {what} is {' and '.join(told)}"
         for state in ("cold", "warm")
-        if (gains := [_gain(group) for group in compared if group.state == state])
+        if (told := [_gain(group) for group in compared if group.state == state])
     ]
     others = {timing.family for group in compared for timing in group.done if timing.family != "relayout"}
     other = "the fastest other loader" if len(others) > 1 else f"{others.pop()}, the only other loader measured"
     text = f"compared with {other}, {'; '.join(states)}"
     if not is_converted and tp > 1:
         text += f"; after relayout convert --tp {tp} measure again"
-    if any((group.ratio() or 0) >= _CLEAR and group.is_clear() for group in compared):
+    if without:
+        text += f"; no ratio for {without}"
+    gains = [group for group in compared if (group.ratio() or 0) >= _CLEAR and group.is_clear()]
+    losses = [group for group in compared if (group.ratio() or 0) <= 1 / _CLEAR and group.is_clear()]
+    if gains and losses:
+        return f"Faster in some cases and slower in others: {text}."
+    if gains:
         return f"{text[0].upper()}{text[1:]}."
     return f"No clear gain here{_reason(compared, drive)}: {text}."
 

@@ -20,7 +20,7 @@ import typer
 from relayout import __version__
 from relayout.cli import signals
 from relayout.cli.streams import abandon
-from relayout.errors import PlanError, RelayoutError, escape_controls
+from relayout.errors import PlanError, RelayoutError, did_you_mean, escape_controls, shown
 from relayout.storage.file_pool import advice_on_limit
 
 if TYPE_CHECKING:
@@ -189,10 +189,46 @@ def main() -> None:
         # A command that only prints ends by SIGPIPE when its reader is gone, as other commands do.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:
-            with _errors():
-                app()
+            with _errors(as_json="--json" in sys.argv[1:]):
+                try:
+                    code = app(standalone_mode=False)
+                except _UsageError as error:
+                    if not sys.argv[1:]:  # The error is the help.
+                        error.show()
+                        raise typer.Exit(EXIT_BAD_INPUT) from None
+                    raise PlanError(_usage(error), code="option") from None
         except typer.Exit as end:
-            sys.exit(end.exit_code)
+            code = end.exit_code
+        sys.exit(code)
+
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""Of which all errors of usage are: typer has its own copy of click or the package, and exports only a few classes."""
+
+
+def _usage(error: Any) -> str:
+    """The text of an error of usage, in one line, as of all other errors."""
+    text = str(error.format_message()).rstrip(".")
+    parameter, name, context = (getattr(error, field, None) for field in ("param", "option_name", "ctx"))
+    if parameter is not None and error.message:
+        # What typer raises names no value; its cause does, if that is pydantic's.
+        details = getattr(error.__cause__, "errors", lambda: [{}])()[0]
+        wrong = str(error.message).removeprefix("Value error, ").rstrip(".")
+        if str(details.get("type")).startswith("int_"):
+            wrong = f"{shown(details['input'])} is not an integer"
+        return f"{parameter.opts[0] if parameter.opts[0].startswith('-') else parameter.metavar}: {wrong}"
+    advice = "" if context is None else f"; see {context.command_path} --help"
+    if name is not None and text.startswith("No such option"):
+        known = [option for each in context.command.params for option in each.opts if option.startswith("--")]
+        # Engines have -tp: a single letter is all that is left of it.
+        words = [
+            f"-{word.partition('=')[0]}" for word in sys.argv[1:] if word.startswith(name) and not name.startswith("--")
+        ]
+        meant = next((f"; did you mean {word!r}?" for word in words if word in known), did_you_mean(name, known))
+        text, advice = f"no such option: {name}", meant or advice
+    if ". Did you mean" in text:  # Of a command.
+        text, advice = text.replace(". Did", "; did"), ""
+    return f"{text[:1].lower()}{text[1:]}{advice}"
 
 
 def _show_version(wanted: bool) -> None:
@@ -797,7 +833,7 @@ def report(
     out: Output,
     path: PathArgument,
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; an existing file is replaced.")
+        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; an older page is replaced.")
     ] = "report.html",
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", help="For a plain checkpoint: forecast a conversion to N ranks.")

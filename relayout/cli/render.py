@@ -284,6 +284,8 @@ def report(result: Report) -> Iterator[Block]:
     else:
         yield Line(text, f"{_count(len(result.differences), 'difference')}:", "bold red")
     yield Listing([str(difference) for difference in result.differences], "differences", "differs", "red")
+    if not result.ok:
+        yield Line("copy these files again from where they are intact, or convert again with --force", "next")
 
 
 def inspection(result: Inspection) -> Iterator[Block]:

@@ -46,8 +46,9 @@ def check_holder(
             for index, column in zip(entry.files, rows, strict=True)
             if index in own
         ]
-        report.num_tensors += len(table.names)
-        return table if all(checked) else None
+        if all(checked):
+            report.num_tensors += len(table.names)
+            return table
     return None
 
 
@@ -78,7 +79,7 @@ def _check_header(
             report.add(file.name, "its header does not name the tensors in file order")
         check_by_reference_reader(shard.header, header.data_nbytes, where)
     except FormatError as error:
-        report.add(file.name, str(error))
+        report.add_error(file.name, error)
         return False
     stored = [(header.data_start + tensor.offset, tensor.name, tensor.dtype, tensor.shape) for tensor in header.tensors]
     dtypes, shapes = table.dtypes, table.shapes
@@ -101,7 +102,7 @@ def _check_header(
     try:
         check_file(folder, manifest, index)
     except (FormatError, OSError) as error:
-        report.add(file.name, str(error))
+        report.add_error(file.name, error)
     return True
 
 

@@ -38,7 +38,7 @@ class Report(Result):
     ranks: tuple[int, ...]
     """That the folder has, and that were checked."""
     num_tensors: int = 0
-    """Slices of these ranks."""
+    """Slices of these ranks whose bytes were hashed."""
     nbytes: int = 0
     """Bytes of files that were read and hashed."""
     compared_with_source: bool = False
@@ -68,4 +68,11 @@ class Report(Result):
         try:
             yield
         except FormatError as error:
+            self.add_error(file, error)
+
+    def add_error(self, file: str, error: Exception) -> None:
+        """Add an error as a difference of the file, which is named once."""
+        if isinstance(error, FormatError) and f"/{error.path}".endswith(f"/{file}"):
+            self.add(file, error.what, error.tensor)
+        else:
             self.add(file, str(error))

@@ -65,7 +65,7 @@ class Amplification:
     whole_layout_nbytes: int | None
     """The same with `layout="whole"`."""
     reason: str | None
-    """Why it cannot be cut; None if it can."""
+    """Why it cannot be cut; None if it can. Of a degree that was asked for, with those that are possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,10 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | 
         if tp is not None:
             raise PlanError("already converted: omit --tp", path=str(store), code="option")
         return _inspect_converted(store, read_manifest(store), rank)
+    source = read_source(store)
     if rank is not None:
         raise PlanError("not converted, so it has no ranks: omit --rank", path=str(store), code="option")
-    return _inspect_plain(store, read_source(store), degrees)
+    return _inspect_plain(store, source, degrees)
 
 
 def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> Inspection:
@@ -172,17 +173,17 @@ def _inspect_plain(store: Store, source: SourceCheckpoint, degrees: Sequence[int
         num_tensors=len(source.tensors),
         nbytes=source.nbytes,
         groups=_groups((tensor.name, tensor.dtype, tensor.shape, None) for tensor in source.tensors),
-        amplification=tuple(_amplification(source, tp) for tp in degrees),
+        amplification=tuple(_amplification(source, tp, is_only=len(degrees) == 1) for tp in degrees),
         left_out=source.left_out,
     )
 
 
-def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
+def _amplification(source: SourceCheckpoint, tp: int, *, is_only: bool) -> Amplification:
     whole = sum(file.nbytes - file.data_start for file in source.files)
     try:
         plan = plan_for(source, tp)
     except RelayoutError as error:
-        return Amplification(tp, None, None, whole, None, None, refusal(error))
+        return Amplification(tp, None, None, whole, None, None, refusal(error, with_degrees=is_only))
     needed, by_rows, apart = [0] * tp, [0] * tp, 0
     alike = Counter(
         (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)

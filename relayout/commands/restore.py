@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from relayout.checkpoint.converted import CONVERTED, check_present, read_manifest, read_record, read_table
@@ -27,12 +28,14 @@ from relayout.core.extents import Extent
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
+from relayout.format.index import Manifest, RankTable
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
+from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.memory import peak_nbytes
 from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
 from relayout.storage.stores import find_input, find_store
@@ -108,7 +111,7 @@ def restore(
         tables = {rank: read_table(folder, stored, rank) for rank in range(stored.num_ranks)}
         conversion = stored_conversion(folder, stored, tables, of_stored, source)
         with reporting(progress, "restoring", source.nbytes) as on_progress:
-            _TensorWriter(folder, record, conversion, staging).run(threads, chunk_nbytes, on_progress)
+            _TensorWriter(folder, record, conversion, staging, stored, tables).run(threads, chunk_nbytes, on_progress)
         if record.index is not None:
             staging.put(record.index[0], [record.index[1]])
         for side in record.side_files:
@@ -173,11 +176,21 @@ def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = Tru
 class _TensorWriter:
     """Reads the rank files and writes the shards; only a few of these are incomplete at a time."""
 
-    def __init__(self, folder: Store, record: SourceRecord, conversion: Conversion, staging: Staging) -> None:
+    def __init__(
+        self,
+        folder: Store,
+        record: SourceRecord,
+        conversion: Conversion,
+        staging: Staging,
+        manifest: Manifest,
+        tables: Mapping[int, RankTable],
+    ) -> None:
         self._folder = folder
         self._record = record
         self._conversion = conversion
         self._staging = staging
+        self._manifest = manifest
+        self._tables = tables
         self._tensors = conversion.source.tensors
         self._stop = Stop()
         self._hashes = OrderedDigests(self._stop)
@@ -260,6 +273,22 @@ class _TensorWriter:
         if digest is None:
             return
         if digest != self._record.digests[t]:
-            what = "the stored bytes are damaged"
-            raise FormatError(what, path=str(self._folder), tensor=tensor.name, code="digest")
+            raise self._damage(tensor.name)
         self._checked.add(t)
+
+    def _damage(self, name: str) -> FormatError:
+        """The error of a tensor whose digest differs; it names the first damaged slice, by the tables' digests."""
+        for rank, table in self._tables.items():
+            if name not in table.names:
+                continue
+            row = table.names.index(name)
+            file = self._manifest.holder_files(rank)[table.files[row]]
+            extent = Extent(table.offsets[row], num_bytes(table.dtypes[row], table.shapes[row]) or 0)
+            opener = partial(self._folder.open, file.name, file.nbytes, access=Access.ONCE)
+            [[digest]] = hash_files([HashedFile(opener, [extent])], 1)
+            if digest != table.digests[row]:
+                whose = f" of rank {rank}" if len(self._tables) > 1 else ""
+                what = f"bytes {extent.offset} to {extent.end}{whose}: the stored bytes are damaged"
+                path = self._folder.location(file.name)
+                return FormatError(what, path=path, tensor=name, offset=extent.offset, code="digest")
+        return FormatError("the stored bytes are damaged", path=str(self._folder), tensor=name, code="digest")

@@ -120,9 +120,9 @@ def warm(
 def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
     """Names and lengths of the files that loads read."""
     if not is_converted(store):
-        if rank is not None:
-            raise PlanError("not converted, so it has no ranks: omit --rank", path=str(store))
         shards = read_source(store).files
+        if rank is not None:
+            raise PlanError("not converted, so it has no ranks: omit --rank", path=str(store), code="option")
         return [file.name for file in shards], [file.nbytes for file in shards]
     manifest = read_manifest(store)
     ranks = manifest.present if rank is None else [rank]

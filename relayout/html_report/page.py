@@ -8,23 +8,27 @@ import html
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.converted import is_converted
+from relayout.checkpoint.source import read_source
 from relayout.commands.convert import default_output, plan_conversion
 from relayout.core.arguments import integer
 from relayout.core.digests import DIGEST_NBYTES
 from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
 from relayout.results import Result
-from relayout.storage.local.open_folder import write_file
-from relayout.storage.stores import find_store
+from relayout.storage.local.open_folder import OpenFolder, with_path
+from relayout.storage.stores import find_input
 
 _MAX_DIGESTS_NBYTES = 9_500_000
 """Digests do not compress. If they have more bytes than this, the page has only the first bytes of each."""
+_MARK = '<meta name="generator" content="relayout report">'
+"""Ends the bytes that every page begins with: the proof that a file is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,13 @@ def report(
 
     Args:
         path: a converted folder; or a plain checkpoint, of which the page forecasts the conversion.
-        output: the file to write; an existing file is replaced.
+        output: the file to write; an older page is replaced, and nothing else.
         tp: the tensor-parallel degree, for a plain checkpoint.
         plan: for a plain checkpoint: a plan file, "transformers" or "vllm", as for `convert`; None: the built-in plan.
 
     Raises:
         FormatError: the checkpoint is damaged.
-        PlanError: a degree is missing, or not possible.
+        PlanError: a degree is missing, or not possible, or `output` is something else than an older page.
         OSError: the page cannot be written.
 
     Example:
@@ -64,18 +68,19 @@ def report(
         >>> relayout.report("llama-3.1-8b-tp8", "page.html").num_ranks
         8
     """
-    store, target = find_store(path), Path(output)
+    store, target = find_input(path), Path(output)
     if is_converted(store):
         if tp is not None or plan is not None:
             raise PlanError("already converted: omit --tp and --plan", path=path, code="option")
         content, digests = of_converted(store)
     else:
         if tp is None:
+            read_source(store)  # That there is no checkpoint comes first.
             raise PlanError("not converted: set --tp N, the number of ranks", path=path, code="option")
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)
-    write_file(target, text)
+    _write(target, text)
     return PageWritten(
         output=str(target),
         nbytes=len(text),
@@ -103,6 +108,23 @@ def render(content: dict[str, Any], digests: bytes) -> bytes:
     }
     # At once: what is filled in may have names of parts in it.
     return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _file("page.html")).encode()
+
+
+def _write(target: Path, text: bytes) -> None:
+    """Write the page. It may replace an older one, which its first bytes prove, and nothing else."""
+    name = target.name or "."
+    with with_path(target), OpenFolder(target.parent) as folder:
+        status = folder.status(name)
+        if status is not None and not (stat.S_ISREG(status.st_mode) and _is_page(folder, name)):
+            raise PlanError("exists and is not a relayout report; choose another -o", path=target, code="exists")
+        folder.write(name, text, replace=status is not None)
+
+
+def _is_page(folder: OpenFolder, name: str) -> bool:
+    template = _file("page.html")
+    head = template[: template.index(_MARK) + len(_MARK)].encode()
+    with open(folder.open(name, os.O_RDONLY), "rb") as file:
+        return file.read(len(head)) == head
 
 
 def _file(name: str) -> str:

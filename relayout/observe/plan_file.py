@@ -54,8 +54,8 @@ def observe_plan(
         PlanError: `output` exists, or vLLM cannot be observed at any degree.
     """
     file = Path(output)
-    if file.exists():
-        raise PlanError("exists", path=file, code="exists")
+    if os.path.lexists(file):
+        raise PlanError("exists; choose another -o", path=file, code="exists")
     checkpoint = read_source(find_input(source))
     results = observe(checkpoint, DEGREES, trust_remote_code=trust_remote_code)
     observations = {

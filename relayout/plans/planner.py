@@ -26,7 +26,7 @@ Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
 
 _DEGREES_TO_TRY = range(1, 65)
-_POSSIBLE = " (this checkpoint can be cut for --tp "
+_POSSIBLE = " (this checkpoint can be cut for "
 
 
 def plan_for(
@@ -67,12 +67,12 @@ def plan_for(
         return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)
 
 
-def refusal(error: RelayoutError) -> str:
-    """Why a checkpoint cannot be cut at a degree, without its path, and without the degrees at which it can be."""
+def refusal(error: RelayoutError, *, with_degrees: bool = False) -> str:
+    """Why a checkpoint cannot be cut at a degree, without its path; and the degrees at which it can be, if wanted."""
     if not isinstance(error, PlanError):  # About a file, which it names.
         return str(error)
     tensor = "" if error.tensor is None else f"tensor {error.tensor!r}: "
-    return tensor + error.what.partition(_POSSIBLE)[0]
+    return tensor + (error.what if with_degrees else error.what.partition(_POSSIBLE)[0])
 
 
 def plan_by(
@@ -400,6 +400,6 @@ def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Sch
     try:
         return applied(num_ranks)
     except PlanError as error:
-        degrees = ", ".join(str(degree) for degree in _DEGREES_TO_TRY if degree == 1 or fits(degree))
-        error.what += f"{_POSSIBLE}{degrees})"
+        degrees = [str(degree) for degree in _DEGREES_TO_TRY if degree == 1 or fits(degree)]
+        error.what += f"{_POSSIBLE}{', '.join(degrees)} {'rank' if len(degrees) == 1 else 'ranks'})"
         raise

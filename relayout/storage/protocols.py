@@ -135,7 +135,7 @@ class Modes:
 
 
 _NUM_SHOWN = 3
-"""Foreign files that an error names."""
+"""Files that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,10 @@ class Replaceable:
         if not there:
             return frozenset()
         if self.marker not in there:
-            what = f"is not empty, and not a converted folder ({self.marker} is missing): delete it or choose another"
+            what = (
+                f"is not empty: holds {_first(there)}, and no {self.marker}, so nothing proves that relayout wrote it;"
+                " choose another output"
+            )
             raise PlanError(what, path=str(store), code="exists")
         try:
             if not force:
@@ -173,13 +176,18 @@ class Replaceable:
                 raise PlanError(what, path=str(store), code="exists")
             named = self.names(store)
         except FormatError as error:
-            what = f"is not empty; nothing proves that relayout wrote it, so delete it or choose another: {error}"
+            what = f"is not empty; nothing proves that relayout wrote it, so choose another output: {error}"
             raise PlanError(what, path=str(store), code="exists") from None
         if foreign := sorted(set(there) - named):
-            names = ", ".join(map(shown, foreign[:_NUM_SHOWN])) + (" ..." if len(foreign) > _NUM_SHOWN else "")
-            what = f"holds files that relayout did not write, so --force does not replace it: {names}"
+            what = f"holds files that relayout did not write, so --force does not replace it: {_first(foreign)}"
             raise PlanError(what, path=str(store), code="exists")
         return named
+
+
+def _first(names: Collection[str]) -> str:
+    """The first names, for a message."""
+    first = ", ".join(map(shown, sorted(names)[:_NUM_SHOWN]))
+    return f"{first} ..." if len(names) > _NUM_SHOWN else first
 
 
 @dataclass(frozen=True, slots=True)

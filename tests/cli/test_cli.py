@@ -160,6 +160,12 @@ def put(path: Path, text: str) -> None:
             r"a single file: name the folder to write with -o OUT, or convert the",
         ),
         ("inspect model --rank 0", r"model: not converted, so it has no ranks: omit --rank"),
+        ("inspect modle --rank 0", r"modle: no such file or folder; did you mean 'model'\?"),
+        ("warm modle --rank 0", r"modle: no such file or folder; did you mean 'model'\?"),
+        ("report modle", r"modle: no such file or folder; did you mean 'model'\?"),
+        ("report model", r"model: not converted: set --tp N, the number of ranks"),
+        ("doctor modle --rank 2", r"modle: no such file or folder; did you mean 'model'\?"),
+        ("doctor model --rank 2", r"model: not converted, so it has no rank 2: set --tp N"),
         ("convert / --tp 2", r" /: the root folder has no folder beside it: name the folder to write with -o"),
         ("convert model --tp 0", r"tp: 0, expected 1 to"),
         ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
@@ -189,7 +195,7 @@ def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Pa
         (
             lambda work: put(work / "out" / "precious", "mine"),
             "convert model --tp 1 -o out",
-            r"out: is not empty, and not a converted folder \(relayout\.json is missing\): delete it",
+            r"out: is not empty: holds 'precious', and no relayout\.json, so nothing proves .*; choose another output",
         ),
         (
             lambda work: put(work / "pickled" / "pytorch_model.bin", "pickle"),
@@ -216,6 +222,18 @@ def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Pa
             "inspect out --rank 2",
             r"rank 2, expected 0 to 1",
         ),
+        (
+            lambda work: (work / "plan.toml").symlink_to("nowhere"),
+            "plans --observe model",
+            r"plan\.toml: exists; choose another -o",
+        ),
+        (
+            lambda work: put(work / "notes", "mine"),
+            "report model --tp 2 -o notes",
+            r"notes: exists and is not a relayout",
+        ),
+        (lambda work: put(work / "other" / "notes.txt", "x"), "report other", r"other: contains no safetensors file"),
+        (lambda work: put(work / "other" / "notes.txt", "x"), "doctor other --rank 2", r"contains no safetensors file"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing_behind(
@@ -301,15 +319,38 @@ def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "args", ["convert", "convert model --tp two", "convert model --fast", "frobnicate", "inspect model model"]
+    ("args", "says"),
+    [
+        ("convert", "missing argument 'SRC'; see relayout convert --help"),
+        ("convert model --tp", "option '--tp' requires an argument"),
+        ("convert model --tp two", r"--tp: 'two' is not an? (valid )?integer"),
+        ("convert model -o out --tp=2.5", r"--tp: '2\.5' is not an? (valid )?integer"),
+        ("convert model --layout wide", "--layout: 'wide' is not one of 'ranks', 'whole'"),
+        ("convert model --fast", "no such option: --fast; see relayout convert --help"),
+        ("convert model --tpp 4", r"no such option: --tpp; did you mean '--tp'\?"),
+        ("convert model -tp 4", r"no such option: -t; did you mean '--tp'\?"),
+        ("convert model -z", "no such option: -z; see relayout convert --help"),
+        ("frobnicate", "no such command 'frobnicate'; see relayout --help"),
+        ("conver", r"no such command 'conver'; did you mean 'convert'\?"),
+        ("inspect model model", r"got unexpected extra argument.* \(model\); see relayout inspect --help"),
+        ("--tp 4 convert model", "no such option: --tp; see relayout --help"),
+    ],
 )
-def test_wrong_usage_is_exit_code_2_without_a_traceback(here: Run, work: Path, args: str) -> None:
-    before = tree(work)
-    done = here(*args.split(), cwd=work)
+def test_wrong_usage_is_one_line(here: Run, work: Path, args: str, says: str) -> None:
+    assert_refused(here, work, args.split(), f"^relayout: error: {says}$")
+
+
+def test_without_arguments_it_shows_its_help(here: Run, work: Path) -> None:
+    done = here(cwd=work)
+    assert "\n  convert  Rewrite a checkpoint for N tensor-parallel ranks.\n" in done.stdout + done.stderr
+
+
+def test_wrong_usage_is_one_object_for_programs(here: Run, work: Path) -> None:
+    done = here("convert", "model", "--tp", "two", "--json", cwd=work)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Usage:" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert tree(work) == before
+    event = json.loads(done.stderr)
+    assert (event["event"], event["code"], event["exit_code"]) == ("error", "option", 2)
+    assert event["message"].startswith("--tp: 'two' is not ")
 
 
 SEVERAL = """
@@ -505,7 +546,10 @@ def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: di
         ),
         ("model", r"\nnote cannot be cut for 8, 16 ranks; for 8: tensor '\S+': dim 1 of .*, not a multiple of 8\n"),
         ("model --tp 2", r"\na rank of 2 would read \S+ kB to get (\S+) kB; after convert --tp 2: \1 kB in one read"),
-        ("model --tp 3", r"\nnote cannot be cut for 3 ranks: tensor "),
+        (
+            "model --tp 3",
+            r"\nnote cannot be cut for 3 ranks: tensor .* \(this checkpoint can be cut for 1, 2, 4 ranks\)\n",
+        ),
     ],
 )
 def test_inspect_prints_for_people(here: Run, converted: Path, args: str, says: str) -> None:
@@ -546,6 +590,17 @@ def test_verify_passes_what_is_whole(converted: Path) -> None:
     assert tree(converted) == before
 
 
+def test_verify_names_a_missing_file_once_and_counts_none_of_its_slices(
+    here: Run, converted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(converted / "out", tmp_path / "out")
+    (tmp_path / "out" / "model-rank-1-part-0.safetensors").unlink()
+    done = here("verify", "out", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.startswith("1 difference: 12 slices of 2 ranks, ")
+    assert "\ndiffers model-rank-1-part-0.safetensors: cannot be read: No such file or directory\n" in done.stdout
+
+
 def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, converted: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     shutil.copytree(converted / "out", tmp_path / "out")
@@ -558,6 +613,9 @@ def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, conver
     assert (done.returncode, done.stderr) == (1, "")
     [line] = [line for line in done.stdout.splitlines() if line.startswith("differs")]
     assert f"{file}: tensor '{name}', bytes {start} to {end}: " in line
+    assert done.stdout.endswith(
+        "\nnext copy these files again from where they are intact, or convert again with --force\n"
+    )
     found = one_object(here("verify", "out", "--json", cwd=tmp_path), code=1)
     assert found["ok"] is False
     [difference] = found["differences"]

@@ -245,7 +245,7 @@ def test_a_strangers_folder_is_not_replaced(source: Path, tmp_path: Path) -> Non
     out.mkdir()
     (out / "theirs").write_text("x")
     for force in (False, True):
-        with pytest.raises(PlanError, match="is not empty, and not a converted folder"):
+        with pytest.raises(PlanError, match=r"is not empty: holds 'theirs', and no relayout\.json"):
             relayout.copy(source / "ranks", out, ranks="0", force=force)
     (out / "theirs").unlink()
     relayout.copy(source / "ranks", out, ranks="0")

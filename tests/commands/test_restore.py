@@ -108,15 +108,37 @@ def test_the_command_restores_and_says_so(odd: Path, tmp_path: Path) -> None:
     assert tree(tmp_path / "back") == tree(odd)
     result = CliRunner().invoke(app, ["restore", str(tmp_path / "out"), "-o", str(tmp_path / "back")])
     assert result.exit_code == 2
-    assert "is not empty" in result.output
+    assert "is not empty: holds " in result.output
+    assert "choose another output" in result.output
 
 
 def test_a_damaged_folder_is_not_restored(odd: Path, tmp_path: Path) -> None:
     relayout.convert(odd, tmp_path / "out")
     flip(tmp_path / "out" / "model-rank-0-part-0.safetensors", -5)
-    with pytest.raises(FormatError, match=r"tensor '.*': the stored bytes are damaged"):
+    with pytest.raises(
+        FormatError, match=r"out/model-rank-0-part-0\.safetensors: tensor '.*': bytes \d+ to \d+: the stored bytes are"
+    ):
         relayout.restore(tmp_path / "out", tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models--odd", "out"]
+
+
+@pytest.mark.parametrize("layout", ["ranks", "whole"])
+def test_the_damaged_file_is_named_with_its_rank(llama: Path, tmp_path: Path, layout: str) -> None:
+    relayout.convert(llama, tmp_path / "out", tp=2, layout=layout)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    for path in sorted((tmp_path / "out").glob("*.safetensors")):
+        blob = path.read_bytes()
+        start = 8 + int.from_bytes(blob[:8], "little")
+        header = json.loads(blob[8:start])
+        if name in header and "rank-0" not in path.name:
+            begin, end = (start + offset for offset in header[name]["data_offsets"])
+            break
+    flip(path, begin + 5)
+    whose = "" if layout == "whole" else " of rank 1"
+    with pytest.raises(FormatError, match=rf"{path.name}: tensor '{name}': bytes {begin} to {end}{whose}: ") as caught:
+        relayout.restore(tmp_path / "out", tmp_path / "back")
+    assert (caught.value.code, caught.value.path, caught.value.offset) == ("digest", str(path), begin)
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_shard_whose_tensor_was_left_out_is_not_restored_in_part(odd: Path, tmp_path: Path) -> None:

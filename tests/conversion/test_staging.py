@@ -300,7 +300,7 @@ def test_an_empty_output_folder_is_used(tmp_path: Path) -> None:
         ("nowhere/out", "its parent folder does not exist"),
         ("file", "exists and is not a folder"),
         ("file/out", "its parent folder does not exist"),
-        ("full", "is not empty, and not a converted folder"),
+        ("full", "is not empty: holds 'sub', and no relayout.json, so nothing proves"),
         *((f"to-{name}", "exists and is not a folder") for name in ("nothing", "empty", "file", "converted")),
     ],
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -164,6 +166,47 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(folder: Path, tmp_path
         relayout.report(folder, tmp_path / "none" / "page.html")
     assert caught.value.filename is not None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "html", "shard", "config", "link", "dangling", "folder", "fifo"])
+def test_only_an_older_page_is_replaced(kind: str, folder: Path, llama: Path, tmp_path: Path) -> None:
+    model, page, there = tmp_path / "model", tmp_path / "page.html", tmp_path / "there"
+    shutil.copytree(llama, model)
+    relayout.report(folder, page)
+    target = {
+        "shard": next(model.glob("*.safetensors")),
+        "config": model / "config.json",
+    }.get(kind, there)
+    if kind == "text":
+        there.write_text("MINE")
+    elif kind == "empty":
+        there.touch()
+    elif kind == "html":  # A page of somebody who writes about ours.
+        there.write_text(
+            '<!DOCTYPE html>\n<p>&lt;meta name="generator"&gt; <meta name="generator" content="relayout report">'
+        )
+    elif kind in ("link", "dangling"):
+        there.symlink_to(page if kind == "link" else tmp_path / "none")
+    elif kind == "folder":
+        there.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(there)
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    with pytest.raises(PlanError, match="exists and is not a relayout report; choose another -o") as caught:
+        relayout.report(model, target, tp=2)
+    assert (caught.value.path, caught.value.code) == (target, "exists")
+    after = {path: path.lstat() for path in tmp_path.rglob("*")}
+    assert {path: (was.st_ino, was.st_size, was.st_mtime_ns) for path, was in before.items()} == {
+        path: (now.st_ino, now.st_size, now.st_mtime_ns) for path, now in after.items()
+    }
+
+
+def test_an_older_page_is_replaced(folder: Path, llama: Path, tmp_path: Path) -> None:
+    relayout.report(llama, tmp_path / "page.html", tp=2)
+    assert not content_of(tmp_path / "page.html")["converted"]
+    relayout.report(folder, tmp_path / "page.html")
+    assert content_of(tmp_path / "page.html")["converted"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "page.html"]
 
 
 def test_what_cannot_be_shown_is_refused(folder: Path, llama: Path, tmp_path: Path) -> None:

@@ -105,9 +105,12 @@ def test_what_is_not_there_is_named(model: Path, converted: Path, tmp_path: Path
             with pytest.raises(PlanError, match=r"out: rank 1 has no tensor 'model\.norm'") as caught:
                 call("model.norm")
             assert (caught.value.code, caught.value.path) == ("missing", str(converted))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").touch()
     for path, code, message in (
         (model, "option", r"source: not converted \(relayout\.json is missing\); set tp=N"),
         (tmp_path / "nothing", "missing", "nothing: no such file or folder$"),
+        (tmp_path / "notes", "missing", "notes: contains no safetensors file"),
     ):
         with nothing_left_behind(), pytest.raises(PlanError, match=message) as caught:
             relayout.open(path, 0)

@@ -261,10 +261,15 @@ def test_what_is_not_there_is_named(conversions: Conversions, opened: Checkpoint
             call("model.nothing")
     with pytest.raises(PlanError, match=r"nothing: no such file or folder$"):
         relayout.safe_open(tmp_path / "nothing")
-    for path in (conversions.source("llama"), Path(opened.path) / "config.json"):
-        with pytest.raises(PlanError, match=rf"{path.name}: not converted .*safetensors\.safe_open reads") as caught:
+    (tmp_path / "empty").mkdir()
+    for path, code, says in (
+        (conversions.source("llama"), "missing", r"not converted .*safetensors\.safe_open reads"),
+        (Path(opened.path) / "config.json", "invalid", "neither a folder nor a .safetensors file"),
+        (tmp_path / "empty", "missing", "contains no safetensors file"),
+    ):
+        with pytest.raises(PlanError, match=f"{path.name}: {says}") as caught:
             relayout.safe_open(path)
-        assert (caught.value.code, str(caught.value.path)) == ("missing", str(path))
+        assert (caught.value.code, str(caught.value.path)) == (code, str(path))
     with pytest.raises(PlanError, match=r"framework 'np', expected 'pt'"):
         relayout.safe_open(opened.path, framework="np")
     with pytest.raises(PlanError, match=r"device 'cuda:77'"):

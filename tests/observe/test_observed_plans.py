@@ -104,7 +104,7 @@ def test_rules_are_written_by_which_an_array_of_processes_converts_without_vllm(
     plan = tomllib.loads(Path("plan.toml").read_text())
     assert plan["cut"]["out.weight"] == {"dim": 1, "by": "even"}
     assert plan["cut"]["embed.weight"] == "whole"
-    with pytest.raises(PlanError, match="exists"):
+    with pytest.raises(PlanError, match="exists; choose another -o"):
         observe_plan("model", "plan.toml")
     shutil.rmtree(tmp_path / "packages")
     without_vllm(tmp_path, monkeypatch)

@@ -212,7 +212,7 @@ def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> N
         if num_ranks in fitting:
             assert plan_for(source, num_ranks).num_ranks == num_ranks
             continue
-        with pytest.raises(PlanError, match=r"\(this checkpoint can be cut for --tp 1, 2, 4, 12\)$"):
+        with pytest.raises(PlanError, match=r"\(this checkpoint can be cut for 1, 2, 4, 12 ranks\)$"):
             plan_for(source, num_ranks)
 
 
@@ -229,7 +229,7 @@ def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
     family = parse_family('[cut]\nw = { dim = 0, by = "even" }', "mine.toml", "mine")
     assert ranges_of(plan_by(make_source({"w": (4, 3)}, stored_as="F4"), 2, family)) == [((0, 2),), ((2, 2),)]
     with pytest.raises(
-        PlanError, match=r"^checkpoint: tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for --tp 1\)$"
+        PlanError, match=r"^checkpoint: tensor 'w': .*\[2, 3\].* inside a byte.* \(this .* for 1 rank\)$"
     ):
         plan_by(make_source({"w": (2, 3)}, stored_as="F4"), 2, family)
 

@@ -167,7 +167,7 @@ def test_each_degree_that_cuts_no_block_group_or_word_is_accepted_and_a_refusal_
         plan_for(source, refused)
     parts = re.search(
         r"tensor '(?P<name>[^']+)': dim (?P<axis>[01]) of (?P<kind>a quantized weight )?(?P<shape>\[[\d, ]+\]).*"
-        r" \(this checkpoint can be cut for --tp (?P<degrees>[\d, ]+)\)$",
+        r" \(this checkpoint can be cut for (?P<degrees>[\d, ]+) ranks?\)$",
         str(caught.value),
     )
     assert parts, caught.value

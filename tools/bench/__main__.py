@@ -115,7 +115,8 @@ def load(
         limits = [one["drive_gb_per_s"] for one in everything["scenarios"] if one["drive_gb_per_s"]]
         said = [f"WRONG BYTES: {line}" for one in done for line in one.wrong()]
         said += [f"warning: {line}" for line in warnings_of(about, done)] + loads.missing(chosen.values())
-        console.print(verdict(done, loads.TP, median(limits) if limits else None, is_converted=True), *said, sep="\n")
+        text = verdict(about, done, loads.TP, median(limits) if limits else None, is_converted=True)
+        console.print(text, *said, sep="\n")
     if chart_path is not None:
         charts.draw(described, chart_path)
 

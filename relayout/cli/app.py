@@ -191,7 +191,7 @@ def main() -> None:
         try:
             with _errors(as_json="--json" in sys.argv[1:]):
                 try:
-                    code = app(standalone_mode=False)
+                    code = app(prog_name="relayout", standalone_mode=False)
                 except _UsageError as error:
                     if not sys.argv[1:]:  # The error is the help.
                         error.show()
@@ -209,10 +209,11 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 def _usage(error: Any) -> str:
     """The text of an error of usage, in one line, as of all other errors."""
     text = str(error.format_message()).rstrip(".")
-    parameter, name, context = (getattr(error, field, None) for field in ("param", "option_name", "ctx"))
+    parameter, name = getattr(error, "param", None), getattr(error, "option_name", None)
+    context: Any = getattr(error, "ctx", None)
     if parameter is not None and error.message:
         # What typer raises names no value; its cause does, if that is pydantic's.
-        details = getattr(error.__cause__, "errors", lambda: [{}])()[0]
+        details: Any = getattr(error.__cause__, "errors", lambda: [{}])()[0]
         wrong = str(error.message).removeprefix("Value error, ").rstrip(".")
         if str(details.get("type")).startswith("int_"):
             wrong = f"{shown(details['input'])} is not an integer"
@@ -224,7 +225,9 @@ def _usage(error: Any) -> str:
         words = [
             f"-{word.partition('=')[0]}" for word in sys.argv[1:] if word.startswith(name) and not name.startswith("--")
         ]
-        meant = next((f"; did you mean {word!r}?" for word in words if word in known), did_you_mean(name, known))
+        # Without the dashes, which all names have in common.
+        similar = did_you_mean(name[2:], (option[2:] for option in known)).replace("'", "'--", 1)
+        meant = next((f"; did you mean {word!r}?" for word in words if word in known), similar)
         text, advice = f"no such option: {name}", meant or advice
     if ". Did you mean" in text:  # Of a command.
         text, advice = text.replace(". Did", "; did"), ""

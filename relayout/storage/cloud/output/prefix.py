@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from relayout.core.digests import digest_hex
-from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import Version, WritableClient
 from relayout.storage.cloud.output import records
@@ -158,5 +158,6 @@ def check_vacant(output: OutputPrefix, older: Replaceable, *, force: bool) -> No
 
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results of a call for each item."""
-    return each(call, list(items), _NUM_REQUESTS)
+    """The results of a call for each item. If one fails, those that have begun end first: what they create is known."""
+    with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+        return list(pool.map(call, items))

@@ -142,7 +142,8 @@ def test_nothing_is_left_of_a_save_that_failed(place: Path, seen: list[dict[str,
         assert not (place / case).exists()
     assert [member["after"] for member in seen] == [None] * NUM_MEMBERS
     assert weights(place / "full") == converted(place, "llama", 4)
-    assert [path.name for path in place.glob(".*")] == []
+    # A member that is killed cannot be waited for: what another begins after that is left for the next save.
+    assert {path.name for path in place.glob(".*")} <= {".killed.relayout-partial"}
 
 
 def test_a_member_that_is_killed_fails_the_others(seen: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from support.faults import environment
 from support.models import as_integers, expected_slice, llama_files, read_tensors
 from support.mounts import mounted_tmpfs
 from support.profile import IS_LONG
-from support.trees import contents
+from support.trees import content
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -52,7 +52,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected(source: Path, ranks: str) -> Files:
     """What a copy of some ranks has of the folder, but for what says which ranks these are."""
-    everything = contents(source / "ranks")
+    everything = content(source / "ranks")
     others = [f"rank-{rank}" for rank in range(TP) if str(rank) not in ranks]
     own = {"relayout.json", "relayout.chunks"}
     return {name: blob for name, blob in everything.items() if not any(o in name for o in others) and name not in own}
@@ -60,7 +60,7 @@ def expected(source: Path, ranks: str) -> Files:
 
 def assert_copied(source: Path, out: Path, ranks: str = "12") -> None:
     """A folder of these ranks, complete and proven."""
-    found = contents(out)
+    found = content(out)
     assert {name: found[name] for name in found.keys() - {"relayout.json", "relayout.chunks"}} == expected(
         source, ranks
     )
@@ -102,7 +102,7 @@ def test_the_files_are_the_same_and_the_manifest_says_which_ranks(source: Path, 
 def test_a_copy_of_all_ranks_is_the_same_folder(source: Path, tmp_path: Path) -> None:
     for layout in ("ranks", "whole"):
         relayout.copy(source / layout, tmp_path / layout)
-        assert contents(tmp_path / layout) == contents(source / layout)
+        assert content(tmp_path / layout) == content(source / layout)
 
 
 def test_a_copy_of_a_copy_has_fewer_ranks(source: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_copy_of_a_copy_has_fewer_ranks(source: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"three: of 4 ranks it has only 0-2, and lacks 3"):
         relayout.copy(tmp_path / "three", tmp_path / "other", ranks="2-3")
     relayout.copy(source / "ranks", tmp_path / "directly", ranks="1-2")
-    assert contents(tmp_path / "directly") == contents(tmp_path / "out")
+    assert content(tmp_path / "directly") == content(tmp_path / "out")
 
 
 @pytest.mark.parametrize("ranks", ["", "4", "-1", "2-1", "0-99999999999", "x", [], [-1], [True], range(5)])
@@ -136,7 +136,7 @@ def test_whole_tensors_come_along_and_give_everything(source: Path, tmp_path: Pa
     assert all(np.array_equal(found[name], whole[name]) for name in whole)
     assert not relayout.verify(out, source=source / "model").differences
     assert relayout.restore(out, tmp_path / "back").num_tensors == len(whole)
-    assert contents(tmp_path / "back") == contents(source / "model")
+    assert content(tmp_path / "back") == content(source / "model")
     with relayout.safe_open(out) as view:
         assert all(np.array_equal(as_integers(view.get_tensor(name)), whole[name]) for name in whole)
     for rank in range(2):  # Of which the folder has no slices.
@@ -370,7 +370,7 @@ def shelf() -> Iterator[toy_store.Shelf]:
 
 def test_from_a_store_only_what_the_ranks_need_is_fetched(source: Path, shelf: toy_store.Shelf, tmp_path: Path) -> None:
     relayout.copy(source / "ranks", "toy://copies/all")
-    assert {name.removeprefix("all/"): shelf.objects[name][0] for name in shelf.names("all/")} == contents(
+    assert {name.removeprefix("all/"): shelf.objects[name][0] for name in shelf.names("all/")} == content(
         source / "ranks"
     )
     shelf.log.clear()
@@ -443,9 +443,9 @@ def test_the_files_of_ranks_are_what_other_tools_copy(source: Path, tmp_path: Pa
     command = ["xargs", "-0", "cp", "--parents", "-t", str(out)]
     subprocess.run(command, input=names.encode(), cwd=source / "ranks", check=True)
     needed = relayout.files(source / "ranks", ranks="1-2")
-    assert contents(out) == {file.name: (source / "ranks" / file.name).read_bytes() for file in needed.files}
-    assert needed.nbytes == sum(map(len, contents(out).values()))
-    assert contents(out).keys() == {*expected(source, "12"), "relayout.json", "relayout.chunks"}
+    assert content(out) == {file.name: (source / "ranks" / file.name).read_bytes() for file in needed.files}
+    assert needed.nbytes == sum(map(len, content(out).values()))
+    assert content(out).keys() == {*expected(source, "12"), "relayout.json", "relayout.chunks"}
     for rank in (1, 2):
         found = relayout.load(out, rank, verify=True)
         assert all(found[name].equal(tensor) for name, tensor in relayout.load(source / "ranks", rank).items())
@@ -470,7 +470,7 @@ def test_rsync_takes_the_names(source: Path, tmp_path: Path) -> None:
         check=True,
     )
     needed = relayout.files(source / "ranks", ranks="1-2")
-    assert contents(tmp_path / "out").keys() == {file.name for file in needed.files}
+    assert content(tmp_path / "out").keys() == {file.name for file in needed.files}
 
 
 def test_the_names_are_printed_in_three_forms(source: Path) -> None:

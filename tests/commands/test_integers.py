@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.trees import contents
+from support.trees import content
 
 import relayout
 from relayout.errors import PlanError
@@ -25,10 +25,10 @@ def test_integers_of_numpy_are_as_good_as_pythons(llama: Path, tmp_path: Path) -
         threads=np.int8(2),  # type: ignore[arg-type]
         memory=np.int32(2**24),  # type: ignore[arg-type]
     )
-    assert contents(tmp_path / "theirs") == contents(tmp_path / "ours")
-    assert len(contents(tmp_path / "ours")) > 8
+    assert content(tmp_path / "theirs") == content(tmp_path / "ours")
+    assert len(content(tmp_path / "ours")) > 8
     relayout.restore(tmp_path / "ours", tmp_path / "back", threads=np.int64(1), memory=np.int64(2**24))  # type: ignore[arg-type]
-    assert contents(tmp_path / "back") == contents(llama)
+    assert content(tmp_path / "back") == content(llama)
     assert relayout.inspect(tmp_path / "ours", rank=np.int16(1)) == relayout.inspect(tmp_path / "ours", rank=1)  # type: ignore[arg-type]
     assert str(relayout.plan_conversion(llama, tp=np.int64(2)).output).endswith("/llama-tp2")  # type: ignore[arg-type]
 

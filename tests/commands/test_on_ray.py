@@ -13,7 +13,7 @@ import pytest
 from support.bits import flip
 from support.fake_ray import FakeRay
 from support.loader_fixtures import MIB, mlp_model
-from support.trees import contents
+from support.trees import content
 from typer.testing import CliRunner
 
 import relayout
@@ -42,7 +42,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def assert_same(output: Path, source: Path) -> None:
-    assert contents(output) == contents(source.parent / "expected")
+    assert content(output) == content(source.parent / "expected")
     assert not list(output.parent.glob(".*"))
 
 

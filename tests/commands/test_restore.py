@@ -13,7 +13,7 @@ from support.bits import flip
 from support.conversions import OF_EACH_KIND, Conversions, grouped
 from support.rebuilding import rebuild
 from support.training import tree
-from support.trees import contents
+from support.trees import content
 from typer.testing import CliRunner
 
 import relayout
@@ -27,7 +27,7 @@ def test_a_checkpoint_of_each_kind_comes_back(name: str, conversions: Conversion
     source = conversions.source(name)
     relayout.convert(source, tmp_path / "out", tp=conversions.largest(name), align=512, max_part_nbytes=100_000)
     relayout.restore(tmp_path / "out", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(source)
+    assert content(tmp_path / "back") == content(source)
 
 
 def write_shard(path: Path, header: str, data: bytes) -> None:
@@ -77,14 +77,14 @@ def test_a_single_file_comes_back(odd: Path, tmp_path: Path) -> None:
     relayout.convert(odd / "first.safetensors", tmp_path / "out")
     relayout.restore(tmp_path / "out", tmp_path / "back")
     names = ("first.safetensors", "config.json")  # And what it was planned by.
-    assert contents(tmp_path / "back") == {name: (odd / name).read_bytes() for name in names}
+    assert content(tmp_path / "back") == {name: (odd / name).read_bytes() for name in names}
 
 
 def test_expert_parallel_folders_come_back(conversions: Conversions, tmp_path: Path) -> None:
     source = conversions.source("qwen3_moe")
     relayout.convert(source, tmp_path / "out", tp=4, expert_parallel=True)
     relayout.restore(tmp_path / "out", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(source)
+    assert content(tmp_path / "back") == content(source)
 
 
 def test_a_large_interleaved_tensor_comes_back(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_large_interleaved_tensor_comes_back(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps({"model_type": "bloom", "n_head": heads, "hidden_size": hidden}))
     relayout.convert(source, tmp_path / "out", tp=4, memory=2 * 2**20)
     relayout.restore(tmp_path / "out", tmp_path / "back", memory=2 * 2**20)
-    assert contents(tmp_path / "back") == contents(source)
+    assert content(tmp_path / "back") == content(source)
     assert relayout.verify(tmp_path / "out", source=source).ok
 
 

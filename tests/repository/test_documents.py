@@ -22,6 +22,7 @@ from support.hub_models import MODELS
 from support.models import as_integers
 from support.tools import built_command
 from support.training import next_step, tree
+from support.trees import content
 from support.vector_edits import BASES, laid_out, vectors
 from typer.testing import CliRunner
 
@@ -373,11 +374,13 @@ def test_the_commands_of_the_readme_run(with_llama: Path) -> None:
         ["relayout", "convert"],
         ["relayout", "verify"],
         ["vllm", "serve"],
+        ["relayout", "restore"],
     ]
-    for line in lines[:3]:
+    for line in [*lines[:3], lines[4]]:
         result = CliRunner().invoke(app, line[1:])
         assert result.exit_code == 0, result.output
     assert (with_llama / lines[3][2] / "relayout.json").is_file()
+    assert content(with_llama / lines[4][-1]) == content(with_llama / lines[1][2])
     names: dict[str, Any] = {}
     exec(blocks(section, "python")[0], names)
     assert names["tensors"]["model.norm.weight"].shape == (128,)

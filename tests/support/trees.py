@@ -21,8 +21,3 @@ def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
             own = (0, 0) if name in folders else (status.st_size, status.st_mtime_ns)
             found[str(path.relative_to(folder))] = (status.st_mode, *own)
     return found
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -79,9 +79,9 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known)
 
 
-def _stage(options: Options, report: Callable[[int], None] | None, before: int) -> Options:
+def _stage(options: Options, report: Callable[[int], None], before: int) -> Options:
     """The options for a part of the load that starts after `before` bytes."""
-    return replace(options, progress=None if report is None else lambda done, total: report(before + done))
+    return replace(options, progress=lambda done, total: report(before + done))
 
 
 def _fill(

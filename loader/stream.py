@@ -279,8 +279,7 @@ def _stream(
                 views = make_views(to_device(memory, options.device), part.tensors)
                 del memory
                 done += part.nbytes
-                if report is not None:
-                    report(done)
+                report(done)
                 yield from _each(views, running, stop)
                 window.give(index)
             with collective():

@@ -92,13 +92,12 @@ def load_exchanged(
             for before, each in zip([None, *rounds], rounds, strict=False):
                 with mail.exchange(each):
                     done += mail.unpack(before)
-                    if report is not None:
-                        report(done)
+                    report(done)
                     mail.pack(each, ahead)
             with group.collective():
                 done += mail.unpack(rounds[-1] if rounds else None)
                 ahead.job.join()
-                running[0].join(None if report is None else lambda nbytes: report(done + nbytes))
+                running[0].join(report.after(done))
                 return make_views(base, tensors)
     except BaseException as error:
         for job in running:

@@ -137,8 +137,7 @@ def load_together(
                     running.settle()
                 group.broadcast(each.within(base))
                 done += sum(portion.nbytes for portion in each.portions)
-                if report is not None:
-                    report(done)
+                report(done)
             with group.collective():
                 running.join()
                 if _believes_none(source):

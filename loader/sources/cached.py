@@ -90,11 +90,9 @@ class CachedStore(LocalStore):
         with reporting(progress, "fetching", sum(file.nbytes for file in missing)) as report:
             done = 0
             for file in missing:
-                on_progress = None if report is None else lambda nbytes, before=done: report(before + nbytes)
-                self.lease.keep(file.name, partial(_fetch_file, self.folder, file, on_progress))
+                self.lease.keep(file.name, partial(_fetch_file, self.folder, file, report.after(done)))
                 done += file.nbytes
-            if report is not None:
-                report(done)
+            report(done)
 
 
 def cached(remote: Store, manifest: Manifest, blob: bytes, cache: Cache) -> CachedStore:
@@ -136,7 +134,7 @@ def keep(store: CachedStore, cache: Cache, names: Sequence[str], progress: Progr
     return True
 
 
-def _fetch_file(folder: Path, file: StoredFile, on_progress: Callable[[int], None] | None, name: str) -> None:
+def _fetch_file(folder: Path, file: StoredFile, on_progress: Callable[[int], None], name: str) -> None:
     """Fetch a weight file to the drive, by several requests at a time, and prove its bytes."""
     assert file.proof is not None
     proof, digests = file.proof, file.proof.chunk_digests()

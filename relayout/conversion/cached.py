@@ -139,7 +139,7 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease, progr
         while not _is_published(planned):
             if not _step(planned, lease, left):
                 time.sleep(_POLL_SECONDS)
-            elif report is not None:
+            else:
                 report(sum(planned.nbytes_of(unit) for index, unit in enumerate(units) if index not in left))
 
 

@@ -159,7 +159,7 @@ def _run_units(
     done: Written,
     threads: int,
     chunk_nbytes: int,
-    report: Callable[[int], None] | None,
+    report: Callable[[int], None],
 ) -> Written:
     """Convert one unit after the other, but for tensors that are done. Returns the digests of all tensors and files."""
     layout = conversion.layout
@@ -171,8 +171,7 @@ def _run_units(
             journal.add(Written(complete))
 
     def on_progress(nbytes: int) -> None:
-        if report is not None:
-            report(passed + resumed + nbytes)
+        report(passed + resumed + nbytes)
 
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
     passed = 0

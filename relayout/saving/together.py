@@ -124,7 +124,7 @@ def _write(
     staging: Staging,
     threads: int,
     chunk_nbytes: int,
-    report: Callable[[int], None] | None,
+    report: Callable[[int], None],
 ) -> Written:
     """Write this member's files, and serve the others."""
     own = shares[group.index]
@@ -144,8 +144,7 @@ def _write(
             done = run_unit(plan, unit, staging, threads=threads, deliver=deliver)
             headers.write(unit, done)
             written = Written({**written.tensors, **done.tensors}, {**written.chunks, **done.chunks})
-        if report is not None:
-            report(planned.layout.nbytes * (unit + 1) // num_units)
+        report(planned.layout.nbytes * (unit + 1) // num_units)
     return written
 
 

@@ -1,4 +1,4 @@
-"""Writes the parts of the documents that are made: families, commands, packages, engines, the tables of a fleet.
+"""Writes the parts of the documents that are made: families, commands, packages, engines.
 
 `tools/run documents` rewrites them; the tests compare. A part lies between two comments, `<!-- NAME: ... -->` and
 `<!-- end -->`.
@@ -15,7 +15,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-import fleet
 from support.layers import LAYERS
 from typer.main import get_command
 
@@ -115,7 +114,6 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "engines": (_ROOT / "relayout" / "engines" / "ENGINES.md", engines),
     "commands": (_ROOT / "relayout" / "cli" / "COMMANDS.md", commands),
     "packages": (_ROOT / ".github" / "CONTRIBUTING.md", packages),
-    "fleet": (_ROOT / "tools" / "ESTIMATES.md", fleet.tables),
 }
 
 

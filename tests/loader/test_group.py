@@ -98,12 +98,12 @@ def test_nothing_is_assigned_where_there_is_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`source`, converted as `out`: 16 MB a rank, in two files; `foreign` is a conversion of other bytes."""
+    """`source`, converted as `out`: 8 MB a rank, in two files; `foreign` is a conversion of other bytes."""
     place = tmp_path_factory.mktemp("group")
     for seed, name in enumerate(("out", "foreign")):
-        source = mlp_model(place / f"source{seed or ''}", num_layers=4, width=6144, seed=seed)
-        relayout.convert(source, place / name, tp=2, max_part_nbytes=9 * MIB)
-    relayout.convert(place / "source", place / "signed", tp=2, max_part_nbytes=9 * MIB, digest="sha256")
+        source = mlp_model(place / f"source{seed or ''}", num_layers=2, width=6144, seed=seed)
+        relayout.convert(source, place / name, tp=2, max_part_nbytes=5 * MIB)
+    relayout.convert(place / "source", place / "signed", tp=2, max_part_nbytes=5 * MIB, digest="sha256")
     relayout.sign(place / "signed", key=make_keys(place).key)
     return place
 
@@ -122,10 +122,10 @@ def rank_nbytes(place: Path, reads: int = 1) -> int:
 STREAMED = ["streamed", "streamed, verified", "streamed, directly"]
 
 
-@pytest.mark.parametrize("case", ["auto", "direct", "buffered", "store", "verified", *STREAMED, "afterwards"])
+@pytest.mark.parametrize("case", ["direct", "buffered", "store", "verified", *STREAMED, "afterwards"])
 def test_every_member_has_the_tensors_of_the_rank(place: Path, group: list[dict[str, Any]], case: str) -> None:
     expected = digests(stored_in(place / "out", 1))
-    assert len(expected) > 20
+    assert len(expected) > 12
     assert [member[case]["tensors"] for member in group] == [expected] * NUM_MEMBERS
 
 
@@ -154,7 +154,7 @@ def test_at_another_degree_and_some_tensors_only(place: Path, group: list[dict[s
     quarter = digests(relayout.load(place / "out", 2, tp=4))
     some = {name: one for name, one in digests(stored_in(place / "out", 1)).items() if ".0.mlp." in name}
     assert some
-    cases = {"one rank": whole, "one rank, verified": whole, "four ranks": quarter, "streamed, four ranks": quarter}
+    cases = {"one rank, verified": whole, "four ranks": quarter, "streamed, four ranks": quarter}
     for case, expected in {**cases, "some": some, "streamed, some": some}.items():
         assert [member[case]["tensors"] for member in group] == [expected] * NUM_MEMBERS, case
 

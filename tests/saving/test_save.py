@@ -193,8 +193,7 @@ def test_of_a_save_that_is_killed_there_is_the_old_folder_or_the_new(tmp_path: P
     relayout.save(tensors, tmp_path / "new", config=CONFIG, tp=2)
     relayout.save({"x": torch.ones(4)}, output)
     before = files(output)
-    imports = f"{prestarted.GROUP},torch.distributed.tensor,relayout.saving.api,support.saving_worker"
-    child = prestarted.run(output, num_calls, script=_SAVES, imports=imports, env=prestarted.ONE_THREAD)
+    child = prestarted.run(output, num_calls, script=_SAVES, imports=prestarted.GROUP, env=prestarted.ONE_THREAD)
     assert child.returncode in (-signal.SIGKILL, 0)
     found = files(output)
     assert found == before or found.keys() == files(tmp_path / "new").keys()

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.xdist_group("group")
 
 SCRIPT = "from support.saving_worker import main; main()"
 OF_MODELS = "from support.saving_worker import of_models; of_models()"
-IMPORTS = f"{prestarted.GROUP},torch.distributed.tensor,relayout.saving.api,support.saving_worker"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def url(place: Path) -> str:
 def seen(place: Path, url: str) -> list[dict[str, Any]]:
     """The errors that each process saw."""
     variables = {**prestarted.ONE_THREAD, **s3_server.environment(s3_server.shared()), "SAVE_URL": url}
-    done = prestarted.run(place, script=SCRIPT, imports=IMPORTS, env=variables)
+    done = prestarted.run(place, script=SCRIPT, imports=prestarted.GROUP, env=variables)
     assert done.returncode == 0, done.stderr
     return [json.loads((place / f"member-{number}.json").read_text()) for number in range(NUM_MEMBERS)]
 
@@ -166,7 +165,7 @@ def test_of_a_save_that_is_killed_there_is_the_old_folder_or_the_new(
     output = tmp_path / "out"
     relayout.save({"x": torch.ones(4)}, output)
     before = weights(output)
-    given = {"script": "from support.saving_worker import killed; killed()", "imports": IMPORTS}
+    given = {"script": "from support.saving_worker import killed; killed()", "imports": prestarted.GROUP}
     done = prestarted.run(tmp_path, member, num_calls, env=prestarted.ONE_THREAD, **given)
     assert done.returncode == 0, done.stderr
     found = weights(output)
@@ -188,7 +187,7 @@ def converted_parts(place: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("models")
-    imports = f"{IMPORTS},{prestarted.TRANSFORMERS},torch.distributed.fsdp"
+    imports = f"{prestarted.GROUP},{prestarted.TRANSFORMERS},torch.distributed.fsdp"
     done = prestarted.run(place, script=OF_MODELS, imports=imports, env=prestarted.ONE_THREAD)
     assert done.returncode == 0, done.stderr
     return place

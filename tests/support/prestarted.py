@@ -29,7 +29,7 @@ from typing import Any
 from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
-_OF_ONE_CHILD = ("AWS_", "FAULTS", "PYTEST_CURRENT_TEST")
+_OF_ONE_CHILD = ("AWS_", "FAULTS", "PYTEST_CURRENT_TEST", "SAVE_URL")
 """The beginnings of variables that nothing looks at while it is imported."""
 COMMANDS = (
     "relayout.cli.app,relayout.cli.render,relayout.cli.console,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
@@ -40,7 +40,8 @@ LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,
 """What a load and `relayout doctor` import."""
 GROUP = (
     f"{LOADER},torch.distributed,relayout.loader.group.sharing,relayout.engines.deferred_copies,"
-    "support.group_worker,support.replicas_worker,support.updates_worker,support.fake_vllm,support.conversions"
+    "torch.distributed.tensor,relayout.saving.api,support.group_worker,support.replicas_worker,support.updates_worker,"
+    "support.saving_worker,support.fake_vllm,support.conversions"
 )
 """What the members of a process group import. Tests that have some are in one group of pytest-xdist, "group"."""
 TRANSFORMERS = "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers"

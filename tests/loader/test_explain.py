@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support import prestarted
 from support.headers import entry, file_of
 from support.loader_fixtures import nothing_left_behind
 from support.mounts import mounted_tmpfs
@@ -30,8 +29,10 @@ from support.page_cache import (  # noqa: F401
     without_residency,
     write_cold,
 )
+from typer.testing import CliRunner
 
 import relayout
+from relayout.cli.app import app
 from relayout.errors import PlanError
 from relayout.loader.diagnose.doctor import diagnose
 from relayout.storage.local.mounts import filesystem_of
@@ -54,10 +55,10 @@ RANK_NBYTES = 1024 * 1024 * 4 + 1024 * 1024 * 4 + 1001 + 3 + 3
 """Of either of two ranks."""
 
 
-@pytest.fixture
-def plain(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in two shards; the second one's tensor begins 48 bytes behind a block."""
-    folder = tmp_path / "plain"
+    folder = tmp_path_factory.mktemp("explain") / "plain"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     weight_map = {}
@@ -77,7 +78,7 @@ def plain(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def converted(plain: Path) -> Path:
     """Two ranks in two parts each."""
     relayout.convert(plain, plain.parent / "out", tp=2, max_part_nbytes=5 * MIB)
@@ -335,8 +336,8 @@ def test_another_degree_is_explained_for_both_kinds_of_folders(plain: Path, conv
         expected = tuple(relayout.explain(folder, rank, tp=tp) for rank in range(tp))
         found = diagnose(folder, device="cpu", tp=tp).ranks
         assert list(map(without_residency, found)) == list(map(without_residency, expected))
-    words = ("doctor", converted, "--tp", tp, "--device", "cpu", "--json")
-    told = json.loads(prestarted.run(*words, imports=prestarted.LOADER).stdout)
+    words = ["doctor", str(converted), "--tp", str(tp), "--device", "cpu", "--json"]
+    told = json.loads(CliRunner().invoke(app, words).stdout)
     assert [one["nbytes"] for one in told["ranks"]] == [one.nbytes for one in expected]
     assert all(one.keys() == set(relayout.Explanation.__dataclass_fields__) for one in told["ranks"])
 

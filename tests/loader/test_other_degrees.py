@@ -65,7 +65,7 @@ CASES = sample(
         "int4_groups_asymmetric",
     ],
 )
-"""That rules of all families survive in a record is shown by tests/plans, and any slices of any cuts by test_reshard."""
+"""That the rules of all plans survive in a record is shown by test_recorded_rules, and any slices by test_reshard."""
 
 
 @pytest.mark.parametrize("name", grouped(CASES))

@@ -14,22 +14,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import zstandard
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from relayout.format.sparse import encode, xor_into
 
+if TYPE_CHECKING:
+    import torch
+
 CHUNK = 2**20
 Words = npt.NDArray[np.uint16]
-CONFIG = LlamaConfig(
-    hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192
-)
 
 
 def random_changes(nbytes: int) -> Iterator[tuple[str, Words, Words]]:
@@ -47,14 +46,20 @@ def random_changes(nbytes: int) -> Iterator[tuple[str, Words, Words]]:
 
 def optimizer_steps() -> Iterator[tuple[str, Words, Words]]:
     """BF16 copies of FP32 weights before and after some steps of AdamW."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192
+    )
     torch.manual_seed(0)
     for rate in (1e-6, 1e-5):
-        model = AutoModelForCausalLM.from_config(CONFIG)
+        model = AutoModelForCausalLM.from_config(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         copies = []
         for _ in range(17):
             copies.append(copy_of(model))
-            tokens = torch.randint(CONFIG.vocab_size, (4, 64))
+            tokens = torch.randint(config.vocab_size, (4, 64))
             optimizer.zero_grad()
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
@@ -63,6 +68,8 @@ def optimizer_steps() -> Iterator[tuple[str, Words, Words]]:
 
 
 def copy_of(model: torch.nn.Module) -> Words:
+    import torch
+
     flat = torch.cat([parameter.detach().to(torch.bfloat16).flatten() for parameter in model.parameters()])
     words: Words = flat.view(torch.int16).numpy().view(np.uint16).copy()
     return words

@@ -18,15 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
-from torch import distributed
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import relayout
 
@@ -39,6 +32,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     options = parser.parse_args()
+    import torch.multiprocessing
+
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         given = (Path(folder), options.layers, options.turns)
         torch.multiprocessing.start_processes(member, given, NUM_PROCESSES, start_method="spawn")
@@ -46,6 +41,10 @@ def main() -> None:
 
 
 def member(number: int, folder: Path, num_layers: int, num_turns: int) -> None:
+    import torch
+    from torch import distributed
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed.init_process_group("gloo", f"file://{folder}/meet", rank=number, world_size=NUM_PROCESSES)
@@ -82,6 +81,11 @@ def member(number: int, folder: Path, num_layers: int, num_turns: int) -> None:
 
 def sharded(num_layers: int) -> Any:
     """A model with random weights, of which no process ever has all."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=5632,
@@ -104,6 +108,8 @@ def sharded(num_layers: int) -> Any:
 
 
 def measured(work: Callable[[Path], None], target: Path) -> dict[str, float]:
+    from torch import distributed
+
     distributed.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
     before, started, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()

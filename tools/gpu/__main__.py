@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from gpu.steps import Run, Step
+from gpu.steps import Step, carry_out
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("fastsafetensors>=0.5", "runai-model-streamer>=0.17", "instanttensor")
@@ -35,7 +34,6 @@ def main(
     deadline = time.monotonic() + seconds
     work = work or Path(tempfile.gettempdir(), "relayout-gpu")
     work.mkdir(parents=True, exist_ok=True)
-    run = Run(out.absolute())
     packages = work / "packages"
     environment = {
         "PYTHONPATH": ":".join(map(str, (ROOT, ROOT / "tools", ROOT / "tests", packages))),
@@ -43,14 +41,7 @@ def main(
     }
     install(packages, wheels, environment)
     steps = [step for step in all_steps(out.absolute(), work, layers, device) if fnmatch(step.name, only)]
-    done = run.carry_out(
-        steps,
-        deadline,
-        free_gb=lambda: shutil.disk_usage(work).free / 1e9,
-        environment=environment,
-        tell=lambda line: print(line, flush=True),
-    )
-    if not done:
+    if not carry_out(out.absolute(), steps, deadline, environment):
         raise typer.Exit(75)
 
 
@@ -60,18 +51,16 @@ def all_steps(out: Path, work: Path, layers: int, device: str) -> list[Step]:
     size = EMBEDDING_GB + layers * LAYER_GB
     small = max(2, layers // 4)
     tests = ("-rA", "-q", "-p", "no:cacheprovider", f"--basetemp={work / 'tests'}")
-    steps = [Step("tests", (python, "-m", "pytest", str(ROOT / "tests/loader/test_cuda.py"), *tests), 300, disk_gb=3)]
+    steps = [Step("tests", (python, "-m", "pytest", str(ROOT / "tests/loader/test_cuda.py"), *tests))]
     for name in ("limits", "engine_ways", "sweep"):
         arguments = (str(out / f"{name}.jsonl"), str(work), str(small), device)
-        steps.append(Step(name, (python, "-m", f"gpu.{name}", *arguments), 240, disk_gb=4 * size / 3))
+        steps.append(Step(name, (python, "-m", f"gpu.{name}", *arguments)))
     for scenario in ("one", "whole"):
         for heat in ("cold", "warm"):
-            words = (
-                f"bench load --device {device} --scenario {scenario} --{heat} --size {size:.1f} --runs 3 --limit 120"
-            )
+            words = f"bench load --device {device} --scenario {scenario} --{heat} --size {size:.1f} --runs 3"
             file = out / f"load-{scenario}-{heat}.json"
             command = (python, "-m", *words.split(), "--limit", "120", "--dir", str(work), "--out", str(file))
-            steps.append(Step(f"bench {scenario} {heat}", command, 540, disk_gb=3 * size))
+            steps.append(Step(f"bench {scenario} {heat}", command))
     return steps
 
 

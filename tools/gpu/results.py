@@ -35,14 +35,10 @@ class Results:
             result = what()
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"}
-        self.add(key, {**result, "took_s": round(time.monotonic() - started, 2)})
-        print(json.dumps(self.rows[key]), flush=True)
-
-    def add(self, key: str, row: dict[str, Any]) -> None:
-        """Keep a result, in place of one that is there."""
-        self.rows[key] = {"key": key, **row}
+        row = self.rows[key] = {"key": key, **result, "took_s": round(time.monotonic() - started, 2)}
         with self._path.open("a") as file:
-            file.write(json.dumps(self.rows[key]) + "\n")
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Steps of a long run: what each needs, how it ended, and which are left."""
+"""Steps of a long run: how each ended, and which are left."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-from gpu.results import Results
 
 GRACE_S = 10.0
 """Between the signal that asks a step to end and the one that ends it."""
+LEAST_S = 60.0
+"""With less time left, no step is begun."""
 
 
 @dataclass(frozen=True)
@@ -23,95 +23,54 @@ class Step:
 
     name: str
     command: tuple[str, ...]
-    seconds: float
-    """That it takes at most: with less time left, it is not begun."""
-    disk_gb: float = 0
-    """That it writes."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a step ended."""
+def carry_out(out: Path, steps: Sequence[Step], deadline: float, environment: Mapping[str, str]) -> bool:
+    """Do the steps that have not ended yet, while there is time, and print how each ends; True: none is left.
 
-    key: str
-    """Name of the step."""
-    code: int | None
-    """Exit code; None: it was stopped for lack of time, and will be begun again."""
-    seconds: float
-    why: str = ""
-    """Why it was not begun, or what it said last."""
-
-
-class Run:
-    """The outcomes in a folder, one file for all steps; a log of each beside it."""
-
-    def __init__(self, out: Path) -> None:
-        """Read what is there."""
-        out.mkdir(parents=True, exist_ok=True)
-        self._out = out
-        self._results = Results(out / "steps.jsonl")
-        self.outcomes = {name: Outcome(**row) for name, row in self._results.rows.items()}
-
-    def carry_out(
-        self,
-        steps: Sequence[Step],
-        deadline: float,
-        *,
-        free_gb: Callable[[], float],
-        environment: Mapping[str, str],
-        tell: Callable[[str], None],
-    ) -> bool:
-        """Do the steps that are left, while there is time; True: none is left.
-
-        Args:
-            deadline: of `time.monotonic`.
-            free_gb: what the drive has left.
-        """
-        for step in steps:
-            if step.name in self.outcomes and self.outcomes[step.name].code is not None:
-                continue
-            outcome = self._refusal(step, deadline, free_gb()) or self._do(step, deadline, environment)
-            self.outcomes[step.name] = outcome
-            self._results.add(step.name, asdict(outcome))
-            ended = "stopped, to be continued" if outcome.code is None else f"exit code {outcome.code}"
-            tell(f"{step.name}: {ended} after {outcome.seconds:.0f} s {outcome.why}".rstrip())
-        return all(self.outcomes[step.name].code is not None for step in steps)
-
-    def _refusal(self, step: Step, deadline: float, free_gb: float) -> Outcome | None:
+    Args:
+        out: `NAME.log` has what a step said, `NAME.code` its exit code, once it has ended.
+        deadline: of `time.monotonic`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        ended = out / f"{step.name}.code"
+        if ended.exists():
+            continue
         left = deadline - time.monotonic()
-        if left < min(step.seconds, 60):
-            return Outcome(step.name, None, 0, f"not begun: {max(0, left):.0f} s left")
-        if free_gb < step.disk_gb:
-            return Outcome(step.name, None, 0, f"not begun: {free_gb:.1f} GB free, needs {step.disk_gb:.1f} GB")
-        return None
-
-    def _do(self, step: Step, deadline: float, environment: Mapping[str, str]) -> Outcome:
-        started, log = time.monotonic(), self._out / f"{step.name}.log"
-        with log.open("ab") as file:
-            running = subprocess.Popen(
-                step.command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment, "OUT": str(self._out)},
-                start_new_session=True,
-            )
-            code: int | None
-            try:
-                code = running.wait(max(1.0, deadline - time.monotonic() - GRACE_S))
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(running)
+        if left < LEAST_S:
+            print(f"{step.name}: not begun, {max(0, left):.0f} s left", flush=True)
+            return False
+        log = out / f"{step.name}.log"
+        code = _run(step, log, left - GRACE_S, {**os.environ, **environment, "OUT": str(out)})
+        if code is None:
+            print(f"{step.name}: stopped, to be continued", flush=True)
+            return False
+        ended.write_text(f"{code}\n")
         said = log.read_text(errors="replace").strip().splitlines()
-        seconds = round(time.monotonic() - started, 1)
-        return Outcome(step.name, code, seconds, said[-1][:200] if code and said else "")
+        why = said[-1][:200] if code and said else ""
+        print(f"{step.name}: exit code {code} {why}".rstrip(), flush=True)
+    return True
 
 
-def _end(running: subprocess.Popen[bytes]) -> None:
-    """End a step and all that it has started."""
-    for signal_number, patience in ((signal.SIGTERM, GRACE_S / 2), (signal.SIGKILL, GRACE_S / 2)):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(running.pid, signal_number)
-        with suppress(subprocess.TimeoutExpired):
-            running.wait(patience)
+def _run(step: Step, log: Path, seconds: float, environment: Mapping[str, str]) -> int | None:
+    """The exit code; None: the step was ended for lack of time, with all that it had started."""
+    with log.open("ab") as file:
+        running = subprocess.Popen(
+            step.command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        return running.wait(max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(running.pid, signal_number)
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(GRACE_S / 2)

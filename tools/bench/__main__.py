@@ -20,7 +20,6 @@ import bench
 import relayout
 from bench import chart as charts
 from bench import convert as conversions
-from bench import idea as ideas
 from bench import load as loads
 from bench import memory as memories
 from bench import remote as remotes
@@ -60,7 +59,6 @@ def load(
     size: SizeOption = 5.6,
     runs: RunsOption = 5,
     out: OutOption = None,
-    chart_path: Annotated[Path | None, typer.Option("--chart", help="Draw the results here, as PNG.")] = None,
     peers: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(LOADERS)}. Default: the device's.")] = "",
     scenario: Annotated[str, typer.Option(help="Comma-separated: one rank of 8, all 8, the whole model.")] = (
         ",".join(loads.SCENARIOS)
@@ -111,14 +109,12 @@ def load(
                 done.append(found)
                 everything["scenarios"].append(kept)
                 show([figures([found], kept["drive_gb_per_s"]), *map(Line, failures([found]))])
-                described = _write(out, everything, place)  # What is done is kept, should the rest fail.
+                _write(out, everything, place)  # What is done is kept, should the rest fail.
         limits = [one["drive_gb_per_s"] for one in everything["scenarios"] if one["drive_gb_per_s"]]
         said = [f"WRONG BYTES: {line}" for one in done for line in one.wrong()]
         said += [f"warning: {line}" for line in warnings_of(about, done)] + loads.missing(chosen.values())
         text = verdict(about, done, loads.TP, median(limits) if limits else None, is_converted=True)
         console.print(text, *said, sep="\n")
-    if chart_path is not None:
-        charts.draw(described, chart_path)
 
 
 @app.command()
@@ -128,18 +124,11 @@ def chart(results: Path, png: Path) -> None:
 
 
 @app.command()
-def idea(picture: Path) -> None:
-    """Draw what a rank reads of one layer, before and after the conversion."""
-    ideas.draw(picture)
-
-
-@app.command()
 def remote(
     folder: DirOption = None,
     size: SizeOption = 3.0,
     runs: RunsOption = 3,
     out: OutOption = None,
-    chart_path: Annotated[Path | None, typer.Option("--chart", help="Draw the results here, as PNG.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds that a peer may take.")] = 600,
 ) -> None:
     """Load one rank of 8, and all 8, from S3: a SeaweedFS on this machine; bytes by its own count."""
@@ -151,9 +140,7 @@ def remote(
             Path(scratch), source, runs, limit, progress.print, keep=lambda known: _write(out, known, Path(scratch))
         )
         remotes.print_table(console, results)
-        described = _write(out, results, Path(scratch))
-    if chart_path is not None:
-        remotes.draw(described, chart_path)
+        _write(out, results, Path(scratch))
 
 
 @app.command()
@@ -196,12 +183,6 @@ def slow(
 
 
 @app.command()
-def slow_table(results: list[Path]) -> None:
-    """Print what `slow --out` wrote as Markdown: seconds; bytes moved over needed; share of the link's rate."""
-    print(slows.markdown(row for path in results for row in json.loads(path.read_text())["rows"]))
-
-
-@app.command()
 def memory(
     folder: DirOption = None,
     size: SizeOption = 3.0,
@@ -223,11 +204,9 @@ def _make_source(folder: Path, size: float) -> Path:
     return folder / "source"
 
 
-def _write(out: Path | None, results: dict[str, Any], folder: Path) -> dict[str, Any]:
-    described = {"machine": machine(folder), **results}
+def _write(out: Path | None, results: dict[str, Any], folder: Path) -> None:
     if out is not None:
-        out.write_text(json.dumps(described, indent=1) + "\n")
-    return described
+        out.write_text(json.dumps({"machine": machine(folder), **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

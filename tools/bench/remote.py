@@ -15,7 +15,6 @@ from rich.table import Table
 from support import seaweedfs
 
 import relayout
-from bench.chart import INK, OURS, PALE, THEIRS
 from bench.drive import total_nbytes
 from bench.peers import LOADERS
 from relayout.benchmark.job import Job
@@ -146,51 +145,3 @@ def print_table(console: Console, results: dict[str, Any]) -> None:
             )
             table.add_row(results["peers"][name]["title"], *cells)
         console.print(table)
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """What one rank and all ranks cost, as PNG: bytes out of the server, processor time, memory."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [
-        ("GB that the server sent", lambda one: one["sent_nbytes"] / 1e9, "{:.2f} GB"),
-        ("CPU seconds of the clients", lambda one: one["cpu_seconds"], "{:.1f} s"),
-        ("MiB beyond the tensors", lambda one: one["peak_minus_needed_nbytes"] / 2**20, "{:.0f} MiB"),
-    ]
-    scenarios = results["scenarios"]
-    with pyplot.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK}):
-        figure, axes = pyplot.subplots(len(scenarios), len(panels), figsize=(12, 1.3 + 1.65 * len(scenarios)))
-        for row, (scenario, found) in zip(axes, scenarios.items(), strict=True):
-            for panel, (title, value, shown) in zip(row, panels, strict=True):
-                names = [name for name in found if "failed" not in found[name]]
-                values = [value(found[name]) for name in names]
-                colors = [OURS if name == "relayout" else THEIRS for name in names]
-                panel.barh(range(len(names)), values, color=colors, height=0.6)
-                for place, (name, one) in enumerate(zip(names, values, strict=True)):
-                    label = f"{results['peers'][name]['title']}  {shown.format(one)}"
-                    panel.text(0, place - 0.34, label, va="bottom", fontsize=8.5)
-                panel.set_ylim(len(names) - 0.55, -0.85)
-                panel.set_xlim(0, 1.05 * max(values))
-                panel.axis("off")
-                panel.set_title(f"{scenario}: {title}", loc="left", fontsize=9.5, fontweight="bold")
-        size = f"{results['size_gb']:g} GB"
-        figure.text(
-            0.02,
-            0.98,
-            f"Loading from an object store: a Llama of {size}, TP 8, host memory",
-            fontsize=13,
-            weight="bold",
-            va="top",
-        )
-        note = (
-            "SeaweedFS on loopback; client and server share the machine. relayout reads a converted checkpoint, the"
-            " others the plain one. Run:ai's distributed mode\n(RUNAI_STREAMER_DIST) reads each byte once, too, then"
-            " sends all of the model to every rank by collectives."
-        )
-        figure.text(0.02, 0.015, note, fontsize=8.5, color=PALE)
-        figure.subplots_adjust(left=0.02, right=0.985, top=0.86, bottom=0.14, wspace=0.06, hspace=0.35)
-        figure.savefig(path, dpi=150, facecolor="white")
-        pyplot.close(figure)

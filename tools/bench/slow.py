@@ -204,24 +204,6 @@ def _run(place: Place, link: Link, num_ranks: int, name: str, limit: float) -> d
     }
 
 
-def markdown(rows: Iterable[dict[str, Any]]) -> str:
-    """The rows as a table for documents: a line for each setting, and a column for each loader."""
-    lines: dict[str, dict[str, str]] = {}
-    for row in rows:
-        rate = "" if row["gbit_per_s"] is None else f", {row['gbit_per_s']:g} Gbit/s"
-        ranks = "one of 8" if row["ranks"] == 1 else f"all {row['ranks']}"
-        setting = f"{row['storage']}, {row['latency_ms']:g} ms{rate}, {ranks}"
-        cell = "-"
-        if "failed" not in row:
-            share = "" if row["share_of_link"] is None else f"; {row['share_of_link']:.2f}"
-            cell = f"{row['seconds']:.2f} s; {row['moved_over_needed']:.2f}{share}"
-        lines.setdefault(setting, {})[row["loader"]] = cell
-    loaders = list(dict.fromkeys(name for cells in lines.values() for name in cells))
-    table = [["storage, round trip, link, ranks", *loaders], ["---"] * (1 + len(loaders))]
-    table += [[setting, *(cells.get(name, "") for name in loaders)] for setting, cells in lines.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in table)
-
-
 def print_table(console: Console, rows: Iterable[dict[str, Any]]) -> None:
     """The rows, with a line between settings."""
     table = Table()

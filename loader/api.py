@@ -76,6 +76,8 @@ def load(
             part of its bytes and gets the rest from the others. Its backend must serve `device`. With `verify`, each
             compares the digests of the chunks that it reads. An error of one member is raised by all; a member that
             is killed fails the others at once over gloo, over NCCL after the group's timeout. No cache is used.
+            Of a plain checkpoint each member loads its own rank, any ranks, to the CPU: together they read each byte
+            once, and send each other what several need. That takes 40 MiB of buffers more than `memory`.
         cache: a folder on a local drive, or a `relayout.Cache` with a limit, that keeps the files of ranks that are
             loaded from a remote store: the next load is local. Every byte is proven when it is fetched. A plain
             checkpoint is converted into it first. Processes of a machine share it, and read nothing twice. Default:
@@ -114,7 +116,7 @@ def load(
         if group is not None:
             from relayout.loader.group.sharing import load_together
 
-            return load_together(prepare, group)
+            return load_together(prepare, group, names)
         options = options_of(device, backend, verify, threads, memory, progress)
         source = find_source(path, rank, tp, verify, cache, progress, deltas, trust)
         if into is None:
@@ -162,7 +164,7 @@ def iter_load(
             tensors that are read when they are used.
         memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
             Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
-        group: as for `load`. All members iterate to the end, each in one thread and on one
+        group: as for `load`, of a converted checkpoint. All members iterate to the end, each in one thread and on one
             CUDA stream, and wait for each other; the least `memory` counts for all. A member that stops early fails
             the others.
 

@@ -19,7 +19,7 @@ from relayout.loader.group.received import prove_received
 from relayout.loader.loading import Options, load_arena
 from relayout.loader.pack import ArenaPlan
 from relayout.loader.sources.base import RankSource
-from relayout.loader.sources.columns import TensorColumns
+from relayout.loader.sources.columns import Names, TensorColumns
 from relayout.loader.sources.stored import StoredFile
 from relayout.loader.stream import PartCounter, stream
 from relayout.loader.tensors import make_views, to_device
@@ -83,12 +83,15 @@ def stream_together(
 
 
 def load_together(
-    prepare: Callable[[], tuple[RankSource, ArenaPlan, Options]], process_group: ProcessGroup
+    prepare: Callable[[], tuple[RankSource, ArenaPlan, Options]], process_group: ProcessGroup, names: Names
 ) -> dict[str, torch.Tensor]:
-    """Load one rank together with all other members of a group, who call this for the same one.
+    """Load one rank together with all other members of a group, who call this, too.
+
+    All load the same rank, unless the checkpoint is a plain one.
 
     Args:
         prepare: returns what this member loads.
+        names: of the tensors in it.
 
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `api.load`, on any member.
@@ -96,15 +99,24 @@ def load_together(
     group = Group(process_group)
     with group.collective():
         source, plan, options = prepare()
-        files, grids = _provable(source, plan.files, options)
-        choice, budget = options.choose(files, is_shared=True)
-        portions = assign_reads(plan.reads, group.num_members, grids)
-        identity = _identity(files, plan.arena_nbytes, portions, options.kind, _believes_none(source))
-        mine = _what(source, options), identity
+        if source.is_plain:
+            from relayout.loader.group import exchange  # Imports what plans.
+
+            mine = exchange.identity_of(source, names, options)
+        else:
+            files, grids = _provable(source, plan.files, options)
+            choice, budget = options.choose(files, is_shared=True)
+            portions = assign_reads(plan.reads, group.num_members, grids)
+            mine = (
+                _what(source, options),
+                _identity(files, plan.arena_nbytes, portions, options.kind, _believes_none(source)),
+            )
     _check_same(group, mine)
     if not _shares(source, options):
         with group.collective():
             return load_arena(plan, options)
+    if source.is_plain:
+        return exchange.load_exchanged(source, plan, names, options, group)
     arena: Arena[Any] | None = None
     running: RunningJob | None = None
     stop = Stop()
@@ -164,10 +176,13 @@ def _provable(
     Raises:
         PlanError: they are a plain checkpoint's.
     """
+    if source.is_plain:
+        raise PlanError(
+            "group: iter_load shares converted checkpoints only: convert it, or use load",
+            path=str(source.store),
+            code="unsupported",
+        )
     proofs = [file.proof for file in files if file.proof is not None]
-    if len(proofs) < len(files):
-        what = "group: only reads of a converted checkpoint are shared: convert it"
-        raise PlanError(what, path=str(source.store), code="unsupported")
     if not options.verify and not _believes_none(source):
         return files, [Grid()] * len(files)
     return tuple(file.proven() for file in files), [Grid(proof.data_start, proof.chunk_nbytes) for proof in proofs]

@@ -55,6 +55,11 @@ class RankSource(ABC):
         return None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the checkpoint was not converted: this is a `PlainRank`."""
+        return False
+
+    @property
     def is_as_stored(self) -> bool:
         """Whether the bytes of every tensor are contiguous in a file."""
         return False

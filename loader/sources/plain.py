@@ -37,6 +37,10 @@ class PlainRank(RankSource):
         return [(tensor, cut) for tensor, cut in pairs if cut.slices[self.rank].is_held]
 
     @property
+    def is_plain(self) -> bool:
+        return True
+
+    @property
     def slow_because(self) -> str | None:
         if self.num_ranks == 1:
             return None

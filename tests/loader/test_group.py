@@ -223,9 +223,7 @@ def test_what_fails_on_one_member_fails_all_with_its_reason(group: list[dict[str
     [
         ("verified by one", "all members of a group must load the same"),  # Chunks are assigned otherwise than blocks.
         ("streamed, verified by one", "all members of a group must load the same"),
-        ("plain", "only reads of a converted checkpoint are shared: convert it"),
-        ("streamed, plain", "only reads of a converted checkpoint are shared: convert it"),
-        ("into", "group cannot be combined with into"),
+        ("plain", "iter_load shares converted checkpoints only"),
         ("mapped", "which a group cannot share"),
         ("streamed, mapped", "which a group cannot share"),
     ],

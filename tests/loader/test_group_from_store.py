@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import s3_server, seaweedfs, store_contract
-from support.conversions import stored_in
+from support.conversions import stock_tensors, stored_in
 from support.group_worker import NUM_MEMBERS, digests, load_together
 from support.loader_fixtures import MIB, mlp_model
 
@@ -29,6 +29,7 @@ class Place:
 
     folder: Path
     url: str
+    """Of the conversion; that of the source ends in `-source`."""
     sent_nbytes: Callable[[], int]
     """Bytes of objects that the server has sent until now."""
     environment: dict[str, str]
@@ -51,11 +52,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     if IS_REAL:
         url = f"s3://{store_contract.BUCKET}/{folder.name}"
         relayout.convert(source, url, tp=2, max_part_nbytes=5 * MIB)
+        relayout.restore(url, f"{url}-source")
         yield Place(folder, url, lambda: seaweedfs.sent_nbytes(store_contract.BUCKET), {})
         return
     with s3_server.running() as server:
-        for file in (folder / "out").iterdir():
-            server.put("models", f"out/{file.name}", file.read_bytes())
+        for name, prefix in (("out", "out"), ("source", "out-source")):
+            for file in (folder / name).iterdir():
+                server.put("models", f"{prefix}/{file.name}", file.read_bytes())
         yield Place(folder, "s3://models/out", lambda: server.sent_nbytes, s3_server.environment(server))
 
 
@@ -65,3 +68,10 @@ def test_the_server_sends_the_rank_once(place: Place, tmp_path: Path, options: d
     assert found == [digests(stored_in(place.folder / "out", 1))] * NUM_MEMBERS
     # Each reads manifest, table and the beginning of each file.
     assert place.rank_nbytes() <= sent <= 1.05 * place.rank_nbytes()
+
+
+def test_the_server_sends_a_plain_checkpoint_once(place: Place, tmp_path: Path) -> None:
+    found, sent = place.run(tmp_path, path=f"{place.url}-source", tp=NUM_MEMBERS)
+    assert found == [digests(relayout.load(place.folder / "out", rank, tp=NUM_MEMBERS)) for rank in range(NUM_MEMBERS)]
+    nbytes = sum(tensor.nbytes for tensor in stock_tensors(place.folder / "source").values())
+    assert nbytes <= sent <= 1.02 * nbytes

@@ -137,7 +137,7 @@ def main() -> None:
 def from_store() -> None:
     """One load by four processes: `FOLDER CASE`, the latter `{"path": ..., "rank": ..., "by": "load", ...}` as JSON.
 
-    "environment" are more variables.
+    Without a rank, each loads that of its own number. "environment" are more variables.
     """
     folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
     os.environ.update(case.pop("environment", {}))
@@ -152,6 +152,7 @@ def _load_from_store(folder: Path, case: dict[str, Any], number: int) -> None:
 
     join(folder, number)
     load = getattr(api, case.pop("by", "load"))
+    case.setdefault("rank", number)
     found = digests(dict(load(group=dist.group.WORLD, **case)))
     (folder / f"member-{number}.json").write_text(json.dumps(found))
 
@@ -204,8 +205,7 @@ def _member(folder: Path, number: int) -> None:
     case("another rank", rank=number // 3)
     case("verified by one", verify=number == 0)
     case("another conversion", str(folder / "foreign") if number == 2 else out)
-    case("plain", str(folder / "source"), tp=2)
-    case("into", out, into={})
+    case("plain", str(folder / "source"), tp=2, by=stream)
     case("no such rank", rank=7 if number == 1 else 1)
     case("mapped", out, backend="mapped")
     case("bad option", threads=0 if number == 3 else None)
@@ -222,7 +222,6 @@ def _member(folder: Path, number: int) -> None:
     case("streamed, some", by=stream, names="**.0.mlp.**")
     case("streamed, another rank", rank=number // 3, by=stream)
     case("streamed, verified by one", by=stream, verify=number == 0)
-    case("streamed, plain", str(folder / "source"), tp=2, by=stream)
     case("streamed, mapped", out, by=stream, backend="mapped")
     case("streamed, bad option", by=stream, memory="1" if number == 1 else None)
     check_same = sharing._check_same

@@ -39,7 +39,7 @@ COMMANDS = (
 LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
 """What a load and `relayout doctor` import."""
 GROUP = (
-    f"{LOADER},torch.distributed,relayout.loader.group.sharing,relayout.engines.deferred_copies,"
+    f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.deferred_copies,"
     "torch.distributed.tensor,relayout.saving.api,support.group_worker,support.replicas_worker,support.updates_worker,"
     "support.saving_worker,support.fake_vllm,support.conversions"
 )

@@ -1,0 +1,200 @@
+"""The exchange between members with different slices: each byte is read once, and arrives where it is needed, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relayout.core.extents import BLOCK, Transfer
+from relayout.core.slices import NOT_HELD, WHOLE, Slice, slice_transfers
+from relayout.loader.group.exchange_plan import CHUNK_NBYTES, Chunk, Divided, Division, Round, plan_exchange
+
+DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32}
+Array = Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors in files of random bytes, and what each member has to have of them, by numpy."""
+
+    files: list[Array]
+    tensors: list[Divided]
+    expected: list[list[Array]]
+    """For each tensor and member: the bytes of the slice."""
+    num_members: int
+    max_gap: int
+
+
+@st.composite
+def slices(draw: st.DrawFn, shape: tuple[int, ...], num_members: int) -> list[Slice]:
+    """Of each member: cut evenly, into parts that some share, anyhow, whole, or not held."""
+    kind = draw(st.sampled_from(["even", "even", "shared", "any", "whole", "owned"]))
+    axis = draw(st.integers(0, len(shape) - 1))
+    if kind == "whole":
+        return [WHOLE] * num_members
+    if kind == "owned":
+        owner = draw(st.integers(0, num_members))
+        return [WHOLE if member == owner else NOT_HELD for member in range(num_members)]
+    if kind == "any":
+        places = st.integers(0, shape[axis])
+        pairs = st.lists(st.tuples(places, places).map(sorted), max_size=3)
+        return [Slice.along(axis, [(low, high - low) for low, high in draw(pairs)]) for _ in range(num_members)]
+    degree = draw(st.integers(1, 5))
+    ranks = [draw(st.integers(0, degree - 1)) for _ in range(num_members)] if kind == "shared" else range(num_members)
+    ends = np.linspace(0, shape[axis], (degree if kind == "shared" else num_members) + 1).astype(int).tolist()
+    return [Slice.along(axis, [(ends[rank], ends[rank + 1] - ends[rank])]) for rank in ranks]
+
+
+def taken(whole: Array, part: Slice) -> Array:
+    """The bytes of a slice, by numpy."""
+    if not part.is_held:
+        return np.zeros(0, np.uint8)
+    for axis, ranges in part.by_axis or ():
+        numbers = [number for start, length in ranges for number in range(start, start + length)]
+        whole = whole.take(np.array(numbers, int), axis)
+    return np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_members = draw(st.integers(1, 5))
+    max_gap = draw(st.sampled_from([0, 64, 1000, 2**18]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    files, tensors, expected = [], [], []
+    for file in range(draw(st.integers(1, 2))):
+        content = [random.integers(0, 256, draw(st.integers(0, 5000)), np.uint8)]
+        for _ in range(draw(st.integers(0, 5))):
+            offset = sum(map(len, content))
+            dtype = draw(st.sampled_from([*DTYPES]))
+            shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 8, 40, 300]), min_size=1, max_size=3)))
+            while np.prod(shape) > 50_000:
+                shape = shape[1:]
+            whole = random.integers(0, 256, (*shape, DTYPES[dtype]().itemsize), np.uint8)
+            content.append(whole.reshape(-1))
+            parts = draw(slices(shape, num_members))
+            transfers = tuple(slice_transfers(dtype, shape, part) for part in parts)
+            tensors.append(Divided(file, offset, Division.of(transfers, max_gap)))
+            expected.append([taken(whole, part) for part in parts])
+        files.append(np.concatenate(content))
+    order = draw(st.permutations(range(len(tensors))))
+    return Case(files, [tensors[row] for row in order], [expected[row] for row in order], num_members, max_gap)
+
+
+def copied(source: Array, target: Array, written: Array, transfer: Transfer) -> None:
+    for run in transfer.runs():
+        target[run.target : run.target + run.nbytes] = source[run.source : run.source + run.nbytes]
+        written[run.target : run.target + run.nbytes] += 1
+
+
+def carried_out(case: Case, rounds: Sequence[Round]) -> tuple[list[list[Array]], list[list[Array]]]:
+    """What each member has of each tensor after all rounds, and how often each byte was written."""
+    found = [[np.zeros_like(part) for part in parts] for parts in case.expected]
+    written = [[np.zeros_like(part) for part in parts] for parts in case.expected]
+    for chunk in (chunk for each in rounds for chunk in each.chunks):
+        view = case.files[chunk.file][chunk.extent.offset : chunk.extent.end]
+        for member in range(case.num_members):
+            message = np.zeros(chunk.sizes[member], np.uint8)
+            filled = np.zeros_like(message)
+            parts = [*chunk.packed(case.tensors, member)]
+            for _, packed, _ in parts:
+                copied(view, message, filled, packed)
+            assert (filled == 1).all()
+            for row, _, unpacked in parts:
+                copied(message, found[row][member], written[row][member], unpacked)
+            kept = [*chunk.kept(case.tensors, member)]
+            assert [row for row, _ in kept] == [row for row, _, _ in parts]
+            for row, part in kept:
+                again = np.zeros_like(found[row][member])
+                copied(view, again, np.zeros_like(again), part)
+                for run in part.runs():
+                    target = slice(run.target, run.target + run.nbytes)
+                    assert (again[target] == found[row][member][target]).all()
+    return found, written
+
+
+@given(cases(), st.sampled_from([BLOCK, 3 * BLOCK, CHUNK_NBYTES]), st.sampled_from([BLOCK, 2**40]))
+def test_every_byte_arrives_once_and_is_read_once(case: Case, most: int, received: int) -> None:
+    rounds = plan_exchange(case.tensors, case.num_members, most_nbytes=most, most_received=received)
+    found, written = carried_out(case, rounds)
+    read = [np.zeros(file.size, np.uint8) for file in case.files]
+    for each in rounds:
+        for chunk in each.chunks:
+            read[chunk.file][chunk.extent.offset : chunk.extent.end] += 1
+    for row, tensor in enumerate(case.tensors):
+        is_exchanged = bool(tensor.division.exchanged)
+        for member, expected in enumerate(case.expected[row]):
+            assert (written[row][member] == is_exchanged).all()
+            if not is_exchanged:  # Each member reads its own: no other does.
+                for transfer in tensor.division.slices[member]:
+                    for run in transfer.runs():
+                        start = tensor.offset + run.source
+                        read[tensor.file][start : start + run.nbytes] += 1
+                        target = slice(run.target, run.target + run.nbytes)
+                        found[row][member][target] = case.files[tensor.file][start : start + run.nbytes]
+            assert (found[row][member] == expected).all()
+    assert all((times <= 1).all() for times in read)
+
+
+@given(cases(), st.sampled_from([BLOCK, 3 * BLOCK]), st.sampled_from([BLOCK, 8 * BLOCK]))
+def test_chunks_and_rounds_keep_their_limits(case: Case, most: int, received: int) -> None:
+    rounds = plan_exchange(case.tensors, case.num_members, most_nbytes=most, most_received=received)
+    for each in rounds:
+        members = [chunk.member for chunk in each.chunks]
+        assert len(set(members)) == len(members)
+        for member in range(case.num_members):
+            got = sum(chunk.sizes[member] for chunk in each.chunks)
+            assert got <= received or len(each.chunks) == 1
+            for other in range(case.num_members):
+                assert each.sent(member)[other] == each.received(other)[member]
+                mine = [chunk.sizes[other] for chunk in each.chunks if chunk.member == member]
+                assert each.sent(member)[other] == (sum(mine) + 1 if member != other else 0)
+        for chunk in each.chunks:
+            assert 0 < chunk.extent.nbytes <= most
+            blocks = -(-chunk.extent.end // BLOCK) - chunk.extent.offset // BLOCK
+            assert sum(chunk.sizes) <= most or blocks == 1
+            assert_needed(case, chunk)
+
+
+def assert_needed(case: Case, chunk: Chunk) -> None:
+    """What nobody needs is in gaps that are shorter than a request is worth."""
+    needed = np.zeros(chunk.extent.nbytes, bool)
+    for member in range(case.num_members):
+        for _, part in chunk.kept(case.tensors, member):
+            for run in part.runs():
+                needed[run.source : run.source + run.nbytes] = True
+    ends = np.flatnonzero(np.diff(np.concatenate([[1], needed, [1]])))
+    assert all(end - start <= case.max_gap for start, end in ends.reshape(-1, 2))
+
+
+def test_long_runs_of_one_member_each_are_not_exchanged() -> None:
+    halves = [slice_transfers("U8", (8, 1000), Slice.along(0, [(start, 4)])) for start in (0, 4)]
+    assert not Division.of(tuple(halves), 2**18).exchanged
+    columns = tuple(slice_transfers("U8", (8, 1000), Slice.along(1, [(start, 500)])) for start in (0, 500))
+    assert [(one.offset, one.nbytes) for one in Division.of(columns, 2**18).exchanged] == [(0, 8000)]
+    assert not Division.of(columns, 500).exchanged  # Each run is a request of its own.
+
+
+def test_each_member_reads_as_much() -> None:
+    columns = [slice_transfers("U8", (7168, 2048), Slice.along(1, [(start, 512)])) for start in range(0, 2048, 512)]
+    division = Division.of(tuple(columns), 2**18)
+    whole = 7168 * 2048  # Three chunks, and a smaller one for the fourth member.
+    rounds = plan_exchange([Divided(number, 100, division) for number in range(20)], 4)
+    nbytes = Counter[int]()
+    for chunk in (chunk for each in rounds for chunk in each.chunks):
+        nbytes[chunk.member] += chunk.extent.nbytes
+    assert [len(each.chunks) for each in rounds] == [4] * 20
+    assert sum(nbytes.values()) == 20 * whole
+    assert max(nbytes.values()) - min(nbytes.values()) <= CHUNK_NBYTES
+
+
+def test_what_all_hold_is_sent_in_small_chunks() -> None:
+    whole = slice_transfers("U8", (2**24,), WHOLE)
+    rounds = plan_exchange([Divided(0, 0, Division.of((whole,) * 8, 2**18))], 8)
+    assert {chunk.extent.nbytes for each in rounds for chunk in each.chunks} == {CHUNK_NBYTES // 8}
+    assert all(each.chunks[0].sizes == (CHUNK_NBYTES // 8,) * 8 for each in rounds)

@@ -29,7 +29,7 @@ from relayout.engines.metrics import publish
 from relayout.engines.rank_weights import Report
 rank = int(sys.argv[1])
 for cache in ("miss", "hit"):
-    report = Report(rank, 2, 9, 1000 + rank, 0.5, "direct", cache, 0, 0, 0, 2**20, 0, 1, ())
+    report = Report(rank, 2, 9, 1000 + rank, 0.5, "direct", cache, 0, 0, 2**20, 0, 1, ())
     publish(report, logging.getLogger("vllm.relayout"))
 """
 

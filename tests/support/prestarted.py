@@ -39,7 +39,7 @@ COMMANDS = (
 LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
 """What a load and `relayout doctor` import."""
 GROUP = (
-    f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.deferred_copies,"
+    f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.global_tensor,"
     "support.group_worker,support.replicas_worker,support.updates_worker,support.fake_vllm,support.conversions"
 )
 """What the members of a process group import. Tests that have some are in one group of pytest-xdist, "group"."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -22,8 +21,6 @@ from relayout.benchmark.made import write_llama
 NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""
 NUM_TURNS = 5
-RANK_OF = (1, 8)
-"""Degrees at which one rank is loaded."""
 Step = TypeVar("Step")
 LOADED = r"Loading weights took ([\d.]+) seconds"
 
@@ -47,34 +44,6 @@ def measure(environment: Environment, work: Path, _only: str) -> Iterator[tuple[
     yield "machine", machine(work)
     yield "nbytes", total_nbytes(folder)
     yield "ways", {name: dict(_summary(runs)) for name, runs in starts.items()}
-
-
-def placements(environment: Environment, work: Path, _only: str) -> Iterator[tuple[str, Any]]:
-    """One rank's load by vLLM's own classes, in fresh processes, of every way, in turns."""
-    folder = _source(work)
-    yield "machine", machine(work)
-    yield "turns", NUM_TURNS
-    for tp in RANK_OF:
-        converted = converted_of(folder, tp)
-        ways: dict[str, tuple[Path, str, dict[str, Any]]] = {
-            "vLLM, source": (folder, "auto", {}),
-            "relayout, copy": (converted, "relayout", {"placement": "copy"}),
-            "relayout, direct": (converted, "relayout", {"placement": "direct"}),
-        }
-        loads: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-        for name, (path, load_format, options) in _cold([folder, converted], [*ways.items()] * NUM_TURNS):
-            arguments = path, tp, 0, load_format, json.dumps(options)
-            loads[name].append(environment.result(work, "starts.vllm_load", *arguments))
-        assert len({load["digest"] for runs in loads.values() for load in runs}) == 1, "parameters differ"
-        nbytes = loads["vLLM, source"][0]["parameters_nbytes"]
-        medians = {name: dict(_medians(runs)) for name, runs in loads.items()}
-        yield f"rank 0 of {tp}", {"parameters_nbytes": nbytes, **medians}
-
-
-def _medians(runs: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for field in ("seconds", "cpu_s"):
-        yield field, round(median(run[field] for run in runs), 3)
-    yield "beyond_parameters_nbytes", int(median(run["beyond_parameters_nbytes"] for run in runs))
 
 
 def reads(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -290,13 +290,11 @@ class RankWeights:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
-        from relayout.engines import warming
         from relayout.loader.api import warn_if_slow
         from relayout.loader.backends.choice import choose
         from relayout.loader.sources.stored import cached_nbytes
         from relayout.loader.stream import most_memory
 
-        warming.end()
         started = time.perf_counter()
         source, contents, unused = self._found
         options = self._load_options()

@@ -30,17 +30,14 @@ def measure(environment: Environment, work: Path, _only: str) -> Iterator[tuple[
     folder = _source(work)
     converted = converted_of(folder, 1)
     environment = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
-    warm = environment.with_variables(RELAYOUT_WARM=str(converted))
-    ours = {"load_format": "relayout"}
-    ways: dict[str, tuple[Environment, Path, dict[str, Any]]] = {
-        "vLLM, source": (environment, folder, {}),
-        "relayout": (environment, converted, ours),
-        "relayout, RELAYOUT_WARM": (warm, converted, ours),
+    ways: dict[str, tuple[Path, dict[str, Any]]] = {
+        "vLLM, source": (folder, {}),
+        "relayout": (converted, {"load_format": "relayout"}),
     }
     starts: dict[str, list[Start]] = {name: [] for name in ways}
-    for name, (chosen, path, settings) in _cold([folder, converted], [*ways.items()] * NUM_TURNS):
+    for name, (path, settings) in _cold([folder, converted], [*ways.items()] * NUM_TURNS):
         log = work / f"cold start, {name}.log"
-        starts[name].append(start(chosen, path, settings, log, until=LOADED))
+        starts[name].append(start(environment, path, settings, log, until=LOADED))
     yield "machine", machine(work)
     yield "nbytes", total_nbytes(folder)
     yield "ways", {name: dict(_summary(runs)) for name, runs in starts.items()}

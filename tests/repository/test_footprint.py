@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
-from support.patience import PATIENCE
+from support import prestarted
 
+pytestmark = pytest.mark.xdist_group("footprint")
+
+IMPORTS = "torch,pytest,engines.footprint"
+"""And nothing of relayout: what a plugin imports is seen."""
 SCRIPT = """
 import json, os, sys, threading
 import pytest, torch
 from importlib import import_module
-sys.path[:0] = {path!r}
 from engines.footprint import footprint
 import_module("support.fake_{engine}").install(pytest.MonkeyPatch(), with_plugin=False)
 {more}
@@ -33,9 +34,8 @@ CHANGED = {
 
 
 def found(engine: str, more: str = "") -> dict[str, list[str]]:
-    """What is found in a fresh process, before whose plugin `more` is done."""
-    script = SCRIPT.format(engine=engine, more=more, path=[path for path in sys.path if path])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    """What is found in a process of its own, before whose plugin `more` is done."""
+    done = prestarted.run(script=SCRIPT.format(engine=engine, more=more), imports=IMPORTS)
     assert done.returncode == 0, done.stderr
     result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -43,7 +43,10 @@ GROUP = (
     "support.group_worker,support.replicas_worker,support.updates_worker,support.fake_vllm,support.conversions"
 )
 """What the members of a process group import. Tests that have some are in one group of pytest-xdist, "group"."""
-TRANSFORMERS = "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers"
+TRANSFORMERS = (
+    "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers,"
+    "transformers.models.llama.modeling_llama"
+)
 """What tensor-parallel processes import. Tests that have some are in one group of pytest-xdist, "transformers"."""
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """The environment of such processes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import warnings
 from importlib import import_module
@@ -12,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import prestarted
 from support.conversions import stock_tensors
 from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, Tensors, install, model_config
-from support.patience import PATIENCE
 from support.toy_store import shelf
 
 import relayout
@@ -265,6 +264,6 @@ def test_a_vllm_that_has_the_format_itself_gets_the_same_loader(folders: Path, e
 
 def test_registering_where_there_is_no_vllm_raises_nothing_and_loads_no_torch() -> None:
     script = "import sys\nfrom relayout import plugins\nplugins.vllm()\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    done = prestarted.run(script=script)
     assert done.returncode == 0, done.stderr
     assert "not available in this vllm" in done.stderr

@@ -36,6 +36,7 @@ from relayout.observe.elements import Box, box_of, joined, slice_of
 
 NOTHING = -1
 """The number of an element that is of no tensor: a constant, such as padding."""
+_CPU = torch.device("cpu")
 
 _box_of, _slice_of = cache(box_of), cache(slice_of)
 """Layers are alike."""
@@ -203,7 +204,7 @@ class Probe(torch.Tensor):
         """A view of memory; all of it, as a tensor of a checkpoint lies, without a geometry."""
         size, strides, offset = geometry or (memory.shape, row_major(memory.shape), 0)
         self: Probe = torch.Tensor._make_wrapper_subclass(
-            Probe, size, strides=strides, storage_offset=offset, dtype=dtype or memory.dtype, device="cpu"
+            Probe, size, strides=strides, storage_offset=offset, dtype=dtype or memory.dtype, device=_CPU
         )
         self.memory = memory
         return self

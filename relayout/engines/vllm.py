@@ -162,8 +162,8 @@ class _Loading:
     def _load(self, model: Any, model_config: Any) -> None:
         device, is_draft = _device(model), model_config.runner_type == "draft"
         with replicas(_group(device) if self._options.shares and not is_draft else None) as members:
-            self._opened = weights = self.open_weights(model, model_config, members)
-            self._is_stock = weights is None
+            self._opened = self.open_weights(model, model_config, members)
+            self._is_stock = self._opened is None
             super().load_weights(model, model_config)  # type: ignore[misc]
             if self._weights is None:
                 if self._filling is not None:

@@ -40,9 +40,6 @@ def sglang() -> None:
 def _register(engine: str, *arguments: Any) -> None:
     """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone."""
     try:
-        from relayout.engines import warming
-
-        warming.start()
         import_module(f"relayout.engines.{engine}").register(*arguments)
     except Exception as error:
         logging.getLogger(f"{engine}.relayout").warning("relayout: not available in this %s: %r", engine, error)

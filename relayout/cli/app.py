@@ -688,10 +688,7 @@ def warm(
     ] = None,
     threads: Annotated[int, typer.Option(metavar="N", help="Requests in flight.")] = 4,
 ) -> None:
-    """Read files into the page cache before a load.
-
-    An engine with RELAYOUT_WARM=PATH in its environment does this in the background while it starts.
-    """
+    """Read files into the page cache before a load."""
     from relayout.cli import render
     from relayout.commands import warm as warming
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
@@ -38,16 +37,11 @@ class Usage:
         """Refuse to read whole tensors."""
         self.used: set[str] = set()
         """Names of the tensors of which anything has been asked."""
-        self.operations: Counter[str] = Counter()
-        """How many whole tensors have been read for which operation."""
+        self.count = 0
+        """How many whole tensors have been read."""
         self.nbytes = 0
         """Bytes of these."""
         self.lock = threading.RLock()
-
-    @property
-    def count(self) -> int:
-        """How many whole tensors have been read."""
-        return self.operations.total()
 
     def note(self, name: str, operation: str, nbytes: int) -> None:
         """Count a whole tensor that is about to be read; warn of the first.
@@ -58,11 +52,11 @@ class Usage:
         what = f"{operation} needs elements that this rank's slice does not hold"
         if self.strict:
             raise PlanError(what, tensor=name, code="unsupported")
-        if not self.operations:
+        if not self.count:
             warnings.warn(
                 f"tensor {name!r}: {what}: whole tensors are read from all ranks' files, which is slow", stacklevel=2
             )
-        self.operations[operation] += 1
+        self.count += 1
         self.nbytes += nbytes
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from relayout.checkpoint.delta import Paths
     from relayout.conversion.cached import CachedConversion
     from relayout.core.slices import Range, Slice
-    from relayout.engines.deferred_copies import DeferredCopies
     from relayout.engines.global_tensor import Usage
     from relayout.loader.group.collectives import Group
     from relayout.loader.loading import Options
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 _MAX_SHOWN_NAMES = 4
 _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
 """A file that only folders converted for several ranks have."""
-PLACEMENTS = ("auto", "copy", "direct")
-MIN_PLACED_NBYTES = 2**18
-"""Bytes of a rank's slices, on the average, from which on it pays to place them: each costs some 0.1 ms in Python."""
 _UPDATE_NBYTES = 2**27
 """In flight while a live engine's weights are replaced; or what the largest slice needs."""
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|thinker|llm)\.)*layers\.([0-9]+)\.")
@@ -58,9 +54,6 @@ class EngineOptions:
     """Compare every slice with its digest."""
     strict: bool = False
     """Refuse what has to read the slices of other ranks."""
-    placement: str = "auto"
-    """How slices get into the engine's parameters: read "direct" into them where they fit, "copy" by the engine, or
-    "auto", whichever is faster."""
     share: bool = True
     """Data-parallel replicas that load the same rank at the same time read it once, together; see `shares`."""
     cache: str | None = None
@@ -71,7 +64,7 @@ class EngineOptions:
     @property
     def shares(self) -> bool:
         """Whether replicas read together: not where the other options ask for what cannot be shared."""
-        return self.share and self.placement != "direct" and self.backend != "mapped"
+        return self.share and self.backend != "mapped"
 
     @staticmethod
     def parse(values: Mapping[str, object], where: str) -> EngineOptions:
@@ -90,9 +83,6 @@ class EngineOptions:
                 expected = " or ".join(kind.__name__ for kind in allowed)
                 raise PlanError(f"{where}: {name} is {shown(value)}, expected {expected}", code="option")
         options = EngineOptions(**values)  # type: ignore[arg-type]
-        if options.placement not in PLACEMENTS:
-            what = f"placement is {shown(options.placement)}, expected one of {', '.join(PLACEMENTS)}"
-            raise PlanError(f"{where}: {what}", code="option")
         if options.source is not None and scheme_of(options.source) in (None, "hf"):
             what = f"source is {shown(options.source)}, expected a URL such as s3://BUCKET/PREFIX: name it as the model"
             raise PlanError(f"{where}: {what}", code="option")
@@ -192,8 +182,6 @@ class Report:
     num_whole: int
     """Whole tensors that had to be read from the files of all ranks."""
     whole_nbytes: int
-    placed_nbytes: int
-    """That were read straight into the engine's parameters."""
     memory: int
     """Most bytes that the load was allowed to take beside the engine's tensors."""
     page_cache_nbytes: int | None
@@ -212,7 +200,6 @@ class Report:
             f"relayout: rank {self.rank} of {self.num_ranks}: {self.nbytes / 1e9:.3f} GB in {self.seconds:.2f} s"
             f" ({rate / 1e9:.2f} GB/s), {self.num_tensors} tensors, backend {self.backend},"
             f" cache {self.cache}, {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB),"
-            f" {self.placed_nbytes / 1e9:.3f} GB straight into parameters,"
             f" at most {self.memory / 2**20:.0f} MiB beside the tensors{page_cache}{together}"
         )
 
@@ -278,11 +265,9 @@ class RankWeights:
     """For an engine that already has weights: what these make of the converted folder, every byte proven."""
     usage: Usage = field(init=False)
     """What the engine has asked of global tensors."""
-    _copies: DeferredCopies | None = field(init=False, default=None)
     _view: CheckpointView | None = field(init=False, default=None)
     _seconds: float | None = field(init=False, default=None)
     _nbytes: int = field(init=False, default=0)
-    _placed_nbytes: int = field(init=False, default=0)
     _num_tensors: int = field(init=False, default=0)
     _memory: int = field(init=False, default=0)
     _page_cache_nbytes: int | None = field(init=False, default=None)
@@ -305,13 +290,11 @@ class RankWeights:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
-        from relayout.engines import warming
         from relayout.loader.api import warn_if_slow
         from relayout.loader.backends.choice import choose
         from relayout.loader.sources.stored import cached_nbytes
         from relayout.loader.stream import most_memory
 
-        warming.end()
         started = time.perf_counter()
         source, contents, unused = self._found
         options = self._load_options()
@@ -369,8 +352,6 @@ class RankWeights:
     def _tensors(
         self, source: RankSource, contents: TensorColumns, options: Options
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._copies is not None:
-            return self._copies.tensors(contents, options)
         if self.members is not None:
             from relayout.loader.group.sharing import stream_together
 
@@ -378,42 +359,6 @@ class RankWeights:
         from relayout.loader.stream import stream
 
         return stream(contents, options)
-
-    @contextmanager
-    def placing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """While the engine loads: read straight into its parameters and buffers, if the options or the sizes say so.
-
-        Around the engine's whole weight loader, since what that does with its memory has to be seen.
-
-        Args:
-            tensors: parameters and buffers.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: as `relayout.load`.
-        """
-        if not self._pays():
-            yield
-            return
-        from relayout.engines.deferred_copies import DeferredCopies
-
-        self._copies = copies = DeferredCopies(tensors, self.device)
-        try:
-            with copies.watching():
-                yield
-        finally:
-            self._copies = None  # It holds the engine's memory.
-        self._placed_nbytes = copies.nbytes
-
-    def _pays(self) -> bool:
-        """Whether slices are read straight into parameters. What replicas share comes in an order that all have."""
-        if self.lazy or self.members is not None or self.options.placement == "copy":
-            return False
-        if self.options.placement == "direct":
-            return True
-        import torch
-
-        sizes = self._found[1].sizes()
-        return torch.device(self.device).type == "cpu" and sum(sizes) >= MIN_PLACED_NBYTES * len(sizes)
 
     @cached_property
     def _found(self) -> tuple[RankSource, TensorColumns, set[str]]:
@@ -448,7 +393,6 @@ class RankWeights:
             "none" if self._lease is None else "miss" if self._lease.was_filled else "hit",
             self.usage.count,
             self.usage.nbytes,
-            self._placed_nbytes,
             self._memory,
             self._page_cache_nbytes,
             1 if self.members is None else self.members.num_members,

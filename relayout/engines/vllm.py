@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
@@ -163,14 +162,9 @@ class _Loading:
     def _load(self, model: Any, model_config: Any) -> None:
         device, is_draft = _device(model), model_config.runner_type == "draft"
         with replicas(_group(device) if self._options.shares and not is_draft else None) as members:
-            self._opened = weights = self.open_weights(model, model_config, members)
-            self._is_stock = weights is None
-            tensors = [*model.parameters(), *model.buffers()]
-            is_online = any(tensor.is_meta for tensor in tensors)
-            if is_online:
-                _LOGGER.info("relayout: layers that are quantized during the load get copies of their slices")
-            with nullcontext() if weights is None or is_online else weights.placing(tensors):
-                super().load_weights(model, model_config)  # type: ignore[misc]
+            self._opened = self.open_weights(model, model_config, members)
+            self._is_stock = self._opened is None
+            super().load_weights(model, model_config)  # type: ignore[misc]
             if self._weights is None:
                 if self._filling is not None:
                     self._filling.start()

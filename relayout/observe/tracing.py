@@ -1,33 +1,48 @@
 """Notes which elements of tensors reach the memory of a model that an engine's own weight loaders fill.
 
-Needs torch at import time.
+The loaders get probes: tensors with a shape and no bytes. Views of a probe are followed by torch's own strides; what
+else is done with one is told to an `Observer`. Needs torch at import time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
-from relayout.engines.global_tensor import BY_INDEX, MOVES, aten, geometry_of, name_of, without_memory, written_by
-from relayout.engines.probes import Memory, Probe, Watcher
+from relayout.engines.global_tensor import (
+    BY_INDEX,
+    MOVES,
+    SHAPED,
+    Geometry,
+    aten,
+    geometry_of,
+    is_view,
+    made_like,
+    name_of,
+    row_major,
+    without_memory,
+    written_by,
+)
 from relayout.errors import PlanError
 from relayout.observe.elements import Box, box_of, joined, slice_of
 
 NOTHING = -1
 """The number of an element that is of no tensor: a constant, such as padding."""
+_CPU = torch.device("cpu")
 
 _box_of, _slice_of = cache(box_of), cache(slice_of)
 """Layers are alike."""
 
 
-class Observer(Watcher):
+class Observer:
     """Records which elements of each tensor are copied into a model. For one thread.
 
     An element of a tensor has a number: its position in the tensor, dense and row-major, beyond the numbers of all
@@ -54,7 +69,7 @@ class Observer(Watcher):
         assert name not in self._firsts, name
         self._firsts[name], self._shapes[name] = self._end, tuple(shape)
         self._end += prod(shape)
-        return Probe.of(Memory(name, tuple(shape), dtype, torch.device("cpu"), self))
+        return Probe.of(_Memory(name, tuple(shape), dtype, self))
 
     def loaded(self, name: str) -> Slice:
         """What has been copied of a tensor. All, if only constants that have replaced its elements have been: the
@@ -82,26 +97,32 @@ class Observer(Watcher):
         if probe.dtype.itemsize != memory.dtype.itemsize:
             what = f"is used as {probe.dtype}, stored as {memory.dtype}"
             raise PlanError(what, tensor=memory.name, code="unsupported")
-        if memory.backing is not None:
-            return memory.backing.as_strided(size, strides, offset)
+        if memory.numbers is not None:
+            return memory.numbers.as_strided(size, strides, offset)
         numbers = torch.full(size, self._firsts[memory.name] + offset)
         for axis, (length, stride) in enumerate(zip(size, strides, strict=True)):
             shape = [length if axis == other else 1 for other in range(len(size))]
             numbers += (torch.arange(length) * stride).view(shape)
         return numbers
 
-    def copied(self, target: torch.Tensor, source: Probe) -> bool:
+    def copied(self, target: torch.Tensor, source: Probe) -> None:
+        """Record a copy into a tensor that is no probe.
+
+        Raises:
+            PlanError: the model has no such memory.
+        """
         if _storage(target) not in self._memory:
             self._memory = set(_storages(self._model))  # Some loaders make parameters.
             if _storage(target) not in self._memory:
                 raise PlanError("is copied into memory that is not the model's", tensor=source.memory.name)
         self._record(source)
-        return True
-
-    def values(self, probe: Probe, operation: str) -> torch.Tensor:
-        raise PlanError(f"{operation} needs its values", tensor=probe.memory.name, code="unsupported")
 
     def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
+        """The result of an operation that is more than a view; `probes` are those among its arguments.
+
+        Raises:
+            PlanError: it needs values.
+        """
         if len(probes) > 1:
             self._joined.update(probe.memory.name for probe in probes)
         if written_by(func):
@@ -113,28 +134,28 @@ class Observer(Watcher):
         elif len(probes) == 1 and (torch.Tag.pointwise in func.tags or func is aten._to_copy.default):
             numbers = self.numbers(probes[0])
         else:
-            self.values(probes[0], name_of(func))
+            _refuse(probes[0], name_of(func))
         on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
         made = _call(func, args, {**kwargs, **on_meta}, without_memory)
         memory = probes[0].memory
         numbers = numbers.expand(made.shape).clone(memory_format=torch.contiguous_format)
-        return Probe.of(Memory(memory.name, tuple(made.shape), made.dtype, memory.device, self, numbers))
+        return Probe.of(_Memory(memory.name, tuple(made.shape), made.dtype, self, numbers))
 
     def _write(self, func: Any, args: Any, probes: Sequence[Probe]) -> Any:
         """An operation that writes to its first argument: to the numbers of that."""
         target = args[0]
         if not isinstance(target, Probe):
-            self.values(probes[0], name_of(func))
+            _refuse(probes[0], name_of(func))
         memory = target.memory
-        if memory.backing is None:
-            memory.backing = self.numbers(Probe.of(memory))
+        if memory.numbers is None:
+            memory.numbers = self.numbers(Probe.of(memory))
         numbers = self.numbers(target)
         if func is aten.copy_.default:
             numbers.copy_(self._number_of(func, args[1]))
         elif name_of(func) in ("zero_", "fill_"):
             numbers.fill_(NOTHING)
         elif torch.Tag.pointwise not in func.tags or len(probes) > 1:
-            self.values(target, name_of(func))
+            _refuse(target, name_of(func))
         return target
 
     def _number_of(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +166,7 @@ class Observer(Watcher):
     def _record(self, source: Probe) -> None:
         memory = source.memory
         self._touched.add(memory.name)
-        is_as_stored = memory.backing is None and source.dtype.itemsize == memory.dtype.itemsize
+        is_as_stored = memory.numbers is None and source.dtype.itemsize == memory.dtype.itemsize
         if is_as_stored and (box := _box_of(memory.shape, geometry_of(source))) is not None:
             self._boxes[memory.name].add(box)
             return
@@ -158,6 +179,81 @@ class Observer(Watcher):
             count = int(torch.searchsorted(numbers, end))
             self._boxes[name].add(_hull(numbers[:count] - self._firsts[name], self._shapes[name]))
             numbers = numbers[count:]
+
+
+@dataclass(eq=False, slots=True)
+class _Memory:
+    """What a probe, and all views of it, would lie in: dense and row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    observer: Observer
+    numbers: torch.Tensor | None = None
+    """Those of the elements, if they are not those of the tensor as it is stored."""
+
+
+class Probe(torch.Tensor):
+    """A tensor without bytes; see the module. Strides and offset are in its elements, from its memory's start."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    memory: _Memory
+
+    @staticmethod
+    def of(memory: _Memory, geometry: Geometry | None = None, dtype: torch.dtype | None = None) -> Probe:
+        """A view of memory; all of it, as a tensor of a checkpoint lies, without a geometry."""
+        size, strides, offset = geometry or (memory.shape, row_major(memory.shape), 0)
+        self: Probe = torch.Tensor._make_wrapper_subclass(
+            Probe, size, strides=strides, storage_offset=offset, dtype=dtype or memory.dtype, device=_CPU
+        )
+        self.memory = memory
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Probe({self.memory.name!r}, {list(self.shape)} of {list(self.memory.shape)}, {self.dtype})"
+
+    def narrow(self, dim: int, start: Any, length: Any) -> torch.Tensor:
+        """As `torch.narrow`; what weight loaders call most, so without torch's dispatcher."""
+        size, strides, offset = geometry_of(self)
+        if type(start) is int and 0 <= start <= start + length <= size[dim]:
+            axis = dim % len(size)
+            size = (*size[:axis], length, *size[axis + 1 :])
+            return Probe.of(self.memory, (size, strides, offset + start * strides[axis]), self.dtype)
+        return torch.Tensor.narrow(self, dim, start, length)
+
+    def tolist(self) -> NoReturn:
+        """Refused. Raises: PlanError."""
+        _refuse(self, "tolist")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused. Raises: PlanError."""
+        _refuse(self, "numpy")
+
+    def data_ptr(self) -> NoReturn:
+        """Refused. Raises: PlanError."""
+        _refuse(self, "data_ptr")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Probe):
+            if is_view(func) or func is aten.view.dtype:
+                views = func(without_memory(first), *args[1:], **kwargs)
+                return tree_map_only(
+                    torch.Tensor, lambda view: Probe.of(first.memory, geometry_of(view), view.dtype), views
+                )
+            if func in SHAPED:
+                return made_like(first, func, args[1:], kwargs)
+        elif func is aten.copy_.default:
+            args[1].memory.observer.copied(first, args[1])
+            return first
+        probes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Probe)]
+        return probes[0].memory.observer.compute(func, args, kwargs, probes)
+
+
+def _refuse(probe: Probe, operation: str) -> NoReturn:
+    raise PlanError(f"{operation} needs its values", tensor=probe.memory.name, code="unsupported")
 
 
 def _call(func: Any, args: Any, kwargs: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:

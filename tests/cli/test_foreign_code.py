@@ -37,12 +37,6 @@ def load_once(*args, true_load=measure.load_together, **options):
 
 measure.load_together = load_once
 """
-WARM = """
-import sys
-from relayout.engines import warming
-warming.start()
-sys.exit(warming._started[0].wait())
-"""
 COMMANDS = {
     "convert": ["convert", ".", "-o", "../observed", "--tp", "2", "--plan", "vllm"],
     "plans": ["plans", "--observe", ".", "-o", "../plan.toml"],
@@ -78,16 +72,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     set_traps(model, place / "caught")
     (place / "main.py").write_text(MAIN)
     (place / "bench.py").write_text(BENCH + MAIN)
-    (place / "warm.py").write_text(WARM)
     return place
 
 
-def run(place: Path, script: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(place: Path, script: str, *args: str) -> subprocess.CompletedProcess[str]:
     """In the folder of traps, which has also come into the environment by relative names."""
     return subprocess.run(
         [sys.executable, str(place / script), *args],
         cwd=place / "model",
-        env={**os.environ, "PYTHONSTARTUP": "json.py", **environment},
+        env={**os.environ, "PYTHONSTARTUP": "json.py"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -116,12 +109,6 @@ def test_a_command_runs_nothing_of_the_folder_in_which_it_is_started(place: Path
     done = run(place, "bench.py" if command == "bench" else "main.py", *COMMANDS[command])
     assert caught(place) == []
     assert done.returncode == 0 or SAYS[command] in done.stderr, done.stderr
-
-
-def test_what_warms_for_an_engine_runs_nothing_of_the_folder_in_which_it_is_started(place: Path) -> None:
-    done = run(place, "warm.py", RELAYOUT_WARM=str(place / "out"))
-    assert caught(place) == []
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("inherited", [[], ["-I", "-E", "-s"], ["-E"], ["-s"]])

@@ -35,14 +35,16 @@ def engine(
 
 
 @pytest.fixture(scope="session")
-def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama as llama, and converted for 1, 2 and 4 ranks; a qwen3_moe as moe, cut and with owned experts."""
+def folders(llama: Path, qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama, and converted for 2 and 4 ranks; a tied qwen2, for 2; a qwen3_moe as moe, cut and with owned experts."""
     root = tmp_path_factory.mktemp("engines")
     shutil.copytree(llama, root / "llama")
+    shutil.copytree(qwen2, root / "qwen2")
     (root / "moe").mkdir()
     write_family(FAMILIES["qwen3_moe"], root / "moe")
-    for tp in (1, 2, 4):
+    for tp in (2, 4):
         relayout.convert(root / "llama", root / f"llama-tp{tp}", tp=tp)
+    relayout.convert(root / "qwen2", root / "qwen2-tp2", tp=2)
     relayout.convert(root / "moe", root / "moe-tp2", tp=2)
     relayout.convert(root / "moe", root / "moe-ep2", tp=2, expert_parallel=True)
     return root

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
+from support import prestarted
 from support.conversions import stock_tensors
 from support.fake_vllm import Model, install
 from support.loader_fixtures import mlp_model
 from support.page_cache import drop, write_cold
-from support.patience import PATIENCE
 from support.toy_store import shelf
 
 import relayout
@@ -23,33 +20,38 @@ from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.storage.cloud.client import CLOUD_COST
 
 COUNT = """
-import logging, sys
+import logging, os, sys
+rank, os.environ["PROMETHEUS_MULTIPROC_DIR"] = int(sys.argv[1]), sys.argv[2]
 logging.basicConfig(level="INFO")
 from relayout.engines.metrics import publish
 from relayout.engines.rank_weights import Report
-rank = int(sys.argv[1])
 for cache in ("miss", "hit"):
-    report = Report(rank, 2, 9, 1000 + rank, 0.5, "direct", cache, 0, 0, 0, 2**20, 0, 1, ())
+    report = Report(rank, 2, 9, 1000 + rank, 0.5, "direct", cache, 0, 0, 2**20, 0, 1, ())
     publish(report, logging.getLogger("vllm.relayout"))
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted folder."""
+    root = tmp_path_factory.mktemp("large")
+    mlp_model(root / "model", width=2048)
+    relayout.convert(root / "model", root / "out", tp=2)
+    return root / "out"
+
+
 @pytest.fixture
-def cold(tmp_path: Path) -> Path:
-    """A converted folder, of which nothing is in the page cache."""
+def cold(large: Path, tmp_path: Path) -> Path:
+    """The folder, of which nothing is in the page cache."""
     write_cold(tmp_path / "probe", 2**16)  # Skips where that cannot be had.
-    mlp_model(tmp_path / "model", width=2048)
-    relayout.convert(tmp_path / "model", tmp_path / "out", tp=2)
-    for file in (tmp_path / "out").glob("*.safetensors"):
+    for file in large.glob("*.safetensors"):
         drop(file)
-    return tmp_path / "out"
+    return large
 
 
 def counted(rank: int, folder: str, before: str = "") -> str:
     """What a process that loads a rank says."""
-    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder}
-    command = [sys.executable, "-c", before + COUNT, str(rank)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = prestarted.run(rank, folder, script=before + COUNT)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("relayout: rank") == 2
     return done.stderr

@@ -99,7 +99,6 @@ def test_memory_that_nobody_writes_is_an_error(
         ({"verify": 1}, "verify is 1, expected bool"),
         ({"memory": "lots"}, "'lots' is not a size"),
         ({"backend": "gpu"}, "backend 'gpu', expected one of auto, direct"),
-        ({"placement": "fast"}, "placement is 'fast', expected one of auto, copy, direct"),
     ],
 )
 def test_options_are_checked(folders: Path, engine: AnyEngine, options: dict[str, object], message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import warnings
 from importlib import import_module
@@ -12,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import prestarted
 from support.conversions import stock_tensors
 from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, Tensors, install, model_config
-from support.patience import PATIENCE
 from support.toy_store import shelf
 
 import relayout
@@ -32,49 +31,32 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     return fake
 
 
-@pytest.mark.parametrize("placement", ["copy", "direct"])
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("moe", 2)])
-def test_every_rank_gets_what_it_would_cut_out_of_the_source(
-    folders: Path, engine: Engine, name: str, tp: int, placement: str
-) -> None:
-    """Copied, or read straight into the parameters."""
+def test_every_rank_gets_what_it_would_cut_out_of_the_source(folders: Path, engine: Engine, name: str, tp: int) -> None:
     whole = stock_tensors(folders / name)
     for rank in range(tp):
         model = Model(whole, rank, tp)
-        loader = engine.load(folders / f"{name}-tp{tp}", model, strict=True, placement=placement)
+        loader = engine.load(folders / f"{name}-tp{tp}", model, strict=True)
         model.assert_holds_what_it_cuts_of(whole)
         report = loader._weights.report()
         assert (report.rank, report.num_ranks, report.num_whole, report.unused) == (rank, tp, 0, ())
         assert report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
-        assert report.placed_nbytes == (report.nbytes if placement == "direct" else 0)
 
 
-def test_nothing_is_placed_where_parameters_get_their_memory_later(
-    folders: Path, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, whole: Tensors
-) -> None:
-    model = Model(whole, 0, 2)
-    monkeypatch.setattr(model, "buffers", lambda: iter([torch.empty(1, device="meta")]))
-    loader = engine.load(folders / "llama-tp2", model, placement="direct")
-    model.assert_holds_what_it_cuts_of(whole)
-    assert loader._weights.report().placed_nbytes == 0
-    assert "quantized during the load get copies" in caplog.text
-
-
-def test_a_draft_model_is_read_as_it_is_used_and_a_reload_is_copied(
-    folders: Path, engine: Engine, whole: Tensors
-) -> None:
+def test_a_draft_model_is_read_as_it_is_used(folders: Path, engine: Engine, whole: Tensors) -> None:
     model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
-    loader = engine.load(folders / "llama-tp2", model, draft=True, strict=True, placement="direct")
+    loader = engine.load(folders / "llama-tp2", model, draft=True, strict=True)
     model.assert_holds_what_it_cuts_of(whole)
-    assert loader._weights.report().placed_nbytes == 0
     assert "mapped" in loader._weights.report().backend
+
+
+def test_a_reload_reads_all_again(folders: Path, engine: Engine, whole: Tensors) -> None:
     model = Model(whole, 1, 2)
-    loader = engine.load(folders / "llama-tp2", model, placement="direct")
+    loader = engine.load(folders / "llama-tp2", model)
     for one in model.memory.values():
         one.zero_()
     model.load_weights(loader.get_all_weights(model_config(folders / "llama-tp2"), model))
     model.assert_holds_what_it_cuts_of(whole)
-    assert loader._weights.report().placed_nbytes == 0
 
 
 @pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
@@ -162,9 +144,8 @@ def test_a_draft_model_gets_its_embedding_later(folders: Path, engine: Engine, w
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
-@pytest.mark.parametrize("placement", ["copy", "direct"])
 def test_a_tensor_that_is_read_and_not_given_is_an_error(
-    folders: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, placement: str
+    folders: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     original = RankWeights._slices
     monkeypatch.setattr(
@@ -172,7 +153,7 @@ def test_a_tensor_that_is_read_and_not_given_is_an_error(
     )
     model = Model(stock_tensors(folders / "llama"), 0, 2, stage=lambda one: one != name)  # Which does not miss it.
     with pytest.raises(FormatError, match=f"llama-tp2: {name}: read, but not passed to the engine"):
-        engine.load(folders / "llama-tp2", model, placement=placement)
+        engine.load(folders / "llama-tp2", model)
 
 
 def test_placeholders_that_a_loader_replaces_are_no_reason_to_leave_anything_out(
@@ -283,6 +264,6 @@ def test_a_vllm_that_has_the_format_itself_gets_the_same_loader(folders: Path, e
 
 def test_registering_where_there_is_no_vllm_raises_nothing_and_loads_no_torch() -> None:
     script = "import sys\nfrom relayout import plugins\nplugins.vllm()\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    done = prestarted.run(script=script)
     assert done.returncode == 0, done.stderr
     assert "not available in this vllm" in done.stderr

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from support.tensor_operations import copies, views
 
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
-from relayout.engines.probes import Probe
 from relayout.errors import PlanError
 from relayout.observe.stand_ins import WithoutMemory
-from relayout.observe.tracing import NOTHING, Observer
+from relayout.observe.tracing import NOTHING, Observer, Probe
 
 
 class Model(torch.nn.Module):

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import cache
 
 import pytest
-from support.patience import PATIENCE
+from support import prestarted
 
+pytestmark = pytest.mark.xdist_group("footprint")
+
+IMPORTS = "torch,pytest,engines.footprint"
+"""And nothing of relayout: what a plugin imports is seen."""
 SCRIPT = """
 import json, os, sys, threading
 import pytest, torch
 from importlib import import_module
-sys.path[:0] = {path!r}
 from engines.footprint import footprint
 import_module("support.fake_{engine}").install(pytest.MonkeyPatch(), with_plugin=False)
-{more}
-print(json.dumps(footprint("{engine}")))
+results = [footprint("{engine}")]
+
+def patching():
+    torch.nn.Module.train = torch.empty = print
+    os.environ["OMP_NUM_THREADS"] = "1"
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    sys.meta_path.insert(0, sys.meta_path[0])
+    import wave
+
+if "{engine}" == "vllm":
+    import relayout.plugins
+    relayout.plugins.vllm = patching
+    results.append(footprint("vllm"))
+print(json.dumps(results))
 """
 SMALL = {"numpy", "xxhash", "zstandard"}
 """What relayout is made of: everything else must have been imported by the engine."""
@@ -32,34 +46,24 @@ CHANGED = {
 }
 
 
-def found(engine: str, more: str = "") -> dict[str, list[str]]:
-    """What is found in a fresh process, before whose plugin `more` is done."""
-    script = SCRIPT.format(engine=engine, more=more, path=[path for path in sys.path if path])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+@cache
+def found(engine: str) -> list[dict[str, list[str]]]:
+    """What is found of a plugin in a process of its own; of vLLM also of one that does more."""
+    done = prestarted.run(script=SCRIPT.format(engine=engine), imports=IMPORTS)
     assert done.returncode == 0, done.stderr
-    result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    results: list[dict[str, list[str]]] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_plugin_that_is_not_used_does_nothing_but_register(engine: str) -> None:
-    result = found(engine)
+    result = found(engine)[0]
     assert result["changed"] == CHANGED[engine]
     assert {name.partition(".")[0] for name in result["imported"]} <= SMALL
 
 
 def test_whatever_else_a_plugin_did_would_be_found() -> None:
-    more = """
-def patching():
-    torch.nn.Module.train = torch.empty = print
-    os.environ["OMP_NUM_THREADS"] = "1"
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-    sys.meta_path.insert(0, sys.meta_path[0])
-    import wave
-import relayout.plugins
-relayout.plugins.vllm = patching
-"""
-    result = found("vllm", more)
+    _, result = found("vllm")
     expected = {"environment", "threads", "import hooks", "torch.empty", "torch.nn.Module.train"}
     assert expected <= set(result["changed"])
     assert "wave" in result["imported"]

@@ -25,7 +25,7 @@ ROOT = PACKAGE.parent
 SLICING = {f"relayout.loader.{name}" for name in ("sources.plain", "sources.resharded")}
 """What slices or converts plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
 
-WITH_TORCH = {f"relayout.engines.{name}" for name in ("deferred_copies", "global_tensor", "probes", "unwritten")} | {
+WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "unwritten")} | {
     f"relayout.observe.{name}" for name in ("stand_ins", "tracing")
 }
 """What defines a kind of tensor, or uses it throughout, and so needs torch at import time."""

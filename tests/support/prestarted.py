@@ -39,12 +39,15 @@ COMMANDS = (
 LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
 """What a load and `relayout doctor` import."""
 GROUP = (
-    f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.deferred_copies,"
+    f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.global_tensor,"
     "torch.distributed.tensor,relayout.saving.api,support.group_worker,support.replicas_worker,support.updates_worker,"
     "support.saving_worker,support.fake_vllm,support.conversions"
 )
 """What the members of a process group import. Tests that have some are in one group of pytest-xdist, "group"."""
-TRANSFORMERS = "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers"
+TRANSFORMERS = (
+    "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers,"
+    "transformers.models.llama.modeling_llama"
+)
 """What tensor-parallel processes import. Tests that have some are in one group of pytest-xdist, "transformers"."""
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """The environment of such processes."""

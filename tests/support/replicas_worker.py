@@ -38,9 +38,6 @@ def _replica(folder: Path, number: int) -> None:
     from support.conversions import stock_tensors
     from support.fake_vllm import Model, install, logged, model_config
 
-    from relayout.engines import rank_weights
-
-    rank_weights.MIN_PLACED_NBYTES = 0  # Large enough to be placed, were it not shared.
     join(folder, number, NUM_REPLICAS)
     engine = install(pytest.MonkeyPatch())
     engine.replicas = dist.group.WORLD
@@ -88,7 +85,6 @@ def _replica(folder: Path, number: int) -> None:
     case("shared")
     case("verified", verify=True)
     case("alone", share=False)
-    case("direct", placement="direct")
     case("draft", str(folder / "moe-tp2"), draft=True)
     if number == 0:
         error = partial(OSError, errno.EIO, "the drive is on fire", "model")

@@ -18,7 +18,7 @@ import relayout
 from engines.cases import BGE_M3, RERANKER, RUNS, WHOLE_IN_SGLANG, Case, all_cases, converted_of, source_of
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
 from engines.observing import laboratory
-from engines.starts.cold_start import measure, placements, reads
+from engines.starts.cold_start import measure, reads
 from engines.starts.failures import fail
 from engines.starts.first_start import first_starts
 from engines.starts.nodes import load_on_nodes
@@ -38,7 +38,7 @@ BATCH = 40
 REPLICATED = "qwen3_moe"
 """What data-parallel replicas load: vLLM lets only those of mixtures of experts know of each other."""
 KEPT = (
-    *("same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "straight", "refused"),
+    *("same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "refused"),
     *("error", "marks", "not_given", "not_used", "unseen"),
 )
 
@@ -148,7 +148,6 @@ STEPS: Mapping[str, Step] = {
     "updates": updates,
     "nodes": load_on_nodes,
     "cold_start": measure,
-    "placement": placements,
     "reads": reads,
 }
 """What is recorded of engines; of SGLang the first alone, of others by default the first four."""

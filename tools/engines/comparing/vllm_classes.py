@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engines.comparing.jobs import Job, Tensors, held, note_differences, nothing_found, run_jobs
+from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
 from relayout.engines.unwritten import Marks, unwritten
 from relayout.observe.stand_ins import Group, Unpinned, fake_rank, stand_in_kernels
 from relayout.observe.vllm import draft_config
@@ -59,7 +59,7 @@ def load(config: Any, model_config: Any) -> tuple[Any, Any]:
 
 
 def compare(job: Job, result: dict[str, Any]) -> None:
-    """Load every rank in all ways; the engine's own first."""
+    """Load every rank both ways, the engine's own first."""
     chosen = setup(job, job.source, "auto")
     own: list[Tensors] = []
     for rank in range(job.tp * job.stages):
@@ -67,20 +67,12 @@ def compare(job: Job, result: dict[str, Any]) -> None:
         own.append(held(model))
         result["never_loaded"] += len(unwritten(model))
     result["own_load"] = True
-    for placement in ("copy", "direct"):
-        # Without a word of its format: vLLM recognizes the folder.
-        chosen = setup(job, job.converted, "auto", strict=job.strict, placement=placement)
-        seen = nothing_found() | {"never_loaded": result["never_loaded"]}
-        straight = nbytes = 0
-        for rank in range(job.tp * job.stages):
-            model, weights = load_rank(job, rank, *chosen)
-            report = weights.report()
-            seen["whole_reads"] += report.num_whole
-            straight, nbytes = straight + report.placed_nbytes, nbytes + report.nbytes
-            note_differences(seen, rank, own[rank], held(model))
-        seen["different"] = result["different"] + [f"{placement}, {name}" for name in seen["different"]]
-        result |= seen
-    result["straight"] = round(straight / nbytes, 4)
+    # Without a word of its format: vLLM recognizes the folder.
+    chosen = setup(job, job.converted, "auto", strict=job.strict)
+    for rank in range(job.tp * job.stages):
+        model, weights = load_rank(job, rank, *chosen)
+        result["whole_reads"] += weights.report().num_whole
+        note_differences(result, rank, own[rank], held(model))
 
 
 def setup(job: Job, path: str, load_format: str, **extra: Any) -> tuple[Any, Any]:

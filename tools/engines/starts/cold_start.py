@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -22,8 +21,6 @@ from relayout.benchmark.made import write_llama
 NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""
 NUM_TURNS = 5
-RANK_OF = (1, 8)
-"""Degrees at which one rank is loaded."""
 Step = TypeVar("Step")
 LOADED = r"Loading weights took ([\d.]+) seconds"
 
@@ -33,48 +30,17 @@ def measure(environment: Environment, work: Path, _only: str) -> Iterator[tuple[
     folder = _source(work)
     converted = converted_of(folder, 1)
     environment = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
-    warm = environment.with_variables(RELAYOUT_WARM=str(converted))
-    ours = {"load_format": "relayout"}
-    ways: dict[str, tuple[Environment, Path, dict[str, Any]]] = {
-        "vLLM, source": (environment, folder, {}),
-        "relayout": (environment, converted, ours),
-        "relayout, RELAYOUT_WARM": (warm, converted, ours),
+    ways: dict[str, tuple[Path, dict[str, Any]]] = {
+        "vLLM, source": (folder, {}),
+        "relayout": (converted, {"load_format": "relayout"}),
     }
     starts: dict[str, list[Start]] = {name: [] for name in ways}
-    for name, (chosen, path, settings) in _cold([folder, converted], [*ways.items()] * NUM_TURNS):
+    for name, (path, settings) in _cold([folder, converted], [*ways.items()] * NUM_TURNS):
         log = work / f"cold start, {name}.log"
-        starts[name].append(start(chosen, path, settings, log, until=LOADED))
+        starts[name].append(start(environment, path, settings, log, until=LOADED))
     yield "machine", machine(work)
     yield "nbytes", total_nbytes(folder)
     yield "ways", {name: dict(_summary(runs)) for name, runs in starts.items()}
-
-
-def placements(environment: Environment, work: Path, _only: str) -> Iterator[tuple[str, Any]]:
-    """One rank's load by vLLM's own classes, in fresh processes, of every way, in turns."""
-    folder = _source(work)
-    yield "machine", machine(work)
-    yield "turns", NUM_TURNS
-    for tp in RANK_OF:
-        converted = converted_of(folder, tp)
-        ways: dict[str, tuple[Path, str, dict[str, Any]]] = {
-            "vLLM, source": (folder, "auto", {}),
-            "relayout, copy": (converted, "relayout", {"placement": "copy"}),
-            "relayout, direct": (converted, "relayout", {"placement": "direct"}),
-        }
-        loads: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-        for name, (path, load_format, options) in _cold([folder, converted], [*ways.items()] * NUM_TURNS):
-            arguments = path, tp, 0, load_format, json.dumps(options)
-            loads[name].append(environment.result(work, "starts.vllm_load", *arguments))
-        assert len({load["digest"] for runs in loads.values() for load in runs}) == 1, "parameters differ"
-        nbytes = loads["vLLM, source"][0]["parameters_nbytes"]
-        medians = {name: dict(_medians(runs)) for name, runs in loads.items()}
-        yield f"rank 0 of {tp}", {"parameters_nbytes": nbytes, **medians}
-
-
-def _medians(runs: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for field in ("seconds", "cpu_s"):
-        yield field, round(median(run[field] for run in runs), 3)
-    yield "beyond_parameters_nbytes", int(median(run["beyond_parameters_nbytes"] for run in runs))
 
 
 def reads(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:

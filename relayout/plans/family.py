@@ -206,8 +206,8 @@ def find_family(model_type: str | None, quantization: str | None = None) -> Fami
         else f"no built-in plan for model type {shown(model_type)}"
     )
     raise PlanError(
-        f"{what} (`relayout plans` lists them): name one that fits with --plan NAME, supply your own with --plan FILE"
-        " (`relayout plans --check SRC` drafts one), try --plan transformers, or use --tp 1, which needs no plan",
+        f"{what} (`relayout plans` lists them): name one that fits with --plan NAME, supply your own with --plan FILE,"
+        " try --plan vllm or --plan transformers where these are installed, or use --tp 1, which needs no plan",
         code="no_plan",
     )
 

@@ -16,7 +16,7 @@ from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
 from relayout.errors import PlanError, RelayoutError, about, shown
 from relayout.plans.coverage import check_all_held
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
-from relayout.plans.family import BUILTIN, EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
+from relayout.plans.family import BUILTIN, EXPERTS, FILE, TRANSFORMERS, Family, Rule, find_family, read_family
 from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
 from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme, is_cache_scale
 
@@ -134,7 +134,7 @@ def _make_plan(
         others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
         raise PlanError(
             f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE; "
-            "`relayout plans --check SRC` drafts one), or hold such tensors whole on every rank"
+            "`relayout plans --check SRC` lists all of these), or hold such tensors whole on every rank"
             " (--unmatched replicate)",
             tensor=unmatched_names[0],
             code="no_rule",
@@ -176,14 +176,17 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None) -> Family:
     return family
 
 
-def without_rule(checkpoint: PlannedCheckpoint, family: Family) -> list[tuple[PlannedTensor, str]]:
+def without_rule(checkpoint: PlannedCheckpoint, family: Family | None) -> list[tuple[PlannedTensor, str]]:
     """The tensors that no rule matches, each with the name that a rule must match: that of a weight, for its scales.
+
+    Args:
+        family: the rules; None: there are none.
 
     Raises:
         PlanError: the checkpoint is quantized by a method whose tensors cannot be cut.
     """
     scheme = _scheme(checkpoint)
-    finder = _KindFinder(checkpoint, family, scheme)
+    finder = _KindFinder(checkpoint, family or Family("none", FILE), scheme)
     missing = []
     for tensor in checkpoint.tensors:
         if finder.find(tensor) is None:

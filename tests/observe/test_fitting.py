@@ -131,3 +131,22 @@ def test_a_long_list_has_lines_of_its_own() -> None:
     assert '    "state_heads * one",\n] }' in text
     assert parse_family(text, "plan.toml", "plan").rules == fitted.family.rules
     assert '"model.layers.*.{a,b}_long_name_of_a_norm.weight" = "whole"' in text
+
+
+def test_strange_names_give_a_plan_file_that_can_be_read() -> None:
+    names = [
+        "a.weight",
+        'quote".weight',
+        "new\nline.weight",
+        "\x7f.weight",
+        "é.w",
+        "🦙.w",
+        f"x[y].{'long' * 30}.weight",
+    ]
+    checkpoint = checkpoint_of(
+        dict.fromkeys(names, (4, 4)), {2: [[Slice.along(0, ((2 * r, 2),)) for r in range(2)]] * 7}
+    )
+    fitted = fitted_to(checkpoint)
+    family = parse_family(fitted.as_toml("observed"), "plan.toml", "plan")
+    assert family.rules == fitted.family.rules
+    assert [rule for name in names if (rule := family.rule(name)) is None or rule.dim != 0] == []

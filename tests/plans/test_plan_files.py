@@ -230,6 +230,24 @@ def test_a_file_may_have_the_name_of_the_plan_that_it_extends(tmp_path: Path) ->
         assert len(read_family(tmp_path / name).rules) == 1 + len(find_family("llama").rules)
 
 
+@pytest.mark.parametrize("plan", ["llama", "builtin:llama"])
+def test_a_built_in_plan_is_used_by_its_name(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()  # A checkpoint's folder, say.
+    source = make_source({"lm_head.weight": (128, 64)}, model_type="unheard")
+    found = plan_for(source, 2, Path(plan))
+    assert found.name == "builtin:llama"
+    assert found.cut(0).slices == (Slice.along(0, ((0, 64),)), Slice.along(0, ((64, 64),)))
+
+
+def test_a_file_with_the_name_of_a_built_in_plan_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama").write_text('[cut]\n"**" = "whole"\n')
+    source = make_source({"lm_head.weight": (128, 64)}, model_type="unheard")
+    assert plan_for(source, 2, Path("llama")).cut(0).is_whole
+    assert not plan_for(source, 2, Path("builtin:llama")).cut(0).is_whole
+
+
 # What is no plan file, beside vectors/plan.toml.
 
 NO_CUT = 'expected "whole" or { dim = N, by = UNIT }'

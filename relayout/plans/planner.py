@@ -14,7 +14,6 @@ from typing import Literal, get_args
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
 from relayout.errors import PlanError, RelayoutError, about, shown
-from relayout.plans.coverage import check_all_held
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
 from relayout.plans.family import BUILTIN, EXPERTS, FILE, TRANSFORMERS, Family, Rule, find_family, read_family
 from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
@@ -223,8 +222,6 @@ class _Kind:
 
     def _cut(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         dim = self.rule.dim
-        if self.rule.slices:
-            return self._explicit(num_ranks)
         if dim is None:
             return Cut((WHOLE,) * num_ranks)
         if scheme is not None and self.weights:
@@ -238,16 +235,6 @@ class _Kind:
         with about(part=f"dim {dim} of {list(self.shape)}"):
             ranges = self._divide(dim, self.shape, sizes, num_ranks)
         return _checked(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))
-
-    def _explicit(self, num_ranks: int) -> Cut:
-        slices = dict(self.rule.slices).get(num_ranks)
-        if slices is None:
-            degrees = ", ".join(str(degree) for degree, _ in self.rule.slices)
-            raise PlanError(f"the plan lists slices for {degrees} ranks only", code="indivisible")
-        if not all(part.is_inside(self.shape) for part in slices):
-            raise PlanError(f"{list(self.shape)} does not fit the slices of the plan", code="config")
-        check_all_held(self.shape, slices)
-        return _checked(self.dtype, self.shape, slices)
 
     def _carry(self, scheme: Scheme, weight: Weight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
@@ -307,7 +294,7 @@ class _KindFinder:
             if module not in self._weights:
                 self._weights[module] = self._scheme.weights(stored)
             weights = self._weights[module]
-            if rule is not None and weights and not rule.slices:
+            if rule is not None and weights:
                 if self._family.is_transposed and rule.dim in (0, 1):
                     rule = replace(rule, dim=1 - rule.dim)
                 return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))

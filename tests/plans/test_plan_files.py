@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.planning import make_source
 
-from relayout.core.slices import NOT_HELD, WHOLE, Slice
+from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
 from relayout.plans import family as families
 from relayout.plans.family import (
@@ -393,43 +393,7 @@ def test_no_built_in_plan_tells_layers_apart() -> None:
     assert [family.name for family in builtin_families() if family.depends_on_numbers] == []
 
 
-# Slices that are listed.
-
-EXPLICIT = """
-[cut]
-w = { slices = { 2 = [{ 0 = [[0, 5]] }, { 0 = [[5, 3]], 1 = [[0, 1], [1, 3]] }], 1 = [{}] } }
-e = { slices = { 2 = [{}, "none"] } }
-"""
-
-
-def test_a_cut_may_list_the_slices_of_each_rank() -> None:
-    family = parse(EXPLICIT)
-    first = (2, (Slice.along(0, ((0, 5),)), Slice.of({0: ((5, 3),), 1: ((0, 1), (1, 3))})))
-    second = (2, (WHOLE, NOT_HELD))
-    assert family.rules == (Rule("w", None, slices=(first, (1, (WHOLE,)))), Rule("e", None, slices=(second,)))
-    assert parse_rules(dump_rules(family), "record", "mine", "file") == family
-    source = make_source({"w": (8, 4), "e": (2, 4)})
-    plan = plan_by(source, 2, family)
-    joined = (first[1][0], Slice.along(0, ((5, 3),)))
-    assert [plan.cut(t).slices for t in (0, 1)] == [joined, (WHOLE, NOT_HELD)]
-    with pytest.raises(PlanError, match=r"'w'.*the plan lists slices for 2, 1 ranks only"):
-        plan_by(source, 4, family)
-    with pytest.raises(PlanError, match=r"'w'.*\[8, 2\] does not fit the slices of the plan"):
-        plan_by(make_source({"w": (8, 2), "e": (2, 4)}), 2, family)
-
-
-@pytest.mark.parametrize(
-    ("slices", "says"),
-    [
-        ("{ 0 = [[0, 1]] }, { 0 = [[3, 1]] }", r"no rank holds element \[1, 0\] of \[4, 2\]"),
-        ("{ 0 = [[0, 2]] }, { 0 = [[2, 2]], 1 = [[0, 1]] }", r"no rank holds element \[2, 1\] of \[4, 2\]"),
-        ('"none", "none"', "no rank holds the tensor"),
-    ],
-)
-def test_slices_that_lose_elements_are_refused(slices: str, says: str) -> None:
-    family = parse(f"[cut]\na = {{ slices = {{ 2 = [{slices}] }} }}")
-    with pytest.raises(PlanError, match=f"'a'.*{says}"):
-        plan_by(make_source({"a": (4, 2)}), 2, family)
+# Cuts that may be whole.
 
 
 def test_a_cut_may_be_whole_where_ranks_cannot_divide_it() -> None:
@@ -453,24 +417,3 @@ def test_a_quantized_weight_is_held_whole_where_a_cut_may_be() -> None:
         plan = plan_by(source, degree, family)
         cuts = {tensor.name: plan.cut(t).is_whole for t, tensor in enumerate(source.tensors)}
         assert cuts == {**dict.fromkeys(stored, True), "n.weight": False}
-
-
-def test_slices_of_a_quantized_weight_are_those_of_the_stored_tensor() -> None:
-    slices = "{ slices = { 2 = [{ 0 = [[0, 128]] }, { 0 = [[128, 256]] }] } }"
-    text = f'[cut]\n"m.weight" = {slices}\n"m.weight_scale_inv" = "whole"'
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    source = make_source({"m.weight": (384, 128), "m.weight_scale_inv": (3, 1)}, quantization_config=quantization)
-    plan = plan_by(source, 2, parse(text))
-    assert plan.cut(0).slices == (Slice.along(0, ((0, 128),)), Slice.along(0, ((128, 256),)))
-    assert plan.cut(1).is_whole
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["{ slices = {} }", "{ slices = 3 }", "{ slices = { 2 = [{}] } }", "{ slices = { 02 = [{}, {}] } }",
-     "{ slices = { x = [{}] } }", "{ slices = { 1 = [{ 0 = [[0, 0]] }] } }", '{ slices = { 1 = ["all"] } }',
-     "{ slices = { 1 = [{}] }, dim = 0 }"],
-)  # fmt: skip
-def test_slices_that_say_nothing_are_refused(value: str) -> None:
-    with pytest.raises(FormatError, match=r"slice|range|expected"):
-        parse(f"[cut]\nx = {value}")

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
-from relayout.errors import PlanError, RelayoutError, about, shown
+from relayout.errors import PlanError, about, shown
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
 from relayout.plans.family import BUILTIN, EXPERTS, FILE, TRANSFORMERS, Family, Rule, find_family, read_family
 from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
@@ -25,7 +25,6 @@ Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
 
 _DEGREES_TO_TRY = range(1, 65)
-_POSSIBLE = " (this checkpoint can be cut for "
 
 
 def plan_for(
@@ -64,14 +63,6 @@ def plan_for(
                 raise
             family = None
         return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)
-
-
-def refusal(error: RelayoutError, *, with_degrees: bool = False) -> str:
-    """Why a checkpoint cannot be cut at a degree, without its path; and the degrees at which it can be, if wanted."""
-    if not isinstance(error, PlanError):  # About a file, which it names.
-        return str(error)
-    tensor = "" if error.tensor is None else f"tensor {error.tensor!r}: "
-    return tensor + (error.what if with_degrees else error.what.partition(_POSSIBLE)[0])
 
 
 def plan_by(
@@ -391,5 +382,6 @@ def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Sch
         return applied(num_ranks)
     except PlanError as error:
         degrees = [str(degree) for degree in _DEGREES_TO_TRY if degree == 1 or fits(degree)]
-        error.what += f"{_POSSIBLE}{', '.join(degrees)} {'rank' if len(degrees) == 1 else 'ranks'})"
+        ranks = "rank" if len(degrees) == 1 else "ranks"
+        error.what += f" (this checkpoint can be cut for {', '.join(degrees)} {ranks})"
         raise

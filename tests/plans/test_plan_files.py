@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -329,29 +328,6 @@ def test_to_find_a_plan_only_few_are_parsed() -> None:
     families._builtin.cache_clear()
     find_family("mixtral")
     assert families._builtin.cache_info().currsize <= 2  # It, and what it extends.
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        'model_types = ["mine", "other"]',
-        "model_types = ['other', 'mine']",
-        'model_types = "mine"',
-        'model_types=["mine"]',
-        'model_types\t=\t["mine"]',
-        '"model_types" = ["mine"]',
-        'model_types = ["m\\u0069ne"]',
-        'model_types = [\n    "a]",\n    "mine",\n]',
-        'model_types = [\n    "a", # no ]\n    "mine",\n]',
-        'model_types = ["""\nmine""", "a"]',
-    ],
-)
-def test_a_plan_is_found_however_its_model_types_are_written(builtin: Builtin, line: str) -> None:
-    assert "mine" in tomllib.loads(line)["model_types"]
-    builtin(one=f'{line}\n[cut]\n"*" = "whole"\n', two='model_types = ["b"]\n[cut]\n"*" = "whole"\n')
-    assert find_family("mine").name == "one"
-    with pytest.raises(PlanError, match="no built-in plan for model type 'min'"):
-        find_family("min")
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,14 @@ class _Kind:
                 raise
             return Cut((WHOLE,) * num_ranks)
 
+    def can_be_cut(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> bool:
+        """Whether `apply` raises nothing."""
+        try:
+            self.apply(sizes, num_ranks, scheme)
+        except PlanError:
+            return False
+        return True
+
     def _cut(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         dim = self.rule.dim
         if dim is None:
@@ -364,24 +372,16 @@ def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Sch
     Raises:
         PlanError: a rule cannot be applied; the message ends with the degrees at which all rules can.
     """
-
-    def applied(degree: int) -> dict[_Kind, Cut]:
-        cuts = {}
+    cuts = {}
+    try:
         for kind, name in kinds.items():
             with about(tensor=name):
-                cuts[kind] = kind.apply(sizes, degree, scheme)
-        return cuts
-
-    def fits(degree: int) -> bool:
-        try:
-            return bool(applied(degree))
-        except PlanError:
-            return False
-
-    try:
-        return applied(num_ranks)
+                cuts[kind] = kind.apply(sizes, num_ranks, scheme)
     except PlanError as error:
-        degrees = [str(degree) for degree in _DEGREES_TO_TRY if degree == 1 or fits(degree)]
+        degrees = list(_DEGREES_TO_TRY)
+        for other in (kind, *kinds):  # That which refuses first: it leaves few degrees to try with the others.
+            degrees = [degree for degree in degrees if degree == 1 or other.can_be_cut(sizes, degree, scheme)]
         ranks = "rank" if len(degrees) == 1 else "ranks"
-        error.what += f" (this checkpoint can be cut for {', '.join(degrees)} {ranks})"
+        error.what += f" (this checkpoint can be cut for {', '.join(map(str, degrees))} {ranks})"
         raise
+    return cuts

@@ -207,7 +207,7 @@ def _values_per_elements(dim: int, shape: tuple[int, ...], own: int, shared: int
     size = shape[own]
     if shared is not None and size == -(-dim // shared):
         return shared, 1
-    if size and (dim % size == 0 or dim * bits == size * 32):
+    if size and dim and (dim % size == 0 or dim * bits == size * 32):
         return dim, size
     raise PlanError(f"cannot map {dim} values onto a tensor of shape {list(shape)}", code="indivisible")
 

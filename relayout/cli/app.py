@@ -405,13 +405,11 @@ def plans(
     trust_remote_code: TrustOption = False,
     check: Annotated[
         str | None,
-        typer.Option(
-            metavar="SRC", help="List the tensors of a checkpoint that no rule matches, and print a draft of a plan."
-        ),
+        typer.Option(metavar="SRC", help="List the tensors of a checkpoint that no rule matches; exit with 1 if any."),
     ] = None,
     plan: PlanOption = None,
 ) -> None:
-    """List the built-in plans, print one, or make one for a checkpoint."""
+    """List the built-in plans, print one, or make or check one for a checkpoint."""
     from relayout.cli import render
     from relayout.plans import family
 
@@ -424,8 +422,8 @@ def plans(
         from relayout.commands.plan_check import check_plan
 
         checked = check_plan(check, plan=plan)
-        out.print(render.plan_check(checked), checked.as_json())
-        if checked.draft_error is not None:
+        out.show(checked, render.plan_check)
+        if not checked.ok:
             raise typer.Exit(EXIT_DIFFERENCE)
     elif name is not None:
         text = family.builtin_text(name)

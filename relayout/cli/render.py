@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,6 @@ from relayout.cli.console import Block, Line, Listing, Table
 from relayout.commands.inspect import Inspection
 from relayout.core.arguments import ranks_text
 from relayout.core.patterns import collapse_numbers
-from relayout.errors import escape_controls
 from relayout.storage.stores import scheme_of
 from relayout.tables import Column, unbroken
 
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 _USUAL_DEGREE = 8
 """The first lines of `inspect` are about this tensor-parallel degree, or the next lower one that is possible, unless
 another was asked for."""
-_PLAN_FILE_WIDTH = 80
 _SHOWN_NAME = 12
 """Letters of the name of a cache entry."""
 
@@ -234,43 +231,22 @@ def families(built_in: Sequence[Family]) -> Iterator[Block]:
     yield Table([Column("plan"), Column("model types", "words"), Column("experts", "words")], rows, "plans")
 
 
-def plan_check(checked: PlanCheck) -> str:
-    """Of `plans --check`: with a draft, all of it is a valid plan file, in which other text is comments."""
-    mark = "" if checked.draft is None else "# "
+def plan_check(checked: PlanCheck) -> Iterator[Block]:
+    """Of `plans --check`."""
     model = "no model_type in config.json" if checked.model_type is None else f"model type {checked.model_type}"
     plan = "no built-in plan matches it" if checked.plan is None else f"plan {checked.plan}"
-    lines = [f"{checked.path}: {checked.num_tensors:,} tensors, {model}, {plan}"]
+    yield Line(f"{checked.path}: {_count(checked.num_tensors, 'tensor')}, {model}, {plan}")
     if checked.ok:
-        lines.append("every tensor has a rule")
-    elif checked.draft is not None:
-        lines.append(
-            f"{sum(kind.count for kind in checked.kinds):,} tensors of {len(checked.kinds)} kinds have no rule:"
-        )
-        lines += [f"  {kind.count:>6,}  {kind.pattern}  ({_shape(kind.shape)})" for kind in checked.kinds]
-    if checked.draft_error is not None:
-        lines.append(checked.draft_error)
-    lines += [
-        f"check {kind.pattern}: it is cut evenly, but config.json has {kind.num_heads} key and value heads; it may need"
-        ' by = "kv_heads"'
-        for kind in checked.kinds
-        if kind.num_heads is not None
-    ]
-    possible = [str(degree) for degree, refusal in checked.degrees.items() if refusal is None]
-    refused = {str(degree): refusal for degree, refusal in checked.degrees.items() if refusal is not None}
-    if possible:
-        lines.append(f"the {'plan' if checked.draft is None else 'draft'} works with --tp {', '.join(possible)}")
-    if refused:
-        first, refusal = next(iter(refused.items()))
-        lines.append(f"it does not work with --tp {', '.join(refused)}; at {first}: {refusal}")
-    if not checked.ok:
-        vllm = "vLLM is installed here" if checked.has_vllm else "where vLLM is installed"
-        lines += [
-            f"{vllm}: `relayout convert SRC --tp N --plan vllm` cuts like its own weight loaders, and"
-            " `relayout plans --observe SRC` writes that as a plan file",
-            "`relayout plans --check SRC --plan FILE` checks your own plan",
-        ]
-    texts = [_wrapped(line, mark, mark + " " * (10 if line.startswith("  ") else 2)) for line in lines]
-    return "\n".join(texts) + ("\n" if checked.draft is None else f"\n\n{checked.draft}")
+        yield Line("every tensor has a rule")
+        return
+    yield Line(f"{_count(sum(kind.count for kind in checked.kinds), 'tensor')} without a rule; three ways on:")
+    observed = "where vLLM is installed: cuts as its own loaders do; `relayout plans --observe SRC` writes a plan file"
+    yield Line(observed, "--plan vllm")
+    yield Line("where transformers is installed: its plan, if it has one", "--plan transformers")
+    yield Line("a plan file of your own (PLANS.md); `relayout plans NAME` prints one to start from", "--plan FILE")
+    rows = [(kind.pattern, f"{kind.count:,}", unbroken(_shape(kind.shape)), kind.example) for kind in checked.kinds]
+    columns = [Column("pattern", "name"), Column("count", "number"), Column("shape"), Column("example", "name", drop=1)]
+    yield Table(columns, rows, "kinds")
 
 
 def report(result: Report) -> Iterator[Block]:
@@ -523,14 +499,3 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _time(nbytes: int, seconds: float) -> str:
     return f"{seconds:.1f} s ({decimal(round(nbytes / max(seconds, 1e-9)), precision=2)}/s)"
-
-
-def _wrapped(line: str, first: str, others: str) -> str:
-    return textwrap.fill(
-        escape_controls(line),
-        _PLAN_FILE_WIDTH,
-        initial_indent=first,
-        subsequent_indent=others,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

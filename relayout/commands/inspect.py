@@ -14,7 +14,7 @@ from relayout.core.dtypes import num_bytes
 from relayout.core.patterns import collapse_numbers
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import Manifest
-from relayout.plans.planner import plan_for, refusal
+from relayout.plans.planner import plan_for
 from relayout.results import Result
 from relayout.storage.protocols import Store
 from relayout.storage.stores import find_input
@@ -65,7 +65,7 @@ class Amplification:
     whole_layout_nbytes: int | None
     """The same with `layout="whole"`."""
     reason: str | None
-    """Why it cannot be cut; None if it can. Of a degree that was asked for, with those that are possible."""
+    """Why it cannot be cut, mostly with the degrees at which it can be; None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +173,19 @@ def _inspect_plain(store: Store, source: SourceCheckpoint, degrees: Sequence[int
         num_tensors=len(source.tensors),
         nbytes=source.nbytes,
         groups=_groups((tensor.name, tensor.dtype, tensor.shape, None) for tensor in source.tensors),
-        amplification=tuple(_amplification(source, tp, is_only=len(degrees) == 1) for tp in degrees),
+        amplification=tuple(_amplification(source, tp) for tp in degrees),
         left_out=source.left_out,
     )
 
 
-def _amplification(source: SourceCheckpoint, tp: int, *, is_only: bool) -> Amplification:
+def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
     whole = sum(file.nbytes - file.data_start for file in source.files)
     try:
         plan = plan_for(source, tp)
     except RelayoutError as error:
-        return Amplification(tp, None, None, whole, None, None, refusal(error, with_degrees=is_only))
+        if isinstance(error, PlanError):  # Others are about a file, which they name.
+            error.path = None
+        return Amplification(tp, None, None, whole, None, None, str(error))
     needed, by_rows, apart = [0] * tp, [0] * tp, 0
     alike = Counter(
         (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)

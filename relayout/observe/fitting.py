@@ -10,7 +10,7 @@ from typing import Any
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
-from relayout.observe.elements import completed, elements_along, joined
+from relayout.observe.elements import elements_along, joined
 from relayout.plans.division import Sizes, divide, language_config
 from relayout.plans.family import (
     EVEN,
@@ -103,12 +103,12 @@ class Fitted:
 
     family: Family
     unmatched: Mapping[str, str]
-    """Patterns of tensors that no rule fits, and what is known of them."""
+    """Patterns of tensors that no rule fits, which every rank holds whole, and what is known of them."""
 
     def as_toml(self, *comments: str) -> str:
         """The text of a plan file, with these comments."""
         listed = [f"  {pattern}: {why}" for pattern, why in self.unmatched.items()]
-        heading = ["No rule was found for these, whose slices are listed:"] if listed else []
+        heading = ["No rule was found for these, which every rank holds whole:"] if listed else []
         return as_toml(self.family, *comments, *heading, *listed)
 
 
@@ -116,7 +116,7 @@ def fit(examples: Sequence[Example], held_out: Iterable[int] = ()) -> Fitted:
     """Rules that give what was observed at all degrees; each must also give what was at the held out ones.
 
     Rules are derived without these, and one that they refute is not replaced by another: it did not describe what the
-    engine does. Where no rule fits, what was observed of one example is listed; of several nothing is.
+    engine does. Where no rule fits, every rank holds the tensors whole.
 
     Args:
         examples: of one model type, with other numbers in config.json: they refute what fits one by chance.
@@ -154,12 +154,9 @@ class _Fitter:
         for group_pattern, group in self._groups().items():
             for pattern, tensors in _cut_alike(group_pattern, group):
                 rule, why = self._rule(pattern, tensors)
-                if rule is not None:
-                    rules.append(rule)
-                    continue
-                unmatched[pattern] = why
-                if len(self._examples) == 1:
-                    rules += _explicit(pattern, tensors)
+                if rule is None:
+                    unmatched[pattern] = why
+                rules.append(rule or Rule(pattern, None))
         rules.sort(key=lambda rule: rule.pattern.count("*"))  # The first that matches counts.
         patterns = {
             (collapse_numbers(tensor.name), len(tensor.shape))
@@ -284,17 +281,6 @@ def _cut_alike(pattern: str, tensors: Sequence[_Observed]) -> Iterator[tuple[str
 
 def _first_number(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
-
-
-def _explicit(pattern: str, tensors: Iterable[_Observed]) -> Iterator[Rule]:
-    """What was observed, and what no rank loads: one rule for all tensors, or for each lot one of its names."""
-    lots: dict[tuple[tuple[int, tuple[Slice, ...]], ...], list[str]] = {}
-    for each in tensors:
-        slices = tuple((degree, completed(cut, each.tensor.shape)) for degree, cut in each.slices.items())
-        lots.setdefault(slices, []).append(each.tensor.name)
-    for slices, names in lots.items():
-        for name in [pattern] if len(lots) == 1 else names:
-            yield Rule(name, None, slices=slices)
 
 
 def _merged(rules: Sequence[Rule]) -> list[Rule]:

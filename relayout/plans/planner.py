@@ -13,10 +13,9 @@ from typing import Literal, get_args
 
 from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
-from relayout.errors import PlanError, RelayoutError, about, shown
-from relayout.plans.coverage import check_all_held
+from relayout.errors import PlanError, about, shown
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
-from relayout.plans.family import BUILTIN, EXPERTS, TRANSFORMERS, Family, Rule, find_family, read_family
+from relayout.plans.family import BUILTIN, EXPERTS, FILE, TRANSFORMERS, Family, Rule, find_family, read_family
 from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
 from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme, is_cache_scale
 
@@ -26,7 +25,6 @@ Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
 
 _DEGREES_TO_TRY = range(1, 65)
-_POSSIBLE = " (this checkpoint can be cut for "
 
 
 def plan_for(
@@ -65,14 +63,6 @@ def plan_for(
                 raise
             family = None
         return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)
-
-
-def refusal(error: RelayoutError, *, with_degrees: bool = False) -> str:
-    """Why a checkpoint cannot be cut at a degree, without its path; and the degrees at which it can be, if wanted."""
-    if not isinstance(error, PlanError):  # About a file, which it names.
-        return str(error)
-    tensor = "" if error.tensor is None else f"tensor {error.tensor!r}: "
-    return tensor + (error.what if with_degrees else error.what.partition(_POSSIBLE)[0])
 
 
 def plan_by(
@@ -134,7 +124,7 @@ def _make_plan(
         others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
         raise PlanError(
             f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE; "
-            "`relayout plans --check SRC` drafts one), or hold such tensors whole on every rank"
+            "`relayout plans --check SRC` lists all of these), or hold such tensors whole on every rank"
             " (--unmatched replicate)",
             tensor=unmatched_names[0],
             code="no_rule",
@@ -176,14 +166,17 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None) -> Family:
     return family
 
 
-def without_rule(checkpoint: PlannedCheckpoint, family: Family) -> list[tuple[PlannedTensor, str]]:
+def without_rule(checkpoint: PlannedCheckpoint, family: Family | None) -> list[tuple[PlannedTensor, str]]:
     """The tensors that no rule matches, each with the name that a rule must match: that of a weight, for its scales.
+
+    Args:
+        family: the rules; None: there are none.
 
     Raises:
         PlanError: the checkpoint is quantized by a method whose tensors cannot be cut.
     """
     scheme = _scheme(checkpoint)
-    finder = _KindFinder(checkpoint, family, scheme)
+    finder = _KindFinder(checkpoint, family or Family("none", FILE), scheme)
     missing = []
     for tensor in checkpoint.tensors:
         if finder.find(tensor) is None:
@@ -218,10 +211,16 @@ class _Kind:
                 raise
             return Cut((WHOLE,) * num_ranks)
 
+    def can_be_cut(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> bool:
+        """Whether `apply` raises nothing."""
+        try:
+            self.apply(sizes, num_ranks, scheme)
+        except PlanError:
+            return False
+        return True
+
     def _cut(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         dim = self.rule.dim
-        if self.rule.slices:
-            return self._explicit(num_ranks)
         if dim is None:
             return Cut((WHOLE,) * num_ranks)
         if scheme is not None and self.weights:
@@ -235,16 +234,6 @@ class _Kind:
         with about(part=f"dim {dim} of {list(self.shape)}"):
             ranges = self._divide(dim, self.shape, sizes, num_ranks)
         return _checked(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))
-
-    def _explicit(self, num_ranks: int) -> Cut:
-        slices = dict(self.rule.slices).get(num_ranks)
-        if slices is None:
-            degrees = ", ".join(str(degree) for degree, _ in self.rule.slices)
-            raise PlanError(f"the plan lists slices for {degrees} ranks only", code="indivisible")
-        if not all(part.is_inside(self.shape) for part in slices):
-            raise PlanError(f"{list(self.shape)} does not fit the slices of the plan", code="config")
-        check_all_held(self.shape, slices)
-        return _checked(self.dtype, self.shape, slices)
 
     def _carry(self, scheme: Scheme, weight: Weight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
@@ -304,7 +293,7 @@ class _KindFinder:
             if module not in self._weights:
                 self._weights[module] = self._scheme.weights(stored)
             weights = self._weights[module]
-            if rule is not None and weights and not rule.slices:
+            if rule is not None and weights:
                 if self._family.is_transposed and rule.dim in (0, 1):
                     rule = replace(rule, dim=1 - rule.dim)
                 return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))
@@ -383,23 +372,16 @@ def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Sch
     Raises:
         PlanError: a rule cannot be applied; the message ends with the degrees at which all rules can.
     """
-
-    def applied(degree: int) -> dict[_Kind, Cut]:
-        cuts = {}
+    cuts = {}
+    try:
         for kind, name in kinds.items():
             with about(tensor=name):
-                cuts[kind] = kind.apply(sizes, degree, scheme)
-        return cuts
-
-    def fits(degree: int) -> bool:
-        try:
-            return bool(applied(degree))
-        except PlanError:
-            return False
-
-    try:
-        return applied(num_ranks)
+                cuts[kind] = kind.apply(sizes, num_ranks, scheme)
     except PlanError as error:
-        degrees = [str(degree) for degree in _DEGREES_TO_TRY if degree == 1 or fits(degree)]
-        error.what += f"{_POSSIBLE}{', '.join(degrees)} {'rank' if len(degrees) == 1 else 'ranks'})"
+        degrees = list(_DEGREES_TO_TRY)
+        for other in (kind, *kinds):  # That which refuses first: it leaves few degrees to try with the others.
+            degrees = [degree for degree in degrees if degree == 1 or other.can_be_cut(sizes, degree, scheme)]
+        ranks = "rank" if len(degrees) == 1 else "ranks"
+        error.what += f" (this checkpoint can be cut for {', '.join(map(str, degrees))} {ranks})"
         raise
+    return cuts

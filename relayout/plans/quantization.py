@@ -165,19 +165,21 @@ class Scheme:
             and (suffix in _OF_GROUPS if axis else suffix in _OF_WEIGHTS and prod(shape) == 1)
         ):
             return None
-        per = _values_per_element(dim, shape, own, shared, weight.values.bits)
-        if may_split_blocks and suffix in _OF_GROUPS and shared is not None and per == shared > 1:
+        values, elements = _values_per_elements(dim, shape, own, shared, weight.values.bits)
+        if may_split_blocks and suffix in _OF_GROUPS and shared is not None and (values, elements) == (shared, 1):
             borders = {at for parts in ranges for start, length in parts for at in (start, start + length)}
             part = 1 if self.block != (1, 1) else _smallest_group(shared)
-            if any(at % per and at != dim for at in borders) and not any(at % part for at in borders):
+            if any(at % shared and at != dim for at in borders) and not any(at % part for at in borders):
                 return None
 
         def border(at: int) -> int:
-            if at % per and at != dim:
+            element, rest = divmod(at * elements, values)
+            if rest and at != dim:
+                together = Fraction(values, elements)
                 raise PlanError(
-                    f"the cut at {at} of {dim} falls inside {per} values stored together", code="indivisible"
+                    f"the cut at {at} of {dim} falls inside {together} values stored together", code="indivisible"
                 )
-            return size if at == dim else int(at // per)
+            return size if at == dim else element
 
         return own, [
             tuple((border(start), border(start + length) - border(start)) for start, length in parts)
@@ -197,16 +199,16 @@ def _smallest_group(group: int) -> int:
     return group
 
 
-def _values_per_element(dim: int, shape: tuple[int, ...], own: int, shared: int | None, bits: int) -> Fraction:
-    """How many of `dim` values of a weight an element along dimension `own` of a tensor stands for.
+def _values_per_elements(dim: int, shape: tuple[int, ...], own: int, shared: int | None, bits: int) -> tuple[int, int]:
+    """So many of `dim` values of a weight are in so many elements along dimension `own` of a tensor.
 
-    These are the values that share a scale (the last group may be smaller), or that are packed in a word.
+    These are the values that share a scale (the last group may be smaller), or that are packed in words.
     """
     size = shape[own]
     if shared is not None and size == -(-dim // shared):
-        return Fraction(shared)
-    if size and (dim % size == 0 or dim == size * Fraction(32, bits)):
-        return Fraction(dim, size)
+        return shared, 1
+    if size and dim and (dim % size == 0 or dim * bits == size * 32):
+        return dim, size
     raise PlanError(f"cannot map {dim} values onto a tensor of shape {list(shape)}", code="indivisible")
 
 

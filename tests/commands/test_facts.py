@@ -259,14 +259,12 @@ def test_the_order_of_a_headers_entries_is_that_of_the_file(folder: Path) -> Non
 
 def test_equal_slices_of_a_tensor_have_equal_digests(tmp_path: Path) -> None:
     """Rank 1 is from another conversion, so that all of its own digests fit."""
-    (tmp_path / "plan.toml").write_text(
-        "[cut]\na = { slices = { 3 = [{ 0 = [[0, 2]] }, { 0 = [[0, 2]] }, { 0 = [[2, 2]] }] } }"
-    )
+    (tmp_path / "plan.toml").write_text('[sizes]\nkv_heads = 2\n[cut]\na = { dim = 0, by = "kv_heads" }')
     for name, start in (("one", 0), ("other", 100)):
         (tmp_path / name).mkdir()
         save_file({"a": np.arange(start, start + 8, dtype=np.float32).reshape(4, 2)}, tmp_path / name / "x.safetensors")
-        relayout.convert(tmp_path / name, tmp_path / f"{name}-3", tp=3, plan=tmp_path / "plan.toml")
-    folder, other = tmp_path / "one-3", tmp_path / "other-3"
+        relayout.convert(tmp_path / name, tmp_path / f"{name}-4", tp=4, plan=tmp_path / "plan.toml")
+    folder, other = tmp_path / "one-4", tmp_path / "other-4"
     for name in (HEAD, TABLE):
         shutil.copy(other / name, folder / name)
     chunks, others = ((one / "relayout.chunks").read_bytes() for one in (folder, other))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from relayout.cli.app import app
 from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import PlanError
 from relayout.format.slices import dump_slice
-from relayout.observe.observation import parse, write_stand_in
+from relayout.observe.observation import observe, parse, write_stand_in
 from relayout.observe.plan_file import observe_plan
 from relayout.storage.stores import find_store
 
@@ -34,6 +35,7 @@ def write_source(folder: Path, **config: Any) -> Mapping[str, np.ndarray[Any, An
         "embed.weight": (64, HIDDEN),
         "qkv.weight": (3 * HIDDEN, HIDDEN),
         "out.weight": (HIDDEN, HIDDEN),
+        "odd.weight": (8, HIDDEN),
         "unused": (5,),
         **{f"unused.{number}": (50,) for number in range(config.pop("num_unused", 0))},
     }
@@ -68,6 +70,9 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
         np.testing.assert_array_equal(held["qkv.weight"].numpy(), tensors["qkv.weight"][rows])
         np.testing.assert_array_equal(held["out.weight"].numpy(), tensors["out.weight"][:, 4 * rank : 4 * (rank + 1)])
         np.testing.assert_array_equal(held["embed.weight"].numpy(), tensors["embed.weight"])
+        # Three rows; the last rank has those that no rank takes, too.
+        odd = slice(rank, rank + 3 if rank < 3 else None)
+        np.testing.assert_array_equal(held["odd.weight"].numpy(), tensors["odd.weight"][odd])
         np.testing.assert_array_equal(held["unused.0"].numpy(), tensors["unused.0"])
     assert relayout.verify(tmp_path / "out", source=tmp_path / "model").ok
     assert "vllm:0.0.fake OddForCausalLM" in (tmp_path / "out" / "relayout.json").read_text()
@@ -100,10 +105,11 @@ def test_rules_are_written_by_which_an_array_of_processes_converts_without_vllm(
     monkeypatch.chdir(tmp_path)
     tensors = write_source(tmp_path / "model", num_unused=8)
     written = observe_plan("model", "plan.toml")
-    assert (written.degrees, written.held_out, written.unmatched) == ((2, 4), (4,), ())
+    assert (written.degrees, written.held_out) == ((2, 4), (4,))
+    assert written.unmatched == ("odd.weight: it is cut along dim 0 in a way that no rule describes",)
     plan = tomllib.loads(Path("plan.toml").read_text())
     assert plan["cut"]["out.weight"] == {"dim": 1, "by": "even"}
-    assert plan["cut"]["embed.weight"] == "whole"
+    assert plan["cut"]["embed.weight"] == plan["cut"]["odd.weight"] == "whole"
     with pytest.raises(PlanError, match="exists; choose another -o"):
         observe_plan("model", "plan.toml")
     shutil.rmtree(tmp_path / "packages")
@@ -117,21 +123,17 @@ def test_rules_are_written_by_which_an_array_of_processes_converts_without_vllm(
     held = relayout.load(tmp_path / "out", 1)
     np.testing.assert_array_equal(held["qkv.weight"].numpy(), tensors["qkv.weight"][24:])
     np.testing.assert_array_equal(held["out.weight"].numpy(), tensors["out.weight"][:, 8:])
+    np.testing.assert_array_equal(held["odd.weight"].numpy(), tensors["odd.weight"])
     assert relayout.verify("out", source="model").ok
 
 
 @pytest.mark.usefixtures("vllm")
 def test_what_cannot_be_observed_is_an_error_that_names_class_and_line(tmp_path: Path) -> None:
-    write_source(tmp_path / "reads", scaled=True)
-    with pytest.raises(
-        PlanError,
-        match=r"tensor 'scale'.* needs its values \(vllm\..*odd, OddForCausalLM\.load_weights, line \d+: self",
-    ):
-        relayout.convert(tmp_path / "reads", tmp_path / "out", tp=2, plan="vllm")
-    write_source(tmp_path / "model")
-    with pytest.raises(PlanError, match=r"refuses its config\.json: ValueError: heads must be divisible .*\(3\)"):
-        relayout.convert(tmp_path / "model", tmp_path / "out", tp=3, plan="vllm")
-    assert not (tmp_path / "out").exists()
+    write_source(tmp_path / "model", scaled=True)
+    values, heads = observe(read_source(find_store(tmp_path / "model")), [2, 3])
+    line = r"tensor 'scale'.* needs its values \(vllm\..*odd, OddForCausalLM\.load_weights, line \d+: self"
+    assert re.search(line, str(values))
+    assert re.search(r"refuses its config\.json: ValueError: heads must be divisible .*\(3\)", str(heads))
 
 
 def test_without_vllm_observing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +144,7 @@ def test_without_vllm_observing_says_what_to_install(tmp_path: Path, monkeypatch
     )
     with pytest.raises(PlanError, match=message):
         relayout.convert(tmp_path / "model", tmp_path / "out", tp=2, plan="vllm")
+    assert not (tmp_path / "out").exists()
     with pytest.raises(PlanError, match=message):
         observe_plan(tmp_path / "model", tmp_path / "plan.toml")
     assert not (tmp_path / "plan.toml").exists()

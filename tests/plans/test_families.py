@@ -1,7 +1,7 @@
 """Every model family: what ranks hold is what engines cut out, and all ranks together give the source back.
 
-Plans are compared for all families and degrees; bytes for those of `OF_EACH_KIND`. What vLLM's own classes load, of
-checkpoints of several sizes, is compared in test_observed_families.py.
+Plans are compared at all degrees for families that are cut in each way, bytes for those of `OF_EACH_KIND`. All plans
+are compared with what vLLM's own classes load, of checkpoints of several sizes, in test_observed_families.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from support.hub_models import MODELS
 from support.local_stores import read_source
 from support.models import read_tensors
 from support.planning import all_slices, make_source, try_plan
+from support.profile import sample
 from support.rebuilding import assert_ranks_give_back, indices
 from typer.testing import CliRunner
 
@@ -30,6 +31,12 @@ from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 
 DEGREES = range(2, 17)
+EACH_WAY = [
+    *(name for name in OF_EACH_KIND if name in FAMILIES),
+    *("gemma", "deepseek_v2", "qwen3_next", "gpt_oss", "falcon_7b", "bloom", "mllama", "llava"),
+]
+"""Families that are cut in all ways that there are, and those that vLLM does not load: all others are compared with
+what its own classes took (test_observed_families.py)."""
 
 
 def source_of(name: str, entries: list[Entry], sizes: Sizes, **more: tuple[int, ...]) -> SourceCheckpoint:
@@ -55,8 +62,10 @@ def assert_cut_as_expected(source: SourceCheckpoint, plan: Plan, entries: list[E
         for rank, wanted in enumerate(expected(entry.cut, numbered, plan.num_ranks, sizes)):
             held = part_of(numbered, slices[rank])
             np.testing.assert_array_equal(held, wanted, err_msg=f"{what}: {entry.name} ({entry.cut}), rank {rank}")
-        covered = np.concatenate([part_of(numbered, part).ravel() for part in slices])
-        assert np.array_equal(np.unique(covered), numbered.ravel()), entry.name
+        is_held = np.zeros(numbered.size, bool)
+        for part in slices:
+            is_held[part_of(numbered, part)] = True
+        assert is_held.all(), entry.name
 
 
 def numbered_along(axis: int, shape: tuple[int, ...]) -> Array:
@@ -91,7 +100,7 @@ def test_a_checkpoint_is_what_its_table_says_and_each_byte_depends_on_its_positi
 # What each rank holds.
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sample(FAMILIES, EACH_WAY))
 def test_each_degree_is_accepted_and_cut_as_engines_do_or_refused_as_they_do(name: str) -> None:
     family = FAMILIES[name]
     sizes = family.all_sizes()
@@ -143,12 +152,12 @@ def test_published_checkpoints_are_cut_as_engines_do(name: str) -> None:
 # Expert parallel.
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_ranks", [3, 8])
 @pytest.mark.parametrize("name", EXPERT_FAMILIES)
 def test_with_expert_parallel_each_expert_has_one_owner_and_the_rest_is_as_without(name: str, num_ranks: int) -> None:
     family = FAMILIES[name]
-    # Sizes of which 3 and 5 ranks can hold their shares too.
-    more = {"A": 15, "K": 15, "H": 15 * 32, "I": 480, "S": 480, "M": 17, "D": 32} if num_ranks in (3, 5) else {}
+    # Sizes of which 3 ranks can hold their shares, too.
+    more = {"A": 15, "K": 15, "H": 15 * 32, "I": 480, "S": 480, "M": 17, "D": 32} if num_ranks == 3 else {}
     if more and name == "qwen3_next":
         more |= {"G": 15, "W": 30}
     if more and name == "glm4_moe":  # Its shared expert is as large as the others.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.planning import make_source
 
-from relayout.core.slices import NOT_HELD, WHOLE, Slice
+from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
 from relayout.plans import family as families
 from relayout.plans.family import (
@@ -230,6 +229,24 @@ def test_a_file_may_have_the_name_of_the_plan_that_it_extends(tmp_path: Path) ->
         assert len(read_family(tmp_path / name).rules) == 1 + len(find_family("llama").rules)
 
 
+@pytest.mark.parametrize("plan", ["llama", "builtin:llama"])
+def test_a_built_in_plan_is_used_by_its_name(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()  # A checkpoint's folder, say.
+    source = make_source({"lm_head.weight": (128, 64)}, model_type="unheard")
+    found = plan_for(source, 2, Path(plan))
+    assert found.name == "builtin:llama"
+    assert found.cut(0).slices == (Slice.along(0, ((0, 64),)), Slice.along(0, ((64, 64),)))
+
+
+def test_a_file_with_the_name_of_a_built_in_plan_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama").write_text('[cut]\n"**" = "whole"\n')
+    source = make_source({"lm_head.weight": (128, 64)}, model_type="unheard")
+    assert plan_for(source, 2, Path("llama")).cut(0).is_whole
+    assert not plan_for(source, 2, Path("builtin:llama")).cut(0).is_whole
+
+
 # What is no plan file, beside vectors/plan.toml.
 
 NO_CUT = 'expected "whole" or { dim = N, by = UNIT }'
@@ -314,29 +331,6 @@ def test_to_find_a_plan_only_few_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        'model_types = ["mine", "other"]',
-        "model_types = ['other', 'mine']",
-        'model_types = "mine"',
-        'model_types=["mine"]',
-        'model_types\t=\t["mine"]',
-        '"model_types" = ["mine"]',
-        'model_types = ["m\\u0069ne"]',
-        'model_types = [\n    "a]",\n    "mine",\n]',
-        'model_types = [\n    "a", # no ]\n    "mine",\n]',
-        'model_types = ["""\nmine""", "a"]',
-    ],
-)
-def test_a_plan_is_found_however_its_model_types_are_written(builtin: Builtin, line: str) -> None:
-    assert "mine" in tomllib.loads(line)["model_types"]
-    builtin(one=f'{line}\n[cut]\n"*" = "whole"\n', two='model_types = ["b"]\n[cut]\n"*" = "whole"\n')
-    assert find_family("mine").name == "one"
-    with pytest.raises(PlanError, match="no built-in plan for model type 'min'"):
-        find_family("min")
-
-
-@pytest.mark.parametrize(
     ("model_type", "quantization"), [("rwkv", None), ("rwkv", "mxfp4"), ("", None), ("Llama", None)]
 )
 def test_a_model_type_without_a_plan_is_named_and_the_ways_out(model_type: str, quantization: str | None) -> None:
@@ -375,43 +369,7 @@ def test_no_built_in_plan_tells_layers_apart() -> None:
     assert [family.name for family in builtin_families() if family.depends_on_numbers] == []
 
 
-# Slices that are listed.
-
-EXPLICIT = """
-[cut]
-w = { slices = { 2 = [{ 0 = [[0, 5]] }, { 0 = [[5, 3]], 1 = [[0, 1], [1, 3]] }], 1 = [{}] } }
-e = { slices = { 2 = [{}, "none"] } }
-"""
-
-
-def test_a_cut_may_list_the_slices_of_each_rank() -> None:
-    family = parse(EXPLICIT)
-    first = (2, (Slice.along(0, ((0, 5),)), Slice.of({0: ((5, 3),), 1: ((0, 1), (1, 3))})))
-    second = (2, (WHOLE, NOT_HELD))
-    assert family.rules == (Rule("w", None, slices=(first, (1, (WHOLE,)))), Rule("e", None, slices=(second,)))
-    assert parse_rules(dump_rules(family), "record", "mine", "file") == family
-    source = make_source({"w": (8, 4), "e": (2, 4)})
-    plan = plan_by(source, 2, family)
-    joined = (first[1][0], Slice.along(0, ((5, 3),)))
-    assert [plan.cut(t).slices for t in (0, 1)] == [joined, (WHOLE, NOT_HELD)]
-    with pytest.raises(PlanError, match=r"'w'.*the plan lists slices for 2, 1 ranks only"):
-        plan_by(source, 4, family)
-    with pytest.raises(PlanError, match=r"'w'.*\[8, 2\] does not fit the slices of the plan"):
-        plan_by(make_source({"w": (8, 2), "e": (2, 4)}), 2, family)
-
-
-@pytest.mark.parametrize(
-    ("slices", "says"),
-    [
-        ("{ 0 = [[0, 1]] }, { 0 = [[3, 1]] }", r"no rank holds element \[1, 0\] of \[4, 2\]"),
-        ("{ 0 = [[0, 2]] }, { 0 = [[2, 2]], 1 = [[0, 1]] }", r"no rank holds element \[2, 1\] of \[4, 2\]"),
-        ('"none", "none"', "no rank holds the tensor"),
-    ],
-)
-def test_slices_that_lose_elements_are_refused(slices: str, says: str) -> None:
-    family = parse(f"[cut]\na = {{ slices = {{ 2 = [{slices}] }} }}")
-    with pytest.raises(PlanError, match=f"'a'.*{says}"):
-        plan_by(make_source({"a": (4, 2)}), 2, family)
+# Cuts that may be whole.
 
 
 def test_a_cut_may_be_whole_where_ranks_cannot_divide_it() -> None:
@@ -435,24 +393,3 @@ def test_a_quantized_weight_is_held_whole_where_a_cut_may_be() -> None:
         plan = plan_by(source, degree, family)
         cuts = {tensor.name: plan.cut(t).is_whole for t, tensor in enumerate(source.tensors)}
         assert cuts == {**dict.fromkeys(stored, True), "n.weight": False}
-
-
-def test_slices_of_a_quantized_weight_are_those_of_the_stored_tensor() -> None:
-    slices = "{ slices = { 2 = [{ 0 = [[0, 128]] }, { 0 = [[128, 256]] }] } }"
-    text = f'[cut]\n"m.weight" = {slices}\n"m.weight_scale_inv" = "whole"'
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    source = make_source({"m.weight": (384, 128), "m.weight_scale_inv": (3, 1)}, quantization_config=quantization)
-    plan = plan_by(source, 2, parse(text))
-    assert plan.cut(0).slices == (Slice.along(0, ((0, 128),)), Slice.along(0, ((128, 256),)))
-    assert plan.cut(1).is_whole
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["{ slices = {} }", "{ slices = 3 }", "{ slices = { 2 = [{}] } }", "{ slices = { 02 = [{}, {}] } }",
-     "{ slices = { x = [{}] } }", "{ slices = { 1 = [{ 0 = [[0, 0]] }] } }", '{ slices = { 1 = ["all"] } }',
-     "{ slices = { 1 = [{}] }, dim = 0 }"],
-)  # fmt: skip
-def test_slices_that_say_nothing_are_refused(value: str) -> None:
-    with pytest.raises(FormatError, match=r"slice|range|expected"):
-        parse(f"[cut]\nx = {value}")

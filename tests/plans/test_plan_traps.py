@@ -121,6 +121,14 @@ def test_with_the_plan_of_transformers_too_what_it_does_not_name_can_be_an_error
         plan_for(source, 2, "transformers", unmatched="error")
 
 
+def test_scales_of_a_weight_without_rows_are_refused() -> None:
+    module = "model.layers.0.mlp.up_proj"
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    shapes = {f"{module}.weight": (0, 64), f"{module}.weight_scale_inv": (1, 1)}
+    with pytest.raises(PlanError, match=r"cannot map 0 values onto a tensor of shape \[1, 1\]"):
+        plan_for(make_source(shapes, model_type="llama", quantization_config=quantization), 2)
+
+
 def test_weights_stored_in_several_ways_are_told_apart_where_the_plan_allows_just_one() -> None:
     """Four bits in groups of 128 and eight in groups of 64 may have the same shapes, for other columns."""
 

@@ -169,7 +169,8 @@ def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: s
         plan_for(source, 2)
     assert str(caught.value) == (
         f"checkpoint: tensor '{name}': no rule of plan 'builtin:llama' matches it: add a rule (--plan FILE;"
-        " `relayout plans --check SRC` drafts one), or hold such tensors whole on every rank (--unmatched replicate)"
+        " `relayout plans --check SRC` lists all of these), or hold such tensors whole on every rank"
+        " (--unmatched replicate)"
     )
     plan = plan_for(source, 2, unmatched="replicate")
     halves = (Slice.along(0, ((0, 9472),)), Slice.along(0, ((9472, 9472),)))

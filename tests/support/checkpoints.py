@@ -58,10 +58,13 @@ def _typed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _by_transformers(config: dict[str, Any], folder: Path) -> tuple[Tensors, dict[str, Any]]:
     """What transformers writes for a model of random weights: every one of them, norms and buffers too."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.initialization import no_init_weights
 
     parsed = AutoConfig.for_model(**config)
     kind = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
-    model = kind.from_config(parsed).to(torch.bfloat16)
+    with no_init_weights():  # All are set below.
+        model = kind.from_config(parsed).to(torch.bfloat16)
+    model.tie_weights()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.copy_(torch.randn(tensor.shape) * 0.1)

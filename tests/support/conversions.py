@@ -42,15 +42,10 @@ OF_EACH_KIND = sample(
         "phi3",  # Fused query, key, value, and gate, up.
         "gpt2",  # Transposed weights.
         "falcon_40b",  # Queries interleaved with keys and values.
-        "deepseek_v3",  # Latent attention, experts and shared experts.
-        "qwen3_next",  # Linear attention.
         "gpt_oss_mxfp4",  # Stacked, quantized experts in blocks.
         "llama4",  # Vision, stacked experts.
-        "mllama",  # Vision, which vLLM 0.33 does not load.
-        "fp8_blocks_deepseek",
+        "fp8_blocks_deepseek",  # Latent attention, experts and shared experts.
         "gptq_4bit_biases_fused",
-        "awq_moe",
-        "int4_groups_asymmetric",
         "nvfp4_modelopt_moe",
     ],
 )
@@ -58,7 +53,7 @@ OF_EACH_KIND = sample(
 CASES = [*OF_EACH_KIND, *WIDE]
 EXPERT_CASES = sample(
     [*EXPERT_FAMILIES, *EXPERT_QUANTIZED],
-    ["qwen3_moe", "qwen3_next", "gpt_oss_mxfp4", "llama4", "fp8_blocks_deepseek", "nvfp4_modelopt_moe"],
+    ["gpt_oss_mxfp4", "llama4", "fp8_blocks_deepseek", "nvfp4_modelopt_moe"],
 )
 
 

@@ -96,6 +96,7 @@ _MODULES = {
                 self.table = torch.nn.Parameter(torch.empty(64, hidden), requires_grad=False)
                 self.qkv = torch.nn.Parameter(torch.empty(3 * hidden // self.tp, hidden), requires_grad=False)
                 self.out = torch.nn.Parameter(torch.empty(hidden, hidden // self.tp), requires_grad=False)
+                self.odd = torch.nn.Parameter(torch.empty(3, hidden), requires_grad=False)
             def load_weights(self, weights):
                 for name, tensor in weights:
                     if name == "embed.weight":
@@ -108,6 +109,8 @@ _MODULES = {
                     elif name == "out.weight":
                         share = self.out.shape[1]
                         self.out.copy_(tensor.narrow(1, self.rank * share, share))
+                    elif name == "odd.weight":
+                        self.odd.copy_(tensor.narrow(0, self.rank, 3))
                     elif name == "scale":
                         self.table.mul_(tensor.item())
         class OddDraft(torch.nn.Module):

@@ -79,7 +79,6 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     missing = {pattern: why for pattern, why in fitted.unmatched.items() if not BESIDE.match(pattern)}
     if missing:
         raise SystemExit(f"{wanted.title}: {missing}")
-    beside = [Rule(pattern, None) for pattern in fitted.unmatched]
     used = {size for rule in fitted.family.rules for size in (*rule.units, *rule.widths, rule.interleaved)}
     used |= set() if base else fitted.family.sizes.keys() & {families.HEAD_DIM}
     used |= (
@@ -93,7 +92,7 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
         model_types=tuple(dict.fromkeys(str(checkpoint.model_type) for checkpoint in checkpoints)),
         prefixes=wanted.language_prefixes,
         sizes=dict(_sizes(fitted.family, used, known, checkpoints)),
-        rules=tuple(_shortened([*fitted.family.rules, *beside], base)),
+        rules=tuple(_shortened(fitted.family.rules, base)),
         **_experts(fitted.family, base, checkpoints),
     )
     engines = sorted({checkpoint.engine.partition(" ")[2] for checkpoint in checkpoints})

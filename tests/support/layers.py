@@ -7,7 +7,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
     "progress": (),
     "tables": (),
-    "results": ("tables",),
+    "results": (),
     "format": ("core",),
     "storage": ("core", "format"),
     "checkpoint": ("core", "format", "storage"),

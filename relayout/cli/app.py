@@ -495,12 +495,11 @@ def verify(
 def sign(
     out: Output,
     path: ConvertedArgument,
-    key: Annotated[str | None, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")] = None,
+    key: Annotated[str, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")],
     certificate: Annotated[str | None, typer.Option(metavar="FILE", help="Of that key, PEM.")] = None,
     chain: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="A certificate between that one and a root; repeatable.")
     ] = None,
-    sigstore: Annotated[bool, typer.Option("--sigstore", help="Sign by an identity, without a key.")] = False,
     threads: ThreadsOption = 8,
 ) -> None:
     """Sign a folder that was converted with --digest sha256.
@@ -512,8 +511,7 @@ def sign(
     from relayout.commands import sign as signing
 
     progress = out.work("hashing")
-    how = {"key": key, "certificate": certificate}
-    done = signing.sign(path, **how, chain=chain or (), sigstore=sigstore, threads=threads, progress=progress)
+    done = signing.sign(path, key=key, certificate=certificate, chain=chain or (), threads=threads, progress=progress)
     out.show(done, render.signed)
 
 

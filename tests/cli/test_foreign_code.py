@@ -25,8 +25,8 @@ from relayout.core.children import PIPE, start_child, wait_for_child
 from relayout.errors import PlanError
 from relayout.observe import observation
 
-# As the installed command: the script's own folder comes first, not the working folder. One process runs all: it imports
-# what any of them does, and nothing before. Of the many loads that `bench` measures one is as the first.
+# As the installed command: the script's own folder comes first, not the working folder. One process runs all, and has
+# imported nothing before. Of the many loads that `bench` measures one is as the first.
 MAIN = """
 import os, sys
 from relayout.__main__ import main

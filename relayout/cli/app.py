@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, NoReturn
 
 import typer
 
-from relayout import __version__
+import relayout
 from relayout.cli import signals
 from relayout.cli.streams import abandon
 from relayout.errors import PlanError, RelayoutError, did_you_mean, escape_controls, shown
@@ -125,7 +125,8 @@ class Output:
 
     def work(self, what: str) -> Progress:
         """Begin work: from now on, a signal raises an exception, for cleanup, and a closed stdout does not end the
-        process. Returns how its progress is shown."""
+        process. Returns how its progress is shown. Called among the arguments of the work: a signal while that is
+        imported then still ends the process at once."""
         from relayout.cli.console import progress
 
         signals.raise_when_asked()
@@ -231,7 +232,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from relayout.format.index import FORMAT_VERSION
 
-        print(f"relayout {__version__}, format {FORMAT_VERSION}", flush=True)
+        print(f"relayout {relayout.__version__}, format {FORMAT_VERSION}", flush=True)
         raise typer.Exit
 
 
@@ -454,9 +455,8 @@ def inspect(
     Also shows tensors and ranks. Reads headers only.
     """
     from relayout.cli import render
-    from relayout.commands import inspect as inspection
 
-    out.show(inspection.inspect(path, rank=rank, tp=tp), render.inspection)
+    out.show(relayout.inspect(path, rank=rank, tp=tp), render.inspection)
 
 
 @_command("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b")
@@ -477,11 +477,9 @@ def verify(
     Checks structure, manifest, and the digest of every slice; with --source, each slice against the source.
     """
     from relayout.cli import render
-    from relayout.commands import verify as verification
 
-    progress = out.work("verifying")
-    report = verification.verify(
-        path, source=source, ranks=ranks, trust=trust, threads=threads, memory=memory, progress=progress
+    report = relayout.verify(
+        path, source=source, ranks=ranks, trust=trust, threads=threads, memory=memory, progress=out.work("verifying")
     )
     out.show(report, render.report)
     if not report.ok:
@@ -508,10 +506,10 @@ def sign(
     (RELAYOUT_TRUST, --trust) then proves of the folder what is read, as it is read.
     """
     from relayout.cli import render
-    from relayout.commands import sign as signing
 
-    progress = out.work("hashing")
-    done = signing.sign(path, key=key, certificate=certificate, chain=chain or (), threads=threads, progress=progress)
+    done = relayout.sign(
+        path, key=key, certificate=certificate, chain=chain or (), threads=threads, progress=out.work("hashing")
+    )
     out.show(done, render.signed)
 
 
@@ -536,11 +534,9 @@ def restore(
     Writes shards, index and side files, byte for byte, and checks every digest.
     """
     from relayout.cli import render
-    from relayout.commands import restore as restoration
 
-    progress = out.work("restoring")
-    done = restoration.restore(
-        path, output, force=force, trust=trust, threads=threads, memory=memory, progress=progress
+    done = relayout.restore(
+        path, output, force=force, trust=trust, threads=threads, memory=memory, progress=out.work("restoring")
     )
     out.show(done, render.restored)
 
@@ -562,11 +558,16 @@ def copy(
     interruption the same command resumes.
     """
     from relayout.cli import render
-    from relayout.commands import copy as copying
 
-    progress = out.work("copying")
-    done = copying.copy(
-        path, output, ranks=ranks, force=force, trust=trust, threads=threads, memory=memory, progress=progress
+    done = relayout.copy(
+        path,
+        output,
+        ranks=ranks,
+        force=force,
+        trust=trust,
+        threads=threads,
+        memory=memory,
+        progress=out.work("copying"),
     )
     out.show(done, render.copied)
 
@@ -585,9 +586,7 @@ def files(
 
     For tools that copy files. relayout.json is the last.
     """
-    from relayout.commands import copy as copying
-
-    needed = copying.files(path, ranks=ranks)
+    needed = relayout.files(path, ranks=ranks)
     out.print("".join(f"{file.name}{chr(0) if null else chr(10)}" for file in needed.files), needed.as_json())
 
 
@@ -605,10 +604,8 @@ def delta(
     Single elements, anywhere, cost about as much as the places where they are.
     """
     from relayout.cli import render
-    from relayout.commands import delta as deltas
 
-    progress = out.work("comparing")
-    done = deltas.delta(old, new, output, force=force, threads=threads, progress=progress)
+    done = relayout.delta(old, new, output, force=force, threads=threads, progress=out.work("comparing"))
     out.show(done, render.delta_done)
 
 
@@ -629,10 +626,8 @@ def apply(
     the same command resumes.
     """
     from relayout.cli import render
-    from relayout.commands import delta as deltas
 
-    progress = out.work("copying")
-    done = deltas.apply_deltas(base, changes, output, force=force, threads=threads, progress=progress)
+    done = relayout.apply_deltas(base, changes, output, force=force, threads=threads, progress=out.work("copying"))
     out.show(done, render.copied)
 
 
@@ -675,10 +670,8 @@ def warm(
     An engine with RELAYOUT_WARM=PATH in its environment does this in the background while it starts.
     """
     from relayout.cli import render
-    from relayout.commands import warm as warming
 
-    progress = out.work("warming")
-    done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
+    done = relayout.warm(path, rank=rank, memory=memory, threads=threads, progress=out.work("warming"))
     out.show(done, render.warmed)
 
 
@@ -830,9 +823,8 @@ def report(
     It has bars to scale, tables and a search for each rank, and works offline.
     """
     from relayout.cli import render
-    from relayout.html_report import page
 
-    out.show(page.report(path, output, tp=tp, plan=plan), render.page)
+    out.show(relayout.report(path, output, tp=tp, plan=plan), render.page)
 
 
 def _print(text: str) -> None:

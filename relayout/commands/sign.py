@@ -19,7 +19,7 @@ from relayout.checkpoint.converted import (
     read_manifest_blob,
     read_record,
 )
-from relayout.checkpoint.proven import Proven, proof_of
+from relayout.checkpoint.proven import Proven, index_of, proof_of
 from relayout.checkpoint.trust import package_missing
 from relayout.commands.copy import sizes_of
 from relayout.core.arguments import integer
@@ -161,7 +161,7 @@ def _sizes(store: Store, expected: Mapping[str, object]) -> dict[str, int]:
 def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -> str:
     """The SHA-256 of a file that is as manifest and record say."""
     where = store.location(name)
-    index = next((index for index, file in enumerate(manifest.files) if file.name == name), None)
+    index = index_of(manifest, name)
     if index is None:
         digest = sha256_hex(store.open(name, access=Access.BUFFERED))
     else:

@@ -223,6 +223,8 @@ def _usage(error: Any) -> str:
         similar = did_you_mean(name[2:], (option[2:] for option in known)).replace("'", "'--", 1)
         meant = next((f"; did you mean {word!r}?" for word in words if word in known), similar)
         text, advice = f"no such option: {name}", meant or advice
+    if "unexpected extra argument" in text and any("-o" in each.opts for each in context.command.params):
+        advice = f"; name the output with -o{advice}"
     if ". Did you mean" in text:  # Of a command.
         text, advice = text.replace(". Did", "; did"), ""
     return f"{text[:1].lower()}{text[1:]}{advice}"
@@ -481,7 +483,7 @@ def verify(
     report = relayout.verify(
         path, source=source, ranks=ranks, trust=trust, threads=threads, memory=memory, progress=out.work("verifying")
     )
-    out.show(report, render.report)
+    out.show(report, partial(render.report, has_source=source is not None))
     if not report.ok:
         raise typer.Exit(EXIT_DIFFERENCE)
 

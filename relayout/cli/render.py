@@ -273,12 +273,14 @@ def plan_check(checked: PlanCheck) -> str:
     return "\n".join(texts) + ("\n" if checked.draft is None else f"\n\n{checked.draft}")
 
 
-def report(result: Report) -> Iterator[Block]:
-    """Of `verify`."""
+def report(result: Report, *, has_source: bool) -> Iterator[Block]:
+    """Of `verify`; `has_source`: whether a comparison was asked for."""
     who = _ranks(result.ranks, result.num_ranks)
     text = f"{_count(result.num_tensors, 'slice')} of {who}, {decimal(result.nbytes)} hashed"
     if result.compared_with_source:
         text += ", every slice compared with the source"
+    elif has_source:
+        text += ", not compared with the source because of what differs"
     if result.ok:
         yield Line(text, "verified", "bold green")
     else:

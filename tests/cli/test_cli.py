@@ -324,6 +324,8 @@ def test_an_output_that_cannot_be_written_is_an_io_failure(converted: Path, tmp_
         ("convert model -z", "no such option: -z; see relayout convert --help"),
         ("frobnicate", "no such command 'frobnicate'; see relayout --help"),
         ("conver", r"no such command 'conver'; did you mean 'convert'\?"),
+        ("convert model out", r"got unexpected .*\(out\); name the output with -o; see relayout convert --help"),
+        ("restore model out", r"missing option '--output' / '-o'; see relayout restore --help"),
         ("inspect model model", r"got unexpected extra argument.* \(model\); see relayout inspect --help"),
         ("--tp 4 convert model", "no such option: --tp; see relayout --help"),
     ],
@@ -594,6 +596,18 @@ def test_verify_names_a_missing_file_once_and_counts_none_of_its_slices(
     assert "\ndiffers model-rank-1-part-0.safetensors: cannot be read: No such file or directory\n" in done.stdout
 
 
+@pytest.mark.parametrize(("nbytes", "says"), [(None, "is missing"), (5000, "5000 bytes long")])
+def test_what_lacks_a_file_or_its_end_is_not_shown(
+    here: Run, converted: Path, tmp_path: Path, nbytes: int | None, says: str
+) -> None:
+    shutil.copytree(converted / "out", tmp_path / "out")
+    file = tmp_path / "out" / "model-rank-1-part-0.safetensors"
+    file.unlink() if nbytes is None else os.truncate(file, nbytes)
+    for args in ("inspect out", "inspect out --rank 1", "report out"):
+        assert_refused(here, tmp_path, args.split(), rf"out/model-rank-1-part-0\.safetensors: .*{says}")
+    assert here("inspect", "out", "--rank", "0", cwd=tmp_path).returncode == 0
+
+
 def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, converted: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     shutil.copytree(converted / "out", tmp_path / "out")
@@ -602,8 +616,9 @@ def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, conver
     header_nbytes = 8 + int.from_bytes(blob[:8], "little")
     start, end = (header_nbytes + offset for offset in json.loads(blob[8:header_nbytes])[name]["data_offsets"])
     flip(tmp_path / "out" / file, (start + end) // 2)
-    done = run("verify", "out", cwd=tmp_path)
+    done = run("verify", "out", "--source", converted / "model", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "")
+    assert " hashed, not compared with the source because of what differs\n" in done.stdout
     [line] = [line for line in done.stdout.splitlines() if line.startswith("differs")]
     assert f"{file}: tensor '{name}', bytes {start} to {end}: " in line
     assert done.stdout.endswith(

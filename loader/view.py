@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from relayout.core.slices import Range, Slice
@@ -18,7 +17,6 @@ from relayout.loader.sources.base import Pieces, RankSource
 from relayout.loader.sources.checkpoint import find_whole
 from relayout.loader.sources.columns import Names
 from relayout.loader.tensors import check_mode, to_device
-from relayout.results import html_table
 from relayout.storage.protocols import Closable
 
 if TYPE_CHECKING:
@@ -141,13 +139,6 @@ class CheckpointView(Closable):
         what = "whole tensors" if self._is_whole else f"rank {self.rank} of {self.num_ranks}"
         state = ", closed" if self._open is None else ""
         return f"<CheckpointView {self.path!r}: {what}, {len(self._pieces.columns.names):,} tensors{state}>"
-
-    def _repr_html_(self) -> str:
-        """For notebooks: the first tensors."""
-        columns = self._pieces.columns
-        shapes = (" x ".join(map(str, shape)) or "scalar" for shape in columns.shapes)
-        rows = [list(row) for row in zip(columns.names, columns.dtypes, shapes, strict=True)]
-        return f"<p>{escape(repr(self))}</p>{html_table(rows, ['tensor', 'dtype', 'shape'])}"
 
     def keys(self) -> list[str]:
         """The names of the tensors, in file order."""

@@ -89,7 +89,7 @@ def _bar(total: int) -> Iterator[_Bar]:
 
 
 class _Lines:
-    """A line now and then, and at the end: for logs and notebooks."""
+    """A line now and then, and at the end: for logs."""
 
     def __init__(self) -> None:
         self._phase = ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import DigestAlgorithm
+from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.chunks import CHUNKS_NAME, places_of_digests
 from relayout.format.fields import Fields, parse_object
@@ -86,6 +87,21 @@ def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> No
             f" {lacks}` copies those from a folder that has them"
         )
         raise PlanError(what, path=str(folder), code="missing")
+
+
+def check_lengths(folder: Store, manifest: Manifest, holders: Iterable[int]) -> None:
+    """Raise FormatError if a file of these ranks and other holders is missing, or has another length."""
+
+    def check(index: int) -> None:
+        file = manifest.files[index]
+        status = folder.stat(file.name)
+        if status is None:
+            raise FormatError("is missing", path=folder.location(file.name), code="missing")
+        status.check(folder.location(file.name), file.nbytes)
+
+    each(
+        check, sorted({index for holder in holders for index in manifest.holders[holder].files}), folder.cost.num_opens
+    )
 
 
 def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, NoReturn
 
 import typer
 
-from relayout import __version__
+import relayout
 from relayout.cli import signals
 from relayout.cli.streams import abandon
 from relayout.errors import PlanError, RelayoutError, did_you_mean, escape_controls, shown
@@ -102,13 +102,6 @@ RankOption = Annotated[
 RanksOption = Annotated[
     str | None, typer.Option(metavar="LIST", help="Only these ranks, such as 0-3 or 0,8. Default: all.")
 ]
-EngineOption = Annotated[
-    Literal["ray"] | None, typer.Option(help="Run on the nodes of a Ray cluster. Default: in this process.")
-]
-AddressOption = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="The Ray cluster, such as auto. Default: RAY_ADDRESS, or this machine alone."),
-]
 
 
 class _Result(Protocol):
@@ -132,7 +125,8 @@ class Output:
 
     def work(self, what: str) -> Progress:
         """Begin work: from now on, a signal raises an exception, for cleanup, and a closed stdout does not end the
-        process. Returns how its progress is shown."""
+        process. Returns how its progress is shown. Called among the arguments of the work: a signal while that is
+        imported then still ends the process at once."""
         from relayout.cli.console import progress
 
         signals.raise_when_asked()
@@ -229,6 +223,8 @@ def _usage(error: Any) -> str:
         similar = did_you_mean(name[2:], (option[2:] for option in known)).replace("'", "'--", 1)
         meant = next((f"; did you mean {word!r}?" for word in words if word in known), similar)
         text, advice = f"no such option: {name}", meant or advice
+    if "unexpected extra argument" in text and any("-o" in each.opts for each in context.command.params):
+        advice = f"; name the output with -o{advice}"
     if ". Did you mean" in text:  # Of a command.
         text, advice = text.replace(". Did", "; did"), ""
     return f"{text[:1].lower()}{text[1:]}{advice}"
@@ -238,7 +234,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from relayout.format.index import FORMAT_VERSION
 
-        print(f"relayout {__version__}, format {FORMAT_VERSION}", flush=True)
+        print(f"relayout {relayout.__version__}, format {FORMAT_VERSION}", flush=True)
         raise typer.Exit
 
 
@@ -328,8 +324,15 @@ def convert(
     commit: Annotated[
         bool, typer.Option("--commit", help="Publish OUT after processes with --unit have converted all units.")
     ] = False,
-    engine: EngineOption = None,
-    address: AddressOption = None,
+    engine: Annotated[
+        Literal["ray"] | None, typer.Option(help="Run on the nodes of a Ray cluster. Default: in this process.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="The Ray cluster, such as auto. Default: RAY_ADDRESS, or this machine alone."
+        ),
+    ] = None,
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
 
@@ -339,7 +342,8 @@ def convert(
     from relayout.cli import render
     from relayout.commands.convert import PlanOptions, plan_conversion
 
-    _check_engine(engine, address)
+    if address is not None and engine is None:
+        raise PlanError("--address needs --engine ray", code="option")
     if engine is not None and (unit is not None or commit):
         raise PlanError("--engine ray cannot be combined with --unit or --commit: it does both", code="option")
     if unit is not None and commit:
@@ -451,9 +455,8 @@ def inspect(
     Also shows tensors and ranks. Reads headers only.
     """
     from relayout.cli import render
-    from relayout.commands import inspect as inspection
 
-    out.show(inspection.inspect(path, rank=rank, tp=tp), render.inspection)
+    out.show(relayout.inspect(path, rank=rank, tp=tp), render.inspection)
 
 
 @_command("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b")
@@ -468,36 +471,17 @@ def verify(
     trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
-    engine: EngineOption = None,
-    address: AddressOption = None,
 ) -> None:
     """Check every byte of a converted folder.
 
     Checks structure, manifest, and the digest of every slice; with --source, each slice against the source.
     """
     from relayout.cli import render
-    from relayout.commands import verify as verification
 
-    _check_engine(engine, address)
-    progress = out.work("verifying")
-    if engine is None:
-        report = verification.verify(
-            path, source=source, ranks=ranks, trust=trust, threads=threads, memory=memory, progress=progress
-        )
-    else:
-        from relayout.clusters import on_ray
-
-        report = on_ray.verify(
-            path,
-            source=source,
-            ranks=ranks,
-            trust=trust,
-            address=address,
-            threads=threads,
-            memory=memory,
-            progress=progress,
-        )
-    out.show(report, render.report)
+    report = relayout.verify(
+        path, source=source, ranks=ranks, trust=trust, threads=threads, memory=memory, progress=out.work("verifying")
+    )
+    out.show(report, partial(render.report, has_source=source is not None))
     if not report.ok:
         raise typer.Exit(EXIT_DIFFERENCE)
 
@@ -509,12 +493,11 @@ def verify(
 def sign(
     out: Output,
     path: ConvertedArgument,
-    key: Annotated[str | None, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")] = None,
+    key: Annotated[str, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")],
     certificate: Annotated[str | None, typer.Option(metavar="FILE", help="Of that key, PEM.")] = None,
     chain: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="A certificate between that one and a root; repeatable.")
     ] = None,
-    sigstore: Annotated[bool, typer.Option("--sigstore", help="Sign by an identity, without a key.")] = False,
     threads: ThreadsOption = 8,
 ) -> None:
     """Sign a folder that was converted with --digest sha256.
@@ -523,11 +506,10 @@ def sign(
     (RELAYOUT_TRUST, --trust) then proves of the folder what is read, as it is read.
     """
     from relayout.cli import render
-    from relayout.commands import sign as signing
 
-    progress = out.work("hashing")
-    how = {"key": key, "certificate": certificate}
-    done = signing.sign(path, **how, chain=chain or (), sigstore=sigstore, threads=threads, progress=progress)
+    done = relayout.sign(
+        path, key=key, certificate=certificate, chain=chain or (), threads=threads, progress=out.work("hashing")
+    )
     out.show(done, render.signed)
 
 
@@ -552,11 +534,9 @@ def restore(
     Writes shards, index and side files, byte for byte, and checks every digest.
     """
     from relayout.cli import render
-    from relayout.commands import restore as restoration
 
-    progress = out.work("restoring")
-    done = restoration.restore(
-        path, output, force=force, trust=trust, threads=threads, memory=memory, progress=progress
+    done = relayout.restore(
+        path, output, force=force, trust=trust, threads=threads, memory=memory, progress=out.work("restoring")
     )
     out.show(done, render.restored)
 
@@ -578,11 +558,16 @@ def copy(
     interruption the same command resumes.
     """
     from relayout.cli import render
-    from relayout.commands import copy as copying
 
-    progress = out.work("copying")
-    done = copying.copy(
-        path, output, ranks=ranks, force=force, trust=trust, threads=threads, memory=memory, progress=progress
+    done = relayout.copy(
+        path,
+        output,
+        ranks=ranks,
+        force=force,
+        trust=trust,
+        threads=threads,
+        memory=memory,
+        progress=out.work("copying"),
     )
     out.show(done, render.copied)
 
@@ -601,9 +586,7 @@ def files(
 
     For tools that copy files. relayout.json is the last.
     """
-    from relayout.commands import copy as copying
-
-    needed = copying.files(path, ranks=ranks)
+    needed = relayout.files(path, ranks=ranks)
     out.print("".join(f"{file.name}{chr(0) if null else chr(10)}" for file in needed.files), needed.as_json())
 
 
@@ -621,10 +604,8 @@ def delta(
     Single elements, anywhere, cost about as much as the places where they are.
     """
     from relayout.cli import render
-    from relayout.commands import delta as deltas
 
-    progress = out.work("comparing")
-    done = deltas.delta(old, new, output, force=force, threads=threads, progress=progress)
+    done = relayout.delta(old, new, output, force=force, threads=threads, progress=out.work("comparing"))
     out.show(done, render.delta_done)
 
 
@@ -645,10 +626,8 @@ def apply(
     the same command resumes.
     """
     from relayout.cli import render
-    from relayout.commands import delta as deltas
 
-    progress = out.work("copying")
-    done = deltas.apply_deltas(base, changes, output, force=force, threads=threads, progress=progress)
+    done = relayout.apply_deltas(base, changes, output, force=force, threads=threads, progress=out.work("copying"))
     out.show(done, render.copied)
 
 
@@ -688,10 +667,8 @@ def warm(
 ) -> None:
     """Read files into the page cache before a load."""
     from relayout.cli import render
-    from relayout.commands import warm as warming
 
-    progress = out.work("warming")
-    done = warming.warm(path, rank=rank, memory=memory, threads=threads, progress=progress)
+    done = relayout.warm(path, rank=rank, memory=memory, threads=threads, progress=out.work("warming"))
     out.show(done, render.warmed)
 
 
@@ -843,14 +820,8 @@ def report(
     It has bars to scale, tables and a search for each rank, and works offline.
     """
     from relayout.cli import render
-    from relayout.html_report import page
 
-    out.show(page.report(path, output, tp=tp, plan=plan), render.page)
-
-
-def _check_engine(engine: str | None, address: str | None) -> None:
-    if address is not None and engine is None:
-        raise PlanError("--address needs --engine ray", code="option")
+    out.show(relayout.report(path, output, tp=tp, plan=plan), render.page)
 
 
 def _print(text: str) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from relayout.cli.console import Block, Line, Listing, Table
+from relayout.cli.tables import Column, unbroken
 from relayout.commands.inspect import Inspection
 from relayout.core.arguments import ranks_text
 from relayout.core.patterns import collapse_numbers
 from relayout.storage.stores import scheme_of
-from relayout.tables import Column, unbroken
 
 if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench
@@ -249,12 +249,14 @@ def plan_check(checked: PlanCheck) -> Iterator[Block]:
     yield Table(columns, rows, "kinds")
 
 
-def report(result: Report) -> Iterator[Block]:
-    """Of `verify`."""
+def report(result: Report, *, has_source: bool) -> Iterator[Block]:
+    """Of `verify`; `has_source`: whether a comparison was asked for."""
     who = _ranks(result.ranks, result.num_ranks)
     text = f"{_count(result.num_tensors, 'slice')} of {who}, {decimal(result.nbytes)} hashed"
     if result.compared_with_source:
         text += ", every slice compared with the source"
+    elif has_source:
+        text += ", not compared with the source because of what differs"
     if result.ok:
         yield Line(text, "verified", "bold green")
     else:

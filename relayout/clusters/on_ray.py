@@ -1,4 +1,4 @@
-"""Conversions and verifications as tasks of a Ray cluster.
+"""Conversions as tasks of a Ray cluster.
 
 Only jobs, records and numbers pass through Ray: no tensors, no secrets. Every node must reach source and output by the
 same path or URL. A task that fails by an OSError, or whose node is lost, is retried elsewhere; what it left does not
@@ -15,22 +15,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import relayout
-from relayout.checkpoint.trust import Trust
 from relayout.commands.convert import PlanOptions, plan_conversion
-from relayout.commands.differences import Report
-from relayout.commands.verify import verify as verify_here
-from relayout.commands.verify import verify_holder
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
-from relayout.conversion.jobs import UnitRecord, absolute, commit_jobs, run_job, unit_jobs
+from relayout.conversion.jobs import UnitRecord, commit_jobs, run_job, unit_jobs
 from relayout.conversion.run import Summary
 from relayout.errors import PlanError, RelayoutError
 from relayout.progress import Progress, reporting
@@ -49,8 +45,7 @@ _CONNECT_SECONDS = 10.0
 _ADDRESS = re.compile(r"auto|local|(ray://)?(?P<host>[\w.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})", re.ASCII)
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 
-Result = TypeVar("Result")
-Work = Callable[..., Result]
+Work = Callable[..., UnitRecord]
 """What a task does. Its argument `progress` is a function to call with (bytes done, total bytes)."""
 
 
@@ -77,7 +72,7 @@ def convert(
     """
     started = time.monotonic()
     jobs = unit_jobs(plan_conversion(source, output, **options), force=force)
-    works: list[Work[UnitRecord]] = [partial(run_job, job, threads=threads, memory=memory) for job in jobs]
+    works = [partial(run_job, job, threads=threads, memory=memory) for job in jobs]
     with _cluster(address, threads) as cluster:
         what = f"converting {len(jobs)} units on {cluster.num_nodes} nodes"
         with reporting(progress, what, sum(job.source_nbytes for job in jobs)) as report:
@@ -91,37 +86,6 @@ def convert(
     )
 
 
-def verify(
-    path: str,
-    *,
-    source: str | None = None,
-    ranks: str | Iterable[int] | None = None,
-    trust: Trust = None,
-    address: str | None = None,
-    threads: int = DEFAULT_THREADS,
-    memory: int | str = DEFAULT_MEMORY,
-    progress: Progress = None,
-) -> Report:
-    """Verify on a Ray cluster: each task reads the files of one rank. What `source` needs is read here.
-
-    Args:
-        path, source, ranks, trust, progress: as for `relayout.verify`.
-        address: as for `convert`.
-        threads, memory: of each task.
-
-    Raises:
-        FormatError, PlanError, OSError: as `relayout.verify`; or ray is not installed.
-    """
-    with _cluster(address, threads) as cluster:
-
-        def check(holders: Sequence[int], report: Callable[[int], None] | None) -> Sequence[Report]:
-            work = partial(verify_holder, absolute(path), threads=threads, memory=memory)
-            return cluster.run([partial(work, holder) for holder in holders], report)
-
-        options: dict[str, Any] = {"threads": threads, "memory": memory, "progress": progress}
-        return verify_here(path, source=source, ranks=ranks, trust=trust, check=check, **options)
-
-
 @dataclass(frozen=True, slots=True)
 class _Cluster:
     """A Ray cluster."""
@@ -132,7 +96,7 @@ class _Cluster:
     """Resources that a task needs of its node."""
     num_nodes: int
 
-    def run(self, works: Sequence[Work[Result]], report: Callable[[int], None] | None) -> list[Result]:
+    def run(self, works: Sequence[Work], report: Callable[[int], None]) -> list[UnitRecord]:
         """Carry out all works, each in a task; `report` is called with the bytes that are done in all.
 
         Raises:
@@ -145,16 +109,15 @@ class _Cluster:
         )  # On the node of the driver, which lives as long.
         counts = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=here)(_Counts).remote()
         left = {task.remote(work, index, counts): index for index, work in enumerate(works)}
-        results: dict[int, Result] = {}
+        results: dict[int, UnitRecord] = {}
         try:
             while left:
                 ended, _ = ray.wait(list(left), timeout=_REPORT_SECONDS)
                 for reference in ended:
                     results[left[reference]] = self._result(reference)
                     del left[reference]
-                if report is not None:
-                    with suppress(ray.exceptions.RayError):  # It is about progress only.
-                        report(ray.get(counts.total.remote(), timeout=_REPORT_SECONDS))
+                with suppress(ray.exceptions.RayError):  # It is about progress only.
+                    report(ray.get(counts.total.remote(), timeout=_REPORT_SECONDS))
         except BaseException:
             self._cancel(list(left))
             raise
@@ -183,7 +146,7 @@ class _Cluster:
                 _, tasks = self.ray.wait(list(tasks), num_returns=len(tasks), timeout=_CANCEL_SECONDS)
 
 
-def _task(work: Work[Result], index: int, counts: Any) -> Result:
+def _task(work: Work, index: int, counts: Any) -> UnitRecord:
     """What a task runs, on any node."""
     reported = 0.0
 

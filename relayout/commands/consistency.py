@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise, takewhile
 
-from safetensors import SafetensorError, deserialize
-
 from relayout.checkpoint.converted import check_file, read_table
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model_order, read_shard
 from relayout.commands.differences import Report
@@ -20,9 +18,9 @@ from relayout.core.dtypes import num_bytes
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.format.index import ARENA_ALIGNMENT, HUB_INDEX_NAME, MANIFEST_NAME, MIN_ALIGNMENT, Manifest, RankTable
+from relayout.format.index import ARENA_ALIGNMENT, HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
 from relayout.format.manifest import content_digest, content_head
-from relayout.format.safetensors import TensorEntry, build_header, json_text
+from relayout.format.safetensors import json_text
 from relayout.storage.protocols import Store
 
 
@@ -77,7 +75,6 @@ def _check_header(
             report.add(file.name, f"its data section starts at {file.data_start}, alignment {manifest.alignment}")
         if not header.is_in_order:
             report.add(file.name, "its header does not name the tensors in file order")
-        check_by_reference_reader(shard.header, header.data_nbytes, where)
     except FormatError as error:
         report.add_error(file.name, error)
         return False
@@ -136,26 +133,6 @@ def _check_sharding_info(
         what = f"DCP_SHARDING_INFO has {actual.get(tensor)}, the slice is at {expected.get(tensor)}"
         report.add(name, what, tensor)
     return text if wrong and text is not None else json_text(expected)
-
-
-def check_by_reference_reader(header: bytes, data_nbytes: int, where: str) -> None:
-    """Parse a header with the safetensors library. It gets only the header: it would map a whole file into memory.
-
-    Raises:
-        FormatError: the library reports an error other than the missing data section.
-    """
-    complaint = _complaint(header)
-    one_byte = build_header([TensorEntry("x", "U8", (1,), 0, 1)], {}, MIN_ALIGNMENT)
-    if complaint != (_complaint(one_byte) if data_nbytes else None):
-        raise FormatError(f"the reference reader of safetensors: {complaint}", path=where)
-
-
-def _complaint(header: bytes) -> str | None:
-    try:
-        deserialize(header)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        return str(error)
-    return None
 
 
 def check_arenas(manifest: Manifest, tables: Mapping[int, RankTable], report: Report) -> None:

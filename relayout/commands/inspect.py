@@ -7,7 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from relayout.checkpoint.converted import check_present, check_rank, is_converted, read_manifest, read_table
+from relayout.checkpoint.converted import (
+    check_lengths,
+    check_present,
+    check_rank,
+    is_converted,
+    read_manifest,
+    read_table,
+)
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.core.arguments import at_least_one, integer
 from relayout.core.dtypes import num_bytes
@@ -110,7 +117,7 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | 
         What was found.
 
     Raises:
-        FormatError: a file is damaged.
+        FormatError: a file is damaged, missing or truncated.
         PlanError: `path` is not a checkpoint, or has no such rank, or `tp` is not a degree or `path` converted already.
 
     Example:
@@ -138,6 +145,7 @@ def _inspect_converted(folder: Store, manifest: Manifest, rank: int | None) -> I
         check_rank(folder, rank, manifest.num_ranks)
         check_present(folder, manifest, [rank])
     shown = manifest.present if rank is None else [rank]
+    check_lengths(folder, manifest, shown)
     tables = [read_table(folder, manifest, shown_rank) for shown_rank in shown]
     first = tables[0]
     cuts = (

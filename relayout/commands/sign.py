@@ -19,7 +19,7 @@ from relayout.checkpoint.converted import (
     read_manifest_blob,
     read_record,
 )
-from relayout.checkpoint.proven import Proven, proof_of
+from relayout.checkpoint.proven import Proven, index_of, proof_of
 from relayout.checkpoint.trust import package_missing
 from relayout.commands.copy import sizes_of
 from relayout.core.arguments import integer
@@ -56,11 +56,9 @@ class SignatureWritten(Result):
 def sign(
     path: str | os.PathLike[str],
     *,
-    key: str | os.PathLike[str] | None = None,
+    key: str | os.PathLike[str],
     certificate: str | os.PathLike[str] | None = None,
     chain: Sequence[str | os.PathLike[str]] = (),
-    sigstore: bool = False,
-    identity_token: str | None = None,
     threads: int = _DEFAULT_THREADS,
     progress: Progress = None,
 ) -> SignatureWritten:
@@ -74,15 +72,13 @@ def sign(
         key: a private key (PEM, an elliptic curve).
         certificate: of that key (PEM).
         chain: of certificates that lead to a root.
-        sigstore: sign by an identity instead (keyless, Sigstore): that of the workload, else a browser asks.
-        identity_token: of that identity.
         threads: files that are read at the same time.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
         FormatError: the folder is damaged, or its digests are not SHA-256.
-        PlanError: no key or two ways to sign; the key cannot be used; model.sig is no signature; or the package is
-            missing.
+        PlanError: the key cannot be used; a chain without a certificate; model.sig is no signature; or the package
+            is missing.
         OSError: reading or writing failed.
 
     Example:
@@ -93,8 +89,8 @@ def sign(
         'with-sha256/model.sig'
     """
     started = time.monotonic()
-    if (key is None) != sigstore or (key is None and (certificate or chain)) or (chain and not certificate):
-        raise PlanError("sign with --key, with --key and --certificate, or with --sigstore", code="option")
+    if chain and certificate is None:
+        raise PlanError("--chain needs --certificate", code="option")
     store = find_input(path)
     blob = read_manifest_blob(store)
     manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
@@ -102,7 +98,7 @@ def sign(
         what = f"its digests are {manifest.digest.value}, which anybody can forge: convert with --digest sha256"
         raise PlanError(what, path=str(store), code="option")
     _check_older(store)
-    signer = _signer(key, certificate, chain, identity_token)
+    signer = _signer(key, certificate, chain)
     expected = _expected(store, manifest, blob)
     sizes = _sizes(store, expected)
     digests: dict[str, str] = {}
@@ -165,7 +161,7 @@ def _sizes(store: Store, expected: Mapping[str, object]) -> dict[str, int]:
 def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -> str:
     """The SHA-256 of a file that is as manifest and record say."""
     where = store.location(name)
-    index = next((index for index, file in enumerate(manifest.files) if file.name == name), None)
+    index = index_of(manifest, name)
     if index is None:
         digest = sha256_hex(store.open(name, access=Access.BUFFERED))
     else:
@@ -177,10 +173,9 @@ def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -
 
 
 def _signer(
-    key: str | os.PathLike[str] | None,
+    key: str | os.PathLike[str],
     certificate: str | os.PathLike[str] | None,
     chain: Sequence[str | os.PathLike[str]],
-    identity_token: str | None,
 ) -> Any:
     """What signs: a `model_signing.signing.Config`."""
     try:
@@ -189,9 +184,6 @@ def _signer(
         raise package_missing() from None
     Config: Any = AnyConfig  # Whose methods have no types.
     try:
-        if key is None:
-            ambient = identity_token is None
-            return Config().use_sigstore_signer(use_ambient_credentials=ambient, identity_token=identity_token)
         if certificate is None:
             return Config().use_elliptic_key_signer(private_key=key)
         return Config().use_certificate_signer(

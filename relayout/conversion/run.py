@@ -70,10 +70,6 @@ class ConversionPlan(Conversion):
         ranks = f"{self.plan.num_ranks} ranks"
         return f"<ConversionPlan {str(self.source.root)!r} to {str(self.output)!r}: {ranks}; see preview()>"
 
-    def _repr_html_(self) -> str:
-        """For notebooks: the preview."""
-        return self.preview()._repr_html_()
-
     def preview(self) -> preview.Preview:
         """What it will do, in sums that a person can check."""
         return preview.preview(self)

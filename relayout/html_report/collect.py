@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from relayout.checkpoint.converted import check_present, read_manifest, read_record, read_table
+from relayout.checkpoint.converted import check_lengths, check_present, read_manifest, read_record, read_table
 from relayout.commands.restore import recorded_source
 from relayout.conversion.layout import Conversion, stored_conversion
 from relayout.core.dtypes import num_bytes
@@ -24,12 +24,13 @@ def of_converted(folder: Store) -> tuple[dict[str, Any], bytes]:
     """The object of a converted folder, and the digests of all slices, in the order of its files.
 
     Raises:
-        FormatError: the folder is damaged.
+        FormatError: the folder is damaged, or a file is missing or truncated.
         PlanError: it lacks ranks.
     """
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)
     check_present(folder, manifest, range(manifest.num_ranks))
+    check_lengths(folder, manifest, manifest.holders)
     tables = {holder: read_table(folder, manifest, holder) for holder in manifest.holders}
     conversion = stored_conversion(folder, manifest, tables, record, recorded_source(folder, record))
     facts = {

@@ -23,6 +23,7 @@ from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
 from relayout.results import Result
 from relayout.storage.local.open_folder import OpenFolder, with_path
+from relayout.storage.protocols import Store
 from relayout.storage.stores import find_input
 
 _MAX_DIGESTS_NBYTES = 9_500_000
@@ -60,7 +61,8 @@ def report(
 
     Raises:
         FormatError: the checkpoint is damaged.
-        PlanError: a degree is missing, or not possible, or `output` is something else than an older page.
+        PlanError: a degree is missing, or not possible; or `output` is something else than an older page, or would be
+            a new file in the checkpoint's folder, or one that looks like a shard.
         OSError: the page cannot be written.
 
     Example:
@@ -80,6 +82,7 @@ def report(
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)
+    _check_new(store, target)
     _write(target, text)
     return PageWritten(
         output=str(target),
@@ -108,6 +111,17 @@ def render(content: dict[str, Any], digests: bytes) -> bytes:
     }
     # At once: what is filled in may have names of parts in it.
     return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _file("page.html")).encode()
+
+
+def _check_new(store: Store, target: Path) -> None:
+    """Check that a new page would not be taken for a part of a checkpoint."""
+    checkpoint = store.path("")
+    if os.path.lexists(target):
+        return
+    if target.suffix == ".safetensors":
+        raise PlanError("a page is no safetensors file; choose another -o", path=target, code="option")
+    if checkpoint is not None and target.parent.resolve().is_relative_to(checkpoint.resolve()):
+        raise PlanError("is inside the checkpoint's folder; choose another -o", path=target, code="option")
 
 
 def _write(target: Path, text: bytes) -> None:

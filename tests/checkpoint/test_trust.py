@@ -577,6 +577,8 @@ def test_a_signature_by_the_stock_package_counts(copy_of: Path, source: Path, ke
 
 
 def test_a_certificate_counts_if_the_policy_has_its_root(copy_of: Path, keys: Keys, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--chain needs --certificate"):
+        relayout.sign(copy_of, key=keys.key, chain=[keys.root])
     relayout.sign(copy_of, key=keys.key, certificate=keys.certificate, chain=[keys.root])
     stranger = make_keys(tmp_path, "stranger")
     for root, counts in ((keys.root, True), (stranger.root, False)):

@@ -85,8 +85,14 @@ def test_a_signal_while_modules_are_imported_is_one_line(work: Path) -> None:
         assert (done.returncode, done.stderr) == (code, f"relayout: error: {word}\n"), which
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize(("args", "code"), [("convert model --tp 1", 0), ("convert nothing", 2), ("verify model", 2)])
+@pytest.mark.parametrize(
+    ("number", "args", "code"),
+    [
+        (signal.SIGINT, "convert model --tp 1", 0),
+        (signal.SIGHUP, "convert model --tp 1 --dry-run", 0),
+        (signal.SIGTERM, "verify model", 2),
+    ],
+)
 def test_a_signal_while_the_process_ends_changes_nothing(
     work: Path, number: signal.Signals, args: str, code: int
 ) -> None:
@@ -117,15 +123,15 @@ def test_signals_that_were_ignored_from_the_beginning_stay_ignored_and_the_termi
     assert relayout.inspect(big / "big-tp1").nbytes == NBYTES
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_several_signals_stop_a_conversion_as_one_and_keep_what_is_done(big: Path, number: signal.Signals) -> None:
-    """timeout(1) sends SIGTERM to its child, and to the group that it is in."""
+def test_several_signals_stop_a_conversion_as_one_and_keep_what_is_done(big: Path) -> None:
+    """timeout(1) sends SIGTERM to its child, and to the group that it is in; a terminal that goes away, SIGHUP."""
     before = tree(big)
     with converting(big) as child:
-        for _ in range(8):
+        for number in 4 * [signal.SIGHUP, signal.SIGTERM]:
             child.send_signal(number)
         stdout, stderr = child.communicate(timeout=PATIENCE)
-    assert (child.returncode, stdout) == (128 + number, "")
+    assert child.returncode in (128 + signal.SIGHUP, 128 + signal.SIGTERM)
+    assert stdout == ""
     note = f"finished work is kept in {big / PARTIAL}; the same command resumes it"
     assert stderr.splitlines() == ["relayout: error: terminated", f"relayout: note: {note}"]
     assert {name: entry for name, entry in tree(big).items() if not name.startswith(PARTIAL)} == before

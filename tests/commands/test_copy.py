@@ -22,8 +22,10 @@ from support.models import as_integers, expected_slice, llama_files, read_tensor
 from support.mounts import mounted_tmpfs
 from support.profile import IS_LONG
 from support.trees import content
+from typer.testing import CliRunner
 
 import relayout
+from relayout.cli.app import app
 from relayout.errors import FormatError, PlanError
 from relayout.loader.diagnose.doctor import diagnose
 
@@ -174,14 +176,13 @@ def test_what_needs_all_ranks_says_which_are_missing(source: Path, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("layout", ["ranks", "whole"])
-def test_damage_of_other_ranks_is_not_looked_for(source: Path, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "ranks"), [("ranks", None), ("ranks", "3"), ("whole", [0, 3])])
+def test_damage_of_other_ranks_is_not_looked_for(source: Path, tmp_path: Path, layout: str, ranks: Any) -> None:
     damaged = Path(shutil.copytree(source / layout, tmp_path / "damaged"))
     last = max(damaged.glob("*-rank-3-*"))
     flip(last, -1)
-    assert relayout.verify(damaged, ranks=range(3), source=source / "model").ok
-    for ranks in (None, "3", [0, 3]):
-        assert {one.file for one in relayout.verify(damaged, ranks=ranks).differences} == {last.name}
+    assert relayout.verify(damaged, ranks="1-2", source=source / "model").ok
+    assert {one.file for one in relayout.verify(damaged, ranks=ranks).differences} == {last.name}
     with pytest.raises(PlanError, match="ranks: "):
         relayout.verify(damaged, ranks="4")
 
@@ -218,10 +219,11 @@ def test_damage_is_found_and_nothing_is_published(source: Path, tmp_path: Path, 
     with pytest.raises(FormatError, match=f"damaged/{name}"):
         relayout.copy(damaged, tmp_path / "out", ranks="1-2")
     assert not (tmp_path / "out").exists()
-    flip(damaged / name, place)
-    relayout.copy(damaged, tmp_path / "out", ranks="1-2")
-    assert_copied(source, tmp_path / "out")
-    assert hidden(tmp_path) == []
+    if name == "config.json":  # The last that is read: all else is there.
+        flip(damaged / name, place)
+        assert relayout.copy(damaged, tmp_path / "out", ranks="1-2").resumed_nbytes > 2**20
+        assert_copied(source, tmp_path / "out")
+        assert hidden(tmp_path) == []
 
 
 def test_what_an_attempt_left_is_believed_by_its_digest_alone(source: Path, tmp_path: Path) -> None:
@@ -305,7 +307,7 @@ def num_calls(source: Path, shim: Path, tmp_path_factory: pytest.TempPathFactory
     return sum(common in line for line in (place / "log").read_text().splitlines())
 
 
-NUM_KILLS = 60 if IS_LONG else 9
+NUM_KILLS = 60 if IS_LONG else 6
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))
@@ -335,9 +337,7 @@ def test_a_kill_in_the_middle_of_a_file_keeps_its_chunks(source: Path, shim: Pat
     assert_copied(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "fault", ["write|rank-2-part-0|1|enospc", "allocate|rank-2-part-1|1|enospc", "write|relayout.chunks|1|enospc"]
-)
+@pytest.mark.parametrize("fault", ["allocate|rank-2-part-1|1|enospc", "write|relayout.chunks|1|enospc"])
 def test_a_drive_that_fills_is_told_and_the_copy_goes_on(source: Path, shim: Path, tmp_path: Path, fault: str) -> None:
     done = copying(source, tmp_path, shim, [fault])
     assert done.returncode == 3
@@ -438,8 +438,7 @@ def test_an_object_that_changes_while_it_is_copied_is_an_error(
 def test_the_files_of_ranks_are_what_other_tools_copy(source: Path, tmp_path: Path) -> None:
     """The folder has the whole manifest then: its ranks load, and the others' files are missing."""
     (out := tmp_path / "out").mkdir()
-    words = [source / "ranks", "--ranks", "1-2", "--null"]
-    names = prestarted.run("files", *words, cwd=source, env=environment(None)).stdout
+    names = CliRunner().invoke(app, ["files", str(source / "ranks"), "--ranks", "1-2", "--null"]).stdout
     command = ["xargs", "-0", "cp", "--parents", "-t", str(out)]
     subprocess.run(command, input=names.encode(), cwd=source / "ranks", check=True)
     needed = relayout.files(source / "ranks", ranks="1-2")
@@ -461,31 +460,19 @@ def test_the_files_of_ranks_are_what_other_tools_copy(source: Path, tmp_path: Pa
     assert_copied(source, tmp_path / "again")
 
 
-@pytest.mark.skipif(shutil.which("rsync") is None, reason="there is no rsync")
-def test_rsync_takes_the_names(source: Path, tmp_path: Path) -> None:
-    names = prestarted.run("files", source / "ranks", "--ranks", "1-2", cwd=source, env=environment(None))
-    subprocess.run(
-        ["rsync", "-a", "--files-from=-", f"{source / 'ranks'}/", f"{tmp_path / 'out'}/"],
-        input=names.stdout.encode(),
-        check=True,
-    )
-    needed = relayout.files(source / "ranks", ranks="1-2")
-    assert content(tmp_path / "out").keys() == {file.name for file in needed.files}
-
-
 def test_the_names_are_printed_in_three_forms(source: Path) -> None:
     def printed(*words: str) -> str:
-        done = prestarted.run("files", source / "ranks", "--ranks", "0", *words, cwd=source, env=environment(None))
-        assert (done.returncode, done.stderr) == (0, "")
-        return str(done.stdout)
+        done = CliRunner().invoke(app, ["files", str(source / "ranks"), "--ranks", "0", *words])
+        assert (done.exit_code, done.stderr) == (0, "")
+        return done.stdout
 
     needed = relayout.files(source / "ranks", ranks="0")
     names = [file.name for file in needed.files]
     assert names[-1] == "relayout.json"
+    assert printed("--json") == f"{json.dumps(needed.as_json())}\n"
     assert printed() == "".join(f"{name}\n" for name in names)
     assert printed("-0") == "".join(f"{name}\0" for name in names)
-    assert json.loads(printed("--json"))["nbytes"] == needed.nbytes
-    sizes = {file["name"]: file["nbytes"] for file in json.loads(printed("--json"))["files"]}
+    sizes = {file.name: file.nbytes for file in needed.files}
     assert sizes == {name: (source / "ranks" / name).stat().st_size for name in names}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 import threading
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bits import flip
 from support.fake_ray import FakeRay
 from support.loader_fixtures import MIB, mlp_model
 from support.trees import content
@@ -19,7 +17,6 @@ from typer.testing import CliRunner
 import relayout
 from relayout.cli.app import app
 from relayout.clusters import on_ray
-from relayout.commands import verify
 from relayout.conversion import jobs
 from relayout.errors import FormatError, PlanError
 
@@ -184,29 +181,6 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
     assert_same(tmp_path / "out", source)
 
 
-def test_verification_reads_each_rank_in_a_task(
-    source: Path, tmp_path: Path, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    relayout.convert(source, out, digest="sha256", **OPTIONS)
-    here = relayout.verify(out, source=source)
-    assert on_ray.verify(str(out), source=str(source)).as_json() == here.as_json()
-    read_table, paths = verify.read_table, []
-
-    def noting(folder: Any, *args: Any) -> Any:
-        paths.append(str(folder))
-        return read_table(folder, *args)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verify, "read_table", noting)
-    assert on_ray.verify("out").ok
-    assert paths == [str(out)] * 4  # A task has another working folder.
-    flip(out / "model-rank-2-part-1.safetensors", -100)
-    found, expected = on_ray.verify(str(out)), relayout.verify(out)
-    assert not found.ok
-    assert sorted(map(str, found.differences)) == sorted(map(str, expected.differences))
-
-
 def test_without_ray_the_extra_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(PlanError, match="install the extra 'ray'"):
@@ -223,8 +197,6 @@ def test_the_commands_have_the_engine(source: Path, tmp_path: Path, ray: FakeRay
     done = cli(*words, "--engine", "ray", "--address", "auto", "--json")
     assert done.exit_code == 0, done.output
     assert_same(tmp_path / "out", source)
-    verified = cli("verify", str(tmp_path / "out"), "--engine", "ray", "--json")
-    assert json.loads(verified.stdout)["ok"]
     for other in (["--unit", "0/1"], ["--commit"]):
         assert "it does both" in cli(*words, "--engine", "ray", *other).stderr
     assert "--address needs --engine ray" in cli(*words, "--address", "auto").stderr

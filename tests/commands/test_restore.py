@@ -24,10 +24,8 @@ from relayout.errors import FormatError, PlanError
 
 @pytest.mark.parametrize("name", grouped(OF_EACH_KIND))
 def test_a_checkpoint_of_each_kind_comes_back(name: str, conversions: Conversions, tmp_path: Path) -> None:
-    source = conversions.source(name)
-    relayout.convert(source, tmp_path / "out", tp=conversions.largest(name), align=512, max_part_nbytes=100_000)
-    relayout.restore(tmp_path / "out", tmp_path / "back")
-    assert content(tmp_path / "back") == content(source)
+    relayout.restore(conversions.at(name, conversions.largest(name)), tmp_path / "back")
+    assert content(tmp_path / "back") == content(conversions.source(name))
 
 
 def write_shard(path: Path, header: str, data: bytes) -> None:
@@ -80,9 +78,10 @@ def test_a_single_file_comes_back(odd: Path, tmp_path: Path) -> None:
     assert content(tmp_path / "back") == {name: (odd / name).read_bytes() for name in names}
 
 
-def test_expert_parallel_folders_come_back(conversions: Conversions, tmp_path: Path) -> None:
+def test_expert_parallel_folders_of_several_parts_come_back(conversions: Conversions, tmp_path: Path) -> None:
     source = conversions.source("qwen3_moe")
-    relayout.convert(source, tmp_path / "out", tp=4, expert_parallel=True)
+    relayout.convert(source, tmp_path / "out", tp=4, expert_parallel=True, align=512, max_part_nbytes=100_000)
+    assert (tmp_path / "out" / "model-rank-3-part-1.safetensors").exists()
     relayout.restore(tmp_path / "out", tmp_path / "back")
     assert content(tmp_path / "back") == content(source)
 
@@ -170,17 +169,18 @@ def test_the_modes_are_those_of_the_source(odd: Path, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o777 == 0o750
 
 
-@pytest.mark.parametrize(("mode", "result"), [(0o777, 0o755), (0o666, 0o644), (0o000, 0o400), (0o444, 0o444)])
-def test_nobody_gets_rights_that_the_umask_does_not_give(odd: Path, tmp_path: Path, mode: int, result: int) -> None:
+def test_nobody_gets_rights_that_the_umask_does_not_give(odd: Path, tmp_path: Path) -> None:
     """A record from a stranger could ask for files that everybody may write, or that run with their owner's rights."""
     relayout.convert(odd, tmp_path / "out")
-    rebuild(tmp_path / "out", lambda record: record["side_files"].update(mode=[mode, mode]))
-    previous = os.umask(0o022)
-    try:
-        relayout.restore(tmp_path / "out", tmp_path / "back")
-    finally:
-        os.umask(previous)
-    assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o7777 == result
+    for first, second, results in ((0o777, 0o666, (0o755, 0o644)), (0o000, 0o444, (0o400, 0o444))):
+        rebuild(tmp_path / "out", lambda record, modes=[first, second]: record["side_files"].update(mode=modes))
+        back = tmp_path / f"back-{first:o}"
+        previous = os.umask(0o022)
+        try:
+            relayout.restore(tmp_path / "out", back)
+        finally:
+            os.umask(previous)
+        assert tuple((back / name).stat().st_mode & 0o7777 for name in ("config.json", "sub/run.sh")) == results
 
 
 def test_an_interrupted_conversion_is_not_discarded_by_a_restoration(

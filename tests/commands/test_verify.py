@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import shutil
 import sys
@@ -14,31 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
-from safetensors.numpy import load_file, save, save_file
+from safetensors.numpy import load_file, save_file
 from support import prestarted
 from support.bits import flip
 from support.models import Array
 from support.rebuilding import rebuild
-from support.vector_edits import changed_files, vectors
 
 import relayout
-from relayout.commands import consistency
 from relayout.conversion.copy import FileSink
 from relayout.conversion.steps import Target
-from relayout.core import dtypes
 from relayout.core.slices import NOT_HELD, Cut, Slice
 from relayout.errors import FormatError
 from relayout.format.safetensors import parse_header
 
 FILE = "model-rank-2-part-0.safetensors"
-OF_THE_LENGTH = ("incomplete metadata", "invalid header length", "header too")
-"""Of headers that the stock reader refuses, those that are right for files of another length."""
-REFUSED = [
-    vector
-    for vector in vectors()
-    if re.match(r"header/.*", vector["name"]) and re.match(rf"refuses: (?!{'|'.join(OF_THE_LENGTH)})", vector["stock"])
-]
 
 
 @pytest.fixture(scope="module")
@@ -61,37 +49,11 @@ def test_an_undisturbed_folder_is_verified_alone_and_against_its_source(pristine
         assert report.nbytes == sum(path.stat().st_size for path in pristine.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("vector", [pytest.param(vector, id=vector["name"]) for vector in REFUSED])
-def test_the_stock_reader_refuses_without_the_data_what_it_refuses(vector: dict[str, Any]) -> None:
-    blob = changed_files(vector)["hostile.safetensors"]
-    data_start = 8 + int.from_bytes(blob[:8], "little")
-    with pytest.raises(safetensors.SafetensorError):
-        safetensors.deserialize(blob)
-    with pytest.raises(FormatError, match=r"^x: the reference reader of safetensors: Error while deserializing"):
-        consistency.check_by_reference_reader(blob[:data_start], len(blob) - data_start, "x")
-
-
-@pytest.mark.parametrize("num_elements", [0, 1, 5])
-def test_the_stock_reader_accepts_without_the_data_what_it_accepts(num_elements: int) -> None:
-    blob = save({"a": np.ones(num_elements, np.uint8), "empty": np.ones((0, 3), np.float32)})
-    consistency.check_by_reference_reader(blob[: len(blob) - num_elements], num_elements, "x")
-
-
-def test_what_only_the_stock_reader_refuses_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder / FILE
-    path.write_bytes(path.read_bytes().replace(b'"dtype":"BF16"', b'"dtype":"BF99"', 1))
-    monkeypatch.setitem(dtypes.BITS, "BF99", 16)
-    with pytest.raises(safetensors.SafetensorError, match="unknown variant `BF99`"):
-        load_file(path)
-    said = [one.what for one in relayout.verify(folder).differences if one.file == FILE]
-    assert any("the reference reader of safetensors: " in what and "unknown variant `BF99`" in what for what in said)
-
-
 def test_a_rank_file_may_be_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sparse checkpoint, whose rank file is sparse as well."""
     if not sys.platform.startswith("linux"):
         pytest.skip("takes a limit of address space")
-    source, nbytes = tmp_path / "model.safetensors", 3 * 2**29
+    source, nbytes = tmp_path / "model.safetensors", 3 * 2**28
     text = json.dumps({"x": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
     source.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(source, 8 + len(text) + nbytes)

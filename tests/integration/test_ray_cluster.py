@@ -232,10 +232,9 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield place
 
 
-def test_a_cluster_writes_what_one_process_writes_and_verifies_it(place: Folder) -> None:
+def test_a_cluster_writes_what_one_process_writes(place: Folder) -> None:
     before = place.fetched_nbytes()
     done = place.convert()
-    assert on_ray.verify(place.output, **SMALL).ok
     assert place.check("undisturbed", done, before) <= MAX_FETCHED
 
 

@@ -6,8 +6,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "core": (),
     "progress": (),
-    "tables": (),
-    "results": ("tables",),
+    "results": (),
     "format": ("core",),
     "storage": ("core", "format"),
     "checkpoint": ("core", "format", "storage"),
@@ -26,9 +25,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "engines": ("core", "progress", "storage", "checkpoint", "plans", "conversion", "loader"),
     "plugins": ("checkpoint", "plans", "planning", "engines"),
     "transformers": ("saving", "engines"),
-    "clusters": ("progress", "checkpoint", "conversion", "commands"),
+    "clusters": ("progress", "conversion", "commands"),
     "cli": (
-        *("core", "progress", "tables", "format", "storage", "plans", "observe", "conversion"),
+        *("core", "progress", "format", "storage", "plans", "observe", "conversion"),
         *("commands", "loader", "benchmark", "html_report", "clusters"),
     ),
 }

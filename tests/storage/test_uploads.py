@@ -151,7 +151,6 @@ def test_google_takes_the_same_requests_with_other_headers(
 ) -> None:
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "a-token")
     monkeypatch.setenv("GOOGLE_BASE_URL", server.url)
-    monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
     server.checks_keys = False
     relayout.convert("gs://models/llama", "gs://models/out", **OPTIONS)
     assert there(server) == expected

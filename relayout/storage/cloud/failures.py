@@ -203,7 +203,7 @@ _UNTRUSTED = (
 )
 _NO_PROXY = (
     errno.ECONNREFUSED,
-    "the proxy is unreachable or refuses the request: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY and NO_PROXY",
+    "the proxy is unreachable or refuses the request: check HTTPS_PROXY and NO_PROXY",
 )
 _NO_ANSWER = "the server's answer cannot be read: check the endpoint"
 _BROKEN = "the connection broke repeatedly: check the network, or retry later"
@@ -226,7 +226,7 @@ _STATUSES = {
     401: _DENIED,
     403: _DENIED,
     405: _UNSUPPORTED,
-    407: (errno.EACCES, "the proxy requires credentials: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY"),
+    407: (errno.EACCES, "the proxy requires credentials: check HTTPS_PROXY"),
     408: _SLOW,
     409: (errno.EAGAIN, "the store repeatedly reported conflicting requests for this object: retry later"),
     416: (errno.EINVAL, "range beyond the end of the object: it is truncated"),
@@ -243,7 +243,7 @@ _TEXTS = {
     r"(?i:certificate|UnknownIssuer|NotValidForName)": _UNTRUSTED,
     r"ProxyError|ProxyConnectionError|[Tt]unnel": _NO_PROXY,
     r"ResponseParserError|ParseError|DecodeError": (errno.EPROTO, _NO_ANSWER),
-    r"BadScheme": (errno.EPROTO, "http:// is refused: set AWS_ALLOW_HTTP=true (GOOGLE_, AZURE_) to permit it"),
+    r"BadScheme": (errno.EPROTO, "http:// is refused: an endpoint that is named with http:// permits it"),
     r"TimedOut|timed out": (errno.ETIMEDOUT, "requests repeatedly timed out: check the network, or retry later"),
     r"ConnectionReset|ConnectionAborted|ConnectionClosed|RemoteDisconnected|BrokenPipe|UnexpectedEof"
     r"|Incomplete(Body|Message|Read)": (errno.ECONNRESET, _BROKEN),

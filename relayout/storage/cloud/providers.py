@@ -19,8 +19,9 @@ from urllib.parse import quote
 from xml.etree.ElementTree import ParseError
 
 from relayout.errors import PlanError
+from relayout.storage.cloud import connect
 from relayout.storage.cloud.client import NotCompleted, Uploads
-from relayout.storage.cloud.connect import boto_session, endpoint_of, is_set, reach_of, require, s3_settings
+from relayout.storage.cloud.connect import boto_session, endpoint_of, is_set, require, s3_settings
 from relayout.storage.cloud.failures import persistent, request_error
 
 _NUM_CONNECTIONS = 64
@@ -153,7 +154,7 @@ class _S3(_Requests):
         from botocore.parsers import ResponseParserError
 
         self._errors, self._failure_of = (BotoCoreError, ClientError, ResponseParserError), _s3_failure
-        settings, reach = s3_settings(), reach_of("s3")
+        settings = s3_settings()
         # obstore wants a virtual host in the endpoint, and boto3 puts it there.
         is_virtual = is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
         endpoint = settings.endpoint and settings.endpoint.replace(f"://{self._bucket}.", "://", is_virtual)
@@ -162,16 +163,15 @@ class _S3(_Requests):
             s3={"addressing_style": "virtual" if is_virtual else "path", "payload_signing_enabled": False},
             request_checksum_calculation="when_required",  # Other servers than Amazon's may know no others.
             response_checksum_validation="when_required",
-            connect_timeout=reach.connect_seconds,
-            read_timeout=reach.stall_seconds,
-            proxies=reach.proxies(endpoint or "https://amazonaws.com"),
+            connect_timeout=connect.CONNECT_SECONDS,
+            read_timeout=connect.STALL_SECONDS,
             retries={"total_max_attempts": 1, "mode": "standard"},
             max_pool_connections=_NUM_CONNECTIONS,
         )
         region = settings.region or "us-east-1"
         try:
             self._client: Any = (settings.profile or boto_session()).client(
-                "s3", endpoint_url=endpoint, region_name=region, verify=reach.verify, config=config
+                "s3", endpoint_url=endpoint, region_name=region, verify=connect.certificates("s3"), config=config
             )
         except (BotoCoreError, ValueError):  # ValueError: the endpoint is no URL.
             raise PlanError("boto3 refuses the settings: check endpoint and region", path=root, code="option") from None
@@ -226,15 +226,12 @@ class _Gcs(_Requests):
 
         self._errors = InvalidResponse, RequestException, GoogleAuthError, ParseError
         self._failure_of = _gcs_failure
-        endpoint, reach = endpoint_of("gs") or "https://storage.googleapis.com", reach_of("gs")
+        endpoint = endpoint_of("gs") or "https://storage.googleapis.com"
         self._url = f"{endpoint.rstrip('/')}/{self._bucket}"
         session = AuthorizedSession(_google_credentials(root))
         session.mount(endpoint, HTTPAdapter(pool_maxsize=_NUM_CONNECTIONS))
-        proxies = reach.proxies(endpoint)
-        if proxies is not None:
-            session.trust_env, session.proxies = False, proxies
-        self._timeout = reach.connect_seconds, reach.stall_seconds
-        self._session = SimpleNamespace(request=partial(session.request, verify=reach.verify))
+        self._timeout = connect.CONNECT_SECONDS, connect.STALL_SECONDS
+        self._session = SimpleNamespace(request=partial(session.request, verify=connect.certificates("gs")))
 
     def _upload(self, name: str, upload: str | None, headers: dict[str, str] | None = None) -> Any:
         from google.resumable_media import RetryStrategy
@@ -328,19 +325,16 @@ class _Azure(_Requests):
         from azure.storage.blob import ContainerClient
 
         self._errors, self._failure_of = (AzureError,), _azure_failure
-        account, reach = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", ""), reach_of("az")
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
         endpoint = endpoint_of("az") or f"https://{account}.blob.core.windows.net"
-        proxies = reach.proxies(endpoint)
         self._container: Any = ContainerClient(
             endpoint,
             self._bucket,
             credential=_azure_credential(root, account),
             retry_total=0,
-            connection_timeout=reach.connect_seconds,
-            read_timeout=reach.stall_seconds,
-            connection_verify=reach.verify,
-            proxies=proxies,
-            use_env_settings=proxies is None,
+            connection_timeout=connect.CONNECT_SECONDS,
+            read_timeout=connect.STALL_SECONDS,
+            connection_verify=connect.certificates("az"),
         )
 
     def begin(self, name: str) -> str:

@@ -10,7 +10,7 @@ import errno
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -22,7 +22,7 @@ from relayout.storage.cloud.failures import persistent, replaced, request_error
 from relayout.storage.protocols import FileStat, RequestError, if_there
 
 if TYPE_CHECKING:
-    from urllib3 import BaseHTTPResponse, PoolManager, Timeout
+    from urllib3 import BaseHTTPResponse, PoolManager
 
 _MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -67,9 +67,10 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
     Raises:
         RequestError: there was none.
     """
+    from urllib3 import Timeout
     from urllib3.exceptions import HTTPError
 
-    timeout = _timeout()
+    timeout = Timeout(connect=connect.CONNECT_SECONDS, read=connect.STALL_SECONDS)
     for _ in range(_MAX_REDIRECTS):
         try:
             answer = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "").urlopen(
@@ -206,23 +207,8 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 @cache
 def _pool(scheme: str, host: str) -> PoolManager:
-    """Connections to a host; proxies and options are those of the environment."""
+    """Connections to a host; proxies are those of the environment."""
     import urllib3
 
-    reach = connect.reach_of(scheme)
-    options: dict[str, Any] = {"maxsize": 128, "ca_certs": reach.certificates}
-    if reach.any_certificate:
-        options["cert_reqs"] = "CERT_NONE"
-    named = reach.proxies(f"{scheme}://{host}")
-    proxy = named.get(scheme) if named is not None else None if proxy_bypass(host) else getproxies().get(scheme)
-    if proxy:
-        return urllib3.ProxyManager(proxy, **options)
-    return urllib3.PoolManager(**options)
-
-
-def _timeout() -> Timeout:
-    """How long no byte may arrive."""
-    from urllib3 import Timeout
-
-    reach = connect.reach_of("https")
-    return Timeout(connect=reach.connect_seconds, read=reach.stall_seconds)
+    proxy = None if proxy_bypass(host) else getproxies().get(scheme)
+    return urllib3.ProxyManager(proxy, maxsize=128) if proxy else urllib3.PoolManager(maxsize=128)

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeVar
@@ -22,7 +21,8 @@ from relayout.errors import PlanError
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.client import NotCompleted, Uploads
 from relayout.storage.cloud.connect import boto_session, endpoint_of, is_set, require, s3_settings
-from relayout.storage.cloud.failures import persistent, request_error
+from relayout.storage.cloud.failures import persistent, request_error, texts_of
+from relayout.storage.protocols import RequestError
 
 _NUM_CONNECTIONS = 64
 _PIECE_NBYTES = 2**20
@@ -69,26 +69,14 @@ class PartBody:
         return offset
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A failed request, as a provider's client reports it."""
-
-    status: int | None = None
-    """Of the answer; None: there was none."""
-    code: str = ""
-    retry_after: str = ""
-    text: str = ""
-    """The client's own words, which may have URLs and secrets."""
-    is_final: bool = False
-    """Whether a repetition would fail too: no request was made, or the answer cannot be read."""
-
-
 class _Requests:
     """What requests of all providers have in common."""
 
     _errors: tuple[type[Exception], ...]
     """Those that the client raises."""
-    _failure_of: Callable[[Any], _Failure]
+    _failure_of: Callable[[Any, str], RequestError]
+    """What one of them means, for an object in messages. It is final if no request was made, or the answer cannot be
+    read."""
 
     def __init__(self, root: str) -> None:
         self._root, self._bucket = root, root.partition("://")[2]
@@ -110,19 +98,11 @@ class _Requests:
             try:
                 return call()
             except self._errors as error:
-                failure = self._failure_of(error)
+                failure = self._failure_of(error, location)
             for key in (failure.code, failure.status):
                 if key in outcomes:
                     return outcomes[key]
-            # Not within `except`: the client's error, which a traceback would show, may have secrets.
-            raise request_error(
-                failure.text,
-                location,
-                status=failure.status,
-                code=failure.code,
-                retry_after=float(failure.retry_after) if re.fullmatch(r"[0-9]{1,4}", failure.retry_after) else None,
-                is_final=failure.is_final,
-            )
+            raise failure  # Not within `except`: the client's error, which a traceback would show, may have secrets.
 
         return persistent(attempt, location)
 
@@ -132,16 +112,6 @@ class _Requests:
         if not value or not isinstance(value, str):
             raise request_error("ParseError", f"{self._root}/{name}")
         return value
-
-
-def _texts_of(error: BaseException | None) -> str:
-    """Names and texts of an error, and of those that led to it."""
-    texts = []
-    while error is not None:
-        name = type(error).__name__
-        texts += [name, "timed out" if "Timeout" in name else "", str(error)]
-        error = error.__cause__ or error.__context__
-    return " ".join(texts)
 
 
 class _S3(_Requests):
@@ -200,15 +170,21 @@ class _S3(_Requests):
         self._request(name, abort, {404: None})
 
 
-def _s3_failure(error: Any) -> _Failure:
+def _s3_failure(error: Any, location: str) -> RequestError:
     from botocore.exceptions import ConnectionError, HTTPClientError
 
     answer = getattr(error, "response", None)
     if answer is None:
-        return _Failure(text=_texts_of(error), is_final=not isinstance(error, (HTTPClientError, ConnectionError)))
+        is_final = not isinstance(error, (HTTPClientError, ConnectionError))
+        return request_error(texts_of(error), location, is_final=is_final)
     metadata = answer.get("ResponseMetadata", {})
-    wait = metadata.get("HTTPHeaders", {}).get("retry-after", "")
-    return _Failure(metadata.get("HTTPStatusCode"), str(answer.get("Error", {}).get("Code", "")), wait)
+    return request_error(
+        "",
+        location,
+        status=metadata.get("HTTPStatusCode"),
+        code=str(answer.get("Error", {}).get("Code", "")),
+        retry_after=metadata.get("HTTPHeaders", {}).get("retry-after"),
+    )
 
 
 class _Gcs(_Requests):
@@ -300,16 +276,17 @@ def _google_credentials(root: str) -> Any:
         raise PlanError(what, path=root, code="option") from None
 
 
-def _gcs_failure(error: Any) -> _Failure:
+def _gcs_failure(error: Any, location: str) -> RequestError:
     from google.auth.exceptions import TransportError
     from requests.exceptions import RequestException
 
     answer = getattr(error, "response", None)
     if answer is None:
-        return _Failure(text=_texts_of(error), is_final=not isinstance(error, (RequestException, TransportError)))
-    code = re.search(rb"<Code>([A-Za-z.]{1,60})</Code>", answer.content[:2000])
+        is_final = not isinstance(error, (RequestException, TransportError))
+        return request_error(texts_of(error), location, is_final=is_final)
+    text = answer.content[:2000].decode("ascii", "replace")
     status = 500 if answer.status_code == 200 else answer.status_code
-    return _Failure(status, code[1].decode() if code else "", answer.headers.get("retry-after", ""))
+    return request_error(text, location, status=status, retry_after=answer.headers.get("retry-after"))
 
 
 class _Azure(_Requests):
@@ -372,12 +349,13 @@ def _azure_credential(root: str, account: str) -> Any:
     return DefaultAzureCredential()
 
 
-def _azure_failure(error: Any) -> _Failure:
+def _azure_failure(error: Any, location: str) -> RequestError:
     from azure.core.exceptions import ServiceRequestError, ServiceResponseError
 
     answer = getattr(error, "response", None)
     if answer is None:
         is_final = not isinstance(error, (ServiceRequestError, ServiceResponseError))
-        return _Failure(text=_texts_of(error), is_final=is_final)
-    code = getattr(error, "error_code", None)
-    return _Failure(error.status_code, getattr(code, "value", code) or "", answer.headers.get("retry-after", ""))
+        return request_error(texts_of(error), location, is_final=is_final)
+    code, wait = getattr(error, "error_code", None), answer.headers.get("retry-after")
+    code = str(getattr(code, "value", code) or "")
+    return request_error("", location, status=error.status_code, code=code, retry_after=wait)

@@ -18,7 +18,7 @@ from relayout.errors import FormatError, escape_controls
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.bucket import check_answer, is_comparable
 from relayout.storage.cloud.client import Body, timed
-from relayout.storage.cloud.failures import persistent, replaced, request_error
+from relayout.storage.cloud.failures import persistent, replaced, request_error, texts_of
 from relayout.storage.protocols import FileStat, RequestError, if_there
 
 if TYPE_CHECKING:
@@ -147,15 +147,7 @@ def _described(
         raise FormatError("is missing", path=location, code="missing")
     if answer.status == 412:
         raise replaced(location)
-    error = request_error(f"status code: {answer.status}", location, part)
-    error.retry_after = retry_after(answer)
-    raise error
-
-
-def retry_after(answer: BaseHTTPResponse) -> float | None:
-    """Seconds for which a server wants to be left alone; None if it does not say, or says a date."""
-    text = answer.headers.get("retry-after", "")
-    return float(text) if _NUMBER.fullmatch(text) else None
+    raise request_error("", location, part, status=answer.status, retry_after=answer.headers.get("retry-after"))
 
 
 def _pieces(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None) -> Iterator[bytes]:
@@ -179,24 +171,9 @@ def _pieces(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | Non
 
 def _failure(error: Exception, location: str, part: tuple[int, int] | None = None) -> RequestError:
     """The error that one of urllib3's means; it shows nothing of the URL."""
-    from urllib3 import exceptions
-
-    if isinstance(error, (ValueError, exceptions.LocationValueError)) and not isinstance(error, exceptions.SSLError):
+    if isinstance(error, ValueError) and not isinstance(error, OSError):  # Those of certificates are both.
         return RequestError(errno.EINVAL, "is not a valid URL for a request", location)
-    match error:
-        case exceptions.SSLError():
-            text = "certificate" if "certificate" in str(error).lower() else "Connect"
-        case exceptions.NameResolutionError():
-            text = f"dns error {error}"
-        case exceptions.NewConnectionError():
-            text = "ConnectionRefused" if "refused" in str(error) else "Connect"
-        case exceptions.TimeoutError() | TimeoutError():
-            text = "TimedOut"
-        case exceptions.ProxyError():
-            text = "Connect"
-        case _:
-            text = "ConnectionReset"
-    return request_error(text, location, part)
+    return request_error(texts_of(error), location, part)
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

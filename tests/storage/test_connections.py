@@ -98,14 +98,18 @@ def completes(request: Request) -> bool:
 FAULTS = {
     "503": lambda: refused(sends, 503, "SlowDown", times=3),
     "429": lambda: refused(sends, 429, "TooManyRequests", times=3),
-    "S3's time-out": lambda: refused(sends, 400, "RequestTimeout", times=3),
+    "time-out": lambda: refused(sends, 400, "RequestTimeout", times=3),
     "a broken connection": lambda: dropped(sends, times=3),
 }
 
 
 @pytest.mark.parametrize(
     ("provider", "fault"),
-    [(one, fault) for one in PROVIDERS for fault in FAULTS if (one, fault) != ("az", "S3's time-out")],
+    [
+        *((one, fault) for one in PROVIDERS for fault in ("503", "a broken connection")),
+        ("s3", "429"),
+        ("s3", "time-out"),
+    ],
 )
 def test_a_part_that_fails_is_sent_again_whole(server: Server, slept: list[float], provider: str, fault: str) -> None:
     server.interfere = with_azure(FAULTS[fault]())
@@ -161,6 +165,13 @@ def test_what_becomes_of_a_completion(
     with pytest.raises(RequestError, match=r"access denied.*403"):
         found.complete("x/y", "an-id", ["a-tag"])
     assert slept == []
+
+
+def test_a_completion_that_always_conflicts_is_an_error_that_says_so(server: Server, slept: list[float]) -> None:
+    server.interfere = refused(completes, 409, "ConditionalRequestConflict", times=10**9)
+    with pytest.raises(RequestError, match=r"conflicting requests for this object: retry later.*models/x/y"):
+        uploads("s3").complete("x/y", "an-id", ["a-tag"])
+    assert 80 < sum(slept) < 90.001
 
 
 EMPTY, NO_XML = b"<InitiateMultipartUploadResult/>", b"no XML"
@@ -327,6 +338,17 @@ def test_a_profile_has_endpoint_region_and_credentials_of_reads_and_uploads(
     signed = {one.headers["authorization"].partition("/s3/")[0].partition("/")[::2] for one in server.requests}
     assert {key for key, _ in signed} == {f"AWS4-HMAC-SHA256 Credential={s3_server.ACCESS_KEY}"}
     assert {scope.partition("/")[2] for _, scope in signed} == {"eu-north-1"}
+
+
+def test_without_signatures_what_anybody_may_read_and_write_is_asked_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    server.put("models", "x/a.txt", b"hello")
+    assert find_store("s3://models/x").read("a.txt", 100) == b"hello"
+    send("s3")
+    assert len(server.requests) == 3
+    assert not [one for one in server.requests if "authorization" in one.headers]
 
 
 def test_a_signature_of_azure_is_enough_to_upload(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

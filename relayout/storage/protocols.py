@@ -355,11 +355,11 @@ class Staging(Protocol):
             OSError: the file cannot be opened, or written bytes did not reach the drive.
         """
 
-    def write_file(self, name: str, nbytes: int, *, is_new: bool) -> WritableFile:
-        """Open a file of known length for writing. With `is_new`, create it and allocate its space.
+    def write_file(self, name: str, nbytes: int) -> WritableFile:
+        """Open a file of known length for writing. If it is not here yet, create it and allocate its space.
 
         Raises:
-            OSError: a new file exists already, or there is not enough space.
+            OSError: there is not enough space.
         """
 
     def write_head(self, name: str, head: bytes, nbytes: int) -> None:

@@ -225,8 +225,8 @@ class CloudStaging:
         """Always fails."""
         raise OSError(errno.ENOTSUP, "an upload cannot be read before it is published", self._output.location(name))
 
-    def write_file(self, name: str, nbytes: int, *, is_new: bool) -> Upload:
-        if is_new:
+    def write_file(self, name: str, nbytes: int) -> Upload:
+        if name not in self._uploads:
             self._check_new(name)
             self._begin(name, nbytes)
         return self._uploads[name]
@@ -235,7 +235,7 @@ class CloudStaging:
         """After this the file counts for the next attempt."""
         if name in self._complete:
             return
-        upload = self.write_file(name, nbytes, is_new=name not in self._uploads)
+        upload = self.write_file(name, nbytes)
         upload.write(0, memoryview(head))
         file = Complete.of(name, upload)
         if self._lease is not None:

@@ -283,7 +283,7 @@ def test_only_what_is_no_path_and_has_two_parts_is_a_repository(
     assert str(find_input("org/none")) == "hf://org/none"
 
 
-# Web servers, and files.
+# Web servers.
 
 
 @pytest.fixture
@@ -302,13 +302,5 @@ def test_a_server_that_does_not_serve_ranges_is_refused(server: Server, web: str
         relayout.load(f"{web}/out", 1)
 
 
-def test_a_file_url_is_a_path(converted: Path) -> None:
-    expect(relayout.load(f"file://{converted}", 1, backend="mapped"), converted)
-    for url in ("file://", "file:///", "file://host/x"):
-        with pytest.raises(PlanError, match="expected file:///PATH"):
-            find_store(url)
-
-
-def test_s3_urls_of_other_spellings_are_the_same(server: Server, converted: Path) -> None:
-    expect(relayout.load(URL.replace("s3:", "s3a:"), 1), converted)
+def test_a_url_with_a_trailing_slash_is_the_same(server: Server, converted: Path) -> None:
     expect(relayout.load(f"{URL}/", 1), converted)

@@ -21,7 +21,7 @@ from support.remote import HEAD, URL, expect, files_of_rank
 from support.s3_server import Answer, Request, Server
 
 import relayout
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError
 from relayout.loader.diagnose.doctor import diagnose
 from relayout.storage.cloud import connect, failures
 from relayout.storage.protocols import RequestError
@@ -299,10 +299,3 @@ def test_a_forked_child_says_why_it_cannot_load(server: Server) -> None:
             os._exit(0 if says else 2)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = connect.find_spec
-    monkeypatch.setattr(connect, "find_spec", lambda name: None if name == "obstore" else known(name))
-    with pytest.raises(PlanError, match=r"needs the package obstore, which is not installed: .* the extra 'cloud'"):
-        relayout.load(URL, 0)

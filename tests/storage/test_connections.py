@@ -301,13 +301,21 @@ def test_a_file_of_certificates_that_cannot_be_read_is_refused(server: Server, m
         find_store("s3://models/x")
 
 
-@pytest.mark.parametrize(("provider", "extra"), [("s3", "s3"), ("gs", "gcs"), ("az", "azure")])
+@pytest.mark.parametrize(
+    ("provider", "package", "extra"),
+    [
+        ("s3", "obstore", "cloud"),
+        ("s3", "boto3", "s3"),
+        ("gs", "google.auth", "gcs"),
+        ("az", "azure.storage.blob", "azure"),
+    ],
+)
 def test_a_client_that_is_missing_is_named_with_its_extra(
-    server: Server, monkeypatch: pytest.MonkeyPatch, provider: str, extra: str
+    server: Server, monkeypatch: pytest.MonkeyPatch, provider: str, package: str, extra: str
 ) -> None:
     known = connect.find_spec
-    monkeypatch.setattr(connect, "find_spec", lambda name: known(name) if name == "obstore" else None)
-    with pytest.raises(PlanError, match=f"which is not installed: install it, or relayout with the extra '{extra}'"):
+    monkeypatch.setattr(connect, "find_spec", lambda name: None if name == package else known(name))
+    with pytest.raises(PlanError, match=f"needs the package {package}, which is not installed: .* the extra '{extra}'"):
         uploads(provider)
 
 

@@ -51,9 +51,6 @@ class Hub:
         found = re.fullmatch(r"api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)
         if found is not None:
             return self._info(request, found[1], found[2] or "main")
-        found = re.fullmatch(r"api/models/([^/]+/[^/]+)/tree/main", path)
-        if found is not None:
-            return self._tree(request, found[1])
         found = re.fullmatch(r"([^/]+/[^/]+)/resolve/([0-9a-f]{40})/(.+)", path)
         return Answer(404) if found is None else self._resolve(request, found[1], found[2], found[3])
 
@@ -77,13 +74,6 @@ class Hub:
             siblings.append({"rfilename": name, "size": len(content), "blobId": _blob_id(content), **more})
         body = {"id": repo, "modelId": repo, "sha": self.commit(repo), "private": repo in self.private, "tags": []}
         return Answer(200, json.dumps(body | {"siblings": siblings, "downloads": 0, "likes": 0}).encode())
-
-    def _tree(self, request: Request, repo: str) -> Answer:
-        if (refused := self._refused(request, repo)) is not None:
-            return refused
-        files = self.repos[repo].items()
-        body = [{"type": "file", "path": name, "size": len(file), "oid": _blob_id(file)} for name, file in files]
-        return Answer(200, json.dumps(body).encode())
 
     def _resolve(self, request: Request, repo: str, commit: str, name: str) -> Answer:
         if (refused := self._refused(request, repo)) is not None:

@@ -343,8 +343,8 @@ class CloudStaging:
 
     def _create(self, name: str) -> None:
         self._check()
-        version = self._output.create(self._output.full(name), self._small[name])
-        if version is not None:
+        version, is_ours = self._output.put(self._output.full(name), self._small[name])
+        if is_ours:
             self._created[name] = set(version.values())
 
     def _finish(self, file: Complete) -> None:
@@ -447,7 +447,7 @@ class PartStaging(CloudStaging):
         small = {name: content.decode("latin-1") for name, content in self._small.items()}
         unit = Unit(tuple(self._complete.values()), small, self._notes[self._part].text.decode("latin-1"))
         try:
-            self._output.create(self._output.hidden + self._record, records.dump(unit))
+            self._output.put(self._output.hidden + self._record, records.dump(unit))
         except FileExistsError:
             self._discard()
 

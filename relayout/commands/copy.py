@@ -294,7 +294,6 @@ class _Copying:
             [found] = hash_files([stored], num_readers)
         except FormatError:  # It has another length.
             self._staging.remove(file.name)
-            self._existing.discard(file.name)
             return chunks
         expected = self.digests[index].hex()
         width = 2 * self._digest.nbytes
@@ -307,9 +306,7 @@ class _Copying:
     def _open_output(self, index: int) -> WritableFile:
         file = self._files[index]
         self._journal.add(Written(chunks={index: b""}))  # From now on there is something to resume.
-        opened = self._staging.write_file(file.name, file.nbytes, is_new=file.name not in self._existing)
-        self._existing.add(file.name)
-        return opened
+        return self._staging.write_file(file.name, file.nbytes)
 
     def _copy(self, buffer: Buffer, item: tuple[int, Extent]) -> int:
         index, piece = item

@@ -196,8 +196,6 @@ class _TensorWriter:
         self._hashes = OrderedDigests(self._stop)
         self._checked: set[int] = set()
         """Tensors whose digest was verified."""
-        self._created: set[int] = set()
-        """Shards that exist."""
         self._num_left = [file.nbytes - len(file.header) for file in conversion.source.files]
         """For each shard, bytes behind the header that are not yet written."""
         self._lock = threading.Lock()
@@ -224,9 +222,7 @@ class _TensorWriter:
 
     def _open_output(self, index: int) -> WritableFile:
         shard = self._conversion.source.files[index]
-        opened = self._staging.write_file(shard.name, shard.nbytes, is_new=index not in self._created)
-        self._created.add(index)
-        return opened
+        return self._staging.write_file(shard.name, shard.nbytes)
 
     def _work(self, memory: tuple[Buffer, Buffer], step: Step) -> int:
         """Read a step's spans, rearrange, write and check them."""

@@ -52,7 +52,6 @@ class FileSink:
         """Files that are there already must have their full length; `hashed` are those whose chunks are hashed."""
         self._staging = staging
         self._layout = conversion.layout
-        self._existing = set(staging.names())
         self._files = OpenFiles(self._open_file, num_descriptors=2)
         self._ordered = OrderedDigests(stop, conversion.digest)
         self._chunks = {index: [b""] * self._layout.files[index].num_chunks for index in hashed}
@@ -79,9 +78,7 @@ class FileSink:
 
     def _open_file(self, index: int) -> WritableFile:
         file = self._layout.files[index]
-        opened = self._staging.write_file(file.name, file.nbytes, is_new=file.name not in self._existing)
-        self._existing.add(file.name)
-        return opened
+        return self._staging.write_file(file.name, file.nbytes)
 
     def close(self) -> None:
         """Return when all that was put is on the drive, and close what is open.

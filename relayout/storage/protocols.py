@@ -74,11 +74,19 @@ class RequestError(OSError):
     """A request to a store over a network failed. The text says what to do about it."""
 
     def __init__(
-        self, number: int, what: str, location: str, status: int | None = None, retry_after: float | None = None
+        self,
+        number: int,
+        what: str,
+        location: str,
+        status: int | None = None,
+        code: str = "",
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(number, what, location)
         self.status = status
         """Of HTTP; None: there was no answer."""
+        self.code = code
+        """The server's own name of the error; empty if it has none."""
         self.retry_after = retry_after
         """Seconds, as the server says (`Retry-After`); None if it does not."""
 
@@ -347,11 +355,11 @@ class Staging(Protocol):
             OSError: the file cannot be opened, or written bytes did not reach the drive.
         """
 
-    def write_file(self, name: str, nbytes: int, *, is_new: bool) -> WritableFile:
-        """Open a file of known length for writing. With `is_new`, create it and allocate its space.
+    def write_file(self, name: str, nbytes: int) -> WritableFile:
+        """Open a file of known length for writing. If it is not here yet, create it and allocate its space.
 
         Raises:
-            OSError: a new file exists already, or there is not enough space.
+            OSError: there is not enough space.
         """
 
     def write_head(self, name: str, head: bytes, nbytes: int) -> None:

@@ -12,11 +12,10 @@ from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Kind, Store
 
 REGISTRY: dict[str, str] = {
-    "file": "relayout.storage.local.store",
     "https": "relayout.storage.web.site",
     "http": "relayout.storage.web.site",
     "hf": "relayout.storage.web.hub",
-    **dict.fromkeys(("s3", "s3a", "gs", "az", "abfs", "abfss"), "relayout.storage.cloud.store"),
+    **dict.fromkeys(("s3", "gs", "az"), "relayout.storage.cloud.store"),
 }
 """By the scheme of URLs: a module, imported on first use, with `offer(url: str) -> Store`, which raises PlanError
 for a URL that names no place there."""

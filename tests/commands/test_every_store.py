@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,46 +37,46 @@ def files_of(url: str) -> Files:
 def write(place: Ground, name: str, files: Files) -> str:
     for file, blob in files.items():
         place.kind.write(place.store(name), file, blob)
+    if (folder := place.store(name).path("")) is not None:
+        for path in folder.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
     return place.url(name)
 
 
-@pytest.fixture(params=KINDS)
-def here(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    with ground(request.param, tmp_path, monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def writable(here: Ground) -> None:
-    if not here.kind.is_writable:
-        pytest.skip("relayout does not write to this store")
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, and what becomes of it, on the drive."""
     folder = tmp_path_factory.mktemp("every-store")
     write(Ground(KINDS["local"], str(folder)), "model", MODEL)
-    for file in (folder / "model").rglob("*"):
-        file.chmod(0o755 if file.is_dir() else 0o644)
     relayout.convert(folder / "model", folder / "out", tp=TP)
     relayout.convert(next_step(folder / "model", folder / "trained", 1), folder / "out-1", tp=TP)
     relayout.delta(folder / "out", folder / "out-1", folder / "delta")
     return folder
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """A place of each kind, with the model and its conversion: made there, or copied. Tests only read these two."""
+    folder = tmp_path_factory.mktemp("here")
+    with pytest.MonkeyPatch.context() as patch, ground(request.param, folder, patch) as found:
+        source = write(found, "model", MODEL)
+        if found.kind.is_writable:
+            assert relayout.convert(source, tp=TP).output == found.url(f"model-tp{TP}")
+        else:
+            made = request.getfixturevalue("local") / "out"
+            write(found, f"model-tp{TP}", files_of(str(made)))
+        yield found
+
+
 @pytest.fixture
-def converted(here: Ground, local: Path) -> str:
-    """A conversion within the store, or copied there; its source is beside it."""
-    source = write(here, "model", MODEL)
+def converted(here: Ground) -> str:
+    return here.url(f"model-tp{TP}")
+
+
+@pytest.fixture
+def writable(here: Ground) -> None:
     if not here.kind.is_writable:
-        return write(here, f"model-tp{TP}", files_of(str(local / "out")))
-    if (folder := here.store("model").path("")) is not None:
-        for file in folder.rglob("*"):
-            file.chmod(0o755 if file.is_dir() else 0o644)
-    summary = relayout.convert(source, tp=TP)
-    assert summary.output == here.url(f"model-tp{TP}")
-    return summary.output
+        pytest.skip("relayout does not write to this store")
 
 
 @pytest.mark.usefixtures("writable")
@@ -86,28 +87,22 @@ def test_a_conversion_has_the_same_bytes_in_every_store(converted: str, local: P
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
-def test_a_conversion_is_proved_and_damage_is_found(here: Ground, converted: str) -> None:
-    source = here.url("model")
-    assert relayout.verify(converted).ok
-    report = relayout.verify(converted, source=source)
+def test_a_conversion_is_proved(here: Ground, converted: str) -> None:
+    report = relayout.verify(converted, source=here.url("model"))
     assert (report.ok, report.compared_with_source) == (True, True)
-    store, name = find_store(converted), "model-rank-1-part-0.safetensors"
-    blob = bytearray(content(store, name))
+
+
+def test_damage_and_a_file_too_many_are_found(here: Ground, local: Path) -> None:
+    files, name = files_of(str(local / "out")), "model-rank-1-part-0.safetensors"
+    blob = bytearray(files[name])
     blob[-5] ^= 1
-    here.kind.write(store, name, bytes(blob))
-    damaged = relayout.verify(converted)
-    assert [(one.file, one.what) for one in damaged.differences] == [
-        (name, "digest differs: the stored bytes are damaged")
-    ]
+    more = {"model.safetensors": MODEL["model-00001-of-00002.safetensors"]} if here.kind.is_listed else {}
+    damaged = write(here, "damaged", files | {name: bytes(blob)} | more)
+    found = relayout.verify(damaged).differences
+    assert {one.file for one in found} == {name, *more}
+    assert "digest differs: the stored bytes are damaged" in [one.what for one in found]
     with pytest.raises(relayout.FormatError, match="digest"):
-        relayout.load(converted, 1, verify=True)
-
-
-def test_a_file_too_many_is_found(here: Ground, converted: str) -> None:
-    if not here.kind.is_listed:
-        pytest.skip("this store tells only files whose names are known")
-    here.kind.write(find_store(converted), "model.safetensors", MODEL["model-00001-of-00002.safetensors"])
-    assert [one.file for one in relayout.verify(converted).differences] == ["model.safetensors"]
+        relayout.load(damaged, 1, verify=True)
 
 
 def test_it_is_looked_at_alike(here: Ground, converted: str, local: Path) -> None:
@@ -190,15 +185,14 @@ def test_deltas_are_written_and_applied(here: Ground, converted: str, local: Pat
 
 
 def test_deltas_are_read(here: Ground, converted: str, local: Path, tmp_path: Path) -> None:
-    delta = write(here, "delta", files_of(str(local / "delta")))
-    for rank in range(TP):
-        expected = relayout.load(local / "out-1", rank)
-        assert_equal(relayout.load(converted, rank, deltas=[delta]), expected)
-        for _ in range(2):
-            assert_equal(relayout.load(converted, rank, deltas=[delta], cache=tmp_path / "cache"), expected)
-        tensors = relayout.load(converted, rank)
-        relayout.apply(delta, rank, tensors, verify=True)
-        assert_equal(tensors, expected)
+    delta = write(here, "delta-to-read", files_of(str(local / "delta")))
+    expected = relayout.load(local / "out-1", 1)
+    assert_equal(relayout.load(converted, 1, deltas=[delta]), expected)
+    for _ in range(2):
+        assert_equal(relayout.load(converted, 1, deltas=[delta], cache=tmp_path / "cache"), expected)
+    tensors = relayout.load(converted, 1)
+    relayout.apply(delta, 1, tensors, verify=True)
+    assert_equal(tensors, expected)
     assert_equal(relayout.load(converted, 0, tp=1, deltas=delta), relayout.load(local / "out-1", 0, tp=1))
 
 
@@ -214,14 +208,14 @@ def test_a_backend_that_needs_descriptors_refuses_a_store_without(here: Ground, 
 
 
 @pytest.mark.usefixtures("writable")
-def test_what_is_there_is_replaced_only_if_asked_for(here: Ground, converted: str) -> None:
-    source = here.url("model")
+def test_what_is_there_is_replaced_only_if_asked_for(here: Ground, local: Path) -> None:
+    source, out = here.url("model"), write(here, "older", files_of(str(local / "out")))
     nbytes = f"{relayout.inspect(source).nbytes:,}"
     with pytest.raises(PlanError, match=f"holds a complete conversion of model type llama, {nbytes} bytes, at TP 2;"):
-        relayout.convert(source, tp=TP)
-    relayout.convert(source, here.url(f"model-tp{TP}"), tp=4, force=True)
-    assert relayout.inspect(converted).ranks[-1].rank == 3
-    assert relayout.verify(converted, source=source).ok
+        relayout.convert(source, out, tp=TP)
+    relayout.convert(source, out, tp=4, force=True)
+    assert relayout.inspect(out).ranks[-1].rank == 3
+    assert relayout.verify(out, source=source).ok
 
 
 def test_what_is_not_there_is_told(here: Ground) -> None:
@@ -238,15 +232,16 @@ def test_what_is_not_there_is_told(here: Ground) -> None:
         relayout.verify(nothing)
 
 
-@pytest.mark.parametrize("target", WRITABLE)
-@pytest.mark.usefixtures("writable")
-def test_from_every_store_to_every_other(
-    here: Ground, target: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("source", "target"), list(pairwise([*WRITABLE, WRITABLE[0]])))
+def test_from_each_store_to_another(
+    source: str, target: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = write(here, "model", MODEL)
-    (tmp_path / "there").mkdir()
-    with ground(target, tmp_path / "there", monkeypatch) as there:
-        out = relayout.convert(source, there.url("out"), tp=TP).output
-        assert relayout.verify(out, source=source).ok
+    places = tmp_path / "source", tmp_path / "target"
+    for place in places:
+        place.mkdir()
+    with ground(source, places[0], monkeypatch) as here, ground(target, places[1], monkeypatch) as there:
+        model = write(here, "model", MODEL)
+        out = relayout.convert(model, there.url("out"), tp=TP).output
+        assert relayout.verify(out, source=model).ok
         assert_equal(relayout.load(out, 1), relayout.load(local / "out", 1))
         assert files_of(relayout.restore(out, here.url("back")).output) == MODEL

@@ -123,8 +123,9 @@ def test_the_environment_says_where_and_how_much(
 def test_what_was_not_used_for_longest_makes_room(server: Server, converted: Path, model: Path, tmp_path: Path) -> None:
     urls = [f"s3://models/out{number}" for number in range(3)]
     for number in range(3):
-        out = tmp_path / f"out{number}"
-        relayout.convert(model, out, tp=2, max_part_nbytes=MIB + 4096 * number)
+        out = tmp_path / f"out{number}" if number else converted
+        if number:
+            relayout.convert(model, out, tp=2, max_part_nbytes=MIB + 4096 * number)
         for file in out.iterdir():
             server.put("models", f"out{number}/{file.name}", file.read_bytes())
     tmp_path = tmp_path / "cache"
@@ -163,7 +164,7 @@ def test_processes_that_start_together_fetch_nothing_twice(server: Server, conve
         expect(relayout.load(entry_of(tmp_path), rank, verify=True), converted, rank)
 
 
-@pytest.mark.parametrize("number", [1, 4, 7, 9])
+@pytest.mark.parametrize("number", [4, 9])
 def test_a_process_is_killed_while_it_fetches(server: Server, converted: Path, tmp_path: Path, number: int) -> None:
     reached = threading.Event()
     count = 0

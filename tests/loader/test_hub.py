@@ -45,7 +45,7 @@ def download(hub: Hub, repo: str, folder: Path, *names: str) -> Path:
     return snapshot
 
 
-@pytest.mark.parametrize("path", ["hf://org/out", "hf://org/out@main", "org/out"])
+@pytest.mark.parametrize("path", ["hf://org/out@main", "org/out"])
 def test_each_file_is_resolved_once(hub: Hub, converted: Path, path: str) -> None:
     expect(relayout.load(path, 1), converted)
     asked = Counter(one.key.rpartition("/")[2] for one in hub.hub.requests if "/resolve/" in one.key)
@@ -133,8 +133,9 @@ def test_what_was_downloaded_is_read_on_the_drive_and_the_rest_from_the_hub(
     expect(relayout.load(f"hf://org/out@{hub.commit('org/out')}", 1), converted)
 
 
-@pytest.mark.parametrize("pinned", ["", "@main", "@COMMIT"])
-@pytest.mark.parametrize("how", ["HF_HUB_OFFLINE", "no network"])
+@pytest.mark.parametrize(
+    ("how", "pinned"), [("HF_HUB_OFFLINE", ""), ("no network", "@main"), ("no network", "@COMMIT")]
+)
 def test_a_plain_model_in_the_hubs_cache_needs_no_network(
     hub: Hub, model: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, pinned: str
 ) -> None:
@@ -282,7 +283,7 @@ def test_only_what_is_no_path_and_has_two_parts_is_a_repository(
     assert str(find_input("org/none")) == "hf://org/none"
 
 
-# Web servers, and files.
+# Web servers.
 
 
 @pytest.fixture
@@ -301,13 +302,5 @@ def test_a_server_that_does_not_serve_ranges_is_refused(server: Server, web: str
         relayout.load(f"{web}/out", 1)
 
 
-def test_a_file_url_is_a_path(converted: Path) -> None:
-    expect(relayout.load(f"file://{converted}", 1, backend="mapped"), converted)
-    for url in ("file://", "file:///", "file://host/x"):
-        with pytest.raises(PlanError, match="expected file:///PATH"):
-            find_store(url)
-
-
-def test_s3_urls_of_other_spellings_are_the_same(server: Server, converted: Path) -> None:
-    expect(relayout.load(URL.replace("s3:", "s3a:"), 1), converted)
+def test_a_url_with_a_trailing_slash_is_the_same(server: Server, converted: Path) -> None:
     expect(relayout.load(f"{URL}/", 1), converted)

@@ -235,7 +235,7 @@ def test_nothing_is_an_output_before_the_end(there: Ground) -> None:
     store = there.store("out")
     with staged(store) as staging:
         staging.put(MARKER, [b"{}"])
-        with staging.write_file("weights", NBYTES, is_new=True) as file:
+        with staging.write_file("weights", NBYTES) as file:
             file.write(100, memoryview(BYTES)[100:])
         staging.write_head("weights", BYTES[:100], NBYTES)
         staging.write_head("only-a-head", b"head", 4)
@@ -271,7 +271,7 @@ def test_what_was_kept_of_an_output_is_there_for_the_next_attempt_all_or_nothing
 
     def fail() -> None:
         with staged(store) as staging:
-            with staging.write_file("weights", NBYTES, is_new=True) as file:
+            with staging.write_file("weights", NBYTES) as file:
                 file.write(0, memoryview(BYTES))
             with staging.open_notes("relayout.notes", b"first\n") as notes:
                 notes.append(b"second\n")
@@ -308,7 +308,7 @@ def test_a_file_is_written_by_many_threads_in_any_order_and_read_again(there: Gr
     offsets = list(range(1000, NBYTES, 1000))
     np.random.default_rng(3).shuffle(offsets)
     with staged(store) as staging:
-        with staging.write_file("weights", NBYTES, is_new=True) as file:
+        with staging.write_file("weights", NBYTES) as file:
 
             def work(first: int) -> None:
                 for offset in offsets[first::4]:
@@ -322,7 +322,7 @@ def test_a_file_is_written_by_many_threads_in_any_order_and_read_again(there: Gr
         else:
             with pytest.raises(OSError, match="cannot be read before it is published"):
                 staging.open("weights", NBYTES)
-        with staging.write_file("weights", NBYTES, is_new=False) as file:
+        with staging.write_file("weights", NBYTES) as file:
             file.write(7, memoryview(BYTES)[7:1000])
         staging.write_head("weights", BYTES[:7], NBYTES)
         staging.put(MARKER, [])
@@ -333,12 +333,10 @@ def test_a_file_is_written_by_many_threads_in_any_order_and_read_again(there: Gr
 def test_a_file_that_is_there_is_not_written_as_a_new_one(there: Ground) -> None:
     with staged(there.store("out")) as staging:
         staging.put("small", [b"1"])
-        staging.write_file("large", 10, is_new=True).close()
+        staging.write_file("large", 10).close()
         for name in ("small", "large"):
             with pytest.raises(OSError, match="exists"):
                 staging.put(name, [b"2"])
-            with pytest.raises(OSError, match="exists"):
-                staging.write_file(name, 10, is_new=True)
         staging.remove("small")
         staging.remove("large")
         staging.remove("was never there")
@@ -695,5 +693,5 @@ def test_a_path_without_a_scheme_is_local(tmp_path: Path) -> None:
 
 
 def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(PlanError, match=r"^ftp://bucket/x: no store for ftp://, expected a path, or one of file://"):
+    with pytest.raises(PlanError, match=r"^ftp://bucket/x: no store for ftp://, expected a path, or one of https://"):
         find_store("ftp://bucket/x")

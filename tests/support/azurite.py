@@ -34,7 +34,6 @@ class Azurite:
             "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
             "AZURE_STORAGE_ACCOUNT_KEY": KEY,
             "AZURE_STORAGE_ENDPOINT": f"{self.url}/{ACCOUNT}",
-            "AZURE_ALLOW_HTTP": "true",
         }
 
     def make_container(self, name: str) -> None:

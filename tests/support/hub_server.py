@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from urllib.parse import unquote
 
 from support import s3_server
@@ -41,7 +42,7 @@ class Hub:
     def commit(self, repo: str) -> str:
         digest = hashlib.sha1(usedforsecurity=False)
         for name, content in sorted(self.repos[repo].items()):
-            digest.update(name.encode() + content)
+            digest.update(name.encode() + _blob_id(content).encode())
         return digest.hexdigest()
 
     def answer(self, request: Request) -> Answer:
@@ -50,9 +51,6 @@ class Hub:
         found = re.fullmatch(r"api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path)
         if found is not None:
             return self._info(request, found[1], found[2] or "main")
-        found = re.fullmatch(r"api/models/([^/]+/[^/]+)/tree/main", path)
-        if found is not None:
-            return self._tree(request, found[1])
         found = re.fullmatch(r"([^/]+/[^/]+)/resolve/([0-9a-f]{40})/(.+)", path)
         return Answer(404) if found is None else self._resolve(request, found[1], found[2], found[3])
 
@@ -71,18 +69,11 @@ class Hub:
             return Answer(404, headers={"X-Error-Code": "RevisionNotFound", "X-Error-Message": "no revision"})
         siblings = []
         for name, content in self.repos[repo].items():
-            lfs = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+            lfs = {"sha256": _sha256(content), "size": len(content), "pointerSize": 130}
             more = {"lfs": lfs} if len(content) >= LARGE else {}
             siblings.append({"rfilename": name, "size": len(content), "blobId": _blob_id(content), **more})
         body = {"id": repo, "modelId": repo, "sha": self.commit(repo), "private": repo in self.private, "tags": []}
         return Answer(200, json.dumps(body | {"siblings": siblings, "downloads": 0, "likes": 0}).encode())
-
-    def _tree(self, request: Request, repo: str) -> Answer:
-        if (refused := self._refused(request, repo)) is not None:
-            return refused
-        files = self.repos[repo].items()
-        body = [{"type": "file", "path": name, "size": len(file), "oid": _blob_id(file)} for name, file in files]
-        return Answer(200, json.dumps(body).encode())
 
     def _resolve(self, request: Request, repo: str, commit: str, name: str) -> Answer:
         if (refused := self._refused(request, repo)) is not None:
@@ -95,7 +86,7 @@ class Hub:
             return s3_server.part_of(content, f'"{_blob_id(content)}"', request, headers)
         signature = hashlib.sha1(f"{name}{time.monotonic_ns()}".encode(), usedforsecurity=False).hexdigest()
         self._signed[signature] = content
-        etag = hashlib.sha256(content).hexdigest()
+        etag = _sha256(content)
         headers |= {"X-Linked-ETag": f'"{etag}"', "X-Linked-Size": str(len(content))}
         headers["Location"] = f"{self.bytes.url}/files/{etag}?Signature={signature}"
         return Answer(302, b"elsewhere", headers)
@@ -107,11 +98,17 @@ class Hub:
         content = self._signed.get(request.query.get("Signature", ""))
         if content is None or self.are_refused:
             return Answer(403, b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>")
-        return s3_server.part_of(content, f'"{hashlib.md5(content).hexdigest()}"', request, {})
+        return s3_server.part_of(content, f'"{s3_server.md5(content)}"', request, {})
 
 
+@lru_cache(64)
 def _blob_id(content: bytes) -> str:
     return hashlib.sha1(content, usedforsecurity=False).hexdigest()
+
+
+@lru_cache(64)
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 @contextmanager

@@ -12,16 +12,17 @@ from support.s3_server import Answer, Request, Server
 
 from relayout.storage.cloud import connect, failures
 
-KINDS = ("503", "dropped", "reset")
 _RESET_AFTER = 2**20
 
 
 @dataclass
 class Outages:
-    """For `Server.interfere`: each folder of the server has an outage of its own, after some requests for its bytes."""
+    """For `Server.interfere`: each folder of the server has an outage of its own, after some requests for its bytes.
+
+    The first request gets a part of the answer, then the connection is reset. Others are refused or dropped by turns.
+    """
 
     server: Server
-    kind: str
     seconds: float
     after: int = 2
     """Requests for bytes behind the first ones of a file that are answered before."""
@@ -42,16 +43,16 @@ class Outages:
         if time.monotonic() - self.begun[folder] > self.seconds:
             return None
         self.num_refused[folder] = self.num_refused.get(folder, 0) + 1
-        return self._fail(request)
+        return self._fail(request, self.num_refused[folder])
 
-    def _fail(self, request: Request) -> Answer:
-        if self.kind == "503":
-            return s3_server.error(503, "SlowDown")
-        if self.kind == "dropped":
+    def _fail(self, request: Request, number: int) -> Answer:
+        if number == 1:
+            found = s3_server.answer(self.server, request)
+            found.cut, found.is_reset = min(_RESET_AFTER, len(found.body) // 2), True
+            return found
+        if number % 2:
             raise DroppedError
-        found = s3_server.answer(self.server, request)
-        found.cut, found.is_reset = min(_RESET_AFTER, len(found.body) // 2), True
-        return found
+        return s3_server.error(503, "SlowDown")
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:

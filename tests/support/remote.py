@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ HEADER = 64 * 2**10
 """That of a file whose header is needed."""
 
 
+@cache
+def _files(folder: Path) -> dict[str, bytes]:
+    """The files of a folder that no test changes."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 @pytest.fixture
 def server(converted: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server with a conversion for two ranks of several files each, and its source."""
@@ -29,8 +36,8 @@ def server(converted: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         for name, value in s3_server.environment(server).items():
             monkeypatch.setenv(name, value)
         for folder, prefix in ((converted, "out"), (model, "model")):
-            for file in folder.iterdir():
-                server.put("models", f"{prefix}/{file.name}", file.read_bytes())
+            for name, content in _files(folder).items():
+                server.put("models", f"{prefix}/{name}", content)
         server.checks_keys = True
         yield server
 
@@ -46,7 +53,7 @@ def hub(converted: Path, model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     with hub_server.running() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.hub.url)
         for folder, repo in ((converted, "org/out"), (model, "org/model")):
-            hub.repos[repo] = {file.name: file.read_bytes() for file in folder.iterdir()}
+            hub.repos[repo] = dict(_files(folder))
         yield hub
 
 

@@ -15,10 +15,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from functools import cache
+from functools import cache, lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -29,6 +29,12 @@ ACCESS_KEY = "AKIDEXAMPLE"
 SECRET_KEY = "secret-that-nobody-may-see"
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _MODIFIED = formatdate(1.7e9, usegmt=True)
+
+
+@lru_cache(64)
+def md5(content: bytes) -> str:
+    """The digest of content that many tests put on servers of their own."""
+    return hashlib.md5(content).hexdigest()
 
 
 @dataclass
@@ -67,6 +73,8 @@ class Answer:
     """Before the end of a connection whose body is cut."""
     is_reset: bool = False
     """Whether such a connection ends by RST."""
+    trickles: bool = False
+    """Whether the body is sent byte by byte, and slowly."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Object:
     @property
     def generation(self) -> str:
         """What GCS calls a version."""
-        return str(int(hashlib.md5(self.etag.encode()).hexdigest()[:12], 16))
+        return str(int(md5(self.etag.encode())[:12], 16))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -101,11 +109,10 @@ class Server(ThreadingHTTPServer):
         """In the order of their answers."""
         self.interfere: Callable[[Request], Answer | None] = lambda request: None
         """Called before an answer is made; may give another one, or end the connection by an exception."""
-        self.trickle: Callable[[Request], bool] = lambda request: False
-        """Whether the body is sent byte by byte, and slowly."""
         self.checks_keys = False
         """Whether requests without `ACCESS_KEY` are refused."""
         self._ids = itertools.count(1)
+        self._is_stopped = False
 
     @property
     def url(self) -> str:
@@ -118,7 +125,7 @@ class Server(ThreadingHTTPServer):
 
     def put(self, bucket: str, key: str, content: bytes) -> Object:
         """Make or replace an object, as somebody else would."""
-        made = Object(content, f'"{hashlib.md5(content).hexdigest()}-{next(self._ids)}"')
+        made = Object(content, f'"{md5(content)}-{next(self._ids)}"')
         self.objects[bucket, key] = made
         return made
 
@@ -130,6 +137,17 @@ class Server(ThreadingHTTPServer):
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
         return sorted(key for where, key in list(self.objects) if where == bucket and key.startswith(prefix))
+
+    def serve(self) -> None:
+        """Take connections until `stop` is called, without looking again and again whether it was."""
+        while not self._is_stopped:
+            self.handle_request()
+
+    def stop(self) -> None:
+        """End the waiting for a connection."""
+        self._is_stopped = True
+        with suppress(OSError):
+            socket.create_connection(self.server_address[:2], 1).close()
 
     def new_id(self) -> str:
         return f"upload-{next(self._ids)}"
@@ -161,7 +179,7 @@ def answer(server: Server, request: Request) -> Answer:
 
 def _read(server: Server, request: Request) -> Answer:
     if not request.key:
-        return _uploads(server, request) if "uploads" in request.query else _list(server, request)
+        return _list(server, request)
     found = server.objects.get((request.bucket, request.key))
     if found is None:
         return error(404, "NoSuchKey")
@@ -189,7 +207,7 @@ def _write(server: Server, request: Request) -> Answer:
         upload = server.uploads.get(request.query["uploadId"])
         if upload is None:
             return error(404, "NoSuchUpload")
-        part = Object(request.body, f'"{hashlib.md5(request.body).hexdigest()}"')
+        part = Object(request.body, f'"{md5(request.body)}"')
         upload[2][int(request.query["partNumber"])] = part
         return Answer(200, headers={"ETag": part.etag})
     refused = _refused(server, request)
@@ -266,16 +284,6 @@ def _list(server: Server, request: Request) -> Answer:
     return _xml("ListBucketResult", f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{body}")
 
 
-def _uploads(server: Server, request: Request) -> Answer:
-    prefix = request.query.get("prefix", "")
-    body = "".join(
-        f"<Upload><Key>{escape(key)}</Key><UploadId>{name}</UploadId></Upload>"
-        for name, (bucket, key, _) in server.uploads.items()
-        if bucket == request.bucket and key.startswith(prefix)
-    )
-    return _xml("ListMultipartUploadsResult", body)
-
-
 def _xml(tag: str, body: str, status: int = 200) -> Answer:
     space = "" if tag == "Error" else f' xmlns="{_NAMESPACE}"'
     text = f'<?xml version="1.0" encoding="UTF-8"?><{tag}{space}>{body}</{tag}>'
@@ -307,7 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            if self.server.trickle(request):
+            if found.trickles:
                 self._trickle(found.body)
             self.wfile.write(found.body[: found.cut])
         self.wfile.flush()
@@ -327,7 +335,7 @@ class _Handler(BaseHTTPRequestHandler):
         for number in range(len(body)):
             self.wfile.write(body[number : number + 1])
             self.wfile.flush()
-            time.sleep(0.05)
+            time.sleep(0.02)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 
@@ -341,20 +349,18 @@ def running(tls: ssl.SSLContext | None = None) -> Iterator[Server]:
     with Server() as server:
         if tls is not None:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
+        threading.Thread(target=server.serve, daemon=True).start()
         try:
             yield server
         finally:
-            server.shutdown()
-            thread.join()
+            server.stop()
 
 
 @cache
 def shared() -> Server:
     """A server that runs until the process ends; each test has a bucket of its own."""
     server = Server()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve, daemon=True).start()
     return server
 
 

@@ -44,7 +44,6 @@ class SeaweedFS:
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_REGION": REGION,
             "AWS_ENDPOINT_URL": self.url,
-            "AWS_ALLOW_HTTP": "true",
         }
 
     def make_bucket(self, name: str) -> None:

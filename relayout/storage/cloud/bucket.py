@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from relayout.errors import FormatError
 from relayout.storage.cloud import connect
@@ -27,10 +27,7 @@ class BucketClient:
     root: str
     store: ObjectStore
     """Its names are the full names of objects."""
-
-    @property
-    def cost(self) -> RequestCost:
-        return CLOUD_COST
+    cost: ClassVar[RequestCost] = CLOUD_COST
 
     @classmethod
     def of(cls, root: str) -> BucketClient:

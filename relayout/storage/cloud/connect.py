@@ -14,9 +14,8 @@ from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 from relayout.errors import PlanError
 
@@ -24,21 +23,19 @@ if TYPE_CHECKING:
     from boto3.session import Session
     from obstore.store import ObjectStore
 
+CONNECT_SECONDS = 5.0
+"""After so long without a connection, a request is made again."""
 STALL_SECONDS = 20.0
 """A request that has brought no byte for so long is made again, from where it was."""
 RETRY_SECONDS = 90.0
 """After so long without a byte, a failed request is not made again."""
 
-_PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
-"""Of the variables of each provider, by the scheme of its URLs."""
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT",),
 }
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?) ?(ms|s|m)?")
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 
 
 def require(module: str, what: str, extra: str = "cloud") -> None:
@@ -77,67 +74,21 @@ def _first_line(error: BaseException) -> str:
     return re.sub(r"[a-z0-9+]+://\S+", "URL", lines[0])[:200]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Reach:
-    """How servers are reached, whatever client does it. It may have a proxy's password, and is not shown."""
-
-    connect_seconds: float
-    stall_seconds: float
-    proxy: str | None
-    """URL; None: that of `HTTP_PROXY`, `HTTPS_PROXY` and `NO_PROXY`, if any."""
-    proxy_excludes: str | None
-    """Names of hosts that are reached without the proxy, with commas between them."""
-    certificates: str | None
-    """A file of certificates that is named for this provider; None: those of the system, or of SSL_CERT_FILE."""
-    any_certificate: bool
-
-    def proxies(self, url: str) -> dict[str, str] | None:
-        """The proxies for a URL, by scheme; None: those that the environment says."""
-        if self.proxy is None:
-            return None
-        host = urlsplit(url).netloc.rpartition("@")[2]
-        if proxy_bypass_environment(host, {"no": self.proxy_excludes or ""}):
-            return {}
-        return {"http": self.proxy, "https": self.proxy}
-
-    @property
-    def verify(self) -> bool | str:
-        """What botocore and requests want to know of certificates. They have their own, and do not ask the system's."""
-        return not self.any_certificate and (self.certificates or ssl.get_default_verify_paths().cafile or True)
-
-
-def reach_of(scheme: str) -> Reach:
-    """What the environment says for URLs of this scheme.
+def named_certificates(scheme: str) -> str | None:
+    """The file of certificates that is named for S3; None: those of the system, or of SSL_CERT_FILE.
 
     Raises:
-        PlanError: a variable has no such value, or names a file that cannot be read.
+        PlanError: the file cannot be read.
     """
-    prefix = _PREFIXES.get(scheme, "HTTP")
-
-    def value(name: str) -> str | None:
-        return os.environ.get(f"{prefix}_{name}") or None
-
-    certificates = value("CA_BUNDLE")
-    if certificates is not None and not os.access(certificates, os.R_OK):
-        raise PlanError("the file cannot be read", path=f"{prefix}_CA_BUNDLE={certificates}", code="option")
-    return Reach(
-        connect_seconds=_seconds(f"{prefix}_CONNECT_TIMEOUT", 5.0),
-        stall_seconds=_seconds(f"{prefix}_READ_TIMEOUT", STALL_SECONDS),
-        proxy=value("PROXY_URL"),
-        proxy_excludes=value("PROXY_EXCLUDES"),
-        certificates=certificates,
-        any_certificate=is_set(f"{prefix}_ALLOW_INVALID_CERTIFICATES"),
-    )
+    file = os.environ.get("AWS_CA_BUNDLE") if scheme == "s3" else None
+    if file and not os.access(file, os.R_OK):
+        raise PlanError("the file cannot be read", path=f"AWS_CA_BUNDLE={file}", code="option")
+    return file or None
 
 
-def _seconds(name: str, default: float) -> float:
-    value = os.environ.get(name)
-    if not value:
-        return default
-    match = _DURATION.fullmatch(value)
-    if match is None:
-        raise PlanError("expected seconds, such as 20 or 20s", path=f"{name}={value}", code="option")
-    return float(match[1]) * _UNITS[match[2] or "s"]
+def certificates(scheme: str) -> str | Literal[True]:
+    """What botocore and requests want to know of certificates. They have their own, and do not ask the system's."""
+    return named_certificates(scheme) or ssl.get_default_verify_paths().cafile or True
 
 
 def is_set(name: str) -> bool:
@@ -152,19 +103,16 @@ def endpoint_of(scheme: str) -> str | None:
 
 def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
     """For obstore. Options given in code replace all of those that it finds in the environment."""
-    reach = reach_of(scheme)
-    is_named = any((url or "").startswith("http:") for url in (endpoint, endpoint_of(scheme)))
     options: dict[str, Any] = {
-        "connect_timeout": timedelta(seconds=reach.connect_seconds),
-        "read_timeout": timedelta(seconds=reach.stall_seconds),
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "read_timeout": timedelta(seconds=STALL_SECONDS),
         "timeout": timedelta(hours=24),  # An answer may take as long as it likes while bytes arrive.
-        "allow_invalid_certificates": reach.any_certificate or None,
-        "root_certificate": reach.certificates and Path(reach.certificates).read_bytes(),
-        "proxy_url": reach.proxy,
-        "proxy_excludes": reach.proxy_excludes,
-        "allow_http": is_named or is_set(f"{_PREFIXES[scheme]}_ALLOW_HTTP") or None,
     }
-    return {name: value for name, value in options.items() if value is not None}
+    if (file := named_certificates(scheme)) is not None:
+        options["root_certificate"] = Path(file).read_bytes()
+    if any((url or "").startswith("http:") for url in (endpoint, endpoint_of(scheme))):
+        options["allow_http"] = True
+    return options
 
 
 @dataclass(frozen=True, slots=True, repr=False)

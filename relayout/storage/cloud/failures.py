@@ -149,7 +149,7 @@ def request_error(
     *,
     status: int | None = None,
     code: str = "",
-    retry_after: float | None = None,
+    retry_after: str | None = None,
     is_final: bool = False,
 ) -> RequestError:
     """The error for a failed request.
@@ -157,6 +157,7 @@ def request_error(
     Args:
         text: what the client says, in obstore's words or similar ones. It is searched, and never shown.
         status, code: of the server's answer, if the text does not have them.
+        retry_after: the answer's header.
         is_final: no repetition can succeed, whatever kind of error it is.
     """
     status = int(match[1]) if status is None and (match := _STATUS.search(text)) else status
@@ -168,7 +169,22 @@ def request_error(
     shown = f"{what} ({named})" if named else what
     if part is not None:
         shown = f"bytes {part[0]} to {part[1]}: {shown}"
-    return RequestError(number, shown, location, status, retry_after)
+    return RequestError(number, shown, location, status, code, seconds_of(retry_after))
+
+
+def seconds_of(retry_after: str | None) -> float | None:
+    """Seconds for which a server wants to be left alone; None if it does not say, or says a date."""
+    return float(retry_after) if retry_after and re.fullmatch(r"[0-9]{1,18}", retry_after, re.ASCII) else None
+
+
+def texts_of(error: BaseException | None) -> str:
+    """Names and texts of an error of a client, and of those that led to it, for `request_error`."""
+    texts = []
+    while error is not None:
+        name = type(error).__name__
+        texts += [name, "timed out" if "Timeout" in name else "", str(error)]
+        error = error.__cause__ or error.__context__
+    return " ".join(texts)
 
 
 def _meaning(text: str, status: int | None, code: str) -> tuple[int, str]:
@@ -203,7 +219,7 @@ _UNTRUSTED = (
 )
 _NO_PROXY = (
     errno.ECONNREFUSED,
-    "the proxy is unreachable or refuses the request: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY and NO_PROXY",
+    "the proxy is unreachable or refuses the request: check HTTPS_PROXY and NO_PROXY",
 )
 _NO_ANSWER = "the server's answer cannot be read: check the endpoint"
 _BROKEN = "the connection broke repeatedly: check the network, or retry later"
@@ -226,7 +242,7 @@ _STATUSES = {
     401: _DENIED,
     403: _DENIED,
     405: _UNSUPPORTED,
-    407: (errno.EACCES, "the proxy requires credentials: check AWS_PROXY_URL (GOOGLE_, AZURE_), HTTPS_PROXY"),
+    407: (errno.EACCES, "the proxy requires credentials: check HTTPS_PROXY"),
     408: _SLOW,
     409: (errno.EAGAIN, "the store repeatedly reported conflicting requests for this object: retry later"),
     416: (errno.EINVAL, "range beyond the end of the object: it is truncated"),
@@ -243,10 +259,10 @@ _TEXTS = {
     r"(?i:certificate|UnknownIssuer|NotValidForName)": _UNTRUSTED,
     r"ProxyError|ProxyConnectionError|[Tt]unnel": _NO_PROXY,
     r"ResponseParserError|ParseError|DecodeError": (errno.EPROTO, _NO_ANSWER),
-    r"BadScheme": (errno.EPROTO, "http:// is refused: set AWS_ALLOW_HTTP=true (GOOGLE_, AZURE_) to permit it"),
+    r"BadScheme": (errno.EPROTO, "http:// is refused: an endpoint that is named with http:// permits it"),
     r"TimedOut|timed out": (errno.ETIMEDOUT, "requests repeatedly timed out: check the network, or retry later"),
     r"ConnectionReset|ConnectionAborted|ConnectionClosed|RemoteDisconnected|BrokenPipe|UnexpectedEof"
-    r"|Incomplete(Body|Message|Read)": (errno.ECONNRESET, _BROKEN),
+    r"|Incomplete(Body|Message|Read)|Connection (aborted|broken)": (errno.ECONNRESET, _BROKEN),
     r"ConnectionRefused": (errno.ECONNREFUSED, f"{_UNREACHABLE}, it refuses connections: check URL and endpoint"),
     r"Unreachable|NetworkDown|NewConnectionError|ServiceRequestError|\bConnect\b"
     r"|[Tt]emporary failure in name resolution": (errno.ENETUNREACH, f"{_UNREACHABLE}: {_CHECK}"),

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeVar
@@ -19,9 +18,11 @@ from urllib.parse import quote
 from xml.etree.ElementTree import ParseError
 
 from relayout.errors import PlanError
+from relayout.storage.cloud import connect
 from relayout.storage.cloud.client import NotCompleted, Uploads
-from relayout.storage.cloud.connect import boto_session, endpoint_of, is_set, reach_of, require, s3_settings
-from relayout.storage.cloud.failures import persistent, request_error
+from relayout.storage.cloud.connect import boto_session, endpoint_of, is_set, require, s3_settings
+from relayout.storage.cloud.failures import persistent, request_error, texts_of
+from relayout.storage.protocols import RequestError
 
 _NUM_CONNECTIONS = 64
 _PIECE_NBYTES = 2**20
@@ -68,26 +69,14 @@ class PartBody:
         return offset
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A failed request, as a provider's client reports it."""
-
-    status: int | None = None
-    """Of the answer; None: there was none."""
-    code: str = ""
-    retry_after: str = ""
-    text: str = ""
-    """The client's own words, which may have URLs and secrets."""
-    is_final: bool = False
-    """Whether a repetition would fail too: no request was made, or the answer cannot be read."""
-
-
 class _Requests:
     """What requests of all providers have in common."""
 
     _errors: tuple[type[Exception], ...]
     """Those that the client raises."""
-    _failure_of: Callable[[Any], _Failure]
+    _failure_of: Callable[[Any, str], RequestError]
+    """What one of them means, for an object in messages. It is final if no request was made, or the answer cannot be
+    read."""
 
     def __init__(self, root: str) -> None:
         self._root, self._bucket = root, root.partition("://")[2]
@@ -109,19 +98,11 @@ class _Requests:
             try:
                 return call()
             except self._errors as error:
-                failure = self._failure_of(error)
+                failure = self._failure_of(error, location)
             for key in (failure.code, failure.status):
                 if key in outcomes:
                     return outcomes[key]
-            # Not within `except`: the client's error, which a traceback would show, may have secrets.
-            raise request_error(
-                failure.text,
-                location,
-                status=failure.status,
-                code=failure.code,
-                retry_after=float(failure.retry_after) if re.fullmatch(r"[0-9]{1,4}", failure.retry_after) else None,
-                is_final=failure.is_final,
-            )
+            raise failure  # Not within `except`: the client's error, which a traceback would show, may have secrets.
 
         return persistent(attempt, location)
 
@@ -131,16 +112,6 @@ class _Requests:
         if not value or not isinstance(value, str):
             raise request_error("ParseError", f"{self._root}/{name}")
         return value
-
-
-def _texts_of(error: BaseException | None) -> str:
-    """Names and texts of an error, and of those that led to it."""
-    texts = []
-    while error is not None:
-        name = type(error).__name__
-        texts += [name, "timed out" if "Timeout" in name else "", str(error)]
-        error = error.__cause__ or error.__context__
-    return " ".join(texts)
 
 
 class _S3(_Requests):
@@ -153,7 +124,7 @@ class _S3(_Requests):
         from botocore.parsers import ResponseParserError
 
         self._errors, self._failure_of = (BotoCoreError, ClientError, ResponseParserError), _s3_failure
-        settings, reach = s3_settings(), reach_of("s3")
+        settings = s3_settings()
         # obstore wants a virtual host in the endpoint, and boto3 puts it there.
         is_virtual = is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
         endpoint = settings.endpoint and settings.endpoint.replace(f"://{self._bucket}.", "://", is_virtual)
@@ -162,16 +133,15 @@ class _S3(_Requests):
             s3={"addressing_style": "virtual" if is_virtual else "path", "payload_signing_enabled": False},
             request_checksum_calculation="when_required",  # Other servers than Amazon's may know no others.
             response_checksum_validation="when_required",
-            connect_timeout=reach.connect_seconds,
-            read_timeout=reach.stall_seconds,
-            proxies=reach.proxies(endpoint or "https://amazonaws.com"),
+            connect_timeout=connect.CONNECT_SECONDS,
+            read_timeout=connect.STALL_SECONDS,
             retries={"total_max_attempts": 1, "mode": "standard"},
             max_pool_connections=_NUM_CONNECTIONS,
         )
         region = settings.region or "us-east-1"
         try:
             self._client: Any = (settings.profile or boto_session()).client(
-                "s3", endpoint_url=endpoint, region_name=region, verify=reach.verify, config=config
+                "s3", endpoint_url=endpoint, region_name=region, verify=connect.certificates("s3"), config=config
             )
         except (BotoCoreError, ValueError):  # ValueError: the endpoint is no URL.
             raise PlanError("boto3 refuses the settings: check endpoint and region", path=root, code="option") from None
@@ -200,15 +170,21 @@ class _S3(_Requests):
         self._request(name, abort, {404: None})
 
 
-def _s3_failure(error: Any) -> _Failure:
+def _s3_failure(error: Any, location: str) -> RequestError:
     from botocore.exceptions import ConnectionError, HTTPClientError
 
     answer = getattr(error, "response", None)
     if answer is None:
-        return _Failure(text=_texts_of(error), is_final=not isinstance(error, (HTTPClientError, ConnectionError)))
+        is_final = not isinstance(error, (HTTPClientError, ConnectionError))
+        return request_error(texts_of(error), location, is_final=is_final)
     metadata = answer.get("ResponseMetadata", {})
-    wait = metadata.get("HTTPHeaders", {}).get("retry-after", "")
-    return _Failure(metadata.get("HTTPStatusCode"), str(answer.get("Error", {}).get("Code", "")), wait)
+    return request_error(
+        "",
+        location,
+        status=metadata.get("HTTPStatusCode"),
+        code=str(answer.get("Error", {}).get("Code", "")),
+        retry_after=metadata.get("HTTPHeaders", {}).get("retry-after"),
+    )
 
 
 class _Gcs(_Requests):
@@ -226,15 +202,12 @@ class _Gcs(_Requests):
 
         self._errors = InvalidResponse, RequestException, GoogleAuthError, ParseError
         self._failure_of = _gcs_failure
-        endpoint, reach = endpoint_of("gs") or "https://storage.googleapis.com", reach_of("gs")
+        endpoint = endpoint_of("gs") or "https://storage.googleapis.com"
         self._url = f"{endpoint.rstrip('/')}/{self._bucket}"
         session = AuthorizedSession(_google_credentials(root))
         session.mount(endpoint, HTTPAdapter(pool_maxsize=_NUM_CONNECTIONS))
-        proxies = reach.proxies(endpoint)
-        if proxies is not None:
-            session.trust_env, session.proxies = False, proxies
-        self._timeout = reach.connect_seconds, reach.stall_seconds
-        self._session = SimpleNamespace(request=partial(session.request, verify=reach.verify))
+        self._timeout = connect.CONNECT_SECONDS, connect.STALL_SECONDS
+        self._session = SimpleNamespace(request=partial(session.request, verify=connect.certificates("gs")))
 
     def _upload(self, name: str, upload: str | None, headers: dict[str, str] | None = None) -> Any:
         from google.resumable_media import RetryStrategy
@@ -303,16 +276,17 @@ def _google_credentials(root: str) -> Any:
         raise PlanError(what, path=root, code="option") from None
 
 
-def _gcs_failure(error: Any) -> _Failure:
+def _gcs_failure(error: Any, location: str) -> RequestError:
     from google.auth.exceptions import TransportError
     from requests.exceptions import RequestException
 
     answer = getattr(error, "response", None)
     if answer is None:
-        return _Failure(text=_texts_of(error), is_final=not isinstance(error, (RequestException, TransportError)))
-    code = re.search(rb"<Code>([A-Za-z.]{1,60})</Code>", answer.content[:2000])
+        is_final = not isinstance(error, (RequestException, TransportError))
+        return request_error(texts_of(error), location, is_final=is_final)
+    text = answer.content[:2000].decode("ascii", "replace")
     status = 500 if answer.status_code == 200 else answer.status_code
-    return _Failure(status, code[1].decode() if code else "", answer.headers.get("retry-after", ""))
+    return request_error(text, location, status=status, retry_after=answer.headers.get("retry-after"))
 
 
 class _Azure(_Requests):
@@ -328,19 +302,16 @@ class _Azure(_Requests):
         from azure.storage.blob import ContainerClient
 
         self._errors, self._failure_of = (AzureError,), _azure_failure
-        account, reach = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", ""), reach_of("az")
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
         endpoint = endpoint_of("az") or f"https://{account}.blob.core.windows.net"
-        proxies = reach.proxies(endpoint)
         self._container: Any = ContainerClient(
             endpoint,
             self._bucket,
             credential=_azure_credential(root, account),
             retry_total=0,
-            connection_timeout=reach.connect_seconds,
-            read_timeout=reach.stall_seconds,
-            connection_verify=reach.verify,
-            proxies=proxies,
-            use_env_settings=proxies is None,
+            connection_timeout=connect.CONNECT_SECONDS,
+            read_timeout=connect.STALL_SECONDS,
+            connection_verify=connect.certificates("az"),
         )
 
     def begin(self, name: str) -> str:
@@ -378,12 +349,13 @@ def _azure_credential(root: str, account: str) -> Any:
     return DefaultAzureCredential()
 
 
-def _azure_failure(error: Any) -> _Failure:
+def _azure_failure(error: Any, location: str) -> RequestError:
     from azure.core.exceptions import ServiceRequestError, ServiceResponseError
 
     answer = getattr(error, "response", None)
     if answer is None:
         is_final = not isinstance(error, (ServiceRequestError, ServiceResponseError))
-        return _Failure(text=_texts_of(error), is_final=is_final)
-    code = getattr(error, "error_code", None)
-    return _Failure(error.status_code, getattr(code, "value", code) or "", answer.headers.get("retry-after", ""))
+        return request_error(texts_of(error), location, is_final=is_final)
+    code, wait = getattr(error, "error_code", None), answer.headers.get("retry-after")
+    code = str(getattr(code, "value", code) or "")
+    return request_error("", location, status=error.status_code, code=code, retry_after=wait)

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import Client, WritableClient
-from relayout.storage.cloud.files import HEAD_NBYTES, STAT_NBYTES, open_object
 from relayout.storage.head_file import HeadFile
 from relayout.storage.protocols import (
     Access,
@@ -24,6 +24,7 @@ from relayout.storage.protocols import (
     ReadableFile,
     Replaceable,
     RequestCost,
+    RequestError,
     Staging,
     Store,
     if_there,
@@ -33,10 +34,13 @@ from relayout.storage.protocols import (
 if TYPE_CHECKING:
     from relayout.storage.cloud.output.prefix import OutputPrefix
 
+_HEAD_NBYTES = 64 * 2**10
+"""What opening a file brings of it: its first request tells length and version, and has the header of most files."""
+_STAT_NBYTES = 4 * 2**10
+"""The same of a file that is only to be known: which file it is. A new connection brings this in one round trip."""
+
 # `output` is imported where it is used: a load writes nothing.
 
-_SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
-"""Other schemes of the same stores."""
 _URL = re.compile(r"[a-z0-9]+://[^/@?#%\\]+(/[^/?#\\]+)*/?")
 
 
@@ -85,7 +89,7 @@ class CloudStore:
     def stat(self, name: str) -> FileStat | None:
         if self.opened is None:
             return self.client.stat(self.full_name(name))
-        file = if_there(lambda: self._opened(name, None, STAT_NBYTES))
+        file = if_there(lambda: self._opened(name, None, _STAT_NBYTES))
         return None if file is None else FileStat(file.nbytes, file.version)
 
     def read(self, name: str, limit: int) -> bytes:
@@ -100,7 +104,7 @@ class CloudStore:
         """One request."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "stores have no direct I/O; use backend 'buffered'", self.location(name))
-        file = self._opened(name, version, HEAD_NBYTES)
+        file = self._opened(name, version, _HEAD_NBYTES)
         FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)
         return file
 
@@ -109,10 +113,26 @@ class CloudStore:
         full = self.full_name(name)
         file = None if self.opened is None else self.opened.get(full)
         if file is None:
-            file = open_object(self.client, full, self.location(name), version, head_nbytes)
+            file = self._open_object(full, version, head_nbytes)
             if self.opened is not None:
                 file = self.opened.setdefault(full, file)  # Another thread may have opened it meanwhile.
         return file
+
+    def _open_object(self, full: str, version: str | None, head_nbytes: int) -> HeadFile:
+        """Open an object by one request for its first bytes. The file stays at one version."""
+        try:
+            body = self.client.get(full, 0, head_nbytes, version)
+            return HeadFile(body.content(), body.stat, partial(_fill, self.client, full, body.stat.version))
+        except FormatError as error:
+            if error.code == "mismatch":
+                what = "has changed since it was last checked"
+                raise FormatError(what, path=f"{self.client.root}/{full}", code="mismatch") from None
+            raise
+        except RequestError as error:
+            stat = self.client.stat(full) if error.status == 416 else None
+            if stat is None or stat.nbytes:
+                raise
+            return HeadFile(b"", stat)  # No range of an object without bytes can be asked for.
 
     def add(self, name: str, content: bytes) -> None:
         self._output().client.put(self.full_name(name), content)
@@ -153,15 +173,18 @@ class CloudStore:
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
+def _fill(client: Client, name: str, version: str, offset: int, view: memoryview) -> None:
+    client.get(name, offset, offset + view.nbytes, version).fill(view)
+
+
 def offer(url: str) -> Store:
     """A prefix of a bucket of S3, GCS or Azure."""
     check_url(url)
     scheme, _, rest = url.partition("://")
-    scheme = _SCHEMES.get(scheme.lower(), scheme.lower())
     bucket, _, prefix = rest.rstrip("/").partition("/")
     from relayout.storage.cloud.bucket import BucketClient  # Other stores do not need it.
 
-    return CloudStore(BucketClient.of(f"{scheme}://{bucket}"), prefix)
+    return CloudStore(BucketClient.of(f"{scheme.lower()}://{bucket}"), prefix)
 
 
 def check_url(url: str) -> None:

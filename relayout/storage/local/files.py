@@ -167,9 +167,7 @@ class OutputFile(Closable):
     the drive soon and dropped from the page cache.
     """
 
-    def __init__(
-        self, folder: OpenFolder, name: str, nbytes: int, *, create: bool = True, direct: bool = True, mode: int = 0o666
-    ) -> None:
+    def __init__(self, folder: OpenFolder, name: str, nbytes: int, *, create: bool = True, mode: int = 0o666) -> None:
         """Create a file and allocate its space; or, without `create`, open an existing file of the folder's owner.
 
         Args:
@@ -193,7 +191,7 @@ class OutputFile(Closable):
                 allocate(self._fd, nbytes)
             else:
                 restrict(self._fd, mode)
-            self._direct_fd, self.direct = _open(partial(folder.open_own, name), os.O_WRONLY, direct)
+            self._direct_fd, self.direct = _open(partial(folder.open_own, name), os.O_WRONLY, True)
         except OSError as error:
             os.close(self._fd)
             if create:

@@ -176,7 +176,8 @@ class LocalStaging:
         sync_and_drop_pages(self.folder, name)
         return InputFile(self.folder.path / name, nbytes, access=Access.ONCE, folder=self.folder)
 
-    def write_file(self, name: str, nbytes: int, *, is_new: bool) -> OutputFile:
+    def write_file(self, name: str, nbytes: int) -> OutputFile:
+        is_new = self.folder.status(name) is None
         return OutputFile(self.folder, name, nbytes, create=is_new, mode=self.modes.file)
 
     def write_head(self, name: str, head: bytes, nbytes: int) -> None:

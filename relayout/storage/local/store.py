@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
-from urllib.parse import unquote, urlsplit
 
-from relayout.errors import FormatError, PlanError, did_you_mean
+from relayout.errors import FormatError, did_you_mean
 from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
 from relayout.storage.local.paths import is_inside, resolve_inside
 from relayout.storage.protocols import (
@@ -175,11 +174,3 @@ def _similar(path: Path) -> str:
         return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.name[0] != "."])
     except OSError:
         return ""
-
-
-def offer(url: str) -> Store:
-    """A folder or file by its URL, file:///PATH."""
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
-        raise PlanError("expected file:///PATH", code="option")
-    return LocalStore(Path(unquote(parts.path)))

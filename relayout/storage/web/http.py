@@ -10,7 +10,7 @@ import errno
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -18,11 +18,11 @@ from relayout.errors import FormatError, escape_controls
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.bucket import check_answer, is_comparable
 from relayout.storage.cloud.client import Body, timed
-from relayout.storage.cloud.failures import persistent, replaced, request_error
+from relayout.storage.cloud.failures import persistent, replaced, request_error, texts_of
 from relayout.storage.protocols import FileStat, RequestError, if_there
 
 if TYPE_CHECKING:
-    from urllib3 import BaseHTTPResponse, PoolManager, Timeout
+    from urllib3 import BaseHTTPResponse, PoolManager
 
 _MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -67,9 +67,10 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
     Raises:
         RequestError: there was none.
     """
+    from urllib3 import Timeout
     from urllib3.exceptions import HTTPError
 
-    timeout = _timeout()
+    timeout = Timeout(connect=connect.CONNECT_SECONDS, read=connect.STALL_SECONDS)
     for _ in range(_MAX_REDIRECTS):
         try:
             answer = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "").urlopen(
@@ -146,15 +147,7 @@ def _described(
         raise FormatError("is missing", path=location, code="missing")
     if answer.status == 412:
         raise replaced(location)
-    error = request_error(f"status code: {answer.status}", location, part)
-    error.retry_after = retry_after(answer)
-    raise error
-
-
-def retry_after(answer: BaseHTTPResponse) -> float | None:
-    """Seconds for which a server wants to be left alone; None if it does not say, or says a date."""
-    text = answer.headers.get("retry-after", "")
-    return float(text) if _NUMBER.fullmatch(text) else None
+    raise request_error("", location, part, status=answer.status, retry_after=answer.headers.get("retry-after"))
 
 
 def _pieces(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None) -> Iterator[bytes]:
@@ -178,24 +171,9 @@ def _pieces(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | Non
 
 def _failure(error: Exception, location: str, part: tuple[int, int] | None = None) -> RequestError:
     """The error that one of urllib3's means; it shows nothing of the URL."""
-    from urllib3 import exceptions
-
-    if isinstance(error, (ValueError, exceptions.LocationValueError)) and not isinstance(error, exceptions.SSLError):
+    if isinstance(error, ValueError) and not isinstance(error, OSError):  # Those of certificates are both.
         return RequestError(errno.EINVAL, "is not a valid URL for a request", location)
-    match error:
-        case exceptions.SSLError():
-            text = "certificate" if "certificate" in str(error).lower() else "Connect"
-        case exceptions.NameResolutionError():
-            text = f"dns error {error}"
-        case exceptions.NewConnectionError():
-            text = "ConnectionRefused" if "refused" in str(error) else "Connect"
-        case exceptions.TimeoutError() | TimeoutError():
-            text = "TimedOut"
-        case exceptions.ProxyError():
-            text = "Connect"
-        case _:
-            text = "ConnectionReset"
-    return request_error(text, location, part)
+    return request_error(texts_of(error), location, part)
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:
@@ -206,23 +184,8 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 @cache
 def _pool(scheme: str, host: str) -> PoolManager:
-    """Connections to a host; proxies and options are those of the environment."""
+    """Connections to a host; proxies are those of the environment."""
     import urllib3
 
-    reach = connect.reach_of(scheme)
-    options: dict[str, Any] = {"maxsize": 128, "ca_certs": reach.certificates}
-    if reach.any_certificate:
-        options["cert_reqs"] = "CERT_NONE"
-    named = reach.proxies(f"{scheme}://{host}")
-    proxy = named.get(scheme) if named is not None else None if proxy_bypass(host) else getproxies().get(scheme)
-    if proxy:
-        return urllib3.ProxyManager(proxy, **options)
-    return urllib3.PoolManager(**options)
-
-
-def _timeout() -> Timeout:
-    """How long no byte may arrive."""
-    from urllib3 import Timeout
-
-    reach = connect.reach_of("https")
-    return Timeout(connect=reach.connect_seconds, read=reach.stall_seconds)
+    proxy = None if proxy_bypass(host) else getproxies().get(scheme)
+    return urllib3.ProxyManager(proxy, maxsize=128) if proxy else urllib3.PoolManager(maxsize=128)

@@ -24,7 +24,7 @@ from relayout.format.fields import Fields, parse_object
 from relayout.format.names import is_plain_path
 from relayout.storage.cloud.client import CLOUD_COST, Body
 from relayout.storage.cloud.connect import require
-from relayout.storage.cloud.failures import persistent, replaced
+from relayout.storage.cloud.failures import persistent, replaced, seconds_of
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Access, FileStat, Kind, ReadableFile, RequestCost, RequestError, Store
@@ -247,7 +247,8 @@ class HubClient:
         if status in (401, 404) and method == "GET":  # Who may not read a repository gets 401, as if there were none.
             raise PlanError(_CODES["RepoNotFound"], path=location, code="missing")
         error_number, what = _STATUS.get(status, (errno.EIO, "the hub returned a server error: retry later"))
-        raise RequestError(error_number, f"{what} (HTTP {status})", location, status, http.retry_after(answer))
+        wait = seconds_of(answer.headers.get("retry-after"))
+        raise RequestError(error_number, f"{what} (HTTP {status})", location, status, code, wait)
 
 
 _CODES = {

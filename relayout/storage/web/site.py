@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 from urllib.parse import quote, unquote, urlsplit
 
 from relayout.core.workers import each
@@ -48,10 +49,7 @@ class WebClient:
     """A web server."""
 
     root: str
-
-    @property
-    def cost(self) -> RequestCost:
-        return CLOUD_COST
+    cost: ClassVar[RequestCost] = CLOUD_COST
 
     def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
         return http.get(f"{self.root}/{quote(name)}", f"{self.root}/{name}", start, end, version)

@@ -164,18 +164,12 @@ class Lease:
             self._started,
             self._what,
         )
-        content, began = records.dump(holder), monotonic()
+        began = monotonic()
         try:
-            version = self._output.client.put(self._name, content, replaced)
-        except (FileExistsError, RequestError) as error:
-            # The answer to the request may have been lost.
-            loaded = self._output.load(self._name, records.MAX_NBYTES)
-            if loaded is None or loaded[0] != content:
-                if isinstance(error, RequestError):
-                    raise
-                return False
-            version = loaded[1]
-        self._version, self._confirmed = version, began
+            self._version, _ = self._output.put(self._name, records.dump(holder), replaced)
+        except FileExistsError:
+            return False
+        self._confirmed = began
         return True
 
     def _begin_refreshing(self) -> None:

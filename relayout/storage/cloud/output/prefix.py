@@ -111,22 +111,26 @@ class OutputPrefix:
         """Write a record, or replace one of ours: only those have such names, as they were read before."""
         self.client.put(self.hidden + name, records.dump(record))
 
-    def create(self, full: str, content: bytes) -> Version | None:
-        """Create a small object and return its version; None if it exists with this content.
+    def put(self, full: str, content: bytes, replaced: Version | None = None) -> tuple[Version, bool]:
+        """Write a small object, or replace this version of it.
+
+        Returns:
+            Its version, and whether this request has written it: else it was there with this content, as the answer to
+            a first request may have been lost, or another process has written the same.
 
         Raises:
-            FileExistsError: it exists with another content.
+            FileExistsError: it exists with another content, or no longer has the version.
+            RequestError: the request failed, and was not carried out until now.
         """
         try:
-            return self.client.put(full, content, None)
+            return self.client.put(full, content, replaced), True
         except (FileExistsError, RequestError):
-            # The answer to a first request may have been lost, or another process has written the same.
             loaded = None
             with suppress(FormatError):  # It is larger.
                 loaded = self.load(full, len(content))
             if loaded is None or loaded[0] != content:
                 raise
-            return None
+            return loaded[1], False
 
 
 def bare(version: str) -> str:

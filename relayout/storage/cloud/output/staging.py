@@ -225,8 +225,8 @@ class CloudStaging:
         """Always fails."""
         raise OSError(errno.ENOTSUP, "an upload cannot be read before it is published", self._output.location(name))
 
-    def write_file(self, name: str, nbytes: int, *, is_new: bool) -> Upload:
-        if is_new:
+    def write_file(self, name: str, nbytes: int) -> Upload:
+        if name not in self._uploads:
             self._check_new(name)
             self._begin(name, nbytes)
         return self._uploads[name]
@@ -235,7 +235,7 @@ class CloudStaging:
         """After this the file counts for the next attempt."""
         if name in self._complete:
             return
-        upload = self.write_file(name, nbytes, is_new=name not in self._uploads)
+        upload = self.write_file(name, nbytes)
         upload.write(0, memoryview(head))
         file = Complete.of(name, upload)
         if self._lease is not None:
@@ -343,8 +343,8 @@ class CloudStaging:
 
     def _create(self, name: str) -> None:
         self._check()
-        version = self._output.create(self._output.full(name), self._small[name])
-        if version is not None:
+        version, is_ours = self._output.put(self._output.full(name), self._small[name])
+        if is_ours:
             self._created[name] = set(version.values())
 
     def _finish(self, file: Complete) -> None:
@@ -447,7 +447,7 @@ class PartStaging(CloudStaging):
         small = {name: content.decode("latin-1") for name, content in self._small.items()}
         unit = Unit(tuple(self._complete.values()), small, self._notes[self._part].text.decode("latin-1"))
         try:
-            self._output.create(self._output.hidden + self._record, records.dump(unit))
+            self._output.put(self._output.hidden + self._record, records.dump(unit))
         except FileExistsError:
             self._discard()
 

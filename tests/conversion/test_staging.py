@@ -358,6 +358,29 @@ def test_what_is_put_into_the_older_folder_while_it_is_replaced_stays(
     assert_nothing_hidden(out)
 
 
+def test_a_folder_is_deleted_whole_while_others_delete_what_is_theirs_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the members of a group do whose save has failed."""
+    for name in ("attempt-1", "attempt-2", "output"):
+        (tmp_path / "place" / name).mkdir(parents=True)
+        (tmp_path / "place" / name / "file").write_bytes(b"1")
+    true_status = OpenFolder.status
+
+    def status(folder: OpenFolder, name: str) -> os.stat_result | None:
+        found = true_status(folder, name)
+        if folder.path.name == "attempt-1":
+            (folder.path / name).unlink()
+        elif name == "attempt-2":
+            shutil.rmtree(folder.path / name)
+        return found
+
+    monkeypatch.setattr(OpenFolder, "status", status)
+    with OpenFolder(tmp_path) as folder:
+        folder.remove("place")
+    assert listing(tmp_path) == []
+
+
 @pytest.mark.parametrize("kind", ["a hard link", "a text", "a folder"])
 def test_a_lock_file_that_is_something_else_is_never_truncated(tmp_path: Path, kind: str) -> None:
     lock, precious = tmp_path / ".out.relayout-lock", tmp_path / "precious"

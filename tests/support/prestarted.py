@@ -39,8 +39,9 @@ COMMANDS = (
 LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
 """What a load and `relayout doctor` import."""
 GROUP = (
-    f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.deferred_copies,"
-    "support.group_worker,support.replicas_worker,support.updates_worker,support.fake_vllm,support.conversions"
+    f"{LOADER},torch.distributed.tensor,relayout.loader.group.exchange,relayout.engines.deferred_copies,"
+    "relayout.saving.api,support.group_worker,support.replicas_worker,support.updates_worker,support.saving_worker,"
+    "support.fake_vllm,support.conversions"
 )
 """What the members of a process group import. Tests that have some are in one group of pytest-xdist, "group"."""
 TRANSFORMERS = "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers"

@@ -102,13 +102,6 @@ RankOption = Annotated[
 RanksOption = Annotated[
     str | None, typer.Option(metavar="LIST", help="Only these ranks, such as 0-3 or 0,8. Default: all.")
 ]
-EngineOption = Annotated[
-    Literal["ray"] | None, typer.Option(help="Run on the nodes of a Ray cluster. Default: in this process.")
-]
-AddressOption = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="The Ray cluster, such as auto. Default: RAY_ADDRESS, or this machine alone."),
-]
 
 
 class _Result(Protocol):
@@ -328,8 +321,14 @@ def convert(
     commit: Annotated[
         bool, typer.Option("--commit", help="Publish OUT after processes with --unit have converted all units.")
     ] = False,
-    engine: EngineOption = None,
-    address: AddressOption = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Convert on the nodes of this Ray cluster: auto (RAY_ADDRESS, or that of this machine), HOST:PORT, or"
+            " local to start one.",
+        ),
+    ] = None,
 ) -> None:
     """Rewrite a checkpoint for N tensor-parallel ranks.
 
@@ -339,9 +338,8 @@ def convert(
     from relayout.cli import render
     from relayout.commands.convert import PlanOptions, plan_conversion
 
-    _check_engine(engine, address)
-    if engine is not None and (unit is not None or commit):
-        raise PlanError("--engine ray cannot be combined with --unit or --commit: it does both", code="option")
+    if ray is not None and (unit is not None or commit):
+        raise PlanError("--ray cannot be combined with --unit or --commit: it does both", code="option")
     if unit is not None and commit:
         raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
     options: PlanOptions = {
@@ -357,13 +355,13 @@ def convert(
         "ranks": ranks,
         "digest": digest,
     }
-    if engine is not None and not dry_run:
+    if ray is not None and not dry_run:
         from relayout.clusters import on_ray
 
         done = on_ray.convert(
             source,
             output,
-            address=address,
+            address=ray,
             force=force,
             threads=threads,
             memory=memory,
@@ -470,8 +468,6 @@ def verify(
     trust: TrustFileOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
-    engine: EngineOption = None,
-    address: AddressOption = None,
 ) -> None:
     """Check every byte of a converted folder.
 
@@ -480,25 +476,10 @@ def verify(
     from relayout.cli import render
     from relayout.commands import verify as verification
 
-    _check_engine(engine, address)
     progress = out.work("verifying")
-    if engine is None:
-        report = verification.verify(
-            path, source=source, ranks=ranks, trust=trust, threads=threads, memory=memory, progress=progress
-        )
-    else:
-        from relayout.clusters import on_ray
-
-        report = on_ray.verify(
-            path,
-            source=source,
-            ranks=ranks,
-            trust=trust,
-            address=address,
-            threads=threads,
-            memory=memory,
-            progress=progress,
-        )
+    report = verification.verify(
+        path, source=source, ranks=ranks, trust=trust, threads=threads, memory=memory, progress=progress
+    )
     out.show(report, render.report)
     if not report.ok:
         raise typer.Exit(EXIT_DIFFERENCE)
@@ -851,11 +832,6 @@ def report(
     from relayout.html_report import page
 
     out.show(page.report(path, output, tp=tp, plan=plan), render.page)
-
-
-def _check_engine(engine: str | None, address: str | None) -> None:
-    if address is not None and engine is None:
-        raise PlanError("--address needs --engine ray", code="option")
 
 
 def _print(text: str) -> None:

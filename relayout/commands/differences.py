@@ -52,11 +52,6 @@ class Report(Result):
     def as_json(self) -> dict[str, object]:
         return Result.as_json(self) | {"ok": self.ok}
 
-    def merge(self, other: Report) -> None:
-        """Add the report of other files of the same folder."""
-        self.nbytes += other.nbytes
-        self.differences += other.differences
-
     def add(self, file: str, what: str, tensor: str | None = None, extent: Extent | None = None) -> None:
         """Add a difference."""
         start, end = (None, None) if extent is None else (extent.offset, extent.end)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from itertools import chain
-from typing import TypeAlias
 
-from relayout.checkpoint.converted import check_present, read_chunk_digests, read_manifest, read_table
+from relayout.checkpoint.converted import check_present, read_chunk_digests, read_manifest
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
 from relayout.checkpoint.trust import Signed, Trust, policy_of, prove
 from relayout.commands.consistency import check_arenas, check_copy, check_holder, check_other_files, own_files
@@ -33,9 +32,6 @@ from relayout.storage.hashing import HashedFile, hash_files, sha256_hex
 from relayout.storage.protocols import Access, Store
 from relayout.storage.stores import find_input
 
-Check: TypeAlias = Callable[[Sequence[int], Callable[[int], None]], Iterable[Report]]
-"""Checks the digests of these holders, and calls the function with the bytes read so far."""
-
 _CHANGED = "has changed in the source since the conversion"
 
 
@@ -48,7 +44,6 @@ def verify(
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
-    check: Check | None = None,
 ) -> Report:
     """Check a converted checkpoint: its structure, its sidecar files, and the digest of every slice.
 
@@ -61,7 +56,6 @@ def verify(
         threads: threads that read and hash.
         memory: bytes that these threads may use, or text such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
-        check: checks the digests of holders elsewhere, as on a cluster.
 
     Returns:
         The differences found; `ok` if there are none.
@@ -97,13 +91,9 @@ def verify(
     is_cut_again = original is not None or manifest.whole is not None
     total = hash_nbytes + (manifest.source_nbytes if is_cut_again else 0)
     with reporting(progress, "verifying", total) as report_nbytes:
-        if check is None:
-            for holder, table in usable.items():
-                on_progress = report_nbytes.after(report.nbytes)
-                _check_digests(folder, manifest, holder, table, report, num_readers, on_progress)
-        else:
-            for part in check(list(usable), report_nbytes):
-                report.merge(part)
+        for holder, table in usable.items():
+            on_progress = report_nbytes.after(report.nbytes)
+            _check_digests(folder, manifest, holder, table, report, num_readers, on_progress)
         if signed is not None:
             report_nbytes.begin("checking what is signed")
             needed = {file.name for holder in holders for file in manifest.holder_files(holder)}
@@ -114,30 +104,6 @@ def verify(
             some = manifest.only(wanted)
             on_progress = report_nbytes.after(hash_nbytes)
             _compare(folder, some, usable, record, original, report, threads, chunk_nbytes, on_progress)
-    return report
-
-
-def verify_holder(
-    path: str | os.PathLike[str],
-    holder: int,
-    *,
-    threads: int = DEFAULT_THREADS,
-    memory: int | str = DEFAULT_MEMORY,
-    progress: Progress = None,
-) -> Report:
-    """Check only the digests of a rank's own files; rank `num_ranks` are whole tensors. Arguments as for `verify`.
-
-    Raises:
-        FormatError: the manifest or the rank's table is damaged.
-        OSError: reading failed.
-    """
-    folder = find_input(path)
-    manifest = read_manifest(folder)
-    report = Report(manifest.num_ranks, manifest.present)
-    table, own = read_table(folder, manifest, holder), own_files(manifest, holder)
-    num_readers = num_readers_of(*share_memory(threads, memory))
-    with reporting(progress, "verifying", sum(manifest.files[index].nbytes for index in own)) as report_nbytes:
-        _check_digests(folder, manifest, holder, table, report, num_readers, report_nbytes)
     return report
 
 

@@ -26,7 +26,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "engines": ("core", "progress", "storage", "checkpoint", "plans", "conversion", "loader"),
     "plugins": ("checkpoint", "plans", "planning", "engines"),
     "transformers": ("saving", "engines"),
-    "clusters": ("progress", "checkpoint", "conversion", "commands"),
+    "clusters": ("progress", "conversion", "commands"),
     "cli": (
         *("core", "progress", "tables", "format", "storage", "plans", "observe", "conversion"),
         *("commands", "loader", "benchmark", "html_report", "clusters"),

@@ -282,14 +282,6 @@ def convert(
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split each rank into files of at most about this size.")
     ] = "48GB",
-    dcp: Annotated[
-        bool | None,
-        typer.Option(
-            "--dcp/--no-dcp",
-            help="Write the metadata with which PyTorch DCP reads the ranks as one model. Default: if every slice is"
-            " one contiguous box, which slices of fused tensors are not.",
-        ),
-    ] = None,
     layout: Annotated[
         Literal["ranks", "whole"],
         typer.Option(
@@ -350,7 +342,6 @@ def convert(
         "unmatched": unmatched,
         "trust_remote_code": trust_remote_code,
         "max_part_nbytes": max_part_size,
-        "dcp": dcp,
         "layout": layout,
         "ranks": ranks,
         "digest": digest,

@@ -64,7 +64,10 @@ def test_a_folder_of_one_rank_loads_in_stock_transformers(source: Path, tmp_path
 
 
 def test_a_folder_without_what_dcp_needs_says_so_and_is_verified(llama: Path, tmp_path: Path) -> None:
-    relayout.convert(llama, tmp_path / "out", tp=2, dcp=False)
+    (tmp_path / "fused.toml").write_text(
+        '[cut]\n"**.q_proj.weight" = { dim = 0, by = ["even", "even"] }\n"**" = "whole"'
+    )
+    relayout.convert(llama, tmp_path / "out", tp=2, plan=tmp_path / "fused.toml")
     assert relayout.verify(tmp_path / "out", source=llama).ok
     assert relayout.inspect(tmp_path / "out").dcp is False
     relayout.convert(llama, tmp_path / "other", tp=2)
@@ -190,10 +193,10 @@ def test_a_single_file_is_loaded_at_other_degrees_by_the_config_that_was_beside_
 
 
 def test_the_record_has_the_options_and_is_refused_without_one(llama: Path, tmp_path: Path) -> None:
-    relayout.convert(llama, tmp_path / "out", tp=2, align=512, max_part_nbytes=400_000, dcp=False)
+    relayout.convert(llama, tmp_path / "out", tp=2, align=512, max_part_nbytes=400_000)
     manifest = read_manifest(tmp_path / "out")
     options = read_record(tmp_path / "out", manifest).options
-    assert options == ConversionOptions(2, "builtin:llama", False, 512, 400_000, False, "ranks")
+    assert options == ConversionOptions(2, "builtin:llama", False, 512, 400_000, True, "ranks")
     top = json.loads(decompress((tmp_path / "out" / SOURCE_RECORD_NAME).read_bytes(), "x"))
     assert parse_record(json.dumps(top).encode(), 2, "x").plan == RecordedPlan("llama", "builtin", top["plan"]["rules"])
     del top["plan"]["rules"]["cut"]  # What the rules mean is not the record's business.

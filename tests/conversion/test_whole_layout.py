@@ -124,8 +124,6 @@ def test_all_ranks_share_the_files_of_the_whole_tensors(conversions: Conversions
     assert np.sum([read["nbytes"] for read in manifest["whole"]["reads"]]) == manifest["source"]["nbytes"]
 
 
-def test_what_dcp_needs_is_not_asked_for_beside_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="--dcp does not apply to --layout whole"):
-        relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="whole", dcp=True)
+def test_another_layout_is_refused(conversions: Conversions, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="layout: 'columns', expected 'ranks' or 'whole'"):
         relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="columns")

@@ -285,14 +285,6 @@ def convert(
     max_part_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Split each rank into files of at most about this size.")
     ] = "48GB",
-    dcp: Annotated[
-        bool | None,
-        typer.Option(
-            "--dcp/--no-dcp",
-            help="Write the metadata with which PyTorch DCP reads the ranks as one model. Default: if every slice is"
-            " one contiguous box, which slices of fused tensors are not.",
-        ),
-    ] = None,
     layout: Annotated[
         Literal["ranks", "whole"],
         typer.Option(
@@ -324,13 +316,12 @@ def convert(
     commit: Annotated[
         bool, typer.Option("--commit", help="Publish OUT after processes with --unit have converted all units.")
     ] = False,
-    engine: Annotated[
-        Literal["ray"] | None, typer.Option(help="Run on the nodes of a Ray cluster. Default: in this process.")
-    ] = None,
-    address: Annotated[
+    ray: Annotated[
         str | None,
         typer.Option(
-            metavar="ADDRESS", help="The Ray cluster, such as auto. Default: RAY_ADDRESS, or this machine alone."
+            metavar="ADDRESS",
+            help="Convert on the nodes of this Ray cluster: auto (RAY_ADDRESS, or that of this machine), HOST:PORT, or"
+            " local to start one.",
         ),
     ] = None,
 ) -> None:
@@ -342,10 +333,8 @@ def convert(
     from relayout.cli import render
     from relayout.commands.convert import PlanOptions, plan_conversion
 
-    if address is not None and engine is None:
-        raise PlanError("--address needs --engine ray", code="option")
-    if engine is not None and (unit is not None or commit):
-        raise PlanError("--engine ray cannot be combined with --unit or --commit: it does both", code="option")
+    if ray is not None and (unit is not None or commit):
+        raise PlanError("--ray cannot be combined with --unit or --commit: it does both", code="option")
     if unit is not None and commit:
         raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
     options: PlanOptions = {
@@ -356,18 +345,17 @@ def convert(
         "unmatched": unmatched,
         "trust_remote_code": trust_remote_code,
         "max_part_nbytes": max_part_size,
-        "dcp": dcp,
         "layout": layout,
         "ranks": ranks,
         "digest": digest,
     }
-    if engine is not None and not dry_run:
+    if ray is not None and not dry_run:
         from relayout.clusters import on_ray
 
         done = on_ray.convert(
             source,
             output,
-            address=address,
+            address=ray,
             force=force,
             threads=threads,
             memory=memory,

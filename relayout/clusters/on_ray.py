@@ -1,8 +1,8 @@
 """Conversions as tasks of a Ray cluster.
 
-Only jobs, records and numbers pass through Ray: no tensors, no secrets. Every node must reach source and output by the
-same path or URL. A task that fails by an OSError, or whose node is lost, is retried elsewhere; what it left does not
-count. The resource `relayout_io` of a node limits how many units it converts at the same time.
+Only jobs and records pass through Ray: no tensors, no secrets. Every node must reach source and output by the same path
+or URL. A task that fails by an OSError, or whose node is lost, is retried elsewhere; what it left does not count. The
+resource `relayout_io` of a node limits how many units it converts at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
@@ -26,7 +25,7 @@ from typing import Any, Unpack
 import relayout
 from relayout.commands.convert import PlanOptions, plan_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
-from relayout.conversion.jobs import UnitRecord, commit_jobs, run_job, unit_jobs
+from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
 from relayout.conversion.run import Summary
 from relayout.errors import PlanError, RelayoutError
 from relayout.progress import Progress, reporting
@@ -38,22 +37,19 @@ _MAX_RETRIES = 5
 _CANCEL_SECONDS = 10.0
 """How long tasks may take to clean up when the driver is interrupted."""
 
-_REPORT_SECONDS = 1.0
-"""Between two reports of a task's progress."""
+_WAIT_SECONDS = 1.0
+"""After which an interruption is noticed."""
 
 _CONNECT_SECONDS = 10.0
 _ADDRESS = re.compile(r"auto|local|(ray://)?(?P<host>[\w.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})", re.ASCII)
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
-
-Work = Callable[..., UnitRecord]
-"""What a task does. Its argument `progress` is a function to call with (bytes done, total bytes)."""
 
 
 def convert(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
     *,
-    address: str | None = None,
+    address: str = "auto",
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
@@ -63,8 +59,10 @@ def convert(
     """Convert on a Ray cluster. After an interruption the same call goes on, on any number of nodes.
 
     Args:
-        source, output, force, progress, options: as for `relayout.convert`.
-        address: of the cluster; None: what RAY_ADDRESS says, or else a cluster of this machine alone.
+        source, output, force, options: as for `relayout.convert`.
+        address: of the cluster, "HOST:PORT" or "ray://HOST:PORT"; "auto": what RAY_ADDRESS says, or else that of this
+            machine; "local": starts one. Not used if this process is connected to one.
+        progress: as for `relayout.convert`, of units that are done.
         threads, memory: of each task.
 
     Raises:
@@ -72,11 +70,10 @@ def convert(
     """
     started = time.monotonic()
     jobs = unit_jobs(plan_conversion(source, output, **options), force=force)
-    works = [partial(run_job, job, threads=threads, memory=memory) for job in jobs]
     with _cluster(address, threads) as cluster:
         what = f"converting {len(jobs)} units on {cluster.num_nodes} nodes"
         with reporting(progress, what, sum(job.source_nbytes for job in jobs)) as report:
-            records = cluster.run(works, report)
+            records = cluster.run(jobs, {"threads": threads, "memory": memory}, report)
     summary = commit_jobs(jobs)
     return replace(
         summary,
@@ -96,32 +93,26 @@ class _Cluster:
     """Resources that a task needs of its node."""
     num_nodes: int
 
-    def run(self, works: Sequence[Work], report: Callable[[int], None]) -> list[UnitRecord]:
-        """Carry out all works, each in a task; `report` is called with the bytes that are done in all.
+    def run(
+        self, jobs: Sequence[UnitJob], options: Mapping[str, Any], report: Callable[[int], None]
+    ) -> list[UnitRecord]:
+        """Carry out all jobs, each in a task; `report` is called with the source bytes of those that are done.
 
         Raises:
             the error of the first task that failed for good.
         """
-        ray = self.ray
-        task = ray.remote(max_retries=_MAX_RETRIES, retry_exceptions=[OSError], **self.needs)(_task)
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=False
-        )  # On the node of the driver, which lives as long.
-        counts = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=here)(_Counts).remote()
-        left = {task.remote(work, index, counts): index for index, work in enumerate(works)}
-        results: dict[int, UnitRecord] = {}
+        task = self.ray.remote(max_retries=_MAX_RETRIES, retry_exceptions=[OSError], **self.needs)(run_job)
+        left = [task.remote(job, **options) for job in jobs]
+        records: list[UnitRecord] = []
         try:
             while left:
-                ended, _ = ray.wait(list(left), timeout=_REPORT_SECONDS)
-                for reference in ended:
-                    results[left[reference]] = self._result(reference)
-                    del left[reference]
-                with suppress(ray.exceptions.RayError):  # It is about progress only.
-                    report(ray.get(counts.total.remote(), timeout=_REPORT_SECONDS))
+                ended, left = self.ray.wait(left, timeout=_WAIT_SECONDS)
+                records += map(self._result, ended)
+                report(sum(record.source_nbytes for record in records))
         except BaseException:
-            self._cancel(list(left))
+            self._cancel(left)
             raise
-        return [results[index] for index in range(len(works))]
+        return records
 
     def _result(self, reference: Any) -> Any:
         try:
@@ -146,36 +137,8 @@ class _Cluster:
                 _, tasks = self.ray.wait(list(tasks), num_returns=len(tasks), timeout=_CANCEL_SECONDS)
 
 
-def _task(work: Work, index: int, counts: Any) -> UnitRecord:
-    """What a task runs, on any node."""
-    reported = 0.0
-
-    def report(done: int, total: int) -> None:
-        nonlocal reported
-        if done == total or time.monotonic() - reported >= _REPORT_SECONDS:
-            reported = time.monotonic()
-            counts.set.remote(index, done)
-
-    return work(progress=report)
-
-
-class _Counts:
-    """An actor that counts the bytes that are done."""
-
-    def __init__(self) -> None:
-        self._done: dict[int, int] = {}
-
-    def set(self, index: int, done: int) -> None:
-        """Set a work's bytes. One that was retried counts from where it was: progress never goes back."""
-        self._done[index] = max(done, self._done.get(index, 0))
-
-    def total(self) -> int:
-        """Bytes of all works."""
-        return sum(self._done.values())
-
-
 @contextmanager
-def _cluster(address: str | None, threads: int) -> Iterator[_Cluster]:
+def _cluster(address: str, threads: int) -> Iterator[_Cluster]:
     """The cluster that this process is connected to; or connect to one.
 
     Raises:
@@ -188,7 +151,7 @@ def _cluster(address: str | None, threads: int) -> Iterator[_Cluster]:
         raise PlanError("ray is not installed: install the extra 'ray'", code="unsupported") from None
     is_ours = not ray.is_initialized()
     if is_ours:
-        _check_address(address or os.environ.get("RAY_ADDRESS") or "auto")
+        _check_address(os.environ.get("RAY_ADDRESS") or address if address == "auto" else address)
         with _own_signals(), TemporaryDirectory() as empty:
             # Without a `working_dir`, ray lets tasks import from the working folder of this process.
             # The package as it is here: tasks run the same code.

@@ -45,9 +45,6 @@ class PlanOptions(TypedDict, total=False):
     is the default with the plan of transformers."""
     max_part_nbytes: int | str
     """A rank is split into files of about this many bytes; default 48 GB."""
-    dcp: bool | None
-    """Whether headers have the metadata with which PyTorch DCP reads the ranks as one model. None: if every slice is
-    one contiguous box, which slices of fused tensors are not; True: required; False: no, for shorter headers."""
     layout: str
     """"ranks", the default: separate files for each rank's slices. "whole": whole tensors, which every stock loader
     reads, and each rank's slices that are not contiguous in them; a third larger for a Llama."""
@@ -83,7 +80,7 @@ def plan_conversion(
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
         output: the folder to make; default is `SOURCE-tpN` beside the source folder. A single file has no default: it
             would lie in the folder of the source.
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks, digest:
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest:
             see `PlanOptions`; sizes are bytes, or text such as "48GB".
 
     Returns:
@@ -123,7 +120,7 @@ def plan_checkpoint(checkpoint: SourceCheckpoint, target: Store, **options: Unpa
         unmatched=options.get("unmatched"),
         trust_remote_code=options.get("trust_remote_code", False),
     )
-    how = (alignment, max_part_nbytes, options.get("dcp"), layout, options.get("ranks"), digest)
+    how = (alignment, max_part_nbytes, layout, options.get("ranks"), digest)
     return ConversionPlan.lay_out(target, checkpoint, plan, *how)
 
 
@@ -166,7 +163,7 @@ def convert(
         threads: threads that read, copy and write.
         memory: bytes that they may use for copying, also as text, such as "512MiB".
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks, digest:
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest:
             see `PlanOptions`.
 
     Raises:

@@ -12,7 +12,7 @@ from relayout.checkpoint.source import SourceCheckpoint, model_order
 from relayout.commands.consistency import check_copy
 from relayout.commands.differences import Report
 from relayout.commands.restore import recorded_source
-from relayout.conversion.layout import choose_dcp
+from relayout.conversion.layout import not_for_dcp_because
 from relayout.core.dtypes import num_bytes
 from relayout.core.slices import WHOLE
 from relayout.errors import FormatError, PlanError, shown
@@ -93,11 +93,9 @@ def _check_order(record: SourceRecord, report: Report) -> None:
 def _check_dcp(record: SourceRecord, source: SourceCheckpoint, report: Report) -> None:
     options = record.options
     plan = Plan(options.plan, options.num_ranks, record.cuts, record.cut_of)
-    try:
-        if options.dcp and not choose_dcp(source, plan, True, options.layout):
-            report.add(SOURCE_RECORD_NAME, "dcp is true, but there is only one rank")
-    except PlanError as error:
-        report.add(SOURCE_RECORD_NAME, f"dcp is true: {error}")
+    reason = not_for_dcp_because(source, plan, options.layout)
+    if options.dcp and reason is not None:
+        report.add(SOURCE_RECORD_NAME, f"dcp is true: {reason}")
 
 
 def _check_facts(manifest: Manifest, record: SourceRecord, config: Mapping[str, Any] | None, report: Report) -> None:

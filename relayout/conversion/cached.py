@@ -111,7 +111,7 @@ def _entry(
     part_nbytes = checkpoint.nbytes // (num_ranks * _NUM_UNITS)
     part_nbytes = min(max(part_nbytes, _MIN_PART_NBYTES), DEFAULT_MAX_PART_NBYTES)
     nowhere = LocalStore(folder=Path(cache.folder))
-    how = (DEFAULT_ALIGNMENT, part_nbytes, False, RANKS, ranks)
+    how = (DEFAULT_ALIGNMENT, part_nbytes, RANKS, ranks)
     conversion = ConversionPlan.lay_out(nowhere, checkpoint, plan, *how)
     fingerprint = fingerprint_of(conversion)
     lease = cache.lease(digest_hex(compact_json([fingerprint.source, fingerprint.options])))

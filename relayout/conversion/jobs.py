@@ -97,7 +97,6 @@ class UnitJob:
         how = (
             options.alignment,
             options.max_part_nbytes,
-            options.dcp,
             options.layout,
             self.ranks,
             DigestAlgorithm(self.digest),

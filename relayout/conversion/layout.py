@@ -158,20 +158,19 @@ class Conversion:
         plan: Plan,
         alignment: int,
         max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
-        dcp: bool | None = None,
         layout: str = RANKS,
         ranks: str | Iterable[int] | None = None,
         digest: DigestAlgorithm = DigestAlgorithm.XXH3_128,
     ) -> Self:
-        """Choose order, files and offsets; `dcp`, `layout` and `ranks` as for `convert`.
+        """Choose order, files and offsets; `layout` and `ranks` as for `convert`.
 
         Raises:
-            PlanError: the alignment, the part size or a rank is invalid, or PyTorch DCP cannot read these slices.
+            PlanError: the alignment, the part size or a rank is invalid.
         """
         check_alignment(alignment)
         if max_part_nbytes < 1:
             raise PlanError(f"a part size of {max_part_nbytes} bytes, expected a positive one", code="option")
-        has_dcp = choose_dcp(source, plan, dcp, layout)
+        has_dcp = not_for_dcp_because(source, plan, layout) is None
         options = ConversionOptions(
             plan.num_ranks, plan.name, plan.expert_parallel, alignment, max_part_nbytes, has_dcp, layout
         )
@@ -279,28 +278,16 @@ def _cut_tensors(
     ]
 
 
-def choose_dcp(source: SourceCheckpoint, plan: Plan, wanted: bool | None, layout: str) -> bool:
-    """Whether headers get what PyTorch DCP needs to read the ranks as one model; `wanted` as for `convert`.
-
-    Raises:
-        PlanError: it is wanted, and DCP cannot read these slices.
-    """
-    if layout == WHOLE_TENSORS and wanted:
-        raise PlanError(
-            "--dcp does not apply to --layout whole: PyTorch DCP reads whole tensors without it", code="option"
-        )
-    if wanted is False or plan.num_ranks == 1 or layout == WHOLE_TENSORS:
-        return False
+def not_for_dcp_because(source: SourceCheckpoint, plan: Plan, layout: str) -> str | None:
+    """Why headers do not get what PyTorch DCP needs to read the ranks as one model; None: they do."""
+    if plan.num_ranks == 1 or layout == WHOLE_TENSORS:
+        return "tensors are stored whole, and PyTorch DCP reads them without it"
     if _NOT_IN_DCP.intersection(tensor.dtype for tensor in source.tensors):
-        if wanted:
-            raise PlanError(f"PyTorch DCP does not read {', '.join(sorted(_NOT_IN_DCP))}", code="unsupported")
-        return False
-    unfit = {index for index, cut in enumerate(plan.cuts) if not cut.is_box}
-    if wanted and unfit:
-        names = (tensor.name for tensor, cut in zip(source.tensors, plan.cut_of, strict=True) if cut in unfit)
-        what = "a slice of this fused tensor is several ranges, and PyTorch DCP needs a single box"
-        raise PlanError(what, tensor=next(names), code="unsupported")
-    return not unfit
+        return f"PyTorch DCP does not read {', '.join(sorted(_NOT_IN_DCP))}"
+    fused = {index for index, cut in enumerate(plan.cuts) if not cut.is_box}
+    names = (tensor.name for tensor, cut in zip(source.tensors, plan.cut_of, strict=True) if cut in fused)
+    name = next(names, None)
+    return None if name is None else f"a slice of {name!r} is several ranges, and PyTorch DCP needs a single box"
 
 
 def rank_file_name(rank: int, part: int, *, beside_whole: bool = False) -> str:

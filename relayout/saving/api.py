@@ -92,7 +92,7 @@ def save(
         max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion.
         threads, memory, progress: as for `convert`.
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, dcp, layout, ranks, digest:
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest:
             see `PlanOptions`.
 
     Returns:

@@ -220,7 +220,7 @@ def named(old: str, new: str) -> Callable[[Tree], None]:
             lambda top: top["plan"]["rules"].update(cut={"**": "whole"}),
             "cannot be loaded at another degree: .*does not reproduce",
         ),
-        (lambda top: top.update(layout="whole"), "dcp is true: --dcp does not apply to --layout whole"),
+        (lambda top: top.update(layout="whole"), "dcp is true: tensors are stored whole"),
         (lambda top: top["tensors"]["dtype"].__setitem__(0, "F8_E8M0"), "the source record has"),
     ],
 )

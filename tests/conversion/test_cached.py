@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -14,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support import prestarted
 from support.loader_fixtures import assert_equal, whole_tensors
-from support.patience import PATIENCE
 
 import relayout
 from relayout.conversion import cached
@@ -25,12 +22,31 @@ from relayout.storage.cache_folder import Cache
 TP = 4
 NUM_KILLS = int(os.environ.get("RELAYOUT_KILLS", "6"))
 
-LOAD = """
-import sys, relayout
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import relayout
 from relayout.conversion import cached
+from support.patience import PATIENCE
+
 cached._MIN_PART_NBYTES = 50_000
-relayout.load(sys.argv[1], int(sys.argv[2]), tp=4, cache=sys.argv[3])
+model, cache, seed = sys.argv[1:]
+loads = []
+for rank in range(2):
+    loads.append(os.fork())
+    if not loads[-1]:
+        relayout.load(model, rank, tp=4, cache=cache)
+        os._exit(0)
+deadline = time.monotonic() + PATIENCE
+while not list(Path(cache).glob("relayout-cache-v1/" + 32 * "[0-9a-f]")) and time.monotonic() < deadline:
+    time.sleep(0.001)
+chance = random.Random(int(seed))
+for load in chance.sample(loads, len(loads)):
+    time.sleep(chance.uniform(0, 0.1))
+    os.kill(load, signal.SIGKILL)
+    os.waitpid(load, 0)
 """
+"""Kills two processes that convert together: `MODEL CACHE SEED`."""
 
 
 @pytest.fixture(autouse=True)
@@ -127,16 +143,8 @@ def test_those_that_load_at_once_convert_together(model: Path, cache: Path, monk
 
 @pytest.mark.parametrize("seed", range(NUM_KILLS))
 def test_processes_that_are_killed_leave_nothing_half_made(model: Path, cache: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    command = [sys.executable, "-c", LOAD, str(model)]
-    processes = [subprocess.Popen([*command, str(rank), str(cache)]) for rank in range(2)]
-    deadline = time.monotonic() + PATIENCE
-    while not entries_of(cache) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    for process in chance.sample(processes, len(processes)):
-        time.sleep(chance.uniform(0, 0.1))
-        process.kill()
-        process.wait()
+    done = prestarted.run(model, cache, seed, script=KILLED, imports=prestarted.LOADER)
+    assert done.returncode == 0, done.stderr
     for entry in entries_of(cache):
         if (entry / "model" / "relayout.json").exists():
             assert not relayout.verify(entry / "model", source=model).differences

@@ -31,8 +31,9 @@ def source(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("max_part_nbytes", [ONE_PART, SEVERAL_PARTS])
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("tp", "max_part_nbytes"), [(1, SEVERAL_PARTS), (2, ONE_PART), (4, SEVERAL_PARTS), (8, ONE_PART)]
+)
 def test_each_rank_holds_what_numpy_cuts_out_of_the_source(
     source: Path, tmp_path: Path, tp: int, max_part_nbytes: int
 ) -> None:
@@ -63,7 +64,10 @@ def test_a_folder_of_one_rank_loads_in_stock_transformers(source: Path, tmp_path
 
 
 def test_a_folder_without_what_dcp_needs_says_so_and_is_verified(llama: Path, tmp_path: Path) -> None:
-    relayout.convert(llama, tmp_path / "out", tp=2, dcp=False)
+    (tmp_path / "fused.toml").write_text(
+        '[cut]\n"**.q_proj.weight" = { dim = 0, by = ["even", "even"] }\n"**" = "whole"'
+    )
+    relayout.convert(llama, tmp_path / "out", tp=2, plan=tmp_path / "fused.toml")
     assert relayout.verify(tmp_path / "out", source=llama).ok
     assert relayout.inspect(tmp_path / "out").dcp is False
     relayout.convert(llama, tmp_path / "other", tp=2)
@@ -120,14 +124,14 @@ def test_a_vocabulary_smaller_than_a_ranks_share_leaves_late_ranks_empty_tensors
     assert relayout.verify(tmp_path / "out", source=source).ok
 
 
-@pytest.mark.parametrize(("threads", "memory"), sample([(8, 512 * 2**20), (2, 32 * 2**20)], [(2, 32 * 2**20)]))
+@pytest.mark.parametrize(("threads", "memory"), sample([(8, 128 * 2**20), (2, 32 * 2**20)], [(2, 32 * 2**20)]))
 def test_peak_memory_keeps_to_its_budget(tmp_path: Path, threads: int, memory: int) -> None:
-    """A sparse 2 GB checkpoint, with tensors of 500 MB: the budget, and 100 MB for the program."""
+    """A sparse 1 GB checkpoint, with tensors of 270 MB: the budget, and 100 MB for the program."""
     source = tmp_path / "source"
     source.mkdir()
-    rows = {f"model.layers.0.mlp.{kind}.weight": [32768, 8192] for kind in ("up_proj", "down_proj")}
+    rows = {f"model.layers.0.mlp.{kind}.weight": [16384, 8192] for kind in ("up_proj", "down_proj")}
     offset, header = 0, {}
-    for name, shape in (rows | {"lm_head.weight": [65536, 8192]}).items():
+    for name, shape in (rows | {"lm_head.weight": [32768, 8192]}).items():
         end = offset + 2 * shape[0] * shape[1]
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
         offset = end
@@ -143,7 +147,7 @@ def test_peak_memory_keeps_to_its_budget(tmp_path: Path, threads: int, memory: i
         "print(re.search(r'VmHWM:\\s*(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])"
     )
     if shutil.disk_usage(tmp_path).free < 2 * offset:
-        pytest.skip("less than 4 GB free")
+        pytest.skip("less than 2 GB free")
     run = subprocess.run(
         [sys.executable, "-c", code, source, tmp_path / "out", str(threads), str(memory)],
         capture_output=True,
@@ -189,10 +193,10 @@ def test_a_single_file_is_loaded_at_other_degrees_by_the_config_that_was_beside_
 
 
 def test_the_record_has_the_options_and_is_refused_without_one(llama: Path, tmp_path: Path) -> None:
-    relayout.convert(llama, tmp_path / "out", tp=2, align=512, max_part_nbytes=400_000, dcp=False)
+    relayout.convert(llama, tmp_path / "out", tp=2, align=512, max_part_nbytes=400_000)
     manifest = read_manifest(tmp_path / "out")
     options = read_record(tmp_path / "out", manifest).options
-    assert options == ConversionOptions(2, "builtin:llama", False, 512, 400_000, False, "ranks")
+    assert options == ConversionOptions(2, "builtin:llama", False, 512, 400_000, True, "ranks")
     top = json.loads(decompress((tmp_path / "out" / SOURCE_RECORD_NAME).read_bytes(), "x"))
     assert parse_record(json.dumps(top).encode(), 2, "x").plan == RecordedPlan("llama", "builtin", top["plan"]["rules"])
     del top["plan"]["rules"]["cut"]  # What the rules mean is not the record's business.

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,7 +211,7 @@ def own_calls(model: Model) -> list[str]:
     return [line for line in model.calls if str(model.place) in line]
 
 
-NUM_KILLS = 60 if IS_LONG else 12
+NUM_KILLS = 60 if IS_LONG else 9
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))
@@ -249,11 +250,9 @@ def copying_calls(model: Model) -> list[str]:
     return calls[: max(n for n, line in enumerate(calls) if line.startswith("write") and JOURNAL_NAME in line) + 1]
 
 
-NUM_INTERRUPTIONS = 20 if IS_LONG else 5
+NUM_INTERRUPTIONS = 20 if IS_LONG else 4
 BEHIND_THE_LAST_TENSOR = [
-    "sync|output/tokenizer.json|1",
     "truncate|rank-0-part-{last}|2",
-    "write|relayout.rank-0|1",
     "sync|relayout.json|1",
 ]
 
@@ -311,13 +310,28 @@ REPLACEMENTS: list[tuple[list[str], bool | None]] = [
 ]
 
 
-# Every day one side of each call, and both of those that exchange or move what has OUT's name.
-@pytest.mark.parametrize(("faults", "is_replaced"), sample(REPLACEMENTS, [*REPLACEMENTS[1:8], *REPLACEMENTS[8::2]]))
+@pytest.fixture(scope="session")
+def older(model: Model) -> Path:
+    """Another conversion of the model, which is to be replaced."""
+    folder = model.place / "older"
+    assert run(model.place, "--align", "512", output=folder).returncode == 0
+    return folder
+
+
+def assert_replaced_by_force(model: Model, out: Path) -> None:
+    model.planned(out).run(force=True, threads=4, memory=2**23)
+    assert content(out) == model.complete
+    assert_nothing_hidden(out.parent)
+
+
+# Every day one state behind each call; the one in front of a call is that behind the call before.
+@pytest.mark.parametrize(
+    ("faults", "is_replaced"), sample(REPLACEMENTS, [*REPLACEMENTS[1:8:2], REPLACEMENTS[8], REPLACEMENTS[10]])
+)
 def test_a_kill_while_an_old_folder_is_replaced_loses_neither(
-    model: Model, shim: Path, tmp_path: Path, faults: list[str], is_replaced: bool | None
+    model: Model, shim: Path, older: Path, tmp_path: Path, faults: list[str], is_replaced: bool | None
 ) -> None:
-    out = tmp_path / "out"
-    assert run(tmp_path, "--align", "512", source=model.place).returncode == 0
+    out = shutil.copytree(older, tmp_path / "out")
     old = content(out)
     assert old != model.complete
     done = run(tmp_path, "--force", source=model.place, shim=shim, faults=faults)
@@ -325,17 +339,13 @@ def test_a_kill_while_an_old_folder_is_replaced_loses_neither(
     assert out.exists() == (is_replaced is not None)
     if is_replaced is not None:
         assert content(out) == (model.complete if is_replaced else old)
-    done = run(tmp_path, "--force", source=model.place)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert content(out) == model.complete
-    assert_nothing_hidden(tmp_path)
+    assert_replaced_by_force(model, out)
 
 
 def test_after_a_kill_between_two_renames_nothing_changes_without_force(
-    model: Model, shim: Path, tmp_path: Path
+    model: Model, shim: Path, older: Path, tmp_path: Path
 ) -> None:
-    out, waiting = tmp_path / "out", tmp_path / ".out.relayout-old"
-    assert run(tmp_path, "--align", "512", source=model.place).returncode == 0
+    out, waiting = shutil.copytree(older, tmp_path / "out"), tmp_path / ".out.relayout-old"
     old = content(out)
     faults = [NO_EXCHANGE, "rename|/.out.relayout-old|1|after"]
     done = run(tmp_path, "--force", source=model.place, shim=shim, faults=faults)
@@ -346,27 +356,24 @@ def test_after_a_kill_between_two_renames_nothing_changes_without_force(
     says = f"an interrupted replacement left the older folder at {waiting}: rename it back"
     assert f"{out}: is missing; {says}, or use --force" in done.stderr
     for arguments in (["verify", str(out)], ["restore", str(out), "-o", str(tmp_path / "back")]):
-        done = prestarted.run(*arguments)
+        done = prestarted.run(*arguments, env=environment(None))
         assert done.returncode == 2
         assert says in done.stderr
     assert not out.exists()
     assert content(waiting) == old
-    assert run(tmp_path, "--force", source=model.place).returncode == 0
+    assert_replaced_by_force(model, out)
+
+
+def test_where_names_cannot_be_exchanged_an_old_folder_is_replaced_all_the_same(
+    model: Model, shim: Path, older: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(older, tmp_path / "out")
+    assert run(tmp_path, "--force", source=model.place, shim=shim, faults=[NO_EXCHANGE]).returncode == 0
     assert content(out) == model.complete
     assert_nothing_hidden(tmp_path)
 
 
-def test_where_names_cannot_be_exchanged_an_old_folder_is_replaced_all_the_same(
-    model: Model, shim: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    for _ in range(2):
-        assert run(tmp_path, "--force", source=model.place, shim=shim, faults=[NO_EXCHANGE]).returncode == 0
-        assert content(out) == model.complete
-        assert_nothing_hidden(tmp_path)
-
-
-@pytest.mark.parametrize("number", [2, 3, 8, 12])
+@pytest.mark.parametrize("number", [2, 12])
 def test_a_journal_line_that_is_torn_costs_that_tensor_and_those_of_the_same_write_only(
     model: Model, shim: Path, tmp_path: Path, number: int
 ) -> None:
@@ -409,30 +416,21 @@ def place_of_fault(log: Path, call: str, part: str, number: int) -> str:
     ("call", "part", "number", "word"),
     [
         ("read", "model-0.safetensors", 3, "eio"),
-        ("read", "model-2.safetensors", 15, "eio"),
         ("write", "model-rank-", 1, "eio"),
-        ("write", "model-rank-", 25, "eio"),
-        ("write", "model-rank-0-part-2.safetensors", 2, "eio"),
         ("write", "model-rank-1-part-0.safetensors", 3, "enospc"),
-        ("write", "model-rank-", 40, "enospc"),
         ("write", "model-rank-", 65, "eio"),
         ("truncate", "model-rank-1-part-2.safetensors", 1, "eio"),
-        ("allocate", "model-rank-0-part-3.safetensors", 1, "eio"),
-        ("allocate", "model-rank-", 1, "enospc"),
         ("allocate", "model-rank-", 9, "enospc"),
-        ("write", JOURNAL_NAME, 1, "enospc"),
         ("write", JOURNAL_NAME, 2, "enospc"),
         ("write", JOURNAL_NAME, 20, "eio"),
         ("read", "model/tokenizer.json", 1, "eio"),
         ("write", "output/tokenizer.json", 1, "enospc"),
         ("sync", "output/tokenizer.json", 1, "eio"),
         ("write", "relayout.source.json.zst", 1, "eio"),
-        ("write", "relayout.rank-1.json.zst", 1, "enospc"),
         ("sync", "relayout.rank-1.json.zst", 1, "eio"),
         ("sync", "model-rank-1-part-1.safetensors", 1, "eio"),
         ("truncate", "model-rank-1-part-1.safetensors", 2, "eio"),
         ("write", "relayout.json", 1, "enospc"),
-        ("sync", "relayout.json", 1, "eio"),
         ("rename", "relayout-partial/output -> ", 1, "eio"),
     ],
 )
@@ -488,10 +486,8 @@ def test_a_journal_that_cannot_be_read_now_is_not_thrown_away(model: Model, shim
     "faults",
     [
         ["read|.safetensors|/2|short|4096"],
-        ["read|.safetensors|/2|short|1000"],
         ["read|.safetensors|3+|short|65543"],
         ["read|model/|/2|short|700"],
-        ["write|model-rank-|/2|short|4096"],
         ["write|model-rank-|/2|short|1001"],
         ["write|model-rank-|1+|short|65537"],
         ["write|relayout|/2|short|17", "write|output/tokenizer.json|/2|short|999"],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.planning import all_slices, conversion_of, plan_of
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
-from relayout.conversion.layout import Conversion, HeaderBuilder, check_alignment
+from relayout.conversion.layout import Conversion, HeaderBuilder, check_alignment, not_for_dcp_because
 from relayout.core.dtypes import BITS
 from relayout.core.extents import Extent
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
@@ -290,15 +290,13 @@ def test_metadata_names_the_content_first_and_what_the_source_has_goes_along_but
         assert parse_header(blob, file.nbytes, "x").metadata == {"relayout": entry, "format": "mlx", "author": "größe"}
 
 
-def test_dcp_can_be_left_out_and_insisted_on() -> None:
+def test_headers_have_what_dcp_needs_only_where_it_can_read_the_slices() -> None:
     source = make_source(TENSORS)
-    without = conversion_of(source, BOXES, 512, dcp=False)
+    assert conversion_of(source, BOXES, 512).options.dcp
+    without = conversion_of(source, FUSED, 512)
     assert not without.options.dcp
     for number, file in enumerate(without.layout.files):
         assert sorted(parse_header(header_of(without, number), file.nbytes, "x").metadata) == ["format", "relayout"]
-    assert conversion_of(source, BOXES, 512, dcp=True) == conversion_of(source, BOXES, 512)
-    fused = TENSORS[3][0]
-    with pytest.raises(
-        PlanError, match=f"tensor '{fused}': a slice of this fused tensor is several ranges, and PyTorch DCP"
-    ):
-        conversion_of(source, FUSED, 512, dcp=True)
+    why = not_for_dcp_because(source, FUSED, "ranks")
+    assert why == f"a slice of {TENSORS[3][0]!r} is several ranges, and PyTorch DCP needs a single box"
+    assert not_for_dcp_because(make_source([("x", "F8_E8M0", (4,))]), plan_of("x", 2, ((WHOLE, WHOLE),)), "ranks")

@@ -6,6 +6,7 @@ Four ranks hold quarters, blocks of experts, products of several ranges in anoth
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def held(whole: Array, part: Slice) -> Array:
     return whole[np.ix_(*places)]
 
 
-@pytest.fixture(params=[BOXES, FUSED], ids=["boxes", "fused"])
+@pytest.fixture(scope="module", params=[BOXES, FUSED], ids=["boxes", "fused"])
 def model(request: pytest.FixtureRequest) -> Model:
     """Each tensor, and what each rank holds of it; every element is another."""
     return {
@@ -102,9 +103,9 @@ def model(request: pytest.FixtureRequest) -> Model:
     }
 
 
-@pytest.fixture
-def source(model: Model, tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
+@pytest.fixture(scope="module")
+def source(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("axes") / "source"
     folder.mkdir()
     names = list(model)
     for number, part in enumerate((names[::2], names[1::2])):
@@ -113,23 +114,32 @@ def source(model: Model, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plan(model: Model, source: Path) -> Plan:
     order = [tensor.name for tensor in read_source(source).tensors]
     return plan_of("x", NUM_RANKS, [model[name][1] for name in order])
 
 
-@pytest.fixture(params=["2MiB", "1GiB"])
-def converted(request: pytest.FixtureRequest, plan: Plan, source: Path, tmp_path: Path) -> Path:
-    relayout.convert(source, tmp_path / "out", tp=NUM_RANKS, plan=plan, memory=request.param, threads=2)
-    return tmp_path / "out"
+@pytest.fixture(scope="module")
+def converted(plan: Plan, source: Path) -> Path:
+    """In memory in which large tensors take several steps."""
+    out = source.with_name("out")
+    relayout.convert(source, out, tp=NUM_RANKS, plan=plan, memory="2MiB", threads=2)
+    return out
 
 
 def load_tensors(folder: Path, rank: int, **options: Any) -> dict[str, Array]:
     return {name: tensor.numpy() for name, tensor in relayout.load(folder, rank, **options).items()}
 
 
-def test_the_folder_is_verified_loaded_and_restored(model: Model, source: Path, converted: Path) -> None:
+def test_in_more_memory_the_files_are_the_same(plan: Plan, source: Path, converted: Path, tmp_path: Path) -> None:
+    relayout.convert(source, tmp_path / "out", tp=NUM_RANKS, plan=plan, memory="1GiB", threads=2)
+    assert content(tmp_path / "out") == content(converted)
+
+
+def test_the_folder_is_verified_loaded_and_restored(
+    model: Model, source: Path, converted: Path, tmp_path: Path
+) -> None:
     assert relayout.verify(converted, source=source).differences == []
     for rank in range(NUM_RANKS):
         expected = {name: held(whole, parts[rank]) for name, (whole, parts) in model.items() if parts[rank].is_held}
@@ -148,8 +158,8 @@ def test_the_folder_is_verified_loaded_and_restored(model: Model, source: Path, 
             assert found.keys() == expected.keys()
             for name, array in expected.items():
                 np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
-    relayout.restore(converted, source.parent / "back")
-    assert content(source.parent / "back") == content(source)
+    relayout.restore(converted, tmp_path / "back")
+    assert content(tmp_path / "back") == content(source)
     assert len(content(source)) == 3
 
 
@@ -163,12 +173,10 @@ def test_whole_tensors_and_parts_of_them_are_put_together(model: Model, converte
                 np.testing.assert_array_equal(stored[index].numpy(), whole[index], strict=True)
 
 
-def test_a_store_without_paths_gives_a_ranks_tensors_and_parts_of_them(
-    model: Model, plan: Plan, converted: Path
-) -> None:
+def test_a_store_without_paths_gives_a_ranks_tensors_and_parts_of_them(model: Model, plan: Plan, source: Path) -> None:
     """There, nothing is mapped: a part is read alone."""
-    url = f"toy://{converted.parent.name}/out"
-    relayout.convert(converted.parent / "source", url, tp=NUM_RANKS, plan=plan)
+    url = f"toy://{source.parent.name}/out"
+    relayout.convert(source, url, tp=NUM_RANKS, plan=plan)
     for rank in range(NUM_RANKS):
         with relayout.open(url, rank) as view:
             for name in view.keys():  # noqa: SIM118 (it is no mapping)
@@ -177,7 +185,7 @@ def test_a_store_without_paths_gives_a_ranks_tensors_and_parts_of_them(
                 np.testing.assert_array_equal(view.get_tensor(name).numpy(), mine, strict=True)
                 index = tuple(slice(size // 4, size // 2 + 1) for size in mine.shape)
                 np.testing.assert_array_equal(view.get_slice(name)[index].numpy(), mine[index], strict=True)
-    shelf(converted.parent.name).clear()
+    shelf(source.parent.name).clear()
 
 
 def test_pytorch_reads_boxes_as_whole_tensors(model: Model, converted: Path) -> None:
@@ -190,14 +198,16 @@ def test_pytorch_reads_boxes_as_whole_tensors(model: Model, converted: Path) -> 
             np.testing.assert_array_equal(found[name].numpy(), whole, err_msg=name, strict=True)
 
 
-def test_a_slice_that_lacks_one_corner_is_found(model: Model, converted: Path) -> None:
+def test_a_slice_that_lacks_one_corner_is_found(converted: Path, tmp_path: Path) -> None:
+    lacking = shutil.copytree(converted, tmp_path / "lacking")
+
     def lie(record: dict[str, Any]) -> None:
         cut = record["cuts"][record["tensors"]["cut"][record["tensors"]["name"].index("quarters")]]
         assert cut[3] == {"0": [[300, 300]], "1": [[200, 200]]}
         cut[3] = {"0": [[300, 299]], "1": [[200, 200]]}
 
-    rebuild(converted, lie)
-    said = [one.what for one in relayout.verify(converted).differences if one.tensor == "quarters"]
+    rebuild(lacking, lie)
+    said = [one.what for one in relayout.verify(lacking).differences if one.tensor == "quarters"]
     assert said[0] == "no rank holds element [599, 200] of [600, 400]"
 
 

@@ -358,6 +358,29 @@ def test_what_is_put_into_the_older_folder_while_it_is_replaced_stays(
     assert_nothing_hidden(out)
 
 
+def test_a_folder_is_deleted_whole_while_others_delete_what_is_theirs_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the members of a group do whose save has failed."""
+    for name in ("attempt-1", "attempt-2", "output"):
+        (tmp_path / "place" / name).mkdir(parents=True)
+        (tmp_path / "place" / name / "file").write_bytes(b"1")
+    true_status = OpenFolder.status
+
+    def status(folder: OpenFolder, name: str) -> os.stat_result | None:
+        found = true_status(folder, name)
+        if folder.path.name == "attempt-1":
+            (folder.path / name).unlink()
+        elif name == "attempt-2":
+            shutil.rmtree(folder.path / name)
+        return found
+
+    monkeypatch.setattr(OpenFolder, "status", status)
+    with OpenFolder(tmp_path) as folder:
+        folder.remove("place")
+    assert listing(tmp_path) == []
+
+
 @pytest.mark.parametrize("kind", ["a hard link", "a text", "a folder"])
 def test_a_lock_file_that_is_something_else_is_never_truncated(tmp_path: Path, kind: str) -> None:
     lock, precious = tmp_path / ".out.relayout-lock", tmp_path / "precious"
@@ -488,7 +511,7 @@ def test_an_interruption_while_threads_are_being_started_leaves_no_threads_and_k
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     # Ctrl-C reaches the main thread anywhere: also when some workers run already, and others do not exist yet.
-    source = write_source(tmp_path / "model", num_tensors=16, nbytes=8 * 2**20)
+    source = write_source(tmp_path / "model", num_tensors=16, nbytes=2**21)
     true_start = threading.Thread.start
     started: list[threading.Thread] = []
 
@@ -512,7 +535,7 @@ def test_an_interruption_while_threads_are_being_started_leaves_no_threads_and_k
     assert running == []
     kept = kept_tensors(caught.value, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.relayout-partial", "model"]
-    assert convert(source, tmp_path / "out").resumed_nbytes == len(kept) * 8 * 2**20
+    assert convert(source, tmp_path / "out").resumed_nbytes == len(kept) * 2**21
     convert(source, tmp_path / "expected")
     assert content(tmp_path / "out") == content(tmp_path / "expected")
     assert_nothing_hidden(tmp_path / "out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -32,25 +33,14 @@ def stock(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.fixture
-def whole(conversions: Conversions, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, int, Path]:
-    """A family's largest degree, in the layout."""
-    name: str = request.param
+@pytest.mark.parametrize("name", grouped(NAMES))
+def test_every_rank_loads_what_it_loads_of_the_other_layout(name: str, conversions: Conversions) -> None:
     tp = conversions.largest(name)
-    out = tmp_path / "out"
-    relayout.convert(conversions.source(name), out, tp=tp, layout="whole", threads=1)
-    return name, tp, out
-
-
-@pytest.mark.parametrize("whole", grouped(NAMES), indirect=True)
-def test_every_rank_loads_what_it_loads_of_the_other_layout(
-    whole: tuple[str, int, Path], conversions: Conversions
-) -> None:
-    name, tp, out = whole
-    ranks = conversions.at(name, tp)
+    out, ranks = conversions.whole(name, tp), conversions.at(name, tp)
     for rank in range(tp):
+        assert_equal(relayout.load(out, rank, verify=True), relayout.load(ranks, rank))
+    for rank in {0, tp - 1}:
         expected = relayout.load(ranks, rank)
-        assert_equal(relayout.load(out, rank, verify=True), expected)
         assert_equal(dict(relayout.iter_load(out, rank, verify=True)), expected)
         with relayout.open(out, rank) as view:
             assert_equal({key: view.get_tensor(key) for key in view.keys()}, expected)  # noqa: SIM118 (it is no mapping)
@@ -61,12 +51,11 @@ def test_every_rank_loads_what_it_loads_of_the_other_layout(
             assert_equal(relayout.load(out, 0, tp=degree, verify=True), relayout.load(ranks, 0, tp=degree))
 
 
-@pytest.mark.parametrize("whole", grouped(NAMES), indirect=True)
+@pytest.mark.parametrize("name", grouped(NAMES))
 def test_it_is_an_ordinary_checkpoint_and_gives_back_its_source(
-    whole: tuple[str, int, Path], conversions: Conversions, tmp_path: Path
+    name: str, conversions: Conversions, tmp_path: Path
 ) -> None:
-    name, _, out = whole
-    source = conversions.source(name)
+    out, source = conversions.whole(name, conversions.largest(name)), conversions.source(name)
     expected = stock_tensors(source)
     assert_equal(stock(out), expected)
     with relayout.safe_open(out) as view:
@@ -79,9 +68,8 @@ def test_it_is_an_ordinary_checkpoint_and_gives_back_its_source(
     assert content(tmp_path / "back") == content(source)
 
 
-def test_a_rank_has_files_of_its_own_for_what_is_not_contiguous_alone(conversions: Conversions, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    relayout.convert(conversions.source("llama"), out, tp=2, layout="whole")
+def test_a_rank_has_files_of_its_own_for_what_is_not_contiguous_alone(conversions: Conversions) -> None:
+    out = conversions.whole("llama", 2)
     held = set()
     for path in out.glob("relayout-rank-*.slices"):
         with safe_open(path, framework="np") as file:
@@ -94,29 +82,26 @@ def test_a_rank_has_files_of_its_own_for_what_is_not_contiguous_alone(conversion
     assert source + by_columns <= stored <= source + by_columns + 4096 * 2 * len(files)
 
 
-def test_at_one_rank_it_is_the_source_in_another_order(conversions: Conversions, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    relayout.convert(conversions.source("llama"), out, layout="whole")
+def test_at_one_rank_it_is_the_source_in_another_order(conversions: Conversions) -> None:
+    out = conversions.whole("llama", 1)
     assert not list(out.glob("relayout-rank-*.slices"))
     assert_equal(relayout.load(out, 0), stock_tensors(conversions.source("llama")))
 
 
 def test_an_interrupted_conversion_is_gone_on_with(conversions: Conversions, tmp_path: Path) -> None:
     source = conversions.source("llama")
-    relayout.convert(source, tmp_path / "clean", tp=2, layout="whole")
     with interrupted_before_the_end():
         relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
     with pytest.raises(PlanError, match="with other options"):
         relayout.convert(source, tmp_path / "out", tp=2)
     summary = relayout.convert(source, tmp_path / "out", tp=2, layout="whole")
     assert summary.resumed_nbytes == summary.source_nbytes
-    assert content(tmp_path / "out") == content(tmp_path / "clean")
+    assert content(tmp_path / "out") == content(conversions.whole("llama", 2))
 
 
 @pytest.mark.parametrize("pattern", ["model-*.safetensors", "relayout-rank-1-part-0.slices"])
 def test_a_flipped_bit_is_found(conversions: Conversions, tmp_path: Path, pattern: str) -> None:
-    out = tmp_path / "out"
-    relayout.convert(conversions.source("llama"), out, tp=2, layout="whole")
+    out = shutil.copytree(conversions.whole("llama", 2), tmp_path / "out")
     [path] = out.glob(pattern)
     blob = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(blob[:8], "little")
@@ -129,9 +114,8 @@ def test_a_flipped_bit_is_found(conversions: Conversions, tmp_path: Path, patter
         [relayout.load(out, rank, verify=True) for rank in range(2)]
 
 
-def test_all_ranks_share_the_files_of_the_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    relayout.convert(conversions.source("llama"), out, tp=2, layout="whole")
+def test_all_ranks_share_the_files_of_the_whole_tensors(conversions: Conversions) -> None:
+    out = conversions.whole("llama", 2)
     manifest = json.loads((out / "relayout.json").read_text())
     assert manifest["whole"]["table"] == "relayout.whole.json.zst"
     shared = set(manifest["whole"]["files"])
@@ -140,8 +124,6 @@ def test_all_ranks_share_the_files_of_the_whole_tensors(conversions: Conversions
     assert np.sum([read["nbytes"] for read in manifest["whole"]["reads"]]) == manifest["source"]["nbytes"]
 
 
-def test_what_dcp_needs_is_not_asked_for_beside_whole_tensors(conversions: Conversions, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="--dcp does not apply to --layout whole"):
-        relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="whole", dcp=True)
+def test_another_layout_is_refused(conversions: Conversions, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="layout: 'columns', expected 'ranks' or 'whole'"):
         relayout.convert(conversions.source("llama"), tmp_path / "out", tp=2, layout="columns")

@@ -13,10 +13,11 @@ from support import prestarted
 from support.checkpoints import write_family
 from support.conversions import stock_tensors
 from support.families import FAMILIES
+from support.group_worker import NUM_MEMBERS
 from support.mounts import mounted_tmpfs
 from support.patience import PATIENCE
 from support.profile import sample
-from support.saving_worker import SHARD, model_of
+from support.saving_worker import SHARD, model_of, models
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -44,15 +45,30 @@ def weights(folder: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("name", sample(["llama", "qwen3_moe", "phi3", "tied", "gpt_oss"], ["qwen3_moe", "tied"]))
-def test_a_model_is_saved_as_transformers_saves_it(tmp_path: Path, name: str) -> None:
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that four processes have saved, each with its shards."""
+    place = tmp_path_factory.mktemp("models")
+    script = "from support.saving_worker import of_models; of_models()"
+    done = prestarted.run(place, script=script, imports=prestarted.TRANSFORMERS, env=prestarted.ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads((place / f"member-{number}.json").read_text()) for number in range(NUM_MEMBERS)]
+    assert seen == [dict.fromkeys(models())] * NUM_MEMBERS
+    return place
+
+
+@pytest.mark.xdist_group("transformers")
+@pytest.mark.parametrize("name", models())
+def test_a_model_is_saved_as_transformers_saves_it(tmp_path: Path, sharded: Path, name: str) -> None:
     model = model_of(name)
     model.save_pretrained(tmp_path / "source", max_shard_size=SHARD)
-    relayout.convert(tmp_path / "source", tmp_path / "converted", tp=2)
-    relayout.transformers.save_pretrained(model, tmp_path / "saved", tp=2, max_shard_size=SHARD)
+    relayout.convert(tmp_path / "source", tmp_path / "converted", tp=4)
+    relayout.transformers.save_pretrained(model, tmp_path / "saved", tp=4, max_shard_size=SHARD)
     assert files(tmp_path / "saved") == files(tmp_path / "converted")
-    relayout.restore(tmp_path / "saved", tmp_path / "restored")
-    assert files(tmp_path / "restored") == files(tmp_path / "source")
+    assert weights(sharded / f"{name}-saved") == weights(tmp_path / "converted")
+    for number, folder in enumerate((tmp_path / "saved", sharded / f"{name}-saved")):
+        relayout.restore(folder, tmp_path / f"restored-{number}")
+        assert files(tmp_path / f"restored-{number}") == files(tmp_path / "source")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +203,7 @@ relayout.save(tensors, sys.argv[1], config=CONFIG, tp=2, memory="4MiB", threads=
 """
 
 
+@pytest.mark.xdist_group("group")
 @pytest.mark.parametrize("num_calls", sample([0, 1, 2, 3, 5, 8, 12, 16, 20, 24], [1, 5, 16]))
 def test_of_a_save_that_is_killed_there_is_the_old_folder_or_the_new(tmp_path: Path, num_calls: int) -> None:
     tensors, output = llama(), tmp_path / "out"

@@ -13,15 +13,13 @@ from support.checkpoints import write_family
 from support.families import FAMILIES
 from support.group_worker import NUM_MEMBERS
 from support.profile import sample
-from support.saving_worker import NAMES, SHARD, model_of, models
-from support.trees import content
+from support.saving_worker import NAMES
 
 import relayout
 
 pytestmark = pytest.mark.xdist_group("group")
 
 SCRIPT = "from support.saving_worker import main; main()"
-OF_MODELS = "from support.saving_worker import of_models; of_models()"
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +38,8 @@ def url(place: Path) -> str:
 @pytest.fixture(scope="module")
 def seen(place: Path, url: str) -> list[dict[str, Any]]:
     """The errors that each process saw."""
-    variables = {**prestarted.ONE_THREAD, **s3_server.environment(s3_server.shared()), "SAVE_URL": url}
-    done = prestarted.run(place, script=SCRIPT, imports=prestarted.GROUP, env=variables)
+    variables = {**prestarted.ONE_THREAD, **s3_server.environment(s3_server.shared())}
+    done = prestarted.run(place, url, script=SCRIPT, imports=prestarted.GROUP, env=variables)
     assert done.returncode == 0, done.stderr
     return [json.loads((place / f"member-{number}.json").read_text()) for number in range(NUM_MEMBERS)]
 
@@ -60,10 +58,9 @@ def converted(place: Path, name: str, tp: int) -> dict[str, bytes]:
 
 
 CASES = {
-    **{f"{name}-fsdp": (name, 4) for name in NAMES},
     **{f"{name}-fsdp-tp": (name, 2) for name in NAMES},
-    **{"pipeline": ("llama", 4), "pairs": ("llama", 4), "replicas": ("llama", 8), "one-rank": ("llama", 1)},
-    **{"background": ("llama", 4), "behind": ("llama", 4)},
+    **dict.fromkeys(("fsdp", "pipeline", "pairs", "background", "behind"), ("llama", 4)),
+    **{"replicas": ("llama", 8), "one-rank": ("llama", 1)},
 }
 
 
@@ -182,24 +179,3 @@ def converted_parts(place: Path) -> dict[str, bytes]:
     if not output.exists():
         relayout.convert(place / "llama", output, tp=8, max_part_nbytes="30KB")
     return weights(output)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("models")
-    imports = f"{prestarted.GROUP},{prestarted.TRANSFORMERS},torch.distributed.fsdp"
-    done = prestarted.run(place, script=OF_MODELS, imports=imports, env=prestarted.ONE_THREAD)
-    assert done.returncode == 0, done.stderr
-    return place
-
-
-@pytest.mark.parametrize("name", models())
-def test_a_sharded_model_is_saved_as_transformers_saves_it(saved: Path, name: str) -> None:
-    found = [json.loads((saved / f"member-{number}.json").read_text())[name] for number in range(NUM_MEMBERS)]
-    assert found == [None] * NUM_MEMBERS
-    output, source = saved / f"{name}-saved", saved / name
-    model_of(name).save_pretrained(source, max_shard_size=SHARD)
-    relayout.restore(output, saved / f"{name}-restored")
-    assert content(source) == content(saved / f"{name}-restored")
-    relayout.convert(source, saved / f"{name}-tp4", tp=4)
-    assert weights(output) == weights(saved / f"{name}-tp4")

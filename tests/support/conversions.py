@@ -98,6 +98,13 @@ class Conversions:
             raise found.with_traceback(None)
         return found
 
+    def whole(self, name: str, tp: int) -> Path:
+        """Its conversion to a degree, in the layout `whole`."""
+        out = self.folder / f"{name}-tp{tp}-whole"
+        if not out.exists():
+            relayout.convert(self.source(name), out, tp=tp, layout="whole", threads=1)
+        return out
+
     def largest(self, name: str) -> int:
         """The largest degree up to 8 at which it can be converted."""
         return next(tp for tp in (8, 4, 2, 1) if not isinstance(self.outcome(name, tp), PlanError))

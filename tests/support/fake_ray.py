@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,13 +42,6 @@ class FakeRay:
         self.lost = 0
         """So many tasks are lost with their nodes before they begin."""
 
-    util = SimpleNamespace(
-        scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
-    )
-
-    def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: "driver's")
-
     def is_initialized(self) -> bool:
         return self.is_up
 
@@ -66,21 +60,19 @@ class FakeRay:
     def remote(self, **options: Any) -> Callable[[Any], Any]:
         self.asked.append(options)
 
-        def decorate(what: Any) -> Any:
-            if isinstance(what, type):
-                return SimpleNamespace(remote=lambda: _Actor(what()))
-            return SimpleNamespace(remote=lambda *args: self._workers.submit(self._run, what, options, args))
+        def submit(what: Callable[..., Any], *args: Any, **more: Any) -> Future[Any]:
+            return self._workers.submit(self._run, what, options, (args, more))
 
-        return decorate
+        return lambda what: SimpleNamespace(remote=partial(submit, what))
 
-    def _run(self, what: Callable[..., Any], options: dict[str, Any], args: tuple[Any, ...]) -> Any:
+    def _run(self, what: Callable[..., Any], options: dict[str, Any], given: tuple[Any, Any]) -> Any:
         for tried in range(options["max_retries"] + 1):
             if self.lost:
                 self.lost -= 1
                 continue
             try:
-                sent = [one if isinstance(one, _Actor) else pickle.loads(pickle.dumps(one)) for one in args]
-                return pickle.loads(pickle.dumps(what(*sent)))
+                args, more = pickle.loads(pickle.dumps(given))
+                return pickle.loads(pickle.dumps(what(*args, **more)))
             except BaseException as error:
                 if tried == options["max_retries"] or not isinstance(error, tuple(options["retry_exceptions"])):
                     raise RayTaskError(copy.copy(error)) from None
@@ -95,24 +87,9 @@ class FakeRay:
         done = [task for task in tasks if task.done()][:num_returns]
         return done, [task for task in tasks if task not in done]
 
-    def get(self, one: Future[Any], timeout: float | None = None) -> Any:
-        return one.result(timeout)
+    def get(self, one: Future[Any]) -> Any:
+        return one.result()
 
     def cancel(self, one: Future[Any], *, force: bool) -> None:
         self.cancelled.append(one)
         one.cancel()
-
-
-class _Actor:
-    """Calls are made at once, in the caller's thread."""
-
-    def __init__(self, instance: Any) -> None:
-        self._instance = instance
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Future[Any]:
-            done: Future[Any] = Future()
-            done.set_result(getattr(self._instance, name)(*args))
-            return done
-
-        return SimpleNamespace(remote=call)

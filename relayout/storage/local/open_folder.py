@@ -149,17 +149,18 @@ class OpenFolder(Closable):
         status = self.status(name)
         if status is None:
             return
-        if not stat.S_ISDIR(status.st_mode):
+        with suppress(FileNotFoundError):  # Another process may be deleting it, too.
+            if not stat.S_ISDIR(status.st_mode):
+                with with_path(self.path / name):
+                    os.unlink(name, dir_fd=self.fd)
+                return
+            with self._writable(name) as folder:
+                for inside in folder.names():
+                    below = only and [path.removeprefix(f"{inside}/") for path in only if path.startswith(f"{inside}/")]
+                    if only is None or below or inside in only:
+                        folder.remove(inside, below)
             with with_path(self.path / name):
-                os.unlink(name, dir_fd=self.fd)
-            return
-        with self._writable(name) as folder:
-            for inside in folder.names():
-                below = only and [path.removeprefix(f"{inside}/") for path in only if path.startswith(f"{inside}/")]
-                if only is None or below or inside in only:
-                    folder.remove(inside, below)
-        with with_path(self.path / name):
-            os.rmdir(name, dir_fd=self.fd)
+                os.rmdir(name, dir_fd=self.fd)
 
     @contextmanager
     def _writable(self, name: str) -> Iterator[OpenFolder]:

@@ -11,13 +11,12 @@ import signal
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-import safetensors
 from support import prestarted
 from support.profile import IS_LONG
 from support.tools import built_command
@@ -35,8 +34,6 @@ from support.vector_edits import (
     laid_out,
     vectors,
 )
-from transformers import PreTrainedConfig
-from transformers.utils.hub import get_checkpoint_shard_files
 from vectors import export
 
 import relayout
@@ -48,7 +45,6 @@ VECTORS = vectors()
 PARSERS = {"header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths", "chunks", "whole"}
 FIELDS = {
     *("name", "base", "edit", "stale", "made", "command", "exit", "reason", "says", "python", "error", "is_bomb"),
-    *("stock", "safetensors", "transformers"),
 }
 MEMORY_NBYTES = 3 * 2**30
 """Address space of a process that is given a bomb."""
@@ -234,7 +230,7 @@ def test_an_export_holds_each_vector(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip") as archive:
         listed = json.loads(archive.read("vectors.json"))
         assert [one["name"] for one in listed] == [one["name"] for one in VECTORS]
-        assert all(one.keys() >= {"base", "command", "reason", "says", "stock"} for one in listed)
+        assert all(one.keys() >= {"base", "command", "reason", "says"} for one in listed)
         for name in NAMES:
             for file, blob in base(name).items():
                 assert archive.read(f"base/{name}/{file}") == blob
@@ -262,60 +258,6 @@ def test_the_bases_are_valid(run: Run, tmp_path: Path) -> None:
         assert all(bool((stored[name] == anew[name]).all()) for name in stored)
     for path in plain.iterdir():
         assert (tmp_path / "restored" / path.name).read_bytes() == path.read_bytes()
-
-
-def stock_verdict(vector: Mapping[str, Any], folder: Path) -> str:
-    """What the reader that most people use makes of a vector: "takes", or "refuses: why".
-
-    safetensors for its own files (`safe_open` and `deserialize`), transformers for index.json and config.json.
-    """
-    match vector["name"].split("/")[0]:
-        case "header" | "rank_file":
-            files = sorted(name for name in changed_files(vector) if name.endswith(".safetensors"))
-            found = [stock_file_verdict(folder / name) for name in files]
-            return next((one for one in found if one != "takes"), "takes")
-        case "index":
-            return verdict_of(lambda: get_checkpoint_shard_files(str(folder), str(folder / INDEX)))
-        case "config":
-            return verdict_of(lambda: PreTrainedConfig.get_config_dict(str(folder)))
-    raise AssertionError(vector["name"])
-
-
-def stock_file_verdict(path: Path) -> str:
-    """What safetensors says of a file."""
-
-    def opened() -> None:
-        with safetensors.safe_open(path, framework="np") as file:
-            file.keys()
-
-    message = ""
-    try:
-        safetensors.deserialize(path.read_bytes())
-    except safetensors.SafetensorError as error:
-        message = str(error).removeprefix("Error while deserializing: ")
-    one, other = message == "", verdict_of(opened) == "takes"
-    assert one == other, f"{path}: safe_open and deserialize disagree"
-    # Which of two tensors at one place it names is chance.
-    return f"refuses: {message.partition(' `')[0][:60]}" if message else "takes"
-
-
-def verdict_of(call: Callable[[], object]) -> str:
-    """The verdict of a reader in Python: whatever it raises is a refusal."""
-    try:
-        call()
-    except Exception as error:
-        return f"refuses: {type(error).__name__}"
-    return "takes"
-
-
-@pytest.mark.parametrize("vector", named(lambda one: one["stock"] != "none"))
-def test_the_stock_readers_verdict_is_as_listed(vector: dict[str, Any], tmp_path: Path) -> None:
-    found = stock_verdict(vector, laid_out(vector, tmp_path))
-    if vector.get("safetensors", safetensors.__version__) != safetensors.__version__:
-        # Another version has other words.
-        assert found.split(":")[0] == vector["stock"].split(":")[0]
-    else:
-        assert found == vector["stock"]
 
 
 # Too large to be stored. Each is done or refused, in little memory and time.

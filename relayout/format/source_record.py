@@ -14,11 +14,11 @@ from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, parse_shapes
 from relayout.format.names import check_apart, check_path
-from relayout.format.safetensors import LENGTH_NBYTES, check_name, depth
+from relayout.format.safetensors import LENGTH_NBYTES, check_name
 from relayout.format.slices import dump_slice, parse_slice
 
 _ORIGINS = ("builtin", "file", "transformers", "vllm")
-_MAX_RULES_NBYTES, _MAX_RULES_DEPTH = 2**20, 8
+_MAX_RULES_NBYTES = 2**20
 """Of a plan as compact JSON: a plan file of 2^18 bytes, and the plan that it extends, take less than half of it."""
 
 
@@ -224,10 +224,8 @@ def _parse_plan(top: Mapping[str, Any] | None) -> RecordedPlan | None:
         plan = RecordedPlan(fields.text("name"), fields.text("origin"), fields.object("rules"))
         if plan.origin not in _ORIGINS:
             raise FormatError(f"origin {shown(plan.origin)}, expected {' or '.join(_ORIGINS)}", code="field")
-        if depth(plan.rules) > _MAX_RULES_DEPTH or len(compact_json(plan.rules)) > _MAX_RULES_NBYTES:
-            raise FormatError(
-                f"rules of more than {_MAX_RULES_NBYTES} bytes or {_MAX_RULES_DEPTH} levels", code="limit"
-            )
+        if len(compact_json(plan.rules)) > _MAX_RULES_NBYTES:
+            raise FormatError(f"rules of more than {_MAX_RULES_NBYTES} bytes", code="limit")
         return plan
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import tomllib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -512,34 +513,26 @@ def _change_one(holder: list[Any], rng: random.Random) -> None:
             parent[key] = [parent[key]]
 
 
-def mutate_words(data: bytes, rng: random.Random) -> bytes:
-    """Change lines and words of a text."""
-    lines = data.decode("utf-8", "replace").split("\n")
-    for _ in range(1 + int(rng.expovariate(1))):
-        index, other = rng.randrange(len(lines)), rng.randrange(len(lines))
-        words = lines[index].split(" ")
-        place = rng.randrange(len(words))
-        action = rng.random()
-        if action < 0.25:
-            lines[index], lines[other] = lines[other], lines[index]
-        elif action < 0.4:
-            lines.insert(index, lines[other])
-        elif action < 0.5 and len(lines) > 1:
-            del lines[index]
-        elif action < 0.75:
-            words[place] = rng.choice(lines[other].split(" "))
-            lines[index] = " ".join(words)
-        else:
-            words[place] = rng.choice(_WORDS)
-            lines[index] = " ".join(words)
-    return "\n".join(lines).encode("utf-8", "replace")
+def mutate_plan(data: bytes, rng: random.Random) -> bytes:
+    """As `mutate_json`, in a plan file."""
+    try:
+        text = json.dumps(tomllib.loads(data.decode("utf-8", "replace")), default=str)
+        top = json.loads(mutate_json(text.encode(), rng))
+        tables = {key: value for key, value in top.items() if isinstance(value, dict)}
+        lines = [f"{json.dumps(key)} = {_toml(value)}" for key, value in top.items() if key not in tables]
+        for name, table in tables.items():
+            lines += [f"[{json.dumps(name)}]", *(f"{json.dumps(key)} = {_toml(value)}" for key, value in table.items())]
+    except (ValueError, AttributeError, RecursionError):
+        return data
+    return "\n".join(lines).encode()
 
 
-_WORDS = '''[cut]~[sizes]~[experts]~=~"**"~"**.**"~"*.{a,b}"~"#"~"{"~"whole"~"even"~"ragged"~"vocabulary"~
-"heads"~{ dim = 0, by = ~{ dim = 1, by = ~}~[~]~-1~0~1~99999999999999999999~nan~true~""~
-"even * even"~block = 2~interleaved = "heads"~extends = "llama"~"a / b"~1e9~"""~'~#~1979-05-27~\x00~
-[[cut]]~transposed = true~each = "**.#.**"~stacked = "**"'''.replace("~\n", "~").split("~")
-"""What stands in plans, and what does not, apart by ~."""
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)} = {_toml(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return "nan" if value is None else json.dumps(value)
 
 
 def _of_header(blob: bytes) -> bytes:
@@ -569,5 +562,5 @@ TARGETS: Mapping[str, Target] = {
     "delta": Target("", _delta, made=_deltas),
     "delta_index": Target("", _delta_index, made=_indexes),
     "change": Target("", _change, made=_changes),
-    "plan": Target("plan*.toml", _plan, mutate=mutate_words),
+    "plan": Target("plan*.toml", _plan, mutate=mutate_plan),
 }

@@ -12,13 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from relayout.checkpoint.converted import check_head, read_chunk_digests
-from relayout.checkpoint.proven import check_chunk
 from relayout.core.coalesce import split
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import Workers
 from relayout.errors import FormatError
-from relayout.format.chunks import chunks_over
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
@@ -137,13 +135,12 @@ def keep(store: CachedStore, cache: Cache, names: Sequence[str], progress: Progr
 def _fetch_file(folder: Path, file: StoredFile, on_progress: Callable[[int], None], name: str) -> None:
     """Fetch a weight file to the drive, by several requests at a time, and prove its bytes."""
     assert file.proof is not None
-    proof, digests = file.proof, file.proof.chunk_digests()
-    cost = file.folder.cost
-    threads = plan_budget(None, None, HOST_BUFFERS, cost).threads
+    proof = file.proof
+    threads = plan_budget(None, None, HOST_BUFFERS, file.folder.cost).threads
     piece_nbytes = max(_REQUEST_NBYTES // proof.chunk_nbytes, 1) * proof.chunk_nbytes
     body = Extent(proof.data_start, file.nbytes - proof.data_start)
     with (
-        file.open(Access.BUFFERED) as source,
+        file.proven().open(Access.BUFFERED) as source,
         OpenFolder(folder) as opened,
         OutputFile(opened, name, file.nbytes) as output,
     ):
@@ -155,9 +152,6 @@ def _fetch_file(folder: Path, file: StoredFile, on_progress: Callable[[int], Non
         def fetch(buffer: Buffer, piece: Extent) -> int:
             view = buffer.reserve(piece.nbytes)
             source.read(piece.offset, view)
-            for index, chunk, part in chunks_over(piece, proof.data_start, file.nbytes, proof.chunk_nbytes):
-                whole = view[part.offset - piece.offset : part.end - piece.offset]
-                check_chunk(proof.digest.hex(whole), digests, index, chunk, file.where)
             output.write(piece.offset, view)
             return piece.nbytes
 

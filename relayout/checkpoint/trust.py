@@ -34,7 +34,7 @@ _MAX_SMALL_NBYTES = 2**30
 """Of a file that is proven whole, in memory: all but weight files."""
 _KINDS = ({"public_key"}, {"certificates"}, {"identity", "issuer"})
 """Keys of a signer, of which it has one set."""
-_OPTIONAL = {"prefixes", "content", "trust_config"}
+_OPTIONAL = {"prefixes", "content"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Signer:
     """Somebody whose signature counts."""
 
     how: Mapping[str, Any]
-    """The keys of one of `_KINDS`, and maybe `trust_config`; paths are absolute."""
+    """The keys of one of `_KINDS`; paths are absolute."""
     prefixes: tuple[str, ...]
     """Folders and URLs that it is good for, with all below them; empty: any."""
     content: frozenset[str]
@@ -64,10 +64,7 @@ class Signer:
             return Config().use_elliptic_key_verifier(public_key=self.how["public_key"])
         if "certificates" in self.how:
             return Config().use_certificate_verifier(certificate_chain=self.how["certificates"])
-        config = self.how.get("trust_config")
-        trust_config = None if config is None else Path(config)
-        names = {"identity": self.how["identity"], "oidc_issuer": self.how["issuer"]}
-        return Config().use_sigstore_verifier(**names, trust_config=trust_config)
+        return Config().use_sigstore_verifier(identity=self.how["identity"], oidc_issuer=self.how["issuer"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +131,15 @@ def _parse_signer(top: object, folder: Path) -> Signer:
             expected = "texts in a list" if is_list else "a text"
             raise PlanError(f"{name} is {shown(value)}, expected {expected}", code="option")
     how = top.keys() - _OPTIONAL
-    if how not in _KINDS or ("trust_config" in top and "identity" not in top):
+    if how not in _KINDS:
         raise PlanError("a signer needs public_key, or certificates, or identity and issuer", code="option")
-    paths = {name: str(folder / top[name]) for name in ("public_key", "trust_config") if name in top}
-    if "certificates" in top:
-        paths["certificates"] = [folder / name for name in top["certificates"]]  # type: ignore[assignment]
+    signer = {name: top[name] for name in how}
+    if "public_key" in signer:
+        signer["public_key"] = str(folder / signer["public_key"])
+    if "certificates" in signer:
+        signer["certificates"] = [folder / name for name in signer["certificates"]]
     prefixes = (prefix if scheme_of(prefix) else str(folder / prefix) for prefix in top.get("prefixes", ()))
-    names = {name: top[name] for name in ("identity", "issuer") if name in top}
-    return Signer(names | paths, tuple(prefixes), frozenset(top.get("content", ())))
+    return Signer(signer, tuple(prefixes), frozenset(top.get("content", ())))
 
 
 def _place(path: str) -> str:

@@ -84,7 +84,7 @@ def parse_delta(blob: bytes, where: str) -> DeltaManifest:
         top = parse_object(blob, where)
         check_top(blob, top, is_delta=True)
         fields = Fields(top)
-        files = map(Fields, fields.objects("files"))
+        files = map(Fields, fields.column("files", dict))
         manifest = DeltaManifest(
             generator=fields.text("generator"),
             base=digest_field(fields, "base"),

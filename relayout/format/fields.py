@@ -39,6 +39,9 @@ def decode(blob: bytes) -> str:
 MAX_SIZE = 2**53 - 1
 """Sizes are not larger, so that every reader of JSON has them exactly (RFC 8259, section 6)."""
 
+_ITEMS = {int: "sizes", str: "strings", list: "lists", dict: "objects", type(None): "nulls"}
+"""What messages call the items of a list, by their type."""
+
 Value = TypeVar("Value")
 
 
@@ -77,31 +80,23 @@ class Fields:
         """An object, or null."""
         return None if self._is_null(name) else self._of(dict, name, "an object or null")
 
-    def objects(self, name: str) -> list[Mapping[str, Any]]:
-        """A list of objects."""
-        rows = self._of(list, name, "a list of objects")
-        return rows if all(isinstance(row, dict) for row in rows) else self._refuse(name, "a list of objects")
-
-    def objects_or_nulls(self, name: str) -> list[Mapping[str, Any] | None]:
-        """A list of objects and nulls."""
-        rows = self._of(list, name, "a list of objects")
-        return rows if all(isinstance(row, dict | None) for row in rows) else self._refuse(name, "a list of objects")
-
-    def items(self, name: str) -> list[Any]:
-        """A list."""
-        return self._of(list, name, "a list")
-
     def column(self, name: str, kind: type | tuple[type, ...], count: int | None = None) -> list[Any]:
-        """A list of items of one kind, `count` of them if that is given; whole numbers are sizes."""
-        value = self.top.get(name)
-        if not isinstance(value, list) or len(value) != (len(value) if count is None else count):
-            self._refuse(name, "a list" if count is None else f"a list of {count} items")
+        """A list of items of one kind or of several, `count` of them if that is given; whole numbers are sizes."""
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not set(map(type, value)) <= set(kinds):
-            self._refuse(name, f"a list of {' or '.join(accepted.__name__ for accepted in kinds)}")
-        if kind is int and value and not (min(value) >= 0 and max(value) <= MAX_SIZE):
-            self._refuse(name, "a list of sizes")
-        return value
+        number = "" if count is None else f"{count} "
+        expected = f"a list of {number}{' or '.join(_ITEMS[one] for one in kinds)}"
+        value: list[Any] = self._of(list, name, expected)
+        is_right = set(map(type, value)) <= set(kinds) and count in (None, len(value))
+        if kind is int and is_right and value:
+            is_right = min(value) >= 0 and max(value) <= MAX_SIZE
+        return value if is_right else self._refuse(name, expected)
+
+    def positions(self, name: str, count: int, limit: int) -> list[int]:
+        """A column of positions in another list, which has `limit` items."""
+        column = self.column(name, int, count)
+        if column and max(column) >= limit:
+            raise FormatError(f"{name} {max(column)} of {limit}", path=self.where, code="field")
+        return column
 
     def _is_null(self, name: str) -> bool:
         return name in self.top and self.top[name] is None

@@ -170,7 +170,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
 def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     digest = check_top(blob, top)
     fields = Fields(top)
-    ranks = fields.objects_or_nulls("ranks")
+    ranks = fields.column("ranks", (dict, type(None)))
     if len(ranks) != fields.size("num_ranks") or not ranks:
         raise FormatError(f"{len(ranks)} entries in 'ranks', num_ranks is {top['num_ranks']}", code="field")
     if not any(entry is not None for entry in ranks):
@@ -325,7 +325,7 @@ def _parse_read(row: Mapping[str, Any]) -> Read:
 
 def _parse_files(fields: Fields, digest: DigestAlgorithm) -> tuple[IndexedFile, ...]:
     files = []
-    for row in fields.objects("files"):
+    for row in fields.column("files", dict):
         file = Fields(row)
         if not _FILE_NAME.match(file.text("name")):
             raise FormatError(
@@ -375,7 +375,7 @@ def _parse_holder(
             nbytes=fields.size("nbytes"),
             files=tuple(indices),
             arena_nbytes=fields.size("arena_nbytes"),
-            reads=tuple(_parse_read(row) for row in fields.objects("reads")),
+            reads=tuple(_parse_read(row) for row in fields.column("reads", dict)),
         )
         _check_reads(parsed, [files[index] for index in indices])
         return parsed

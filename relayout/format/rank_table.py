@@ -82,13 +82,10 @@ def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> Rank
     fields = Fields(top)
     kinds = _parse_kinds(Fields(fields.object("kinds")))
     count = entry.num_tensors
-    kind = fields.column("kind", int, count)
-    if kind and max(kind) >= len(kinds):
-        raise FormatError(f"kind {max(kind)} of {len(kinds)}", code="field")
     table = RankTable(
         rank=rank,
         kinds=kinds,
-        kind_of=kind,
+        kind_of=fields.positions("kind", count, len(kinds)),
         names=fields.column("name", str, count),
         files=fields.column("file", int, count),
         offsets=fields.column("offset", int, count),
@@ -107,12 +104,13 @@ def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> Rank
 
 
 def _parse_kinds(fields: Fields) -> list[Kind]:
-    count = len(fields.items("dtype"))
+    dtypes = fields.column("dtype", str)
+    count = len(dtypes)
     shapes = parse_shapes(fields.column("shape", list, count))
     whole = fields.column("source_shape", (list, type(None)), count)
     slices = [parse_slice(value) for value in fields.column("slice", dict, count)]
     source_shapes = [shape if value is None else value for shape, value in zip(shapes, whole, strict=True)]
-    columns = (fields.column("dtype", str, count), shapes, parse_shapes(source_shapes), slices)
+    columns = (dtypes, shapes, parse_shapes(source_shapes), slices)
     kinds = [Kind(*row) for row in zip(*columns, strict=True)]
     for kind in kinds:
         if kind.dtype not in BITS:

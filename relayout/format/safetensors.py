@@ -352,14 +352,5 @@ def _parse_entry(name: str, entry: Any) -> TensorEntry:
     return TensorEntry(name, dtype, tuple(shape), start, size // 8)
 
 
-def depth(value: Any) -> int:
-    """Levels of nesting, 0 for a number or string."""
-    depth, level = 0, [value]
-    while level := [node for node in level if isinstance(node, (dict, list))]:
-        depth += 1
-        level = [inner for node in level for inner in (node.values() if isinstance(node, dict) else node)]
-    return depth
-
-
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_SIZE

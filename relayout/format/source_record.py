@@ -14,11 +14,11 @@ from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, parse_shapes
 from relayout.format.names import check_apart, check_path
-from relayout.format.safetensors import LENGTH_NBYTES, check_name, depth
+from relayout.format.safetensors import LENGTH_NBYTES, check_name
 from relayout.format.slices import dump_slice, parse_slice
 
 _ORIGINS = ("builtin", "file", "transformers", "vllm")
-_MAX_RULES_NBYTES, _MAX_RULES_DEPTH = 2**20, 8
+_MAX_RULES_NBYTES = 2**20
 """Of a plan as compact JSON: a plan file of 2^18 bytes, and the plan that it extends, take less than half of it."""
 
 
@@ -170,27 +170,25 @@ def _parse_record(top: Fields, num_ranks: int) -> SourceRecord:
     if top.size("num_ranks") != num_ranks:
         raise FormatError(f"is for {top.size('num_ranks')} ranks, {MANIFEST_NAME} for {num_ranks}", code="mismatch")
     tensors = Fields(top.object("tensors"))
-    side_files = Fields(top.object("side_files"))
-    count = _count(tensors)
+    names = tensors.column("name", str)
+    count = len(names)
     cuts = _parse_cuts(top, num_ranks)
-    cut_of = _positions(tensors, "cut", count, len(cuts))
     files = _parse_files(Fields(top.object("files")))
-    file_of = _positions(tensors, "file", count, len(files))
     index, plan = top.object_or_null("index"), _parse_plan(top.object_or_null("plan"))
     record = SourceRecord(
         options=_parse_options(top, plan),
         plan=plan,
-        names=tensors.column("name", str, count),
+        names=names,
         dtypes=tensors.column("dtype", str, count),
         shapes=parse_shapes(tensors.column("shape", list, count)),
         digests=tensors.column("digest", (str, type(None)), count),
         cuts=cuts,
-        cut_of=tuple(cut_of),
-        file_of=file_of,
+        cut_of=tuple(tensors.positions("cut", count, len(cuts))),
+        file_of=tensors.positions("file", count, len(files)),
         offsets=tensors.column("offset", int, count),
         files=files,
         index=None if index is None else _parse_index(Fields(index)),
-        side_files=_parse_side_files(side_files),
+        side_files=_parse_side_files(Fields(top.object("side_files"))),
     )
     index_names = [] if record.index is None else [record.index[0]]
     _check_names([*(file.name for file in files), *(file.name for file in record.side_files), *index_names])
@@ -205,26 +203,13 @@ def _parse_cuts(top: Fields, num_ranks: int) -> tuple[Cut, ...]:
     return tuple(Cut(tuple(parse_slice(value) for value in row)) for row in rows)
 
 
-def _positions(fields: Fields, name: str, count: int, limit: int) -> list[int]:
-    """A column of positions in another list, which has `limit` items."""
-    column: list[int] = fields.column(name, int, count)
-    if column and max(column) >= limit:
-        raise FormatError(f"{name} {max(column)} of {limit}", code="limit")
-    return column
-
-
 def _parse_side_files(fields: Fields) -> tuple[SideFile, ...]:
-    count = _count(fields)
-    columns = zip(
-        fields.column("name", str, count),
-        fields.column("nbytes", int, count),
-        fields.column("digest", str, count),
-        fields.column("mode", int, count),
-        strict=True,
-    )
-    if any(mode > 0o777 for mode in fields.column("mode", int, count)):
+    names = fields.column("name", str)
+    count = len(names)
+    sizes, modes = fields.column("nbytes", int, count), fields.column("mode", int, count)
+    if modes and max(modes) > 0o777:
         raise FormatError("'mode' is not a list of permission bits", code="field")
-    return tuple(SideFile(_path(name), nbytes, digest, mode) for name, nbytes, digest, mode in columns)
+    return tuple(map(SideFile, map(_path, names), sizes, fields.column("digest", str, count), modes))
 
 
 def _parse_index(fields: Fields) -> tuple[str, bytes]:
@@ -239,10 +224,8 @@ def _parse_plan(top: Mapping[str, Any] | None) -> RecordedPlan | None:
         plan = RecordedPlan(fields.text("name"), fields.text("origin"), fields.object("rules"))
         if plan.origin not in _ORIGINS:
             raise FormatError(f"origin {shown(plan.origin)}, expected {' or '.join(_ORIGINS)}", code="field")
-        if depth(plan.rules) > _MAX_RULES_DEPTH or len(compact_json(plan.rules)) > _MAX_RULES_NBYTES:
-            raise FormatError(
-                f"rules of more than {_MAX_RULES_NBYTES} bytes or {_MAX_RULES_DEPTH} levels", code="limit"
-            )
+        if len(compact_json(plan.rules)) > _MAX_RULES_NBYTES:
+            raise FormatError(f"rules of more than {_MAX_RULES_NBYTES} bytes", code="limit")
         return plan
 
 
@@ -260,11 +243,6 @@ def _parse_options(top: Fields, plan: RecordedPlan | None) -> ConversionOptions:
         dcp=top.flag("dcp"),
         layout=top.text("layout"),
     )
-
-
-def _count(fields: Fields) -> int:
-    names = fields.top.get("name")
-    return len(names) if isinstance(names, list) else 0
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -306,9 +284,9 @@ def _reach(cut: Cut) -> dict[int, int]:
 
 
 def _parse_files(fields: Fields) -> tuple[RecordedFile, ...]:
-    count = _count(fields)
-    names, sizes = fields.column("name", str, count), fields.column("nbytes", int, count)
-    texts = (text.encode() for text in fields.column("header", str, count))
+    names = fields.column("name", str)
+    sizes, headers = fields.column("nbytes", int, len(names)), fields.column("header", str, len(names))
+    texts = (text.encode() for text in headers)
     return tuple(
         RecordedFile(_path(name), nbytes, len(text).to_bytes(LENGTH_NBYTES, "little") + text)
         for name, nbytes, text in zip(names, sizes, texts, strict=True)

@@ -165,23 +165,22 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "reader"),
-    [(name, reader) for name in (RANK_FILE, TABLE, MANIFEST) for reader in READERS]
-    + [(RECORD, reader) for reader in ("restore", "safe_open", "load at another degree")],
-)
+@pytest.mark.parametrize("name", [RANK_FILE, TABLE, RECORD, MANIFEST])
 def test_a_converted_folder_whose_file_lies_elsewhere_is_refused(
-    name: str, reader: str, converted: Path, outside: Path, tmp_path: Path
+    name: str, converted: Path, outside: Path, tmp_path: Path
 ) -> None:
+    readers = ("restore", "safe_open", "load at another degree") if name == RECORD else READERS
     folder = tmp_path / "out"
     shutil.copytree(converted, folder)
-    READERS[reader](folder, tmp_path / "first")
+    for reader in readers:
+        READERS[reader](folder, tmp_path / "first")
     move_out(folder, name, outside)
-    with pytest.raises(
-        FormatError, match=rf"{name}: a symbolic link that leads out of the checkpoint, to .*outside/{name}"
-    ):
-        READERS[reader](folder, tmp_path / "back")
-    assert not (tmp_path / "back").exists()
+    for reader in readers:
+        with pytest.raises(
+            FormatError, match=rf"{name}: a symbolic link that leads out of the checkpoint, to .*outside/{name}"
+        ):
+            READERS[reader](folder, tmp_path / "back")
+        assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize("name", [RANK_FILE, TABLE, RECORD, "config.json"])

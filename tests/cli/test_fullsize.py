@@ -19,7 +19,7 @@ MAX_PEAK_NBYTES = 1_500_000_000
 
 
 LARGEST = max(MODELS.values(), key=lambda model: model.num_tensors)
-FEW_TENSORS = [model for model in MODELS.values() if model.num_tensors < 50_000]
+FEW_TENSORS = [model for model in MODELS.values() if model.num_tensors < 20_000]
 
 
 def assert_repeats_what_must_be(planned: Mapping[str, Any], model: Model) -> None:

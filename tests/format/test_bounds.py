@@ -11,7 +11,7 @@ from support import prestarted
 
 import relayout
 
-NBYTES = 6 * 2**20
+NBYTES = 2 * 2**20
 
 SCRIPT = """
 import resource, sys

@@ -44,7 +44,7 @@ def test_a_flipped_bit_anywhere_is_found_in_its_file(converted: Path, tmp_path: 
     assert {"config.json", "relayout.chunks", "relayout.json", "relayout.source.json.zst"} < set(names)
     assert ("relayout.whole.json.zst" in names) == ("model.safetensors.index.json" in names) == is_whole(folder)
     for name in names:
-        for bit in bits_of(folder / name, 2):
+        for bit in bits_of(folder / name, 1):
             flip(folder / name, *divmod(bit, 8))
             try:
                 lines = list(map(str, relayout.verify(folder).differences))

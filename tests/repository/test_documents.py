@@ -73,6 +73,7 @@ def section(text: str, number: int) -> str:
 
 
 READER = blocks(section(FORMAT, 12), "python")[0].replace('folder, rank = Path("model-tp4"), 3\n', "")
+COMPILED_READER = compile(READER, "<string>", "exec")
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def example_folder(tmp_path: Path) -> Path:
 
 def read_as_the_document_does(folder: Path, rank: int) -> dict[str, Any]:
     names: dict[str, Any] = {"folder": folder, "rank": rank}
-    exec(READER, names)
+    exec(COMPILED_READER, names)
     tensors: dict[str, Any] = names["tensors"]
     return tensors
 
@@ -296,20 +297,6 @@ def test_the_format_document_lists_all_dtypes() -> None:
 @pytest.mark.parametrize("path", [FORMAT_PATH, PLANS_PATH, SECURITY_PATH], ids=lambda path: path.stem)
 def test_documents_of_rules_have_short_lines(path: Path) -> None:
     assert max(map(len, path.read_text().splitlines())) <= 120
-
-
-def headings(text: str) -> set[str]:
-    """The anchors of a document's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
-def test_links_of_documents_lead_somewhere(path: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
-        linked = path.parent / target if target else path
-        assert linked.exists(), target
-        assert not anchor or anchor in headings(linked.read_text()), anchor
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)

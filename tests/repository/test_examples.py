@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import runpy
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import prestarted
-from support.models import SIZES, as_integers, read_tensors
+from support.models import SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import relayout
@@ -72,8 +70,8 @@ def tokens_of(printed: str) -> list[int]:
 @pytest.mark.parametrize(
     ("example", "name"),
     [
-        *product(["transformers_single.py", "torch_dcp.py", "plain_numpy.py"], ["tp1", "tp8"]),
-        *product(["transformers_single.py", "torch_dcp.py"], ["whole"]),
+        *(("transformers_single.py", name) for name in ("tp1", "tp8", "whole")),
+        *(("torch_dcp.py", name) for name in ("tp8", "whole")),
     ],
 )
 def test_the_tokens_are_those_of_the_original(
@@ -142,7 +140,7 @@ def test_processes_of_an_engine_of_ones_own_hold_their_ranks(folder: Path) -> No
 
 
 def test_every_example_is_run_here() -> None:
-    named = {"transformers_single.py", "torch_dcp.py", "plain_numpy.py", "transformers_tp.py", "own_engine.py"}
+    named = {"transformers_single.py", "torch_dcp.py", "transformers_tp.py", "own_engine.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == named
 
 
@@ -152,38 +150,3 @@ def test_tied_embeddings_are_stored_once_and_found_in_both_places(tmp_path: Path
     load_whole_tensors = runpy.run_path(str(EXAMPLES / "transformers_single.py"))["load_whole_tensors"]
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     assert generated(load_whole_tensors(tmp_path / "out")) == generated(original)
-
-
-# Without torch.
-
-ALONE = """
-import runpy, sys
-for name in ("torch", "relayout", "safetensors", "transformers"):
-    sys.modules[name] = None  # Cannot be imported.
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_plain_numpy_needs_no_torch_and_no_relayout(folder: Path, expected: list[int]) -> None:
-    done = prestarted.run(
-        EXAMPLES / "plain_numpy.py", folder / "tp2", *OPTIONS, script=ALONE, imports="numpy,zstandard"
-    )
-    assert done.returncode == 0, done.stderr
-    assert tokens_of(done.stdout) == expected
-
-
-def test_plain_numpy_imports_numpy_and_zstandard_only() -> None:
-    tree = ast.parse((EXAMPLES / "plain_numpy.py").read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "argparse", "json", "pathlib", "typing", "numpy", "zstandard"}
-
-
-@pytest.mark.parametrize("tp", [1, 2, 8])
-def test_plain_numpy_joins_the_sources_tensors(tp: int, folder: Path) -> None:
-    joined = runpy.run_path(str(EXAMPLES / "plain_numpy.py"))["join"](folder / f"tp{tp}")
-    source = read_tensors(folder / "source")
-    assert joined.keys() == source.keys()
-    for name, array in joined.items():
-        assert (as_integers(torch.from_numpy(array).bfloat16()) == source[name]).all(), name

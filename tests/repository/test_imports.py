@@ -152,10 +152,19 @@ except SystemExit as end: assert not end.code
     assert not loaded & {"torch", "numpy", "safetensors", "xxhash", "zstandard", "relayout.loader"}
 
 
-def test_no_module_needs_torch_at_import_time() -> None:
-    loaded = loaded_after(IMPORT_ALL, json.dumps(IMPORTABLE))
-    assert set(IMPORTABLE) <= loaded
-    assert "torch" not in loaded
+def test_no_module_needs_torch_at_import_time_and_the_offline_half_never_loads_the_loader() -> None:
+    script = """
+import importlib, json, sys
+for names in sys.argv[1:]:
+    for name in json.loads(names):
+        importlib.import_module(name)
+    print(*sys.modules)
+"""
+    offline, all_of_it = map(str.split, python(script, json.dumps(OFFLINE), json.dumps(IMPORTABLE)).splitlines())
+    assert set(OFFLINE) <= set(offline)
+    assert not {name for name in offline if name.startswith("relayout.loader")}
+    assert set(IMPORTABLE) <= set(all_of_it)
+    assert "torch" not in all_of_it
 
 
 def test_an_engine_finds_its_plugins_without_torch_and_without_the_loader() -> None:
@@ -167,40 +176,24 @@ def test_an_engine_finds_its_plugins_without_torch_and_without_the_loader() -> N
     assert not loaded & {"torch", "numpy", "safetensors", "rich", "relayout.loader", "relayout.plans"}
 
 
-def test_load_needs_torch_always_and_the_planner_for_plain_checkpoints_only(source: Path) -> None:
-    script = """
-import sys, relayout
-for path in sys.argv[1:]:
-    before = set(sys.modules)
-    relayout.load(path, 0, tp=1)
-    print(*(set(sys.modules) - before))
-"""
-    converted, plain = (
-        set(line.split()) for line in python(script, str(source.with_name("out")), str(source)).splitlines()
-    )
-    planner = {"relayout.checkpoint.source", "relayout.plans.planner", "relayout.plans.family"}
-    assert {"torch", "relayout.loader"} <= converted
-    assert not planner & converted
-    assert planner <= plain
-
-
 def test_a_load_waits_only_for_modules_that_it_needs(source: Path) -> None:
+    """The planner, for plain checkpoints only."""
     assert {name for name in NOT_FOR_LOADS if name.startswith("relayout")} <= set(MODULES)
     script = """
 import sys, relayout
+converted, plain = sys.argv[1:]
 for names in (None, ["w"]):
-    relayout.load(sys.argv[1], 0, names=names)
+    relayout.load(converted, 0, names=names)
+print(*sys.modules)
+relayout.load(plain, 0, tp=1)
+print(*sys.modules)
 """
-    loaded = loaded_after(script, str(source.with_name("out")))
-    assert {"relayout.loader.api", "relayout.loader.backends.host"} <= loaded
-    assert not NOT_FOR_LOADS & loaded
-    assert not {name for name in loaded if name.startswith(("relayout.plans", "relayout.conversion"))}
-
-
-def test_the_offline_half_never_loads_the_loader() -> None:
-    loaded = loaded_after(IMPORT_ALL, json.dumps(OFFLINE))
-    assert set(OFFLINE) <= loaded
-    assert not {name for name in loaded if name.startswith("relayout.loader")}
+    lines = python(script, str(source.with_name("out")), str(source)).splitlines()
+    converted, plain = (set(line.split()) for line in lines)
+    assert {"torch", "relayout.loader.api", "relayout.loader.backends.host"} <= converted
+    assert not NOT_FOR_LOADS & converted
+    assert not {name for name in converted if name.startswith(("relayout.plans", "relayout.conversion"))}
+    assert {"relayout.checkpoint.source", "relayout.plans.planner", "relayout.plans.family"} <= plain
 
 
 def test_the_offline_half_works_where_torch_cannot_be_imported(source: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 from support.patience import PATIENCE
 from support.tools import PYTHONPATH
 
-_OF_ONE_CHILD = ("AWS_", "FAULTS", "PYTEST_CURRENT_TEST", "SAVE_URL")
+_OF_ONE_CHILD = ("AWS_", "FAULTS", "PYTEST_CURRENT_TEST")
 """The beginnings of variables that nothing looks at while it is imported."""
 COMMANDS = (
     "relayout.cli.app,relayout.cli.render,relayout.cli.console,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"

@@ -199,7 +199,7 @@ def _compact(top: Any) -> bytes:
 
 
 def _compress(text: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=19).compress(text)
+    return zstandard.ZstdCompressor().compress(text)
 
 
 def _decompress(stored: bytes) -> bytes:

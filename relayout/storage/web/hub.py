@@ -143,7 +143,7 @@ class HubClient:
         commit = _commit(top.text("sha"), location)
         if self.revision is not None and _COMMIT.fullmatch(self.revision) and commit != self.revision:
             raise FormatError(f"is of commit {commit}", path=location, code="mismatch")
-        return commit, dict(_file(entry, location) for entry in top.objects("siblings"))
+        return commit, dict(_file(entry, location) for entry in top.column("siblings", dict))
 
     def _cached(self) -> tuple[str, Mapping[str, FileStat]] | None:
         """What the hub's cache has, read as the hub's own tools do; None if it has nothing."""

@@ -127,8 +127,6 @@ class Backend(ABC, Generic[Span]):
     """How it opens files."""
     max_buffer_nbytes = HOST_BUFFERS
     """Most bytes of buffers by default."""
-    reads_when_used = False
-    """Whether bytes are read when a tensor is first used, so that no requests are made."""
     is_zero_copy = True
     """Whether a chunk that has an arena offset is read there without a buffer."""
     is_experimental = False
@@ -161,7 +159,7 @@ class Backend(ABC, Generic[Span]):
         return Pool(self.allocate)
 
     @abstractmethod
-    def wrap(self, tensors: Sequence[torch.Tensor]) -> TensorMemory[Span] | Refusal:
+    def wrap(self, tensors: Sequence[torch.Tensor]) -> TensorMemory[Span]:
         """The memory of tensors (1-D, uint8, on `device`), to be filled. The caller keeps them alive."""
 
     @abstractmethod
@@ -172,6 +170,15 @@ class Backend(ABC, Generic[Span]):
             FormatError: a file is missing or has another length than expected.
             OSError: a file cannot be opened as this backend needs it.
         """
+
+    def fill(self, memory: Memory[Span], job: ReadJob, on_progress: Callable[[int], None] | None = None) -> None:
+        """Fill memory, and wait for it: `start` and `join`, with their errors."""
+        running = self.start(memory, job)
+        try:
+            running.join(on_progress)
+        except BaseException:
+            running.cancel()
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ REGISTRY: dict[str, Factory] = {
     "auto": host.factory(Access.AUTO),
     "direct": host.factory(Access.DIRECT),
     "buffered": host.factory(Access.BUFFERED),
-    "mapped": _late("mapped", "offer"),
     "pinned": _late("cuda", "offer_pinned"),
     "gds": _late("cuda", "offer_gds"),
 }

@@ -71,7 +71,7 @@ class EngineOptions:
     @property
     def shares(self) -> bool:
         """Whether replicas read together: not where the other options ask for what cannot be shared."""
-        return self.share and self.placement != "direct" and self.backend != "mapped"
+        return self.share and self.placement != "direct"
 
     @staticmethod
     def parse(values: Mapping[str, object], where: str) -> EngineOptions:
@@ -316,8 +316,12 @@ class RankWeights:
         source, contents, unused = self._found
         options = self._load_options()
         del self._found  # It is not needed for long.
-        self._backend = choose(options.backend, options.device, contents.files).backend.name
-        self._memory, cached = most_memory(contents, options), cached_nbytes(contents.files)
+        if self._maps(source, contents):
+            self._backend = "mapped"
+        else:
+            self._backend = choose(options.backend, options.device, contents.files).backend.name
+            self._memory = most_memory(contents, options)
+        cached = cached_nbytes(contents.files)
         warn_if_slow(source)
         columns, left = source.columns(), set(contents.names)
         try:
@@ -338,12 +342,11 @@ class RankWeights:
         from relayout.loader.loading import options_of
         from relayout.loader.stream import least_memory
 
-        settings, (source, contents, _) = self.options, self._found
+        settings, contents = self.options, self._found[1]
         memory = settings.memory
         if memory is None and self.deltas is not None:
             memory = max(_UPDATE_NBYTES, least_memory(contents))
-        # Slices that are put together cannot be mapped.
-        backend = "mapped" if self.lazy and source.is_as_stored else settings.backend
+        backend = "auto" if self.lazy else settings.backend  # That may be for another device than the CPU.
         return options_of(self.device, backend, settings.verify, settings.threads, memory, self.progress)
 
     def layout(self) -> dict[str, tuple[object, ...]]:
@@ -377,7 +380,21 @@ class RankWeights:
             return stream_together(lambda: (source, contents, options), self.members)
         from relayout.loader.stream import stream
 
-        return stream(contents, options)
+        if not self._maps(source, contents):
+            return stream(contents, options)
+        from relayout.loader.mapped import map_tensors
+        from relayout.loader.pack import pack
+
+        if options.verify:
+            for _ in stream(contents, options):
+                pass
+        return iter(map_tensors(pack(contents)).items())
+
+    def _maps(self, source: RankSource, contents: TensorColumns) -> bool:
+        """Whether slices are mapped, to be read when they are used. Those that are put together cannot be."""
+        from relayout.loader.mapped import can_map
+
+        return self.lazy and source.is_as_stored and can_map(contents.files)
 
     @contextmanager
     def placing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -16,7 +16,6 @@ from support.headers import entry, file_of
 from support.loader_fixtures import (
     BLOCK,
     MIB,
-    WAYS,
     assert_equal,
     by_two_ways,
     extents,
@@ -194,10 +193,6 @@ def test_a_torch_dtype_that_is_missing_is_refused_and_its_file_can_be_loaded_wit
     with nothing_left_behind(), pytest.raises(PlanError, match=r"'six': torch .* has no dtype for F6_E2M3"):
         relayout.load(tmp_path / "out", 0, backend=way)
     assert relayout.load(tmp_path / "out", 0, names="eight", backend=way)["eight"].tolist() == [100, 101]
-
-
-def test_the_backends_are_those_that_are_tested() -> None:
-    assert set(WAYS) == set(REGISTRY)
 
 
 def test_a_backend_of_somebody_else_is_explained_as_any_other(converted: Path) -> None:

@@ -88,6 +88,13 @@ def test_odd_sizes_arrive_whole_and_at_multiples_of_16(odd: Path, odd_converted:
     assert {tensor.data_ptr() % 16 for tensor in held.values()} == {0}
 
 
+def test_tensors_whose_pages_cannot_be_mapped_as_they_lie_are_copied(odd: Path, odd_converted: Path) -> None:
+    with relayout.open(odd_converted, 0) as opened:
+        held = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+    assert_equal(held, whole_tensors(odd))
+    assert {tensor.data_ptr() % 16 for tensor in held.values()} == {0}
+
+
 def test_every_dtype_is_what_the_stock_reader_makes_of_it(tmp_path: Path, way: str) -> None:
     rng = np.random.default_rng(0)
     header, content = {}, b""

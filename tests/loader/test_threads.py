@@ -142,10 +142,9 @@ def test_who_reads_while_another_thread_closes_gets_the_tensor_or_is_told(
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("name", ["auto", "mapped"])
-def test_threads_that_share_an_iterator_get_each_tensor_once_or_an_error(converted: Path, name: str) -> None:
+def test_threads_that_share_an_iterator_get_each_tensor_once_or_an_error(converted: Path) -> None:
     stored = whole_tensors(converted, "model-rank-1-*")
-    iterator = relayout.iter_load(converted, 1, backend=name, memory=LITTLE)
+    iterator = relayout.iter_load(converted, 1, memory=LITTLE)
 
     def take(number: int) -> list[tuple[str, torch.Tensor]]:
         mine = []

@@ -35,13 +35,6 @@ SIZES = (300_001, 16 * BLOCK, 9 * MIB + 777)
 """Bytes of the stored files."""
 
 
-def kinds(name: str) -> list[str]:
-    """The kinds of memory that a backend fills."""
-    found = REGISTRY[name](Request("cpu", (), is_by_name=True))
-    wraps = isinstance(found, Refusal) or not isinstance(found.backend.wrap([]), Refusal)
-    return ["arena", "scattered"] if wraps else ["arena"]
-
-
 @dataclass(frozen=True)
 class Piece:
     """Memory that lies by itself, and the reads that fill it; their targets are relative to its first byte."""

@@ -46,7 +46,7 @@ IN_FLIGHT = 8 * MIB
 
 # Where processors are few, torch's own threads mostly wait for each other.
 torch.set_num_threads(1)
-HOST = ("auto", "direct", "buffered", "mapped")
+HOST = ("auto", "direct", "buffered")
 DEVICE = ("pinned", "gds")
 REGISTRY["toy"] = toy_backend.offer  # All that is needed for it to be taken as any other.
 OWN = (*HOST, *DEVICE)
@@ -54,8 +54,6 @@ OWN = (*HOST, *DEVICE)
 WAYS = (*OWN, "toy")
 by_two_ways = pytest.mark.parametrize("way", ["auto", "gds"], indirect=True)
 """For options, which no backend sees: by one to host memory, and by the one to a device that has all its branches."""
-not_mapped = pytest.mark.parametrize("way", [way for way in WAYS if way != "mapped"], indirect=True)
-"""For tests of ways that read: into memory that exists, say, or from files that are cut meanwhile."""
 
 
 @pytest.fixture(params=HOST)

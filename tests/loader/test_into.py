@@ -17,6 +17,7 @@ from support.bits import flip
 from support.headers import entry, file_of
 from support.loader_fixtures import (
     MIB,
+    WAYS,
     assert_equal,
     by_two_ways,
     extents,
@@ -35,6 +36,7 @@ from relayout.loader.backends.host import ThreadedJob
 Make = Callable[[torch.Tensor], torch.Tensor]
 GUARD = 64
 UNTOUCHED = 0xEE
+FEW = {"verify": True, "threads": 2, "memory": 2 * MIB}
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +114,18 @@ MAKERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
-@pytest.mark.parametrize("options", [{}, {"verify": True, "threads": 2, "memory": 2 * MIB}])
+@pytest.mark.parametrize(
+    ("way", "kind", "options"),
+    [
+        *((way, "odd address", {}) for way in WAYS),
+        *((way, kind, FEW) for way in ("auto", "gds") for kind in MAKERS),
+    ],
+    indirect=["way"],
+)
 def test_tensors_are_filled_where_they_are_and_nothing_around_them(
-    converted: Path, stored: dict[str, torch.Tensor], way: str, make: Make, options: dict[str, Any]
+    converted: Path, stored: dict[str, torch.Tensor], way: str, kind: str, options: dict[str, Any]
 ) -> None:
-    guarded = Guarded(stored, make)
+    guarded = Guarded(stored, MAKERS[kind])
     given = dict(guarded.tensors)
     with nothing_left_behind():
         found = relayout.load(converted, 1, into=given, backend=way, **options)
@@ -190,6 +198,7 @@ def test_what_names_asks_for_beside_comes_in_memory_of_its_own(
     assert relayout.load(converted, 1, into={}, backend=way) == {}
 
 
+@by_two_ways
 @pytest.mark.filterwarnings("ignore:.*plain checkpoint")
 def test_a_plain_folder_is_cut_into_given_tensors(model: Path, stored: dict[str, torch.Tensor], way: str) -> None:
     some = {name: tensor for name, tensor in stored.items() if tensor.dim() == 2}
@@ -266,6 +275,7 @@ def test_a_request_that_makes_no_sense_touches_nothing(
     others.assert_untouched()
 
 
+@by_two_ways
 @pytest.mark.parametrize("make", ["contiguous", "transposed"])
 def test_verify_finds_damage(
     converted: Path, stored: dict[str, torch.Tensor], tmp_path: Path, way: str, make: str

@@ -82,6 +82,7 @@ def odd_converted(odd: Path, request: pytest.FixtureRequest, tmp_path_factory: p
     return output
 
 
+@by_two_ways
 def test_odd_sizes_arrive_whole_and_at_multiples_of_16(odd: Path, odd_converted: Path, way: str) -> None:
     held = relayout.load(odd_converted, 0, backend=way)
     assert_equal(held, whole_tensors(odd))
@@ -129,6 +130,7 @@ def test_a_plain_folder_is_sliced_on_the_fly(llama: Path, way: str, tp: int) -> 
     assert_equal(held, {name: expected_slice(name, array, rank, tp) for name, array in whole.items()})
 
 
+@by_two_ways
 def test_large_column_cuts_of_a_plain_folder_are_right(tmp_path: Path, way: str) -> None:
     """Larger than a chunk, at odd file offsets; rows wider than what is read one by one, and narrower."""
     tensors = {

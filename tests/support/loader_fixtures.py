@@ -243,8 +243,8 @@ def num_threads() -> int:
 
 
 def other_threads() -> int:
-    """How many threads are not Python's: the fewest in a second, as the kernel lists one for a while that has ended."""
-    end, fewest = time.monotonic() + 1, num_threads()
+    """How many threads are not Python's: the fewest in a while, as the kernel lists one for a while that has ended."""
+    end, fewest = time.monotonic() + 0.2, num_threads()
     while time.monotonic() < end:
         fewest = min(fewest, num_threads() - threading.active_count())
         time.sleep(0.01)

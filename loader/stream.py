@@ -217,10 +217,6 @@ class _Window(Generic[Span]):
             arena = self._arenas[part]
         return arena.span(offset - self._parts[part].start, nbytes)
 
-    @property
-    def whole(self) -> None:
-        return None
-
 
 def _stream(
     contents: TensorColumns,

@@ -32,10 +32,6 @@ class Memory(Protocol[SpanOut]):
         Its address is congruent with `offset`, modulo `BLOCK`.
         """
 
-    @property
-    def whole(self) -> SpanOut | None:
-        """All of it, if it is one allocation; else None."""
-
 
 class Arena(Memory[SpanOut], Protocol[SpanOut]):
     """One allocation, freed when nothing refers to it."""
@@ -120,7 +116,7 @@ class Backend(ABC, Generic[Span]):
     """One way to fill memory."""
 
     name: str
-    """In messages."""
+    """In messages; "auto" decides for each request."""
     device: str | torch.device = "cpu"
     """Of its memory, as `choice.resolve_device` returns it."""
     access: Access = Access.BUFFERED
@@ -131,13 +127,6 @@ class Backend(ABC, Generic[Span]):
     """Whether a chunk that has an arena offset is read there without a buffer."""
     is_experimental = False
     """Whether it has been tested with stand-ins only, never on the hardware that it is for."""
-
-    def name_for(self, ways: Sequence[Access]) -> str:
-        """The name for a person. `ways` says how requests are made: directly, through the page cache, or both.
-
-        A backend that decides for each request returns the names of the ways.
-        """
-        return self.name
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """The requests that it makes for these reads, of files that must be read at multiples of `alignment`.

@@ -118,7 +118,8 @@ def explain(
         files=files,
     )
     reason = f"{choice.reason}; {_basis(told, plan, budget)}"
-    return replace(told, backend=choice.backend.name_for(_ways(told)), reason=reason)
+    name = choice.backend.name
+    return replace(told, backend=" and ".join(_ways(told)) if name == "auto" else name, reason=reason)
 
 
 def _facts(sources: Sources, index: int, file: StoredFile) -> FileFacts:
@@ -140,12 +141,12 @@ def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:
     )
 
 
-def _ways(told: Explanation) -> list[Access]:
+def _ways(told: Explanation) -> list[str]:
     """How the requests of backend "auto" would be made."""
     resident, files = told.resident_nbytes, told.files
     if resident > told.read_nbytes - BLOCK * (len(files) + 1) or any(file.refuses_direct for file in files):
-        return [Access.BUFFERED]
-    return [Access.DIRECT, Access.BUFFERED] if resident else [Access.DIRECT]
+        return [Access.BUFFERED.value]
+    return [Access.DIRECT.value, *([Access.BUFFERED.value] if resident else [])]
 
 
 def _basis(told: Explanation, plan: ArenaPlan, budget: Budget) -> str:

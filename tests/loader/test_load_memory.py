@@ -172,8 +172,10 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 DEVICE_CALLS = ("load", "load into", "iter_load")
 
 
-@pytest.mark.parametrize("method", ["send", "buffer", "settle"])
-@pytest.mark.parametrize("name", DEVICE_CALLS)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*(("load", method) for method in ("send", "buffer", "settle")), ("load into", "send"), ("iter_load", "settle")],
+)
 def test_copies_and_events_that_fail_are_told_as_the_device_does(
     lanes: Lanes,
     name: str,

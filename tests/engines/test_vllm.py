@@ -60,6 +60,16 @@ def test_nothing_is_placed_where_parameters_get_their_memory_later(
     assert "quantized during the load get copies" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["llama-tp2", "llama-tp1"])
+def test_a_draft_model_is_read_to_the_cpu_whatever_backend_its_target_has(
+    folders: Path, engine: Engine, whole: Tensors, name: str
+) -> None:
+    """Mapped, after its digests were compared; or joined from slices, which cannot be mapped."""
+    model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
+    engine.load(folders / name, model, draft=True, backend="pinned", verify=True)
+    model.assert_holds_what_it_cuts_of(whole)
+
+
 def test_a_draft_model_is_read_as_it_is_used_and_a_reload_is_copied(
     folders: Path, engine: Engine, whole: Tensors
 ) -> None:

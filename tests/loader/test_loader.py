@@ -228,12 +228,20 @@ CALLS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("call", CALLS)
+OF_EACH_PART = {"newer": "the manifest", "cut": "a length", "ranks exchanged": "a header", "another table": "a table"}
+"""A damage of each thing that is checked."""
+
+
+@pytest.mark.parametrize(
+    ("call", "damage"),
+    [
+        *(("load", damage) for damage in DAMAGES),
+        *(("explain", damage) for damage in ("newer", "cut")),  # It reads neither tables nor headers.
+        *((call, damage) for call in CALLS if call not in ("load", "explain") for damage in OF_EACH_PART),
+    ],
+)
 def test_a_damaged_folder_is_refused_by_every_call(converted: Path, call: str, damage: str) -> None:
     change, code, message = DAMAGES[damage]
-    if call == "explain" and damage not in ("cut", "longer", "missing", "newer", "garbage"):
-        pytest.skip("it reads neither tables nor headers")
     change(converted)
     with nothing_left_behind(), pytest.raises(FormatError, match=message) as caught:
         CALLS[call](converted)

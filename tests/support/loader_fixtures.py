@@ -56,13 +56,6 @@ by_two_ways = pytest.mark.parametrize("way", ["auto", "gds"], indirect=True)
 """For options, which no backend sees: by one to host memory, and by the one to a device that has all its branches."""
 
 
-@pytest.fixture(params=HOST)
-def backend(request: pytest.FixtureRequest) -> str:
-    """A backend for host memory, by name."""
-    name: str = request.param
-    return name
-
-
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What to give as `backend`; for the ways to a device, a fake one takes the place of what would be chosen."""

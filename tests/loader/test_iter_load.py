@@ -42,6 +42,12 @@ from relayout.loader.backends.files import Sources
 FEW = {"memory": LITTLE, "threads": 1, "verify": True}
 
 
+@pytest.fixture(scope="module")
+def stored(wide: Path) -> dict[str, torch.Tensor]:
+    """What the files of `wide` hold."""
+    return whole_tensors(wide)
+
+
 @pytest.mark.parametrize(
     ("way", "options"),
     [
@@ -186,7 +192,7 @@ def content(kept: Any) -> bytes:
 
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=list(KEEPERS))
 def test_memory_of_which_anything_is_kept_is_not_used_again(
-    wide: Path, keep: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
+    wide: Path, stored: dict[str, torch.Tensor], keep: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocated = []
     true_allocate = arena.allocate
@@ -196,7 +202,6 @@ def test_memory_of_which_anything_is_kept_is_not_used_again(
         return true_allocate(nbytes)
 
     monkeypatch.setattr(arena, "allocate", allocate)
-    stored = whole_tensors(wide)
     kept = {}
     for number, (name, tensor) in enumerate(relayout.iter_load(wide, 0, memory=2 * IN_FLIGHT)):
         if number % 4 == 1:
@@ -214,12 +219,14 @@ def test_memory_of_which_anything_is_kept_is_not_used_again(
 
 
 @by_two_ways
-def test_who_keeps_everything_and_is_slow_gets_everything(wide: Path, way: str) -> None:
+def test_who_keeps_everything_and_is_slow_gets_everything(
+    wide: Path, stored: dict[str, torch.Tensor], way: str
+) -> None:
     kept = {}
     for name, tensor in relayout.iter_load(wide, 0, backend=way, memory=IN_FLIGHT):
         time.sleep(0.005)
         kept[name] = tensor
-    assert_equal(kept, whole_tensors(wide))
+    assert_equal(kept, stored)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +294,9 @@ def leave_by_error(iterator: Any) -> None:
     ],
     indirect=["way"],
 )
-def test_an_iterator_that_is_left_gives_everything_back(wide: Path, way: str, how: str, count: int) -> None:
+def test_an_iterator_that_is_left_gives_everything_back(
+    wide: Path, stored: dict[str, torch.Tensor], way: str, how: str, count: int
+) -> None:
     with nothing_left_behind():
         iterator: Any = relayout.iter_load(wide, 0, backend=way, memory=IN_FLIGHT)
         kept = dict(next(iterator) for _ in range(count))
@@ -299,7 +308,6 @@ def test_an_iterator_that_is_left_gives_everything_back(wide: Path, way: str, ho
                 leave_by_error(iterator)
         del iterator
         gc.collect()
-    stored = whole_tensors(wide)
     assert_equal(kept, {name: stored[name] for name in list(stored)[:count]})
 
 

@@ -54,8 +54,8 @@ def load(
         rank: from 0.
         device: the torch device of the tensors.
         backend: "auto" takes the fastest that works here (see `relayout.explain`). To host memory: "direct" bypasses
-            the page cache, "buffered" reads through it, "mapped" maps files, whose pages are read when first used. To a
-            CUDA device: "pinned" reads through pinned host memory, "gds" by GPUDirect Storage.
+            the page cache, "buffered" reads through it. To a CUDA device: "pinned" reads through pinned host memory,
+            "gds" by GPUDirect Storage.
         names: load only tensors whose names match one of these patterns; other bytes are not read. As in plans, `*` is
             text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
         verify: compare digests while bytes arrive: of every tensor, or, at another degree than the conversion's, of
@@ -159,9 +159,7 @@ def iter_load(
     After a fork, the child may close the iterator and use the tensors that were yielded, but cannot continue.
 
     Args:
-        path, rank, device, backend, names, verify, threads, progress, tp, cache, deltas, trust: as for
-            `load`. "mapped" yields
-            tensors that are read when they are used.
+        path, rank, device, backend, names, verify, threads, progress, tp, cache, deltas, trust: as for `load`.
         memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
             Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
         group: as for `load`, of a converted checkpoint. All members iterate to the end, each in one thread and on one

@@ -20,7 +20,7 @@ from relayout.loader.sources.columns import Names, TensorColumns, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
 from relayout.progress import reporting
-from relayout.storage.protocols import Access, Refusal
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -93,19 +93,12 @@ def _fill(
     bump_versions([into[name] for name in contents.names])
     targets = [bytes_of(into[name]) for name in contents.names]
     memory = backend.wrap(targets)
-    if isinstance(memory, Refusal):
-        raise PlanError(memory.reason, code="unsupported")
     reads = place_at(contents.reads, memory.offsets)
     stop = Stop()
     checks = checks_of(contents.at(memory.offsets), contents.files, reads, stop) if options.verify else None
     job = ReadJob(contents.files, reads, budget, checks, stop=stop)
     with reporting(options.progress, "loading", sum(contents.sizes())) as report:
-        running = backend.start(memory, job)
-        try:
-            running.join(report)
-        except BaseException:
-            running.cancel()
-            raise
+        backend.fill(memory, job, report)
 
 
 def check_tensors(

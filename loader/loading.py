@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from relayout.core.arguments import integer, size
 from relayout.core.workers import Stop
 from relayout.errors import PlanError
-from relayout.loader.backends.base import Backend, Choice, ReadJob
+from relayout.loader.backends.base import Choice, ReadJob
 from relayout.loader.backends.choice import choose, resolve_device
 from relayout.loader.backends.digests import checks_of
 from relayout.loader.budgets import Budget, plan_budget
@@ -39,24 +39,16 @@ class Options:
         """Of the device: "cpu", "cuda" or another of torch's."""
         return str(self.device).partition(":")[0]
 
-    def choose(self, files: Sequence[StoredFile], *, is_shared: bool = False) -> tuple[Choice, Budget]:
-        """The backend for these files, and its budget; with `is_shared`, for a load that a group shares.
+    def choose(self, files: Sequence[StoredFile]) -> tuple[Choice, Budget]:
+        """The backend for these files, and its budget.
 
         Raises:
-            PlanError: the device is "meta"; the backend cannot be shared; or as `choice.choose` and
-                `budgets.plan_budget`.
+            PlanError: the device is "meta"; or as `choice.choose` and `budgets.plan_budget`.
         """
         choice = choose(self.backend, self.device, files)
         if self.kind == "meta":
             raise PlanError("device 'meta': its tensors have no memory to load into", code="option")
-        if is_shared and choice.backend.reads_when_used:
-            raise not_shared(choice.backend)
         return choice, plan_budget(self.threads, self.memory, choice.backend.max_buffer_nbytes, cost_of(files))
-
-
-def not_shared(backend: Backend[Any]) -> PlanError:
-    """The error for a group's load by a backend that makes no requests."""
-    return PlanError(f"backend {backend.name!r} reads when tensors are used, which a group cannot share", code="option")
 
 
 def options_of(

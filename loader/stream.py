@@ -18,8 +18,8 @@ from relayout.loader.backends.choice import choose
 from relayout.loader.backends.digests import checks_of
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
 from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.loading import Options, load_arena, not_shared
-from relayout.loader.pack import batches, pack
+from relayout.loader.loading import Options
+from relayout.loader.pack import batches
 from relayout.loader.sources.columns import TensorColumns
 from relayout.loader.sources.stored import cost_of
 from relayout.loader.tensors import make_views, to_device
@@ -46,13 +46,9 @@ def stream(
         sharing: with the members of a group, who all stream the same; each reads a part.
 
     Raises:
-        PlanError: the largest tensor needs more; or the backend reads when tensors are used, which no group can share.
+        PlanError: the largest tensor needs more.
     """
     backend = choose(options.backend, options.device, contents.files).backend
-    if backend.reads_when_used:
-        if sharing is not None:
-            raise not_shared(backend)
-        return _with_hints(_all_at_once(contents, options))
     budget, bound = _bounds(contents, backend, options)
     return _with_hints(_stream(contents, backend, budget, bound, options, sharing))
 
@@ -86,8 +82,6 @@ def most_memory(contents: TensorColumns, options: Options) -> int:
         PlanError: as `choice.choose`.
     """
     backend = choose(options.backend, options.device, contents.files).backend
-    if backend.reads_when_used:
-        return 0
     if options.memory is not None:
         return options.memory
     budget, bound = _bounds(contents, backend, options)
@@ -104,12 +98,6 @@ def _with_hints(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
     """The same tensors; errors get hints."""
     with error_hints():
         yield from tensors
-
-
-def _all_at_once(contents: TensorColumns, options: Options) -> Iterator[tuple[str, torch.Tensor]]:
-    tensors = load_arena(pack(contents), options)
-    for name in list(tensors):
-        yield name, tensors.pop(name)
 
 
 class PartCounter:
@@ -228,10 +216,6 @@ class _Window(Generic[Span]):
                 self._stop.condition.wait()
             arena = self._arenas[part]
         return arena.span(offset - self._parts[part].start, nbytes)
-
-    @property
-    def whole(self) -> None:
-        return None
 
 
 def _stream(

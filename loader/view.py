@@ -12,10 +12,12 @@ from relayout.errors import PlanError, did_you_mean
 from relayout.loader.api import find_source, warn_if_slow
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena, options_of
+from relayout.loader.mapped import can_map, map_tensors
 from relayout.loader.pack import pack
 from relayout.loader.sources.base import Pieces, RankSource
 from relayout.loader.sources.checkpoint import find_whole
 from relayout.loader.sources.columns import Names
+from relayout.loader.stream import stream
 from relayout.loader.tensors import check_mode, to_device
 from relayout.storage.protocols import Closable
 
@@ -334,13 +336,13 @@ def open(
 def _reader(source: RankSource, names: Names, pieces: Pieces, options: Options) -> _Reader:
     if not source.is_as_stored:
         return _OnDemand(pieces, options)
+    if options.verify:
+        for _ in stream(source.contents(names), Options(verify=True)):
+            pass
     plan = source.arena(names)
-    if any(file.path is None for file in plan.files):  # Without descriptors, nothing can be mapped.
-        if options.verify:
-            load_arena(plan, options)
+    if not can_map(plan.files):
         return _OnDemand(pieces, options)
-    mapped = Options(backend="mapped", verify=options.verify)
-    return _Mapped(load_arena(plan, mapped), pieces.columns.names, options.device)
+    return _Mapped(map_tensors(plan), pieces.columns.names, options.device)
 
 
 def safe_open(

@@ -1,1 +1,1 @@
-"""How bytes get into memory: direct, buffered, mapped, pinned, gds."""
+"""How bytes get into memory: direct, buffered, pinned, gds."""

@@ -37,10 +37,6 @@ class HostArena:
         return memoryview(self.memory)[self.start + offset : self.start + offset + nbytes]
 
     @property
-    def whole(self) -> memoryview:
-        return self.span(0, self.nbytes)
-
-    @property
     def address(self) -> int:
         """Address of the arena's first byte."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.start
@@ -131,10 +127,6 @@ class Scattered:
         which = bisect_right(self.offsets, offset) - 1
         address = self._addresses[which] + offset - self.offsets[which]
         return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-    @property
-    def whole(self) -> None:
-        return None
 
 
 def scatter(pieces: Sequence[tuple[int, int]]) -> list[int]:

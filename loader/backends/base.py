@@ -32,10 +32,6 @@ class Memory(Protocol[SpanOut]):
         Its address is congruent with `offset`, modulo `BLOCK`.
         """
 
-    @property
-    def whole(self) -> SpanOut | None:
-        """All of it, if it is one allocation; else None."""
-
 
 class Arena(Memory[SpanOut], Protocol[SpanOut]):
     """One allocation, freed when nothing refers to it."""
@@ -120,26 +116,17 @@ class Backend(ABC, Generic[Span]):
     """One way to fill memory."""
 
     name: str
-    """In messages."""
+    """In messages; "auto" decides for each request."""
     device: str | torch.device = "cpu"
     """Of its memory, as `choice.resolve_device` returns it."""
     access: Access = Access.BUFFERED
     """How it opens files."""
     max_buffer_nbytes = HOST_BUFFERS
     """Most bytes of buffers by default."""
-    reads_when_used = False
-    """Whether bytes are read when a tensor is first used, so that no requests are made."""
     is_zero_copy = True
     """Whether a chunk that has an arena offset is read there without a buffer."""
     is_experimental = False
     """Whether it has been tested with stand-ins only, never on the hardware that it is for."""
-
-    def name_for(self, ways: Sequence[Access]) -> str:
-        """The name for a person. `ways` says how requests are made: directly, through the page cache, or both.
-
-        A backend that decides for each request returns the names of the ways.
-        """
-        return self.name
 
     def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
         """The requests that it makes for these reads, of files that must be read at multiples of `alignment`.
@@ -161,7 +148,7 @@ class Backend(ABC, Generic[Span]):
         return Pool(self.allocate)
 
     @abstractmethod
-    def wrap(self, tensors: Sequence[torch.Tensor]) -> TensorMemory[Span] | Refusal:
+    def wrap(self, tensors: Sequence[torch.Tensor]) -> TensorMemory[Span]:
         """The memory of tensors (1-D, uint8, on `device`), to be filled. The caller keeps them alive."""
 
     @abstractmethod
@@ -172,6 +159,15 @@ class Backend(ABC, Generic[Span]):
             FormatError: a file is missing or has another length than expected.
             OSError: a file cannot be opened as this backend needs it.
         """
+
+    def fill(self, memory: Memory[Span], job: ReadJob, on_progress: Callable[[int], None] | None = None) -> None:
+        """Fill memory, and wait for it: `start` and `join`, with their errors."""
+        running = self.start(memory, job)
+        try:
+            running.join(on_progress)
+        except BaseException:
+            running.cancel()
+            raise
 
 
 @dataclass(frozen=True, slots=True)

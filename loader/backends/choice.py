@@ -17,18 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def _late(module: str, factory: str) -> Factory:
-    """A factory of a module that is imported on first use: most loads need only `host`."""
-    return lambda request: getattr(import_module(f"relayout.loader.backends.{module}"), factory)(request)
+def _cuda(factory: str) -> Factory:
+    """A factory of `cuda`, which is imported on first use: most loads need only `host`."""
+    return lambda request: getattr(import_module("relayout.loader.backends.cuda"), factory)(request)
 
 
 REGISTRY: dict[str, Factory] = {
     "auto": host.factory(Access.AUTO),
     "direct": host.factory(Access.DIRECT),
     "buffered": host.factory(Access.BUFFERED),
-    "mapped": _late("mapped", "offer"),
-    "pinned": _late("cuda", "offer_pinned"),
-    "gds": _late("cuda", "offer_gds"),
+    "pinned": _cuda("offer_pinned"),
+    "gds": _cuda("offer_gds"),
 }
 """The factory of each backend."""
 

@@ -172,9 +172,9 @@ class DeviceJob(ThreadedJob[CudaLane, Chunk]):
             self._handles.append(cufile.open(file.path))
             self._resources.callback(self._handles[index].close)
             sources.check_not_replaced(index)
-        if (arena := self._memory.whole) is not None:
-            self._resources.callback(cufile.deregister, arena)
-            cufile.register(arena)
+        if isinstance(self._memory, DeviceArena):
+            self._resources.callback(cufile.deregister, self._memory.whole)
+            cufile.register(self._memory.whole)
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         try:
@@ -350,10 +350,6 @@ class ScatteredOnDevice:
         which = bisect_right(self.offsets, offset) - 1
         start = offset - self.offsets[which]
         return self._pieces[which][start : start + nbytes]
-
-    @property
-    def whole(self) -> None:
-        return None
 
 
 def offer_pinned(request: Request) -> Choice | Refusal:

@@ -37,9 +37,6 @@ class HostBackend(Backend[memoryview]):
         self.access = access
         self.name = access.value
 
-    def name_for(self, ways: Sequence[Access]) -> str:
-        return " and ".join(way.value for way in ways) if self.access is Access.AUTO else self.name
-
     def allocate(self, nbytes: int) -> HostArena:
         return allocate(nbytes)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from relayout.core.arguments import integer
 from relayout.core.extents import BLOCK
-from relayout.format.index import Read
 from relayout.loader.backends.files import Sources
 from relayout.loader.budgets import Budget
 from relayout.loader.diagnose.hints import error_hints
@@ -56,11 +55,11 @@ class Explanation(Result):
     nbytes: int
     """Bytes of the tensors."""
     read_nbytes: int
-    """Bytes that would be requested; 0 for "mapped", whose pages are read when they are used."""
+    """Bytes that would be requested."""
     zero_copy_nbytes: int
     """Bytes of the tensors that are read into place, without a bounce buffer."""
     resident_nbytes: int
-    """Requested bytes that are in the page cache; for "mapped", bytes of the tensors that are in it."""
+    """Requested bytes that are in the page cache."""
     num_requests: int
     threads: int
     """Requests in flight."""
@@ -100,8 +99,7 @@ def explain(
         with Sources([replace(file, proof=None) for file in plan.files], choice.backend.access) as sources:
             chunks = choice.backend.chunks(plan.reads, sources.alignment, budget)
             files = tuple(_facts(sources, index, file) for index, file in enumerate(plan.files))
-            is_lazy = choice.backend.reads_when_used
-            resident = _resident_of_tensors(sources, plan.reads) if is_lazy else _resident(sources, chunks)
+            resident = _resident(sources, chunks)
     direct = sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None)
     told = Explanation(
         path=str(path),
@@ -119,8 +117,9 @@ def explain(
         memory=budget.memory,
         files=files,
     )
-    reason = f"{choice.reason}; {_basis(told, is_lazy, plan, budget)}"
-    return replace(told, backend=choice.backend.name_for(_ways(told)), reason=reason)
+    reason = f"{choice.reason}; {_basis(told, plan, budget)}"
+    name = choice.backend.name
+    return replace(told, backend=" and ".join(_ways(told)) if name == "auto" else name, reason=reason)
 
 
 def _facts(sources: Sources, index: int, file: StoredFile) -> FileFacts:
@@ -142,25 +141,15 @@ def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:
     )
 
 
-def _resident_of_tensors(sources: Sources, reads: Sequence[Read]) -> int:
-    """Bytes of tensors that are in the page cache. Of a strided read, bytes in its gaps may be counted."""
-    total = 0
-    for read in reads:
-        transfer = read.transfer
-        cached = sources.resident_nbytes(read.file, transfer.source, transfer.source_end - transfer.source) or 0
-        total += min(cached, transfer.total_nbytes)
-    return total
-
-
-def _ways(told: Explanation) -> list[Access]:
+def _ways(told: Explanation) -> list[str]:
     """How the requests of backend "auto" would be made."""
     resident, files = told.resident_nbytes, told.files
     if resident > told.read_nbytes - BLOCK * (len(files) + 1) or any(file.refuses_direct for file in files):
-        return [Access.BUFFERED]
-    return [Access.DIRECT, Access.BUFFERED] if resident else [Access.DIRECT]
+        return [Access.BUFFERED.value]
+    return [Access.DIRECT.value, *([Access.BUFFERED.value] if resident else [])]
 
 
-def _basis(told: Explanation, is_lazy: bool, plan: ArenaPlan, budget: Budget) -> str:
+def _basis(told: Explanation, plan: ArenaPlan, budget: Budget) -> str:
     """The facts that the choice is based on."""
     refused = [file for file in told.files if file.refuses_direct is not None]
     kinds = _kinds(told.files)
@@ -168,10 +157,7 @@ def _basis(told: Explanation, is_lazy: bool, plan: ArenaPlan, budget: Budget) ->
         chunk = budget.cost.chunk_nbytes // 2**20
         more = f", up to {budget.max_threads} where that reads faster" if budget.max_threads > budget.threads else ""
         return f"here {kinds} brings them by at most {chunk} MiB each, {budget.threads} at a time{more}"
-    total = told.nbytes if is_lazy else told.read_nbytes
-    percent = f"{100 * told.resident_nbytes / max(1, total):.0f} %"
-    if is_lazy:
-        return f"here all of them come through the page cache of {kinds}, which has {percent} of the bytes now"
+    percent = f"{100 * told.resident_nbytes / max(1, told.read_nbytes):.0f} %"
     direct = f"{kinds} supports direct I/O"
     if refused:
         direct = f"{_kinds(refused)} refuses direct I/O: {refused[0].refuses_direct}"

@@ -74,7 +74,7 @@ def load_exchanged(
     try:
         with reporting(options.progress, "loading", plan.nbytes) as report:
             with group.collective():
-                choice, budget = options.choose(plan.files, is_shared=True)
+                choice, budget = options.choose(plan.files)
                 tensors = plan.tensors()
                 chosen, divided = _divided(source, ranks, names)
                 rounds = plan_exchange(divided, group.num_members)

@@ -105,7 +105,7 @@ def load_together(
             mine = exchange.identity_of(source, names, options)
         else:
             files, grids = _provable(source, plan.files, options)
-            choice, budget = options.choose(files, is_shared=True)
+            choice, budget = options.choose(files)
             portions = assign_reads(plan.reads, group.num_members, grids)
             mine = (
                 _what(source, options),

@@ -55,16 +55,11 @@ class EngineOptions:
     strict: bool = False
     """Refuse what has to read the slices of other ranks."""
     share: bool = True
-    """Data-parallel replicas that load the same rank at the same time read it once, together; see `shares`."""
+    """Data-parallel replicas that load the same rank at the same time read it once, together."""
     cache: str | None = None
     """Folder that keeps conversions of plain checkpoints, and files of remote ones; see `relayout.load`."""
     source: str | None = None
     """URL of the weights, where the engine's model is a folder with configuration and tokenizer only."""
-
-    @property
-    def shares(self) -> bool:
-        """Whether replicas read together: not where the other options ask for what cannot be shared."""
-        return self.share and self.backend != "mapped"
 
     @staticmethod
     def parse(values: Mapping[str, object], where: str) -> EngineOptions:
@@ -299,8 +294,12 @@ class RankWeights:
         source, contents, unused = self._found
         options = self._load_options()
         del self._found  # It is not needed for long.
-        self._backend = choose(options.backend, options.device, contents.files).backend.name
-        self._memory, cached = most_memory(contents, options), cached_nbytes(contents.files)
+        if self._maps(source, contents):
+            self._backend = "mapped"
+        else:
+            self._backend = choose(options.backend, options.device, contents.files).backend.name
+            self._memory = most_memory(contents, options)
+        cached = cached_nbytes(contents.files)
         warn_if_slow(source)
         columns, left = source.columns(), set(contents.names)
         try:
@@ -321,12 +320,11 @@ class RankWeights:
         from relayout.loader.loading import options_of
         from relayout.loader.stream import least_memory
 
-        settings, (source, contents, _) = self.options, self._found
+        settings, contents = self.options, self._found[1]
         memory = settings.memory
         if memory is None and self.deltas is not None:
             memory = max(_UPDATE_NBYTES, least_memory(contents))
-        # Slices that are put together cannot be mapped.
-        backend = "mapped" if self.lazy and source.is_as_stored else settings.backend
+        backend = "auto" if self.lazy else settings.backend  # That may be for another device than the CPU.
         return options_of(self.device, backend, settings.verify, settings.threads, memory, self.progress)
 
     def layout(self) -> dict[str, tuple[object, ...]]:
@@ -358,7 +356,21 @@ class RankWeights:
             return stream_together(lambda: (source, contents, options), self.members)
         from relayout.loader.stream import stream
 
-        return stream(contents, options)
+        if not self._maps(source, contents):
+            return stream(contents, options)
+        from relayout.loader.mapped import map_tensors
+        from relayout.loader.pack import pack
+
+        if options.verify:
+            for _ in stream(contents, options):
+                pass
+        return iter(map_tensors(pack(contents)).items())
+
+    def _maps(self, source: RankSource, contents: TensorColumns) -> bool:
+        """Whether slices are mapped, to be read when they are used. Those that are put together cannot be."""
+        from relayout.loader.mapped import can_map
+
+        return self.lazy and source.is_as_stored and can_map(contents.files)
 
     @cached_property
     def _found(self) -> tuple[RankSource, TensorColumns, set[str]]:

@@ -161,7 +161,7 @@ class _Loading:
 
     def _load(self, model: Any, model_config: Any) -> None:
         device, is_draft = _device(model), model_config.runner_type == "draft"
-        with replicas(_group(device) if self._options.shares and not is_draft else None) as members:
+        with replicas(_group(device) if self._options.share and not is_draft else None) as members:
             self._opened = self.open_weights(model, model_config, members)
             self._is_stock = self._opened is None
             super().load_weights(model, model_config)  # type: ignore[misc]

@@ -153,7 +153,6 @@ def test_a_snapshot_in_the_hubs_cache_is_read_like_a_folder(
 READERS: dict[str, Callable[[Path, Path], object]] = {
     "load": lambda path, out: relayout.load(path, 0),
     "load buffered": lambda path, out: relayout.load(path, 0, backend="buffered", verify=True),
-    "load mapped": lambda path, out: relayout.load(path, 0, backend="mapped"),
     "load some": lambda path, out: relayout.load(path, 0, names=["**norm**"]),
     "load at another degree": lambda path, out: relayout.load(path, 0, tp=1),
     "iter_load": lambda path, out: list(relayout.iter_load(path, 0)),

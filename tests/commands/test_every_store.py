@@ -196,13 +196,12 @@ def test_deltas_are_read(here: Ground, converted: str, local: Path, tmp_path: Pa
     assert_equal(relayout.load(converted, 0, tp=1, deltas=delta), relayout.load(local / "out-1", 0, tp=1))
 
 
-@pytest.mark.parametrize("backend", ["direct", "mapped"])
-def test_a_backend_that_needs_descriptors_refuses_a_store_without(here: Ground, converted: str, backend: str) -> None:
+def test_a_backend_that_needs_descriptors_refuses_a_store_without(here: Ground, converted: str) -> None:
     if find_store(converted).path("x") is not None:
-        assert len(relayout.load(converted, 0, backend="mapped")) > 10
+        assert len(relayout.load(converted, 0, backend="direct")) > 10
         return
-    with pytest.raises(PlanError, match=f"backend '{backend}' needs file descriptors, which {converted} does not have"):
-        relayout.load(converted, 0, backend=backend)
+    with pytest.raises(PlanError, match=f"backend 'direct' needs file descriptors, which {converted} does not have"):
+        relayout.load(converted, 0, backend="direct")
     assert relayout.explain(converted, 0).backend == "buffered"
     assert len(relayout.load(converted, 0, backend="buffered")) > 10
 

@@ -78,7 +78,6 @@ def test_what_processes_count_is_added_up_as_engines_do(tmp_path: Path) -> None:
         ("auto", None, 2**29, False),
         ("auto", "64MiB", 2**26, False),
         ("buffered", None, 2**29, True),
-        ("mapped", None, 0, True),
     ],
 )
 def test_a_load_says_what_memory_it_was_allowed_and_what_it_left_in_the_page_cache(
@@ -86,7 +85,7 @@ def test_a_load_says_what_memory_it_was_allowed_and_what_it_left_in_the_page_cac
 ) -> None:
     weights = RankWeights(str(cold), 1, 2, EngineOptions(backend=backend, memory=memory))
     for _, tensor in weights:
-        tensor.sum()  # Those of "mapped" are read when they are used.
+        tensor.sum()
     report = weights.report()
     assert report.memory == allowed
     nbytes = sum(file.stat().st_size for file in cold.glob("model-rank-1-*.safetensors"))

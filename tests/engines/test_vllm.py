@@ -43,6 +43,16 @@ def test_every_rank_gets_what_it_would_cut_out_of_the_source(folders: Path, engi
         assert report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
 
 
+@pytest.mark.parametrize("name", ["llama-tp2", "llama-tp1"])
+def test_a_draft_model_is_read_to_the_cpu_whatever_backend_its_target_has(
+    folders: Path, engine: Engine, whole: Tensors, name: str
+) -> None:
+    """Mapped, after its digests were compared; or joined from slices, which cannot be mapped."""
+    model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
+    engine.load(folders / name, model, draft=True, backend="pinned", verify=True)
+    model.assert_holds_what_it_cuts_of(whole)
+
+
 def test_a_draft_model_is_read_as_it_is_used(folders: Path, engine: Engine, whole: Tensors) -> None:
     model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
     loader = engine.load(folders / "llama-tp2", model, draft=True, strict=True)

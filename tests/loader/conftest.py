@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.loader_fixtures import MIB, backend, converted, mlp_model, model, way, wide
+from support.loader_fixtures import MIB, converted, mlp_model, model, way, wide
 from support.remote import hub, server
 
 import relayout
 
-__all__ = ["backend", "converted", "hub", "model", "server", "way", "wide"]
+__all__ = ["converted", "hub", "model", "server", "way", "wide"]
 
 
 @pytest.fixture(scope="module")

@@ -78,10 +78,9 @@ NO_SENSE: list[tuple[dict[str, Any], str, str]] = [
     ({"rank": 4, "tp": 4}, "option", r"out: rank 4, expected 0 to 3 \(tensor-parallel degree 4\)$"),
     ({"tp": 0}, "option", r"^tp: 0, expected 1 or more$"),
     ({"tp": -2}, "option", r"^tp: -2, expected 1 or more$"),
-    ({"backend": "fast"}, "option", r"^backend 'fast', expected one of auto, direct, buffered, mapped, "),
+    ({"backend": "fast"}, "option", r"^backend 'fast', expected one of auto, direct, buffered, pinned, gds, "),
     ({"backend": "pinned"}, "unsupported", r"^backend 'pinned' loads to a CUDA device, not to 'cpu'$"),
     ({"backend": "gds"}, "unsupported", r"^backend 'gds' loads to a CUDA device, not to 'cpu'$"),
-    ({"backend": "mapped", "device": "meta"}, "unsupported", r"^backend 'mapped' loads to the CPU, not to 'meta'"),
     ({"backend": "toy", "device": "meta"}, "unsupported", r"^backend 'toy' loads to host memory, not to 'meta'$"),
     ({"device": "cuda:77"}, "option", r"^device 'cuda:77': "),
     ({"device": "toaster"}, "option", r"^device 'toaster': "),
@@ -135,7 +134,7 @@ FAKE = "under torch's FakeTensorMode tensors have no memory"
 @pytest.mark.parametrize(
     "call",
     [
-        *(partial(call, backend=backend) for call in CALLS.values() for backend in ("auto", "direct", "mapped")),
+        *(partial(call, backend=backend) for call in CALLS.values() for backend in ("auto", "direct")),
         relayout.open,
         lambda folder, rank: relayout.safe_open(folder),
         lambda folder, rank: relayout.load(folder, rank, into={"lm_head.weight": torch.empty(3)}),

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.backend_contract import SIZES, Ground, Piece, Target, kinds, read, stored, strided
+from support.backend_contract import SIZES, Ground, Piece, Target, read, stored, strided
 from support.fake_cuda import FakeCuFile, Lanes
-from support.loader_fixtures import MIB, Array, cache_in_part, forget, nothing_left_behind
+from support.loader_fixtures import MIB, WAYS, Array, cache_in_part, forget, nothing_left_behind
 from support.patience import PATIENCE, in_time
 
 from relayout.core.extents import BLOCK, Transfer
@@ -29,12 +29,15 @@ from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.choice import REGISTRY
 from relayout.loader.backends.digests import checks_of
-from relayout.loader.backends.mapped import MappedBackend
 from relayout.loader.budgets import Budget
 from relayout.loader.sources.columns import TensorColumns
 from relayout.storage.local.page_cache import resident_nbytes
 
-TARGETS = [(name, kind) for name in REGISTRY for kind in kinds(name)]
+TARGETS = [
+    *((name, kind) for name in ("auto", "gds") for kind in ("arena", "scattered")),
+    *(("direct", "scattered"), ("buffered", "arena"), ("pinned", "arena"), ("toy", "scattered")),
+]
+"""Both kinds of memory by the backends that have all ways of the others; each of those by one."""
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +216,6 @@ def test_a_file_that_is_missing_or_of_another_length_is_named(
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(target: Target, tmp_path: Path) -> None:
-    if target.name == "mapped":
-        pytest.skip("as with every mapping, the process is killed")
     broken = copied(target, tmp_path, 3)
     path = broken.stored[2].path
     cut = 8 * MIB + 3 * BLOCK
@@ -261,14 +262,12 @@ def test_a_fill_that_is_cancelled_stops_and_leaves_nothing(target: Target) -> No
     with nothing_left_behind():
         fill = target.fill(ground, LARGE, stop=stop, on_arrival=wait, budget=Budget(1, 64 * 1024))
         filling = target.backend.start(ground.memory, fill)
-        if target.name != "mapped":  # It tells when it is joined.
-            assert begun.wait(PATIENCE)
+        assert begun.wait(PATIENCE)
         in_time(filling.cancel)
         filling.cancel()
         assert target.lanes.in_flight == 0
         target.cufile.assert_given_back()
-    if target.name != "mapped":
-        assert not np.array_equal(ground.space, ground.expected)
+    assert not np.array_equal(ground.space, ground.expected)
     target.lanes.forget()
     target.check(SOME)
 
@@ -281,10 +280,8 @@ def test_an_error_of_who_is_told_or_watches_ends_the_fill(target: Target) -> Non
     assert_fails(target, ZeroDivisionError, "told", on_progress=fail)
 
 
-def test_all_backends_but_mapped_fill_memory_that_exists() -> None:
-    assert [name for name in REGISTRY if kinds(name) == ["arena"]] == ["mapped"]
-    found = MappedBackend().wrap([])
-    assert found.reason == "backend 'mapped' maps new memory: it cannot fill given tensors"
+def test_the_backends_are_those_that_are_tested() -> None:
+    assert {name for name, _ in TARGETS} == set(WAYS) == set(REGISTRY)
 
 
 @pytest.mark.parametrize("kind", ["arena", "scattered"])

@@ -77,7 +77,7 @@ def test_what_was_fetched_is_kept_and_loaded_from_the_drive(server: Server, conv
         assert (entry_of(cache) / name).read_bytes() == (converted / name).read_bytes()
     assert server.sent_nbytes <= sum((converted / name).stat().st_size for name in names) * 1.01 + 2**16
     server.requests.clear()
-    expect(relayout.load(URL, 1, cache=cache, verify=True, backend="mapped"), converted)
+    expect(relayout.load(URL, 1, cache=cache, verify=True, backend="direct"), converted)
     expect(dict(relayout.iter_load(URL, 1, cache=cache)), converted)
     with relayout.open(URL, 1, cache=cache) as opened:
         assert opened.path == URL

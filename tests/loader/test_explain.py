@@ -154,23 +154,6 @@ def test_through_the_page_cache_just_the_bytes_are_requested(cold: Path) -> None
     assert told.resident_nbytes == 0
 
 
-@pytest.mark.usefixtures("unmarked")
-@pytest.mark.parametrize("tp", [2, 1])
-def test_of_what_is_mapped_it_is_told_how_much_the_page_cache_has(cold: Path, tp: int) -> None:
-    """At the degree of the conversion, and at another one, for which rows are joined from both ranks."""
-    told = relayout.explain(cold, 0, backend="mapped", tp=tp)
-    assert (told.backend, told.read_nbytes, told.num_requests, told.resident_nbytes) == ("mapped", 0, 0, 0)
-    assert told.nbytes == (RANK_NBYTES if tp == 2 else sum(array.nbytes for array in TENSORS.values()))
-    assert "through the page cache" in told.reason
-    assert "has 0 % of the bytes now" in told.reason
-    assert "direct" not in told.reason
-    for file in cold.glob("model-rank-*"):
-        warm(file, 0, file.stat().st_size)
-    told = relayout.explain(cold, 0, backend="mapped", tp=tp)
-    assert told.resident_nbytes == told.nbytes
-    assert "has 100 % of the bytes now" in told.reason
-
-
 def test_what_auto_comes_to_is_told(cold: Path) -> None:
     assert relayout.explain(cold, 0).backend == "direct"
     for file in cold.glob("model-rank-0-*"):

@@ -327,9 +327,13 @@ def test_a_file_that_vanishes_between_two_opens_is_refused(
         Sources([stored_file(path, NBYTES)], Access.AUTO)
 
 
-@pytest.mark.parametrize("nbytes", [2 * MIB, 2 * MIB + 4096, 2 * MIB + 5000, 2 * MIB + 100])
-@pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("access", Access)
+@pytest.mark.parametrize(
+    ("access", "resident", "nbytes"),
+    [
+        *((access, resident, 2 * MIB + 5000) for access in Access for resident in (False, True)),
+        *((Access.AUTO, False, 2 * MIB + more) for more in (0, 100, 4096)),
+    ],
+)
 def test_a_file_that_has_become_shorter_is_damaged(
     tmp_path: Path, written: Bytes, access: Access, resident: bool, nbytes: int
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from support import prestarted
 from support.loader_fixtures import IN_FLIGHT, MIB
 from support.patience import PATIENCE
@@ -80,50 +79,46 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("what", CHILDREN)
-def test_a_child_of_a_fork_in_the_middle_of_an_iteration_ends(wide: Path, what: str) -> None:
+def test_children_of_a_fork_in_the_middle_of_an_iteration_end(wide: Path) -> None:
+    """Of os.fork, and of multiprocessing; their parent goes on."""
     script = f"""{BEGUN}
-pid = os.fork()
-if pid == 0:
-    exec({CHILDREN[what]!r})
+codes = {{}}
+for name, what in {CHILDREN!r}.items():
+    pid = os.fork()
+    if pid == 0:
+        exec(what)
+        break
+    codes[name] = ended(pid)
 else:
-    code = ended(pid)
+    child = multiprocessing.get_context("fork").Process(target=lambda: None)
+    child.start()
+    child.join({PATIENCE})
+    codes["multiprocessing"] = child.exitcode
+    child.kill()
     may_read.set()
-    print(code, len(first + list(iterator)))
+    print(codes, len(first + list(iterator)))
 """
-    assert run(script, wide) == "0 16"
+    assert run(script, wide) == f"{dict.fromkeys([*CHILDREN, 'multiprocessing'], 0)} 16"
 
 
-def test_children_of_multiprocessing_end_too(wide: Path) -> None:
-    script = f"""{BEGUN}
-child = multiprocessing.get_context("fork").Process(target=lambda: None)
-child.start()
-child.join({PATIENCE})
-code = child.exitcode
-child.kill()
-may_read.set()
-print(code, len(first + list(iterator)))
-"""
-    assert run(script, wide) == "0 16"
-
-
-@pytest.mark.parametrize("what", ["pass", "os._exit(0)", CHILDREN["loads by itself"]])
-def test_a_child_that_is_forked_while_another_thread_loads_ends(wide: Path, what: str) -> None:
+def test_children_that_are_forked_while_another_thread_loads_end(wide: Path) -> None:
     script = f"""{BEGUN.partition("iterator =")[0]}
-found = []
+found, codes = [], []
 loading = threading.Thread(target=lambda: found.append(relayout.load(folder, 0, threads=3)))
 loading.start()
 reading.wait()
-pid = os.fork()
-if pid == 0:
-    exec({what!r})
+for what in {("pass", "os._exit(0)", CHILDREN["loads by itself"])!r}:
+    pid = os.fork()
+    if pid == 0:
+        exec(what)
+        break
+    codes.append(ended(pid))
 else:
-    code = ended(pid)
     may_read.set()
     loading.join()
-    print(code, len(found[0]))
+    print(codes, len(found[0]))
 """
-    assert run(script, wide) == "0 16"
+    assert run(script, wide) == "[0, 0, 0] 16"
 
 
 def test_a_load_that_forks_in_its_own_progress_is_an_error_in_the_child(wide: Path) -> None:

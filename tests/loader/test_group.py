@@ -224,8 +224,6 @@ def test_what_fails_on_one_member_fails_all_with_its_reason(group: list[dict[str
         ("verified by one", "all members of a group must load the same"),  # Chunks are assigned otherwise than blocks.
         ("streamed, verified by one", "all members of a group must load the same"),
         ("plain", "iter_load shares converted checkpoints only"),
-        ("mapped", "which a group cannot share"),
-        ("streamed, mapped", "which a group cannot share"),
     ],
 )
 def test_what_a_group_cannot_do_is_refused_by_all(group: list[dict[str, Any]], case: str, says: str) -> None:

@@ -134,7 +134,6 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
     ("case", "what"),
     [
         ("verify", "only converted checkpoints have digests"),
-        ("mapped", "which a group cannot share"),
         ("meta", "to the CPU only, not to meta"),
         ("into", "group cannot be combined with into"),
         ("streamed", "iter_load shares converted checkpoints only"),

@@ -69,40 +69,38 @@ def test_too_many_open_files_is_told_wherever_it_happens_and_leaves_none_behind(
     """From the first file to the last one, and those that are opened while others are read."""
     code = """
 import resource, torch, relayout
-def read_one(folder, rank, backend):
+def read_one(folder, rank):
     with relayout.safe_open(folder) as opened:
         return opened.get_tensor("x4")
 
 calls = [
     relayout.load,
-    lambda *args, **options: relayout.load(*args, names="**", **options),
-    lambda *args, **options: relayout.load(*args, verify=True, **options),
-    lambda *args, **options: list(relayout.iter_load(*args, **options)),
+    lambda *args: relayout.load(*args, names="**"),
+    lambda *args: relayout.load(*args, verify=True),
+    lambda *args: list(relayout.iter_load(*args)),
     read_one,
     relayout.explain,
 ]
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 told = []
 for call in calls:
-    for backend in sys.argv[2:]:
-        call(sys.argv[1], 0, backend=backend)  # All code is there.
-        top = max(map(int, os.listdir("/proc/self/fd")))
-        for spare in range(20):  # With 0 not even the manifest can be opened.
-            def limited():
-                resource.setrlimit(resource.RLIMIT_NOFILE, (top + spare, hard))
-                try:
-                    call(sys.argv[1], 0, backend=backend)
-                finally:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
-            told.append(outcome(limited))
+    call(sys.argv[1], 0)  # All code is there.
+    top = max(map(int, os.listdir("/proc/self/fd")))
+    for spare in range(20):  # With 0 not even the manifest can be opened.
+        def limited():
+            resource.setrlimit(resource.RLIMIT_NOFILE, (top + spare, hard))
+            try:
+                call(sys.argv[1], 0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+        told.append(outcome(limited))
 print(json.dumps(told))
 """
-    backends = ["auto", "mapped"]
-    told = run(code, converted, *backends, folder=tmp_path)
-    for number in range(6 * len(backends)):
+    told = run(code, converted, folder=tmp_path)
+    for number in range(6):
         by_limit = told[20 * number : 20 * (number + 1)]
         failed = [one for one in by_limit if one["type"]]
-        assert (1 if number // len(backends) == 4 else NUM_PARTS - 1) <= len(failed) < 20
+        assert (1 if number == 4 else NUM_PARTS - 1) <= len(failed) < 20
         assert by_limit[: len(failed)] == failed  # From some limit on it works.
         for one in failed:
             assert (one["type"], one["errno"], one["leaked"]) == ("OSError", errno.EMFILE, 0)
@@ -111,8 +109,7 @@ print(json.dumps(told))
             assert str(converted) in one["message"]
 
 
-@pytest.mark.parametrize("backend", ["auto", "mapped"])
-def test_a_file_that_may_not_be_read_is_told_with_who_wanted_it(converted: Path, tmp_path: Path, backend: str) -> None:
+def test_a_file_that_may_not_be_read_is_told_with_who_wanted_it(converted: Path, tmp_path: Path) -> None:
     if os.getuid():
         pytest.skip("becoming another user takes a superuser")
     code = """
@@ -121,13 +118,13 @@ relayout.explain(sys.argv[1], 0)
 os.setgroups([4, 20])
 os.setgid(65534)
 os.setuid(65534)
-calls = [relayout.explain, relayout.load, lambda *args, **options: next(relayout.iter_load(*args, **options))]
-print(json.dumps([outcome(lambda: call(sys.argv[1], 0, backend=sys.argv[2])) for call in calls]))
+calls = [relayout.explain, relayout.load, lambda *args: next(relayout.iter_load(*args))]
+print(json.dumps([outcome(lambda: call(sys.argv[1], 0)) for call in calls]))
 """
     tmp_path.chmod(0o755)
     for path in converted.iterdir():
         path.chmod(0o600 if path.name == "model-rank-0-part-3.safetensors" else 0o644)
-    told = run(code, converted.name, backend, folder=tmp_path)  # By a relative path: pytest's folders are closed.
+    told = run(code, converted.name, folder=tmp_path)  # By a relative path: pytest's folders are closed.
     file = "out/model-rank-0-part-3.safetensors"
     expected = {
         "type": "PermissionError",

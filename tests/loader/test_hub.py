@@ -126,7 +126,7 @@ def test_what_was_downloaded_is_read_on_the_drive_and_the_rest_from_the_hub(
     shutil.rmtree(snapshot)
     download(hub, "org/out", tmp_path, *small, some, *others)
     hub.hub.requests.clear()
-    expect(relayout.load("org/out", 1, backend="mapped"), converted)
+    expect(relayout.load("org/out", 1, backend="direct"), converted)
     assert not any("/resolve/" in one.key for one in hub.hub.requests)
     hub.hub.interfere = lambda request: Answer(500)
     expect(relayout.load("org/out", 1), converted)

@@ -21,7 +21,6 @@ from support.loader_fixtures import (
     assert_equal,
     by_two_ways,
     extents,
-    not_mapped,
     nothing_left_behind,
     whole_tensors,
     write_model,
@@ -37,6 +36,7 @@ from relayout.loader.backends.host import ThreadedJob
 Make = Callable[[torch.Tensor], torch.Tensor]
 GUARD = 64
 UNTOUCHED = 0xEE
+FEW = {"verify": True, "threads": 2, "memory": 2 * MIB}
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +114,19 @@ MAKERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
-@pytest.mark.parametrize("options", [{}, {"verify": True, "threads": 2, "memory": 2 * MIB}])
+@pytest.mark.parametrize(
+    ("way", "kind", "options"),
+    [
+        *((way, "odd address", {}) for way in WAYS),
+        *((way, kind, FEW) for way in ("auto", "gds") for kind in MAKERS),
+    ],
+    indirect=["way"],
+)
 def test_tensors_are_filled_where_they_are_and_nothing_around_them(
-    converted: Path, stored: dict[str, torch.Tensor], way: str, make: Make, options: dict[str, Any]
+    converted: Path, stored: dict[str, torch.Tensor], way: str, kind: str, options: dict[str, Any]
 ) -> None:
-    guarded = Guarded(stored, make)
+    guarded = Guarded(stored, MAKERS[kind])
     given = dict(guarded.tensors)
-    if way == "mapped" and any(tensor.is_contiguous() for tensor in given.values()):
-        with pytest.raises(PlanError, match="backend 'mapped' maps new memory"):
-            relayout.load(converted, 1, into=given, backend=way, **options)
-        guarded.assert_untouched()
-        return
     with nothing_left_behind():
         found = relayout.load(converted, 1, into=given, backend=way, **options)
     assert list(found) == list(stored)
@@ -197,11 +198,11 @@ def test_what_names_asks_for_beside_comes_in_memory_of_its_own(
     assert relayout.load(converted, 1, into={}, backend=way) == {}
 
 
+@by_two_ways
 @pytest.mark.filterwarnings("ignore:.*plain checkpoint")
 def test_a_plain_folder_is_cut_into_given_tensors(model: Path, stored: dict[str, torch.Tensor], way: str) -> None:
-    makers = [MAKERS["fused"]] if way == "mapped" else [MAKERS["odd address"], MAKERS["fused"]]
     some = {name: tensor for name, tensor in stored.items() if tensor.dim() == 2}
-    for make in makers:
+    for make in (MAKERS["odd address"], MAKERS["fused"]):
         guarded = Guarded(some, make)
         relayout.load(model, 1, tp=2, into=guarded.tensors, backend=way)
         guarded.assert_filled(some)
@@ -274,11 +275,8 @@ def test_a_request_that_makes_no_sense_touches_nothing(
     others.assert_untouched()
 
 
-@pytest.mark.parametrize(
-    ("way", "make"),
-    [(way, make) for way in WAYS for make in ("contiguous", "transposed") if (way, make) != ("mapped", "contiguous")],
-    indirect=["way"],
-)
+@by_two_ways
+@pytest.mark.parametrize("make", ["contiguous", "transposed"])
 def test_verify_finds_damage(
     converted: Path, stored: dict[str, torch.Tensor], tmp_path: Path, way: str, make: str
 ) -> None:
@@ -394,7 +392,6 @@ def test_damage_that_can_be_known_before_leaves_all_tensors_as_they_were(
         others.assert_untouched()
 
 
-@not_mapped
 def test_whoever_is_interrupted_has_tensors_that_no_thread_writes_to(
     converted: Path, stored: dict[str, torch.Tensor], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

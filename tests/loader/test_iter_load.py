@@ -20,6 +20,7 @@ from support.loader_fixtures import (
     LITTLE,
     MEASURE,
     MIB,
+    WAYS,
     assert_equal,
     by_two_ways,
     child,
@@ -38,8 +39,27 @@ from relayout.loader.backends import arena
 from relayout.loader.backends.arena import HUGE_PAGE
 from relayout.loader.backends.files import Sources
 
+FEW = {"memory": LITTLE, "threads": 1, "verify": True}
 
-@pytest.mark.parametrize("options", [{}, {"memory": LITTLE}, {"memory": LITTLE, "threads": 1, "verify": True}])
+
+@pytest.fixture(scope="module")
+def stored(wide: Path) -> dict[str, torch.Tensor]:
+    """What the files of `wide` hold."""
+    return whole_tensors(wide)
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        *((way, {"memory": LITTLE}) for way in WAYS),
+        *(
+            (way, options)
+            for way in ("auto", "gds")
+            for options in ({}, {"memory": LITTLE, "threads": 1, "verify": True})
+        ),
+    ],
+    indirect=["way"],
+)
 def test_tensors_come_in_file_order_and_are_equal_to_numpy_slices(
     model: Path, converted: Path, way: str, options: dict[str, Any]
 ) -> None:
@@ -172,7 +192,7 @@ def content(kept: Any) -> bytes:
 
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=list(KEEPERS))
 def test_memory_of_which_anything_is_kept_is_not_used_again(
-    wide: Path, keep: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
+    wide: Path, stored: dict[str, torch.Tensor], keep: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocated = []
     true_allocate = arena.allocate
@@ -182,7 +202,6 @@ def test_memory_of_which_anything_is_kept_is_not_used_again(
         return true_allocate(nbytes)
 
     monkeypatch.setattr(arena, "allocate", allocate)
-    stored = whole_tensors(wide)
     kept = {}
     for number, (name, tensor) in enumerate(relayout.iter_load(wide, 0, memory=2 * IN_FLIGHT)):
         if number % 4 == 1:
@@ -199,16 +218,20 @@ def test_memory_of_which_anything_is_kept_is_not_used_again(
             assert content(one) == content(keep(stored[name]))
 
 
-def test_who_keeps_everything_and_is_slow_gets_everything(wide: Path, way: str) -> None:
+@by_two_ways
+def test_who_keeps_everything_and_is_slow_gets_everything(
+    wide: Path, stored: dict[str, torch.Tensor], way: str
+) -> None:
     kept = {}
     for name, tensor in relayout.iter_load(wide, 0, backend=way, memory=IN_FLIGHT):
         time.sleep(0.005)
         kept[name] = tensor
-    assert_equal(kept, whole_tensors(wide))
+    assert_equal(kept, stored)
 
 
-@pytest.mark.parametrize("nbytes", [MIB + 3, 5 * MIB + 4096, 12 * MIB])
-@by_two_ways
+@pytest.mark.parametrize(
+    ("way", "nbytes"), [("auto", MIB + 3), ("auto", 12 * MIB), ("gds", 5 * MIB + 4096)], indirect=["way"]
+)
 def test_memory_that_is_too_little_is_refused_with_a_number_that_will_do(tmp_path: Path, way: str, nbytes: int) -> None:
     sizes = {"small": (torch.uint8, (7,)), "largest": (torch.uint8, (nbytes,)), "other": (torch.uint8, (90,))}
     relayout.convert(write_model(tmp_path / "source", sizes), tmp_path / "out")
@@ -225,6 +248,7 @@ def test_memory_that_is_too_little_is_refused_with_a_number_that_will_do(tmp_pat
     assert_equal(dict(relayout.iter_load(tmp_path / "out", 0, backend=way, memory=int(number) + 12345)), stored)
 
 
+@by_two_ways
 def test_iterators_at_once_do_not_disturb_each_other(wide: Path, converted: Path, way: str) -> None:
     stored = [whole_tensors(wide), whole_tensors(converted, "model-rank-0-*"), whole_tensors(wide)]
     with nothing_left_behind():
@@ -262,8 +286,17 @@ def leave_by_error(iterator: Any) -> None:
         raise ZeroDivisionError("of the caller")
 
 
-@pytest.mark.parametrize(("how", "count"), [("close", 0), ("close", 5), ("del", 1), ("error", 2)])
-def test_an_iterator_that_is_left_gives_everything_back(wide: Path, way: str, how: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "how", "count"),
+    [
+        *((way, "close", 5) for way in WAYS),
+        *((way, *left) for way in ("auto", "gds") for left in (("close", 0), ("del", 1), ("error", 2))),
+    ],
+    indirect=["way"],
+)
+def test_an_iterator_that_is_left_gives_everything_back(
+    wide: Path, stored: dict[str, torch.Tensor], way: str, how: str, count: int
+) -> None:
     with nothing_left_behind():
         iterator: Any = relayout.iter_load(wide, 0, backend=way, memory=IN_FLIGHT)
         kept = dict(next(iterator) for _ in range(count))
@@ -275,10 +308,10 @@ def test_an_iterator_that_is_left_gives_everything_back(wide: Path, way: str, ho
                 leave_by_error(iterator)
         del iterator
         gc.collect()
-    stored = whole_tensors(wide)
     assert_equal(kept, {name: stored[name] for name in list(stored)[:count]})
 
 
+@by_two_ways
 def test_verify_finds_damage_when_the_tensor_would_come(converted: Path, tmp_path: Path, way: str) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "copy"))
     stored = whole_tensors(folder, "model-rank-1-*")
@@ -328,7 +361,7 @@ def read(self, *rest):
 
 iterator = relayout.iter_load(sys.argv[1], 0, memory=2**21, threads=2)
 next(iterator)
-time.sleep(0.5)  # What may be read ahead has been read.
+time.sleep(0.2)  # What may be read ahead has been read.
 Sources.read = read
 while not reading.wait(0.1):  # What has been used up makes room to read ahead.
     next(iterator)

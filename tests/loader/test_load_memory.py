@@ -47,7 +47,8 @@ LIMITED = """
 import json, resource, sys, threading
 from pathlib import Path
 import relayout
-from relayout.loader.backends import host, mapped
+from relayout.loader import mapped
+from relayout.loader.backends import host
 
 MIB = 2**20
 folder = sys.argv[1]
@@ -69,11 +70,14 @@ def load(**options):
 def iterate(**options):
     return dict(relayout.iter_load(folder, 0, **options))
 
+def map_all():
+    relayout.open(folder, 0).close()
+
 found = []
 sums = {name: int(tensor.sum()) for name, tensor in load(backend="buffered").items()}
 for module, name, nbytes, call, options in (
     (host, "allocate", 4 * MIB, load, {}),
-    (mapped, "allocate", 4 * MIB, load, {"backend": "mapped"}),
+    (mapped, "allocate", 4 * MIB, map_all, {}),
     (host, "allocate", 4 * MIB, load, {"verify": True}),
     (host, "allocate", 4 * MIB, load, {"tp": 1}),
     (host, "ArenaPool", 4 * MIB, iterate, {}),
@@ -168,8 +172,10 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 DEVICE_CALLS = ("load", "load into", "iter_load")
 
 
-@pytest.mark.parametrize("method", ["send", "buffer", "settle"])
-@pytest.mark.parametrize("name", DEVICE_CALLS)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*(("load", method) for method in ("send", "buffer", "settle")), ("load into", "send"), ("iter_load", "settle")],
+)
 def test_copies_and_events_that_fail_are_told_as_the_device_does(
     lanes: Lanes,
     name: str,

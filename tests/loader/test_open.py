@@ -128,21 +128,21 @@ def test_on_another_device_tensors_are_copies(converted: Path) -> None:
 
 
 def test_bytes_are_read_when_they_are_used(tmp_path: Path) -> None:
-    sizes = {f"t.{n:02}": (torch.uint8, (4 * MIB // 4096 + n, 4096)) for n in range(16)}
+    sizes = {f"t.{n:02}": (torch.uint8, (4 * MIB // 4096 + n, 4096)) for n in range(10)}
     relayout.convert(write_model(tmp_path / "source", sizes), tmp_path / "out")
     script = (
         MEASURE
         + """
 folder = sys.argv[1]
 with relayout.open(folder, 0) as opened:
-    opened.get_tensor("t.15").sum(), opened.get_slice("t.15")[3:5]  # What is imported is read, too.
+    opened.get_tensor("t.09").sum(), opened.get_slice("t.09")[3:5]  # What is imported is read, too.
 forget(folder)
 del opened
 found = []
 start = drive_nbytes()
 opened = relayout.open(folder, 0)
 found.append(drive_nbytes() - start)
-tensor = opened.get_tensor("t.08")
+tensor = opened.get_tensor("t.05")
 found.append(drive_nbytes() - start)
 found.append(int(tensor.sum()))
 found.append(drive_nbytes() - start)
@@ -150,13 +150,13 @@ del tensor, opened
 forget(folder)
 opened = relayout.open(folder, 0)
 start = drive_nbytes()
-part = opened.get_slice("t.08")[700:704, 5:9]
+part = opened.get_slice("t.05")[700:704, 5:9]
 found += [int(part.sum()), drive_nbytes() - start]
 print(json.dumps(found))
 """
     )
     opening, having, total, using, part_total, part = child(script, tmp_path / "out")
-    stored = whole_tensors(tmp_path / "out")["t.08"]
+    stored = whole_tensors(tmp_path / "out")["t.05"]
     assert (total, part_total) == (int(stored.sum()), int(stored[700:704, 5:9].sum()))
     skip_unless_drives_are_counted(using)
     assert opening <= having <= MIB
@@ -164,7 +164,7 @@ print(json.dumps(found))
     assert stored.nbytes <= using - having <= stored.nbytes + 3 * readahead(tmp_path)
     assert 0 < part <= 5 * 4096 + 3 * readahead(tmp_path)
     (file,) = rank_files(tmp_path / "out", 0)
-    assert len(extents(file)) == 16
+    assert len(extents(file)) == 10
 
 
 # Any rank: as stored, at another degree or plain.

@@ -123,7 +123,7 @@ def test_requests_of_an_earlier_step_do_not_count() -> None:
 def test_a_load_from_slow_storage_has_more_in_flight_than_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int | None
 ) -> None:
-    """Requests take a fifth of a second each, whatever their size and number."""
+    """Requests take an eighth of a second each, whatever their size and number."""
     folder = tmp_path / "folder"
     relayout.convert(write_model(tmp_path / "source", {"weight": (torch.uint8, (48 * MIB,))}), folder)
     lock, flying, sizes = threading.Lock(), [0], list[tuple[int, int]]()
@@ -133,7 +133,7 @@ def test_a_load_from_slow_storage_has_more_in_flight_than_at_first(
         with lock:
             flying[0] += 1
             sizes.append((flying[0], view.nbytes))
-        time.sleep(0.2)
+        time.sleep(0.125)
         true_read(self, file, offset, view)
         with lock:
             flying[0] -= 1

@@ -117,7 +117,7 @@ def test_chunks_bring_every_byte_of_the_reads_to_its_place_and_touch_no_other(ca
 
 
 @given(cases())
-def test_requests_are_aligned_and_no_larger_than_they_may_be(case: Case) -> None:
+def test_requests_are_aligned_no_larger_than_they_may_be_and_one_where_they_touch_and_fit(case: Case) -> None:
     for chunk in case.chunks():
         assert chunk.extent.offset % case.alignment == chunk.extent.nbytes % case.alignment == 0
         assert chunk.extent.nbytes > 0
@@ -127,6 +127,12 @@ def test_requests_are_aligned_and_no_larger_than_they_may_be(case: Case) -> None
         else:
             assert chunk.arena_offset % case.alignment == 0
             assert chunk.extent.nbytes <= case.chunk_nbytes
+    for one, other in pairwise(case.chunks()):
+        if one.arena_offset is None and other.arena_offset is None and one.file == other.file:
+            first, then = one.extent, other.extent
+            # At most a block is in both: reads that go back in a file are not looked for.
+            touches = first.end - case.alignment <= then.offset <= first.end and first.offset <= then.offset
+            assert not (touches and then.end - first.offset <= case.bounce_nbytes)
 
 
 @given(cases())
@@ -146,16 +152,6 @@ def test_what_is_requested_and_not_wanted_is_edges_of_blocks_and_gaps_of_strided
     for chunk in case.chunks():
         mask = allowed[chunk.file] if chunk.arena_offset is None else exactly[chunk.file]
         assert mask[chunk.extent.offset : chunk.extent.end].all()
-
-
-@given(cases())
-def test_requests_that_touch_and_fit_one_buffer_are_one(case: Case) -> None:
-    for one, other in pairwise(case.chunks()):
-        if one.arena_offset is None and other.arena_offset is None and one.file == other.file:
-            first, then = one.extent, other.extent
-            # At most a block is in both: reads that go back in a file are not looked for.
-            touches = first.end - case.alignment <= then.offset <= first.end and first.offset <= then.offset
-            assert not (touches and then.end - first.offset <= case.bounce_nbytes)
 
 
 @given(cases())

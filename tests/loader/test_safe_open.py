@@ -144,7 +144,7 @@ def indices(draw: st.DrawFn, shape: torch.Size) -> Any:
     return (*first, ..., *last) if num_last or draw(st.booleans()) else tuple(first)
 
 
-SLICED = ["llama", "phi3", "gpt2_hub", "bloom", "gpt_oss_mxfp4", "llama4_text", "qwen3_next", "deepseek_v3", "awq"]
+SLICED = ["llama", "phi3", "gpt2_hub", "gpt_oss_mxfp4", "qwen3_next"]
 
 
 @pytest.mark.parametrize("name", grouped(SLICED))

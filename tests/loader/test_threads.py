@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 NUM_THREADS = 8
-ROUNDS = 5
+ROUNDS = 3
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def refused(kind: type[Exception], message: str) -> Iterator[None]:
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source of so many tensors that a rank's table takes a while; converted beside it for eight ranks."""
     folder = tmp_path_factory.mktemp("many")
-    sizes = {f"model.layers.{n}.mlp.gate_proj.weight": (torch.int16, (8, 4)) for n in range(1500)}
+    sizes = {f"model.layers.{n}.mlp.gate_proj.weight": (torch.int16, (8, 4)) for n in range(600)}
     sizes["model.layers.0.mlp.down_proj.weight"] = (torch.int16, (6, 64))
     sizes["model.norm.weight"] = (torch.int16, (33,))
     relayout.convert(write_model(folder / "source", sizes), folder / "out", tp=8)
@@ -94,7 +94,7 @@ def test_slices_that_threads_read_from_one_safe_open_are_the_sources_and_each_ta
 @pytest.mark.usefixtures("hasty")
 def test_whole_tensors_that_threads_read_from_one_safe_open_are_the_sources(many: Path) -> None:
     stored = whole_tensors(many.parent / "source")
-    names = [*list(stored)[:: len(stored) // 13], "model.layers.0.mlp.down_proj.weight", "model.norm.weight"]
+    names = [*list(stored)[:: len(stored) // 6], "model.layers.0.mlp.down_proj.weight", "model.norm.weight"]
     with relayout.safe_open(many) as opened:
 
         def read(number: int) -> dict[str, torch.Tensor]:
@@ -142,10 +142,9 @@ def test_who_reads_while_another_thread_closes_gets_the_tensor_or_is_told(
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("name", ["auto", "mapped"])
-def test_threads_that_share_an_iterator_get_each_tensor_once_or_an_error(converted: Path, name: str) -> None:
+def test_threads_that_share_an_iterator_get_each_tensor_once_or_an_error(converted: Path) -> None:
     stored = whole_tensors(converted, "model-rank-1-*")
-    iterator = relayout.iter_load(converted, 1, backend=name, memory=LITTLE)
+    iterator = relayout.iter_load(converted, 1, memory=LITTLE)
 
     def take(number: int) -> list[tuple[str, torch.Tensor]]:
         mine = []

@@ -35,7 +35,7 @@ NOT_FOR_LOADS = {
     "relayout.format.source_record",
     "relayout.loader.backends.cuda",
     "relayout.loader.backends.cufile",
-    "relayout.loader.backends.mapped",
+    "relayout.loader.mapped",
     "relayout.loader.diagnose.explain",
     "relayout.loader.group.assign",
     "relayout.loader.group.collectives",

@@ -24,7 +24,6 @@ from relayout.loader.backends.digests import Checks
 from relayout.loader.budgets import Budget
 from relayout.loader.sources.columns import TensorColumns
 from relayout.loader.sources.stored import StoredFile
-from relayout.storage.protocols import Refusal
 
 UNTOUCHED = 0xEE
 GUARD = 64
@@ -33,13 +32,6 @@ SMALL = Budget(3, 3 * 64 * 1024)
 """So that small files take many requests."""
 SIZES = (300_001, 16 * BLOCK, 9 * MIB + 777)
 """Bytes of the stored files."""
-
-
-def kinds(name: str) -> list[str]:
-    """The kinds of memory that a backend fills."""
-    found = REGISTRY[name](Request("cpu", (), is_by_name=True))
-    wraps = isinstance(found, Refusal) or not isinstance(found.backend.wrap([]), Refusal)
-    return ["arena", "scattered"] if wraps else ["arena"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,6 @@ class Target:
         if self.kind == "arena":
             return Ground(arena, positions, space, expected, places)
         memory = backend.wrap([whole[place] for place in places])
-        assert not isinstance(memory, Refusal)
         return Ground(memory, memory.offsets, space, expected, places)
 
     def fill(self, ground: Ground, pieces: Sequence[Piece], **options: Any) -> ReadJob:

@@ -97,12 +97,11 @@ CALLS: Mapping[str, Callable[[Path, str, Tensors], None]] = {
 }
 TRIALS = [
     *((way, "load") for way in OWN if way not in ("direct", "pinned")),
-    *(("auto", call) for call in CALLS if call not in ("load", "load names", "open")),
-    *(("mapped", call) for call in ("iter_load", "open")),
-    *(("gds", call) for call in ("load into", "iter_load")),
+    *(("auto", call) for call in CALLS if call not in ("load", "load names")),
+    ("gds", "iter_load"),
 ]
 """Every call by one backend, and every backend that has code of its own for a call; "direct" and "pinned" are parts of
-"auto" and "gds". What each backend does about its files alone, test_backends.py tests."""
+"auto" and "gds". What each backend does about its files alone, into either kind of memory, test_backends.py tests."""
 
 
 class Faults:

@@ -207,7 +207,6 @@ def _member(folder: Path, number: int) -> None:
     case("another conversion", str(folder / "foreign") if number == 2 else out)
     case("plain", str(folder / "source"), tp=2, by=stream)
     case("no such rank", rank=7 if number == 1 else 1)
-    case("mapped", out, backend="mapped")
     case("bad option", threads=0 if number == 3 else None)
     case("bad progress", progress="a bar" if number == 2 else None)
     fault_of(2, after=4, times=None, error=failure)
@@ -222,7 +221,6 @@ def _member(folder: Path, number: int) -> None:
     case("streamed, some", by=stream, names="**.0.mlp.**")
     case("streamed, another rank", rank=number // 3, by=stream)
     case("streamed, verified by one", by=stream, verify=number == 0)
-    case("streamed, mapped", out, by=stream, backend="mapped")
     case("streamed, bad option", by=stream, memory="1" if number == 1 else None)
     check_same = sharing._check_same
     if number == 2:

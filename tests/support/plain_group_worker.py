@@ -87,7 +87,6 @@ def _member(folder: Path, number: int) -> None:
     case("other names", together, wide, names="**.norm.weight" if number == 2 else None)
     case("no such rank", together, wide, 7 if number == 1 else number)
     case("verify", together, wide, verify=True)
-    case("mapped", together, wide, backend="mapped")
     case("meta", together, wide, device="meta")
     case("into", together, wide, into={"model.norm.weight": torch.empty(0)})
     case("streamed", stream, wide, number, tp=NUM_MEMBERS, group=dist.group.WORLD)

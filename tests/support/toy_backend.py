@@ -32,10 +32,6 @@ class ToyArena:
     def span(self, offset: int, nbytes: int) -> memoryview:
         return memoryview(self._memory)[self._start + offset : self._start + offset + nbytes]
 
-    @property
-    def whole(self) -> memoryview:
-        return self.span(0, self._nbytes)
-
     def tensor(self) -> torch.Tensor:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=max(1, self._nbytes), offset=self._start)
 

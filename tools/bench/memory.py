@@ -26,7 +26,7 @@ from relayout.benchmark.run import Died, load_together
 TP, RANK = 8, 3
 BEYOND_NBYTES = 256 * 2**20
 PEERS = (
-    *("relayout", "relayout_direct", "relayout_buffered", "relayout_mapped", "relayout_plain"),
+    *("relayout", "relayout_direct", "relayout_buffered", "relayout_plain"),
     *("get_slice", "load_file", "load_file_pread", "threads", "map_populate", "runai", "fastsafetensors"),
 )
 

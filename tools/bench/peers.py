@@ -165,7 +165,7 @@ LOADERS: dict[str, Loader] = {
             title=f"relayout, {backend}",
             devices=(),
         )
-        for backend in ("direct", "buffered", "mapped")
+        for backend in ("direct", "buffered")
     },
     "load_file": _KNOWN["load_file"],
     "load_file_pread": replace(

@@ -161,8 +161,6 @@ def test_each_degree_that_cuts_no_block_group_or_word_is_accepted_and_a_refusal_
 ) -> None:
     source, accepted = read_source(conversions.source(name)), fitting(name)
     assert 2 in accepted
-    for degree in accepted:
-        plan_for(source, degree)
     shapes = {tensor.name: tensor.shape for tensor in source.tensors}
     refused = next(degree for degree in (3, 16) if degree not in accepted)
     with pytest.raises(PlanError) as caught:

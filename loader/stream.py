@@ -232,7 +232,9 @@ def _stream(
         bound = min(group.all_gather(bound))  # All need the same batches, on machines that are not alike, too.
     arena_nbytes = bound // _NUM_BATCHES
     parts = list(_plan_batches(contents, arena_nbytes * 3 // 4))  # Alignment wastes some.
-    rounds = None if sharing is None else [sharing.round(part.layout.reads, part.start) for part in parts]
+    rounds = None
+    if sharing is not None:
+        rounds = [sharing.round(sharing.portions(part.layout.reads, part.start)) for part in parts]
     reads = [part.layout.reads for part in parts] if rounds is None else [each.reads for each in rounds]
     offsets = [offset for part in parts for offset in part.layout.offsets]
     stop = Stop()
@@ -259,7 +261,7 @@ def _stream(
                 if group is not None and rounds is not None:
                     group.broadcast(rounds[index].within(memory, part.start))
                     assert sharing is not None
-                    sharing.prove(part.layout.reads, rounds[index], memory, part.start, budget.threads)
+                    sharing.prove(part.layout.reads, [rounds[index]], memory, part.start, budget.threads)
                 views = make_views(to_device(memory, options.device), part.tensors)
                 del memory
                 done += part.nbytes

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import relayout
+from relayout.storage.memory import peak_nbytes, proc_nbytes
 
 NUM_PROCESSES, TP = 4, 8
 
@@ -112,21 +113,16 @@ def measured(work: Callable[[Path], None], target: Path) -> dict[str, float]:
 
     distributed.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
-    before, started, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+    before, started, cpu = proc_nbytes("self/status", "VmRSS") or 0, time.perf_counter(), time.process_time()
     written = written_nbytes()
     work(target)
     os.sync()
     return {
         "wall_s": time.perf_counter() - started,
         "cpu_s": time.process_time() - cpu,
-        "peak_nbytes": memory("VmHWM") - before,
+        "peak_nbytes": peak_nbytes() - before,
         "written_nbytes": written_nbytes() - written,
     }
-
-
-def memory(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def written_nbytes() -> int:

@@ -22,8 +22,8 @@ def prove_received(
     reads: Sequence[Read],
     rounds: Sequence[Round],
     memory: memoryview,
-    start: int = 0,
-    num_threads: int = 1,
+    start: int,
+    num_threads: int,
 ) -> None:
     """Prove what others have read; what this member has read is proven already, as its files prove what they read.
 

@@ -32,23 +32,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Assigns what is streamed."""
+    """How the members of a group share the reads of a rank."""
 
     group: Group
+    what: str
+    """What is loaded, for a person."""
+    files: tuple[StoredFile, ...]
+    """Which prove the chunks that are read of them, if that is asked for."""
     grids: Sequence[Grid]
-    """Of each file."""
-    files: tuple[StoredFile, ...] = ()
-    """Those that prove what others have read; none: it is believed."""
+    """Where each file is best cut."""
+    kind: str
+    """Of the device."""
+    believes_none: bool
+    """Whether each member proves what others have read: the checkpoint is signed."""
 
-    def round(self, reads: Sequence[Read], start: int) -> Round:
+    @staticmethod
+    def of(group: Group, source: RankSource, files: tuple[StoredFile, ...], options: Options) -> Sharing:
+        """Share the reads of a source's files.
+
+        Raises:
+            PlanError: they are a plain checkpoint's.
+        """
+        proofs = [file.proof for file in files if file.proof is not None]
+        if len(proofs) < len(files):
+            why = "group: iter_load shares converted checkpoints only: convert it, or use load"
+            raise PlanError(why, path=str(source.store), code="unsupported")
+        believes_none = isinstance(source.store, TrustedStore)
+        grids = [Grid()] * len(files)
+        if options.verify or believes_none:
+            files = tuple(file.proven() for file in files)
+            grids = [Grid(proof.data_start, proof.chunk_nbytes) for proof in proofs]
+        what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {options.kind}"
+        what = f"{what}, signed" if believes_none else what
+        what = f"{what}, verified" if options.verify else what
+        return Sharing(group, what, files, grids, options.kind, believes_none)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether members send each other what they read: what must be proven arrives in host memory, or is not."""
+        return not self.believes_none or self.kind == "cpu"
+
+    def portions(self, reads: Sequence[Read], start: int = 0) -> tuple[Portion, ...]:
         """Who reads what of the reads that fill the arena from an offset on."""
-        return Round(self.group.index, assign_reads(reads, self.group.num_members, self.grids, start=start))
+        return assign_reads(reads, self.group.num_members, self.grids, start=start)
 
-    def prove(self, reads: Sequence[Read], shared: Round, memory: torch.Tensor, start: int, num_threads: int) -> None:
-        """Prove what others have read, where that is wanted; see `received.prove_received`."""
-        if self.files:
+    def round(self, portions: Sequence[Portion]) -> Round:
+        """Portions that are read at the same time."""
+        return Round(self.group.index, tuple(portions))
+
+    def prove(
+        self, reads: Sequence[Read], rounds: Sequence[Round], memory: torch.Tensor, start: int, num_threads: int
+    ) -> None:
+        """Prove what others have read, where that is wanted; see `received.prove_received`. All members call this."""
+        if self.believes_none:
             with self.group.collective():
-                prove_received(self.files, reads, [shared], memory.numpy().data, start, num_threads)
+                prove_received(self.files, reads, rounds, memory.numpy().data, start, num_threads)
+
+    def identity(self, *others: object) -> tuple[str, str]:
+        """What is loaded, and a digest of the files and of all else that members must have in common."""
+        named = [(file.name, file.nbytes, file.proof and file.proof.content) for file in self.files]
+        return self.what, digest_hex(repr((named, self.kind, self.believes_none, others)).encode())
 
 
 def stream_together(
@@ -67,14 +110,13 @@ def stream_together(
     try:
         with error_hints(), group.collective():
             source, contents, options = prepare()
-            files, grids = _provable(source, contents.files, options)
+            sharing = Sharing.of(group, source, contents.files, options)
             digests = None if options.verify else contents.digests  # By chunks: each member has only parts of tensors.
-            contents = replace(contents, files=files, digests=digests)
-            proving = files if _believes_none(source) else ()
-            tensors = stream(contents, options, Sharing(group, grids, proving) if _shares(source, options) else None)
+            contents = replace(contents, files=sharing.files, digests=digests)
+            tensors = stream(contents, options, sharing if sharing.is_sent else None)
             columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
-            mine = _what(source, options), _identity(files, columns, grids, options.kind, _believes_none(source))
-        _check_same(group, mine)
+            identity = sharing.identity(columns, sharing.grids)
+        _check_same(group, identity)
         yield from tensors
         group.is_over = True
     except BaseException as error:
@@ -104,30 +146,29 @@ def load_together(
 
             mine = exchange.identity_of(source, names, options)
         else:
-            files, grids = _provable(source, plan.files, options)
-            choice, budget = options.choose(files)
-            portions = assign_reads(plan.reads, group.num_members, grids)
-            mine = (
-                _what(source, options),
-                _identity(files, plan.arena_nbytes, portions, options.kind, _believes_none(source)),
-            )
+            sharing = Sharing.of(group, source, plan.files, options)
+            choice, budget = options.choose(sharing.files)
+            portions = sharing.portions(plan.reads)
+            mine = sharing.identity(plan.arena_nbytes, portions)
     _check_same(group, mine)
-    if not _shares(source, options):
-        with group.collective():
-            return load_arena(plan, options)
     if source.is_plain:
         return exchange.load_exchanged(source, plan, names, options, group)
+    if not sharing.is_sent:
+        with group.collective():
+            return load_arena(plan, options)
     arena: Arena[Any] | None = None
     running: RunningJob | None = None
     stop = Stop()
     try:
         with reporting(options.progress, "loading", plan.nbytes) as report:
-            rounds = _rounds(portions, group)
+            size = group.num_members
+            rounds = [sharing.round(portions[first : first + size]) for first in range(0, len(portions), size)]
             counter = PartCounter([each.portions[0].start for each in rounds], [each.nbytes for each in rounds], stop)
             with group.collective():
                 arena = choice.backend.allocate(plan.arena_nbytes)
                 reads = tuple(read for each in rounds for read in each.reads)
-                running = choice.backend.start(arena, ReadJob(files, reads, budget, None, counter.count, stop))
+                job = ReadJob(sharing.files, reads, budget, None, counter.count, stop)
+                running = choice.backend.start(arena, job)
                 base = arena.tensor()
             done = 0
             for index, each in enumerate(rounds):
@@ -138,10 +179,9 @@ def load_together(
                 group.broadcast(each.within(base))
                 done += sum(portion.nbytes for portion in each.portions)
                 report(done)
+            sharing.prove(plan.reads, rounds, base, 0, budget.threads)
             with group.collective():
                 running.join()
-                if _believes_none(source):
-                    prove_received(files, plan.reads, rounds, base.numpy().data, num_threads=budget.threads)
                 return make_views(to_device(base, options.device), plan.tensors())
     except BaseException as error:
         if running is not None:
@@ -150,54 +190,6 @@ def load_together(
         if arena is not None and not group.is_broken:
             arena.discard()
         raise
-
-
-def _rounds(portions: Sequence[Portion], group: Group) -> list[Round]:
-    """Portions that all members read at the same time, one each."""
-    size = group.num_members
-    return [Round(group.index, tuple(portions[first : first + size])) for first in range(0, len(portions), size)]
-
-
-def _believes_none(source: RankSource) -> bool:
-    """Whether each member proves what others have read."""
-    return isinstance(source.store, TrustedStore)
-
-
-def _shares(source: RankSource, options: Options) -> bool:
-    """Whether members send each other what they read: what must be proven arrives in host memory, or is not sent."""
-    return not _believes_none(source) or options.kind == "cpu"
-
-
-def _provable(
-    source: RankSource, files: tuple[StoredFile, ...], options: Options
-) -> tuple[tuple[StoredFile, ...], Sequence[Grid]]:
-    """The files, whose chunks are proven when they are read if that is asked for, and where each is best cut.
-
-    Raises:
-        PlanError: they are a plain checkpoint's.
-    """
-    if source.is_plain:
-        raise PlanError(
-            "group: iter_load shares converted checkpoints only: convert it, or use load",
-            path=str(source.store),
-            code="unsupported",
-        )
-    proofs = [file.proof for file in files if file.proof is not None]
-    if not options.verify and not _believes_none(source):
-        return files, [Grid()] * len(files)
-    return tuple(file.proven() for file in files), [Grid(proof.data_start, proof.chunk_nbytes) for proof in proofs]
-
-
-def _what(source: RankSource, options: Options) -> str:
-    what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {options.kind}"
-    what = f"{what}, signed" if _believes_none(source) else what
-    return f"{what}, verified" if options.verify else what
-
-
-def _identity(files: Sequence[StoredFile], *others: object) -> str:
-    """A digest of files and of all else that members must have in common."""
-    named = [(file.name, file.nbytes, file.proof and file.proof.content) for file in files]
-    return digest_hex(repr((named, others)).encode())
 
 
 def _check_same(group: Group, mine: tuple[str, str]) -> None:

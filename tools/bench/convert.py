@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from bench.drive import direct_read, files_of, fio_mixed, total_nbytes
 from relayout.benchmark.machine import prepare
+from relayout.storage.memory import proc_nbytes
 
 
 def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
@@ -90,10 +90,8 @@ def _run(command: list[str]) -> int:
     peak = 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         # Not ru_maxrss, which begins with the size of the process that forks.
-        status = Path(f"/proc/{process.pid}/status")
         while process.poll() is None:
-            found = re.search(r"VmHWM:\s*(\d+)", status.read_text())
-            peak = max(peak, int(found[1]) * 1024) if found else peak
+            peak = max(peak, proc_nbytes(f"{process.pid}/status", "VmHWM") or 0)
             time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")

@@ -1,16 +1,20 @@
-"""`relayout convert --unit K/N` and `--commit`, as processes of an array use them."""
+"""`relayout convert --unit K/N` and `--commit`, as the jobs of an array use them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from support.loader_fixtures import mlp_model
-from support.prestarted import run as cli
 from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
+
+
+def cli(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
 
 
 def test_units_are_converted_apart_and_published_by_commit(tmp_path: Path) -> None:
@@ -21,7 +25,7 @@ def test_units_are_converted_apart_and_published_by_commit(tmp_path: Path) -> No
     done = json.loads(cli(*words, "--unit", "0/2", "--json").stdout)
     assert ([one["unit"] for one in done["units"]], done["num_units"]) == ([0, 2], 3)
     refused = cli(*words, "--commit")
-    assert (refused.returncode, "1 of 3 units are not done: 1" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "1 of 3 units are not done: 1" in refused.stderr) == (2, True)
     assert "done unit 1 of 3" in cli(*words, "--unit", "1/2").stdout
     assert "nothing to do" in cli(*words, "--unit", "3/4").stdout
     assert cli(*words, "--commit").stdout.startswith("published ")
@@ -31,7 +35,7 @@ def test_units_are_converted_apart_and_published_by_commit(tmp_path: Path) -> No
 def test_a_share_of_units_is_k_of_n_and_is_not_published(tmp_path: Path) -> None:
     words = ["convert", str(mlp_model(tmp_path / "source")), "--tp", "2", "--unit"]
     for share in ("7", "7/7", "8/7", "-1/7", "a/b", "1/2/3", "", "1/0"):
-        refused = CliRunner().invoke(app, [*words, share])
+        refused = cli(*words, share)
         assert (refused.exit_code, "expected K/N with K from 0 to N - 1" in refused.stderr) == (2, True), share
-    refused = CliRunner().invoke(app, [*words, "0/1", "--commit"])
+    refused = cli(*words, "0/1", "--commit")
     assert (refused.exit_code, "run --commit separately" in refused.stderr) == (2, True)

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from relayout.cli.streams import abandon
+from relayout.cli.tables import UNBROKEN_SPACE, Column, table
 from relayout.errors import escape_controls
 from relayout.progress import Progress
-from relayout.tables import UNBROKEN_SPACE, Column, table
 
 _MAX_ROWS, _MAX_LINES = 60, 20
 """Rows of a table, and lines of a listing, that are printed without --verbose."""

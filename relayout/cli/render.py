@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from relayout.cli.console import Block, Line, Listing, Table
+from relayout.cli.tables import Column, unbroken
 from relayout.commands.inspect import Inspection
 from relayout.core.arguments import ranks_text
 from relayout.core.patterns import collapse_numbers
 from relayout.errors import escape_controls
 from relayout.storage.stores import scheme_of
-from relayout.tables import Column, unbroken
 
 if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench

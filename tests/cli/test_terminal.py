@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
-from relayout.tables import Column, shortened, table, unbroken
+from relayout.cli.tables import Column, shortened, table, unbroken
 
 pytestmark = pytest.mark.documents
 

@@ -6,7 +6,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "core": (),
     "progress": (),
-    "tables": (),
     "results": (),
     "format": ("core",),
     "storage": ("core", "format"),
@@ -28,7 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "transformers": ("saving", "engines"),
     "clusters": ("progress", "conversion", "commands"),
     "cli": (
-        *("core", "progress", "tables", "format", "storage", "plans", "observe", "conversion"),
+        *("core", "progress", "format", "storage", "plans", "observe", "conversion"),
         *("commands", "loader", "benchmark", "html_report", "clusters"),
     ),
 }

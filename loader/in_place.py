@@ -15,9 +15,8 @@ from relayout.checkpoint.converted import check_present, check_rank
 from relayout.checkpoint.delta import Changes, read_deltas
 from relayout.checkpoint.trust import refuse_deltas
 from relayout.core.arguments import integer
-from relayout.core.coalesce import split
 from relayout.core.digests import digest_hex
-from relayout.core.extents import Extent
+from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError, PlanError
 from relayout.format.chunks import chunks_over

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from relayout.core.coalesce import coalesce, split
-from relayout.core.extents import Extent, Transfer, align_down, align_up
+from relayout.core.extents import Extent, Transfer, align_down, align_up, coalesce, split
 from relayout.format.index import Read
 from relayout.storage.protocols import RequestCost
 

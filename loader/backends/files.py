@@ -15,7 +15,7 @@ from relayout.loader.budgets import local_world_size
 from relayout.loader.sources.stored import StoredFile, check_hole
 from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file, populate, unmap
-from relayout.storage.local.holes import holes
+from relayout.storage.local.files import holes
 from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
 from relayout.storage.protocols import Access, Closable, ReadableFile
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 
-from relayout.core.coalesce import split
-from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.core.extents import BLOCK, Extent, align_down, align_up, split
 from relayout.core.workers import Workers
 from relayout.loader.budgets import Budget
 from relayout.loader.sources.stored import StoredFile

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from relayout.core.coalesce import coalesce
-from relayout.core.extents import BLOCK, Extent, Transfer, align_down
+from relayout.core.extents import BLOCK, Extent, Transfer, align_down, coalesce
 
 CHUNK_NBYTES = 4 * 2**20
 """The most bytes that a member reads in a round, and the most that it sends. One block may be sent to all, though."""

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from relayout.checkpoint.converted import check_head, read_chunk_digests
-from relayout.core.coalesce import split
 from relayout.core.digests import digest_hex
-from relayout.core.extents import Extent
+from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError
 from relayout.format.index import MANIFEST_NAME, Manifest

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from relayout.checkpoint.proven import FileProof, Proven, proof_of
 from relayout.core.arguments import ranks_text
-from relayout.core.coalesce import split
-from relayout.core.extents import Extent
+from relayout.core.extents import Extent, split
 from relayout.core.workers import each
 from relayout.errors import FormatError
 from relayout.format.index import Manifest

@@ -26,9 +26,8 @@ from relayout.conversion.resume import read_progress
 from relayout.conversion.run import num_readers_of
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.coalesce import split
 from relayout.core.digests import DigestAlgorithm, OrderedDigests, digest_hex
-from relayout.core.extents import Extent, align_up
+from relayout.core.extents import Extent, align_up, split
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.chunks import CHUNKS_NAME, chunks_of, chunks_over

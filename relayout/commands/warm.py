@@ -11,8 +11,7 @@ from itertools import chain, zip_longest
 from relayout.checkpoint.converted import check_present, check_rank, is_converted, read_manifest
 from relayout.checkpoint.source import read_source
 from relayout.core.arguments import integer, size
-from relayout.core.coalesce import split
-from relayout.core.extents import Extent
+from relayout.core.extents import Extent, split
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
 from relayout.progress import Progress, reporting

@@ -23,8 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from relayout.conversion.layout import Conversion
-from relayout.core.coalesce import coalesce, split
-from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up
+from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up, coalesce, split
 from relayout.core.slices import CutTensor
 
 CHUNK_NBYTES = 32 * 2**20

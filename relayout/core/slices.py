@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from relayout.core.coalesce import coalesce
 from relayout.core.dtypes import BITS
-from relayout.core.extents import Extent, Transfer, align_down, align_up
+from relayout.core.extents import Extent, Transfer, align_down, align_up, coalesce
 from relayout.errors import PlanError
 
 Range = tuple[int, int]

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from relayout.core.coalesce import coalesce
-from relayout.core.extents import BLOCK, Transfer, align_up
+from relayout.core.extents import BLOCK, Transfer, align_up, coalesce
 from relayout.format.index import ARENA_ALIGNMENT, Read
 
 _DIRECT_NBYTES = 2**20

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from relayout.core.coalesce import split
 from relayout.core.digests import DigestAlgorithm
-from relayout.core.extents import Extent
+from relayout.core.extents import Extent, split
 from relayout.format.index import IndexedFile
 
 CHUNKS_NAME = "relayout.chunks"

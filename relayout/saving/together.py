@@ -20,9 +20,8 @@ from relayout.conversion.run import ConversionPlan, Summary, needed_nbytes, summ
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, digests_of_all
 from relayout.conversion.steps import CopyPlan, Step
-from relayout.core.coalesce import split
 from relayout.core.digests import EMPTY_DIGEST
-from relayout.core.extents import Extent, Transfer
+from relayout.core.extents import Extent, Transfer, split
 from relayout.core.slices import CutTensor
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 
-from relayout.core.coalesce import coalesce, split
 from relayout.core.digests import DigestAlgorithm, ExtentDigests
-from relayout.core.extents import BLOCK, Extent, align_up
+from relayout.core.extents import BLOCK, Extent, align_up, coalesce, split
 from relayout.core.workers import Stop, Workers
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles

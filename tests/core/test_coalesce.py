@@ -1,4 +1,4 @@
-"""relayout.core.coalesce: which extents one request serves, against a set of bytes."""
+"""relayout.core.extents: which extents one request serves, against a set of bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayout.core.coalesce import Group, coalesce, split
-from relayout.core.extents import Extent
+from relayout.core.extents import Extent, Group, coalesce, split
 
 Item = tuple[int, Extent]
 

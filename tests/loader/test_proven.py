@@ -13,7 +13,7 @@ from support.loader_fixtures import MIB, assert_equal, mlp_model
 import relayout
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
-from relayout.storage.local.holes import holes
+from relayout.storage.local.files import holes
 
 
 @pytest.fixture(scope="module")

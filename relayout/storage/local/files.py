@@ -13,12 +13,12 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from relayout.core.extents import BLOCK, align_down, align_up
+from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.errors import FormatError
 from relayout.storage.libc import allocate, sync_range
 from relayout.storage.local.open_folder import OpenFolder, restrict, with_path
@@ -298,3 +298,26 @@ def _drop_pages(fd: int, offset: int, nbytes: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def holes(fd: int, extent: Extent) -> Iterator[Extent]:
+    """The holes in an extent of a file, as far as the file system reports them.
+
+    ext4 and XFS also report space that was reserved and never written (lseek(2), SEEK_HOLE). Moves the descriptor's
+    offset.
+    """
+    if not hasattr(os, "SEEK_HOLE"):
+        return
+    position = extent.offset
+    try:
+        while position < extent.end:
+            hole = os.lseek(fd, position, os.SEEK_HOLE)
+            if hole >= extent.end:
+                return
+            try:
+                position = min(os.lseek(fd, hole, os.SEEK_DATA), extent.end)
+            except OSError:  # ENXIO: no data behind it.
+                position = extent.end
+            yield Extent(hole, position - hole)
+    except OSError:  # Not supported by the file system.
+        return

@@ -116,7 +116,7 @@ def stream_together(
             tensors = stream(contents, options, sharing if sharing.is_sent else None)
             columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
             identity = sharing.identity(columns, sharing.grids)
-        _check_same(group, identity)
+        check_same(group, identity)
         yield from tensors
         group.is_over = True
     except BaseException as error:
@@ -150,7 +150,7 @@ def load_together(
             choice, budget = options.choose(sharing.files)
             portions = sharing.portions(plan.reads)
             mine = sharing.identity(plan.arena_nbytes, portions)
-    _check_same(group, mine)
+    check_same(group, mine)
     if source.is_plain:
         return exchange.load_exchanged(source, plan, names, options, group)
     if not sharing.is_sent:
@@ -192,7 +192,7 @@ def load_together(
         raise
 
 
-def _check_same(group: Group, mine: tuple[str, str]) -> None:
+def check_same(group: Group, mine: tuple[str, str]) -> None:
     """Refuse members that load something else than this one, by what that is and a digest of it.
 
     Raises:

@@ -16,7 +16,6 @@ import torch
 from support.checkpoints import add_tensor, write_family
 from support.conversions import (
     DEGREES,
-    OF_EACH_KIND,
     WIDE,
     Conversions,
     assert_same,
@@ -25,6 +24,7 @@ from support.conversions import (
 )
 from support.families import FAMILIES
 from support.profile import sample
+from support.quantized import QUANTIZED
 from support.rebuilding import edit_table, rebuild
 
 import relayout
@@ -54,7 +54,7 @@ def without_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 CASES = sample(
-    [*OF_EACH_KIND, *WIDE],
+    [*FAMILIES, *QUANTIZED, *WIDE],
     [
         "llama",  # Dense; heads that several ranks share.
         "phi3",  # Fused.

@@ -81,4 +81,4 @@ def test_the_command_lists_kinds_and_ways_on_and_exits_with_1(tmp_path: Path, ll
     as_json = json.loads(CliRunner().invoke(app, ["plans", "--check", str(folder), "--json"]).stdout)
     assert [kind["count"] for kind in as_json["kinds"]] == [2, 1]
     ok = CliRunner().invoke(app, ["plans", "--check", str(llama)])
-    assert (ok.exit_code, ok.stdout.splitlines()[1:]) == (0, ["every tensor has a rule"])
+    assert (ok.exit_code, ok.stdout.splitlines()[-1]) == (0, "every tensor has a rule")

@@ -222,11 +222,11 @@ def _member(folder: Path, number: int) -> None:
     case("streamed, another rank", rank=number // 3, by=stream)
     case("streamed, verified by one", by=stream, verify=number == 0)
     case("streamed, bad option", by=stream, memory="1" if number == 1 else None)
-    check_same = sharing.Sharing.check_same
+    check_same = sharing.check_same
     if number == 2:
-        sharing.Sharing.check_same = failing  # type: ignore[assignment]
+        sharing.check_same = failing  # type: ignore[assignment]
     case("fails between blocks", by=stream)
-    sharing.Sharing.check_same = check_same  # type: ignore[method-assign]
+    sharing.check_same = check_same
     case("stopped early", by=stream, memory=memory, most=2 if number == 1 else None)
     fault_of(2, after=4, times=None, error=failure)
     case("a streamed read fails", by=stream, memory=memory)

@@ -491,7 +491,7 @@ STRANGE = {
     "no mark": b"{}",
     "another kind": b'{"relayout": "Unheard"}',
     "a field too few": b'{"relayout": KIND}',
-    "a field too many": b'{"relayout": KIND, "more": 1}',
+    "a field too many": b'{"relayout": KIND, "files": {}, "older": {}, "more": 1}',
     "null fields": None,
 }
 

@@ -128,6 +128,8 @@ class LocalStaging:
         """Becomes the output."""
         self.notes: list[LocalNotes] = []
         """Those of this attempt."""
+        self._written: set[str] = set()
+        """Files that this attempt has opened for writing."""
 
     @property
     def location(self) -> str:
@@ -143,6 +145,7 @@ class LocalStaging:
 
     def clear(self) -> None:
         self.notes.clear()
+        self._written.clear()
         self.folder.close()
         self.folder = self._make_empty()
 
@@ -169,6 +172,7 @@ class LocalStaging:
         return self.folder.names()
 
     def remove(self, name: str) -> None:
+        self._written.discard(name)
         self.folder.remove(name)
 
     def open(self, name: str, nbytes: int) -> InputFile:
@@ -177,11 +181,16 @@ class LocalStaging:
         return InputFile(self.folder.path / name, nbytes, access=Access.ONCE, folder=self.folder)
 
     def write_file(self, name: str, nbytes: int) -> OutputFile:
-        is_new = self.folder.status(name) is None
-        return OutputFile(self.folder, name, nbytes, create=is_new, mode=self.modes.file)
+        file = OutputFile(self.folder, name, nbytes, create=self._is_new(name), mode=self.modes.file)
+        self._written.add(name)
+        return file
+
+    def _is_new(self, name: str) -> bool:
+        """Whether a file is to be created. One that was written and is gone is not: its bytes would be zeros."""
+        return name not in self._written and self.folder.status(name) is None
 
     def write_head(self, name: str, head: bytes, nbytes: int) -> None:
-        is_new = self.folder.status(name) is None
+        is_new = self._is_new(name)
         fd = self.folder.open(name, _TO_CREATE, self.modes.file) if is_new else self.folder.open_own(name, os.O_RDWR)
         with open(fd, "r+b") as stream, with_path(self.folder.path / name):
             restrict(fd, self.modes.file)

@@ -151,7 +151,9 @@ def _cluster(address: str, threads: int) -> Iterator[_Cluster]:
         raise PlanError("ray is not installed: install the extra 'ray'", code="unsupported") from None
     is_ours = not ray.is_initialized()
     if is_ours:
-        _check_address(os.environ.get("RAY_ADDRESS") or address if address == "auto" else address)
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS") or address
+        _check_address(address)
         with _own_signals(), TemporaryDirectory() as empty:
             # Without a `working_dir`, ray lets tasks import from the working folder of this process.
             # The package as it is here: tasks run the same code.

@@ -86,6 +86,16 @@ def test_an_address_at_which_nobody_answers_is_told_at_once(
     assert not ray.inits
 
 
+def test_auto_is_the_address_of_the_environment_also_that_of_a_client(
+    source: Path, tmp_path: Path, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"ray://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    assert [one["address"] for one in ray.inits] == [address]
+
+
 def test_a_node_that_lacks_a_package_is_one_line(
     source: Path, tmp_path: Path, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from relayout.storage.cloud import connect, failures
 from relayout.storage.cloud.failures import Patience, request_error
 from relayout.storage.protocols import RequestError
 from relayout.storage.stores import find_store
+from relayout.storage.web.http import _failure
 
 pytest.importorskip("obstore", reason="the client of object stores")
 
@@ -174,3 +175,15 @@ def test_when_another_worker_fails_nobody_waits_on(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyError):
         in_time(lambda: Workers(2, range(2), lambda: None, work).run())
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("host", ["models.tunnel.example", "certificates.example", "x.example"])
+def test_words_in_the_name_of_a_web_server_do_not_decide_what_an_error_means(host: str) -> None:
+    urllib3 = pytest.importorskip("urllib3", reason="the client of web servers")
+    pool, refused = urllib3.HTTPSConnectionPool(host), "Failed to establish a new connection: [Errno 111]"
+    for error, number in (
+        (urllib3.exceptions.ReadTimeoutError(pool, "/x", "Read timed out."), errno.ETIMEDOUT),
+        (urllib3.exceptions.NewConnectionError(urllib3.connection.HTTPSConnection(host), refused), errno.ENETUNREACH),
+        (urllib3.exceptions.SSLError("certificate verify failed"), errno.EPROTO),
+    ):
+        assert _failure(error, "https://HOST/x").errno == number

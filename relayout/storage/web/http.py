@@ -24,6 +24,7 @@ from relayout.storage.protocols import FileStat, RequestError, if_there
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
 
+_HOST = re.compile(r"[\w-]+(\.[\w-]+)+")
 _MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PIECE_NBYTES = 256 * 2**10
@@ -173,7 +174,8 @@ def _failure(error: Exception, location: str, part: tuple[int, int] | None = Non
     """The error that one of urllib3's means; it shows nothing of the URL."""
     if isinstance(error, ValueError) and not isinstance(error, OSError):  # Those of certificates are both.
         return RequestError(errno.EINVAL, "is not a valid URL for a request", location)
-    return request_error(texts_of(error), location, part)
+    # Without names of hosts, which may have any words.
+    return request_error(_HOST.sub("", texts_of(error)), location, part)
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

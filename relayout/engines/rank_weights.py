@@ -294,10 +294,10 @@ class RankWeights:
         source, contents, unused = self._found
         options = self._load_options()
         del self._found  # It is not needed for long.
-        if self._maps(source, contents):
-            self._backend = "mapped"
-        else:
-            self._backend = choose(options.backend, options.device, contents.files).backend.name
+        is_mapped = self._maps(source, contents)
+        chosen = choose(options.backend, options.device, contents.files).backend.name
+        self._backend = "mapped" if is_mapped else chosen
+        if not is_mapped or options.verify:  # Digests are compared in a stream, before anything is mapped.
             self._memory = most_memory(contents, options)
         cached = cached_nbytes(contents.files)
         warn_if_slow(source)

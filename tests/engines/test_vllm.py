@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import warnings
 from importlib import import_module
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import prestarted
+from support.bits import flip
 from support.conversions import stock_tensors
 from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, Tensors, install, model_config
 from support.toy_store import shelf
@@ -49,15 +51,27 @@ def test_a_draft_model_is_read_to_the_cpu_whatever_backend_its_target_has(
 ) -> None:
     """Mapped, after its digests were compared; or joined from slices, which cannot be mapped."""
     model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
-    engine.load(folders / name, model, draft=True, backend="pinned", verify=True)
+    loader = engine.load(folders / name, model, draft=True, backend="pinned", verify=True)
     model.assert_holds_what_it_cuts_of(whole)
+    assert loader._weights.report().memory > 0
+
+
+def test_damage_of_a_draft_model_is_an_error_if_digests_are_compared(
+    folders: Path, engine: Engine, whole: Tensors, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders / "llama-tp2", tmp_path / "out")
+    file = folder / "model-rank-1-part-0.safetensors"
+    flip(file, file.stat().st_size - 9)
+    with pytest.raises(FormatError, match="digest"):
+        engine.load(folder, Model(whole, 1, 2), draft=True, verify=True)
 
 
 def test_a_draft_model_is_read_as_it_is_used(folders: Path, engine: Engine, whole: Tensors) -> None:
     model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
     loader = engine.load(folders / "llama-tp2", model, draft=True, strict=True)
     model.assert_holds_what_it_cuts_of(whole)
-    assert "mapped" in loader._weights.report().backend
+    report = loader._weights.report()
+    assert (report.backend, report.memory) == ("mapped", 0)
 
 
 def test_a_reload_reads_all_again(folders: Path, engine: Engine, whole: Tensors) -> None:

@@ -130,6 +130,7 @@ def test_cufile_reads_all_whole_blocks_that_are_not_in_the_page_cache(
         target.check([Piece((read(1000, 8 * MIB, file=2),), 1000)], cuts=(MIB, 5 * MIB + 3))
         assert target.cufile.nbytes == 8 * MIB - BLOCK
         assert target.cufile.num_reads > 8 * MIB // (32 * 1024)
+        assert target.cufile.num_registered == (kind == "arena")
 
 
 @st.composite

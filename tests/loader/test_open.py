@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from support.loader_fixtures import (
 
 import relayout
 from relayout.errors import FormatError, PlanError
+from relayout.loader.backends.host import HostBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*plain checkpoint")
 
@@ -260,6 +262,16 @@ def test_damage_is_told_when_it_is_opened_if_that_is_asked_for(conversions: Conv
     relayout.open(tmp_path / "out", 1).close()
     with nothing_left_behind(), pytest.raises(FormatError, match=r"tensor '.*': its bytes have digest"):
         relayout.open(tmp_path / "out", 1, verify=True)
+
+
+def test_a_file_that_is_cut_while_it_is_mapped_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To use its pages would kill the process."""
+    relayout.convert(write_model(tmp_path / "source", {"weight": (torch.uint8, (MIB,))}), tmp_path / "out")
+    (file,) = rank_files(tmp_path / "out", 0)
+    length = file.stat().st_size
+    monkeypatch.setattr(HostBackend, "fill", lambda *_: os.truncate(file, length - 4096))
+    with nothing_left_behind(), pytest.raises(FormatError, match=f"ends at byte {length - 4096}, expected {length}"):
+        relayout.open(tmp_path / "out", 0)
 
 
 def test_all_names_and_no_names_are_one_way_to_the_same_arena(

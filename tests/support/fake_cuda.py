@@ -202,6 +202,8 @@ class FakeCuFile:
         """The read of number `fails_at` fails, from 1; files with `refuses` in their name cannot be opened."""
         self.registered: dict[int, int] = {}
         """Address and bytes of arenas."""
+        self.num_registered = 0
+        """Since the beginning."""
         self.handles: list[FakeHandle] = []
         """Those that are open."""
         self.random = random.Random(0)
@@ -217,6 +219,7 @@ class FakeCuFile:
         assert arena.dtype == torch.uint8
         assert arena.data_ptr() % BLOCK == 0
         assert arena.data_ptr() not in self.registered
+        self.num_registered += 1
         if self._registers:
             self.registered[arena.data_ptr()] = arena.numel()
         return self._registers

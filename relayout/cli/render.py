@@ -282,7 +282,7 @@ def inspection(result: Inspection) -> Iterator[Block]:
         yield Line("", f"{who} {_range([rank.nbytes for rank in result.ranks])} in {reads}")
     yield from _gain(result)
     if result.dcp is not None:
-        no = "not by PyTorch DCP (a slice of a fused tensor is not one contiguous box)"
+        no = "not by PyTorch DCP (a dtype that it lacks, or a slice of a fused tensor that is not one contiguous box)"
         yield Line(f"readable as one model by relayout.safe_open, and {'by PyTorch DCP' if result.dcp else no}")
     if result.ranks:
         numbers = [(rank.rank, rank.num_tensors, rank.nbytes, rank.num_files, rank.num_reads) for rank in result.ranks]

@@ -233,7 +233,10 @@ def test_what_an_attempt_left_is_believed_by_its_digest_alone(source: Path, tmp_
     with pytest.raises(FormatError, match="damaged") as raised:
         relayout.copy(damaged, tmp_path / "out", ranks="1-2", threads=1)
     assert any("finished work is kept in" in note for note in raised.value.__notes__)
-    flip(tmp_path / PARTIAL / "output" / "model-rank-1-part-0.safetensors", -1)
+    staged = tmp_path / PARTIAL / "output"
+    flip(staged / "model-rank-1-part-0.safetensors", -1)
+    with (staged / "model-rank-1-part-1.safetensors").open("ab") as longer:
+        longer.write(b"x")
     done = relayout.copy(source / "ranks", tmp_path / "out", ranks="1-2")
     assert 0 < done.resumed_nbytes < done.nbytes - 2**20
     assert_copied(source, tmp_path / "out")

@@ -202,10 +202,17 @@ def test_only_an_older_page_is_replaced(kind: str, folder: Path, llama: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("model/page.html", "inside the checkpoint's"), ("a.safetensors", "a page is")]
+    ("name", "says"),
+    [
+        ("model/page.html", "inside the checkpoint's"),
+        ("link/deeper/page.html", "inside the checkpoint's"),
+        ("a.safetensors", "a page is"),
+    ],
 )
 def test_a_new_page_is_no_part_of_a_checkpoint(name: str, says: str, llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "model")
+    (tmp_path / "model" / "deeper").mkdir()
+    (tmp_path / "link").symlink_to("model")
     with pytest.raises(PlanError, match=f"{says}.*; choose another -o"):
         relayout.report(tmp_path / "model", tmp_path / name, tp=2)
     assert not (tmp_path / name).exists()

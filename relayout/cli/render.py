@@ -262,8 +262,17 @@ def report(result: Report, *, has_source: bool) -> Iterator[Block]:
     else:
         yield Line(text, f"{_count(len(result.differences), 'difference')}:", "bold red")
     yield Listing([str(difference) for difference in result.differences], "differences", "differs", "red")
-    if not result.ok:
-        yield Line("copy these files again from where they are intact, or convert again with --force", "next")
+    if result.culprit is not None:
+        yield Line(_NEXT[result.culprit], "next")
+
+
+_NEXT = {
+    "folder": "copy these files again from where they are intact, or convert again with --force",
+    "source": "the folder is intact: it was converted from another model, or from this one before it changed; name its"
+    " own source, or convert this one into a folder of its own",
+    "either": "the folder agrees with its own digests; without --ranks, verify tells whether it or the source is wrong",
+}
+"""What to do, by what is wrong."""
 
 
 def inspection(result: Inspection) -> Iterator[Block]:

@@ -10,7 +10,7 @@ from itertools import pairwise, takewhile
 
 from relayout.checkpoint.converted import check_file, read_table
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model_order, read_shard
-from relayout.commands.differences import Report
+from relayout.commands.differences import Culprit, Report
 from relayout.conversion.layout import file_metadata, rows_of_files
 from relayout.conversion.side_files import read_side_file
 from relayout.core.digests import DigestAlgorithm
@@ -226,10 +226,17 @@ def _check_hub_index(folder: Store, manifest: Manifest, holder: int, table: Rank
 
 
 def check_copy(
-    folder: Store, name: str, nbytes: int | None, digest: str, algorithm: DigestAlgorithm, what: str, report: Report
+    folder: Store,
+    name: str,
+    nbytes: int | None,
+    digest: str,
+    algorithm: DigestAlgorithm,
+    what: str,
+    report: Report,
+    culprit: Culprit = "folder",
 ) -> None:
     """Check a file's digest, and its length if it is not None; report `what` if they differ."""
-    with report.errors_of(name):
+    with report.errors_of(name, culprit):
         side = read_side_file(folder, name, algorithm)
         if side.digest != digest or nbytes not in (None, side.nbytes):
-            report.add(name, what)
+            report.add(name, what, culprit=culprit)

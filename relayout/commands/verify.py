@@ -11,7 +11,7 @@ from relayout.checkpoint.converted import check_present, read_chunk_digests, rea
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
 from relayout.checkpoint.trust import Signed, Trust, policy_of, prove
 from relayout.commands.consistency import check_arenas, check_copy, check_holder, check_other_files, own_files
-from relayout.commands.differences import Report
+from relayout.commands.differences import Culprit, Report
 from relayout.commands.records import check_record, check_slices
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_steps, share_memory
 from relayout.conversion.layout import stored_conversion
@@ -190,7 +190,8 @@ def _compare(
     expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
     if actual != expected:
         different = sorted({name for name, *_ in set(actual) ^ set(expected)}) or ["the order"]
-        report.add(str(source.root), f"is not the source: {len(different)} tensors differ, such as {different[0]!r}")
+        what = f"is not the source: {len(different)} tensors differ, such as {different[0]!r}"
+        report.add(str(source.root), what, culprit="folder" if original is None else "source")
         return
     conversion = stored_conversion(folder, manifest, tables, record, source)
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
@@ -202,18 +203,28 @@ def _compare(
     for t, name in enumerate(record.names):
         of_tensor = digests[t]
         held = conversion.cut[t].cut.which
+        culprit = "folder" if original is None else _culprit(of_tensor.source, record.digests[t])
         for holder, table in tables.items():
             row = rows[holder].get(name)
             if row is not None and table.digests[row] != of_tensor.slices[held[holder]]:
                 file = manifest.holder_files(holder)[table.files[row]]
                 extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(holder))
-                report.add(file.name, "differs from the source", name, extent)
-        # Of a tensor that was not read whole, there is no digest.
+                report.add(file.name, "differs from the source", name, extent, culprit)
         if None not in (of_tensor.source, record.digests[t]) and of_tensor.source != record.digests[t]:
-            report.add(str(source.root), _CHANGED, name)
+            report.add(str(source.root), _CHANGED, name, culprit=culprit)
     if original is not None:
         _compare_files(record, original, manifest.digest, report)
     report.compared_with_source = original is not None
+
+
+def _culprit(actual: str | None, recorded: str | None) -> Culprit:
+    """What is wrong if a slice differs from the source, by the digest of the source tensor and the one recorded.
+
+    Of a tensor that was not read whole, there is no digest.
+    """
+    if actual is None or recorded is None:
+        return "either"
+    return "folder" if actual == recorded else "source"
 
 
 def _compare_files(record: SourceRecord, source: SourceCheckpoint, algorithm: DigestAlgorithm, report: Report) -> None:
@@ -221,11 +232,11 @@ def _compare_files(record: SourceRecord, source: SourceCheckpoint, algorithm: Di
     expected = {file.name: (file.nbytes, file.header) for file in record.files}
     actual = {file.name: (file.nbytes, file.header) for file in source.files}
     for name in sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)):
-        report.add(name, _CHANGED)
+        report.add(name, _CHANGED, culprit="source")
     if source.index != record.index:
-        report.add(str(source.root), f"its index {_CHANGED}")
+        report.add(str(source.root), f"its index {_CHANGED}", culprit="source")
     for side in record.side_files:
-        check_copy(source.folder, side.name, side.nbytes, side.digest, algorithm, _CHANGED, report)
+        check_copy(source.folder, side.name, side.nbytes, side.digest, algorithm, _CHANGED, report, "source")
 
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:

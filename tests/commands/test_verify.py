@@ -252,6 +252,23 @@ def test_a_source_that_is_another_one_is_told(
     source = _changed_copy(llama, tmp_path, change)
     report = relayout.verify(pristine, source=source)
     assert message in "\n".join(map(str, report.differences))
+    assert report.culprit == "source"
+
+
+def test_a_part_of_a_tensor_does_not_tell_which_of_folder_and_source_is_wrong(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.gate_proj.weight"
+    array = np.arange(64, dtype=np.float32).reshape(8, 8)
+    source = write_checkpoint(tmp_path / "source", {name: array}, model_type="llama")
+    relayout.convert(source, tmp_path / "out", tp=2)
+    flip(source / "model.safetensors", (source / "model.safetensors").stat().st_size - 1)
+    found = {ranks: relayout.verify(tmp_path / "out", source=source, ranks=ranks).culprit for ranks in ("0", "1", "0,1")}
+    assert found == {"0": None, "1": "either", "0,1": "source"}
+
+
+def test_a_damaged_folder_is_what_is_wrong_whatever_source_is_named(folder: Path, llama: Path, tmp_path: Path) -> None:
+    flip(folder / FILE, (folder / FILE).stat().st_size - 1)
+    for source in (llama, _changed_copy(llama, tmp_path, "byte")):
+        assert relayout.verify(folder, source=source).culprit == "folder"
 
 
 def test_a_wrong_slice_under_right_digests_is_found_by_comparing_with_the_source(tmp_path: Path) -> None:

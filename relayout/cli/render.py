@@ -239,7 +239,9 @@ def plan_check(checked: PlanCheck) -> Iterator[Block]:
     if checked.ok:
         yield Line("every tensor has a rule")
         return
-    yield Line(f"{_count(sum(kind.count for kind in checked.kinds), 'tensor')} without a rule; three ways on:")
+    yield Line(f"{_count(sum(kind.count for kind in checked.kinds), 'tensor')} without a rule; ways on:")
+    for name in checked.matching:
+        yield Line("its rules match every tensor: check that the model is built so", f"--plan {name}")
     observed = "where vLLM is installed: cuts as its own loaders do; `relayout plans --observe SRC` writes a plan file"
     yield Line(observed, "--plan vllm")
     yield Line("where transformers is installed: its plan, if it has one", "--plan transformers")

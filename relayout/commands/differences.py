@@ -11,7 +11,6 @@ from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.results import Result
 
-
 Culprit: TypeAlias = Literal["folder", "source", "either"]
 """What is wrong: the converted folder; the source that was named, while the folder agrees with its own digests and with
 its record of what it was converted from; or one of the two, as too little was read to tell which."""

@@ -11,9 +11,12 @@ from relayout.checkpoint.source import read_source
 from relayout.core.patterns import collapse_numbers
 from relayout.errors import PlanError
 from relayout.plans.family import TRANSFORMERS, VLLM
-from relayout.plans.planner import plan_for, without_rule
+from relayout.plans.planner import matching_plans, plan_for, without_rule
 from relayout.results import Result
 from relayout.storage.stores import find_input
+
+_TRIED_DEGREE = 2
+"""At which other plans are tried: whether a degree divides the tensors is another question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class PlanCheck(Result):
     num_tensors: int
     kinds: tuple[KindWithoutRule, ...]
     """Tensors without a rule, by kind; all are, if there is no plan."""
+    matching: tuple[str, ...]
+    """Names of built-in plans whose rules match every tensor, if the checked one's do not."""
 
     @property
     def ok(self) -> bool:
@@ -77,4 +82,5 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
         plan=None if family is None else family.full_name,
         num_tensors=len(checkpoint.tensors),
         kinds=tuple(kinds.values()),
+        matching=tuple(matching_plans(checkpoint, _TRIED_DEGREE)) if kinds else (),
     )

@@ -194,15 +194,11 @@ def find_family(model_type: str | None, quantization: str | None = None) -> Fami
             if model_type in family.model_types and family.quantization == wanted:
                 return family
     what = (
-        "there is no model_type in config.json, or no config.json"
+        "config.json has no model_type"
         if model_type is None
         else f"no built-in plan for model type {shown(model_type)}"
     )
-    raise PlanError(
-        f"{what} (`relayout plans` lists them): name one that fits with --plan NAME, supply your own with --plan FILE,"
-        " try --plan vllm or --plan transformers where these are installed, or use --tp 1, which needs no plan",
-        code="no_plan",
-    )
+    raise PlanError(what, code="no_plan")
 
 
 def _may_be_for(text: str, model_type: str | None) -> bool:

@@ -15,7 +15,17 @@ from relayout.core.patterns import collapse_numbers
 from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
 from relayout.errors import PlanError, about, shown
 from relayout.plans.division import Sizes, divide, owner, owner_ranges
-from relayout.plans.family import BUILTIN, EXPERTS, FILE, TRANSFORMERS, Family, Rule, find_family, read_family
+from relayout.plans.family import (
+    BUILTIN,
+    EXPERTS,
+    FILE,
+    TRANSFORMERS,
+    Family,
+    Rule,
+    builtin_families,
+    find_family,
+    read_family,
+)
 from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
 from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme, is_cache_scale
 
@@ -57,7 +67,7 @@ def plan_for(
             expected = " or ".join(map(repr, get_args(Unmatched)))
             raise PlanError(f"unmatched: {unmatched!r}, expected {expected}", code="option")
         try:
-            family = _choose(checkpoint, plan)
+            family = _choose(checkpoint, plan, num_ranks)
         except PlanError:
             if num_ranks > 1 or plan not in (None, TRANSFORMERS):
                 raise
@@ -145,10 +155,15 @@ def _scheme(checkpoint: PlannedCheckpoint) -> Scheme | None:
     return find_scheme(quantization) if isinstance(quantization, Mapping) else None
 
 
-def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None) -> Family:
+def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None, num_ranks: int) -> Family:
     if plan is None:
         scheme = _scheme(checkpoint)
-        return find_family(checkpoint.model_type, None if scheme is None else scheme.name)
+        try:
+            return find_family(checkpoint.model_type, None if scheme is None else scheme.name)
+        except PlanError as error:
+            if num_ranks > 1:
+                error.what = _advice(checkpoint, error.what, num_ranks)
+            raise
     if plan == TRANSFORMERS:
         # Imports the transformers package.
         from relayout.plans.transformers import transformers_family
@@ -164,6 +179,49 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None) -> Family:
             code="no_plan",
         )
     return family
+
+
+def _advice(checkpoint: PlannedCheckpoint, what: str, num_ranks: int) -> str:
+    """Why there is no built-in plan, and the ways on."""
+    if not checkpoint.config:
+        return (
+            "config.json, which names the model type and its sizes, is missing or empty: it belongs beside the weights,"
+            " and a download of the weights alone lacks it (--tp 1 needs no plan)"
+        )
+    fitting = matching_plans(checkpoint, num_ranks)
+    count = len(checkpoint.tensors)
+    known = [f"--plan {name} matches all {count} tensors: check that the model is built so" for name in fitting[:1]]
+    others = [f"{', '.join(fitting[1:])} too, and cut otherwise"] if fitting[1:] else []
+    ways = "supply your own with --plan FILE, try --plan vllm or --plan transformers where these are installed"
+    found = [*known, *others] or ["no plan matches all tensors"]
+    return f"{what}; {'; '.join(found)}; or {ways}, or use --tp 1, which needs no plan"
+
+
+def matching_plans(checkpoint: PlannedCheckpoint, num_ranks: int) -> list[str]:
+    """Names of built-in plans whose rules match all tensors and can be applied; of those that cut alike, one.
+
+    That of the most model types is the first. A plan that cuts nothing does not count.
+    """
+    try:
+        scheme = _scheme(checkpoint)
+    except PlanError:
+        return []
+    few = list({(collapse_numbers(one.name), one.dtype, one.shape): one for one in checkpoint.tensors}.values())
+    found: dict[tuple[Cut, ...], str] = {}
+    for family in sorted(builtin_families(), key=lambda family: (-len(family.model_types), family.name)):
+        if family.quantization not in (None, None if scheme is None else scheme.name):
+            continue
+        finder = _KindFinder(checkpoint, family, scheme)
+        if not all(map(finder.find, few)):  # Quick.
+            continue
+        try:
+            plan = _make_plan(checkpoint, num_ranks, family, False, "error")
+        except PlanError:
+            continue
+        cuts = tuple(plan.cut(t) for t in range(len(checkpoint.tensors)))
+        if any(not part.is_whole for cut in plan.cuts for part in cut.slices):
+            found.setdefault(cuts, family.name)
+    return list(found.values())
 
 
 def without_rule(checkpoint: PlannedCheckpoint, family: Family | None) -> list[tuple[PlannedTensor, str]]:

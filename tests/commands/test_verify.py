@@ -261,8 +261,8 @@ def test_a_part_of_a_tensor_does_not_tell_which_of_folder_and_source_is_wrong(tm
     source = write_checkpoint(tmp_path / "source", {name: array}, model_type="llama")
     relayout.convert(source, tmp_path / "out", tp=2)
     flip(source / "model.safetensors", (source / "model.safetensors").stat().st_size - 1)
-    found = {ranks: relayout.verify(tmp_path / "out", source=source, ranks=ranks).culprit for ranks in ("0", "1", "0,1")}
-    assert found == {"0": None, "1": "either", "0,1": "source"}
+    for ranks, culprit in {"0": None, "1": "either", "0,1": "source"}.items():
+        assert relayout.verify(tmp_path / "out", source=source, ranks=ranks).culprit == culprit
 
 
 def test_a_damaged_folder_is_what_is_wrong_whatever_source_is_named(folder: Path, llama: Path, tmp_path: Path) -> None:

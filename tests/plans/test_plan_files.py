@@ -333,8 +333,8 @@ def test_to_find_a_plan_only_few_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("model_type", "quantization"), [("rwkv", None), ("rwkv", "mxfp4"), ("", None), ("Llama", None)]
 )
-def test_a_model_type_without_a_plan_is_named_and_the_ways_out(model_type: str, quantization: str | None) -> None:
-    message = f"^no built-in plan for model type '{model_type}' .*--plan FILE.*--plan transformers.*--tp 1"
+def test_a_model_type_without_a_plan_is_named(model_type: str, quantization: str | None) -> None:
+    message = f"^no built-in plan for model type '{model_type}'$"
     with pytest.raises(PlanError, match=message):
         find_family(model_type, quantization)
 

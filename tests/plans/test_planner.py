@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.planning import all_slices, make_source, plan_of, ranges_of, shapes_of, slices_of
+from support.planning import Shapes, all_slices, make_source, plan_of, ranges_of, shapes_of, slices_of
 
 from relayout.core.slices import WHOLE, Slice
 from relayout.errors import FormatError, PlanError
 from relayout.planning import find_plan
 from relayout.plans.family import builtin_families, find_family, parse_family
 from relayout.plans.plan import Plan
-from relayout.plans.planner import plan_by, plan_for
+from relayout.plans.planner import matching_plans, plan_by, plan_for
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SMALL: dict[str, tuple[int, ...]] = {UP: (18944, 3584)}
@@ -44,12 +44,42 @@ def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any
     assert plan == plan_of(f"builtin:{name}", 2, ((WHOLE, WHOLE),), family=family)
 
 
-@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": ["llama"]}])
-def test_a_checkpoint_without_model_type_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(
-        PlanError, match=r"^checkpoint: there is no model_type in config.json, or no config.json .*--plan FILE"
-    ):
-        plan_for(make_source(SMALL, **config), 2)
+LLAMA = {
+    "model.layers.0.mlp.up_proj.weight": (16, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 16),
+    "model.norm.weight": (8,),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "says"),
+    [
+        (LLAMA, {}, "config.json, which names the model type and its sizes, is missing or empty: .*--tp 1 needs no"),
+        (LLAMA, {"model_type": None}, "config.json has no model_type; --plan llama matches all 3 tensors: "),
+        (LLAMA, {"model_type": ["llama"]}, "config.json has no model_type; --plan llama matches all 3 tensors: "),
+        (LLAMA, {"model_type": "mine"}, "no built-in plan for model type 'mine'; --plan llama matches all 3 tensors: "),
+        (
+            {"x.y.weight": (8, 8)},
+            {"model_type": "mine"},
+            "'mine'; no plan matches all tensors; or .*--plan FILE.*--tp 1",
+        ),
+        ({"model.norm.weight": (8,)}, {"model_type": "mine"}, "; no plan matches"),  # All would hold it whole.
+    ],
+)
+def test_without_a_plan_the_reason_and_the_plans_that_match_are_named(
+    shapes: Shapes, config: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(PlanError, match=says) as caught:
+        plan_for(make_source(shapes, **config), 2)
+    assert caught.value.code == "no_plan"
+
+
+def test_a_plan_that_is_named_as_matching_cuts_the_checkpoint() -> None:
+    source = make_source(LLAMA, model_type="mine")
+    first, *others = matching_plans(source, 2)
+    assert first == "llama"
+    plans = [plan_for(source, 2, name) for name in (first, *others)]
+    assert len({all_slices(plan) for plan in plans}) == len(plans)
 
 
 def test_a_plan_file_is_used_in_place_of_the_built_in_one(tmp_path: Path) -> None:

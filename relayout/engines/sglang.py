@@ -23,10 +23,14 @@ from relayout.errors import PlanError, RelayoutError
 if TYPE_CHECKING:
     import torch
 
+    from relayout.engines.unwritten import Marks
+
 FORMAT = "relayout"
 _LOGGER = getLogger("sglang.relayout")
-_marked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Models that were made in marked memory, and the folder of each."""
+_OF_DEFAULT_LOADER = {"auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"}
+"""Formats of which SGLang's default loader reads all tensors: other loaders write memory in ways of their own."""
+_marked: WeakKeyDictionary[Any, tuple[str, Marks]] = WeakKeyDictionary()
+"""Models that were made in marked memory, the folder of each, and the marks."""
 _stock: set[str] = set()
 """Folders that SGLang has loaded itself."""
 
@@ -128,30 +132,39 @@ def _takes(config: Any, path: str) -> bool:
 
 
 def make_model(original: Callable[..., Any], model_config: Any, load_config: Any, *settings: Any, **named: Any) -> Any:
-    """Around `_initialize_model`: the memory of a model that relayout loads is marked."""
-    path = str(model_config.model_path)
-    if not _takes(load_config, path):
+    """Around `_initialize_model`: the memory of a model that relayout may load is marked.
+
+    That of a draft model is not: it shares modules with its target after the load, and keeps others as they were made.
+    """
+    path, load_format = str(model_config.model_path), load_config.load_format
+    is_default = str(getattr(load_format, "value", load_format)).lower() in _OF_DEFAULT_LOADER
+    if not is_default or _is_draft(load_config, model_config) or not _takes(load_config, path):
         return original(model_config, load_config, *settings, **named)
     from relayout.engines.unwritten import Marks
 
-    with Marks():
+    with Marks() as marks:
         model = original(model_config, load_config, *settings, **named)
-    if not _is_draft(load_config, model_config):  # It shares modules with its target after the load.
-        _marked[model] = path
+    _marked[model] = path, marks
     return model
 
 
 def load_weights(original: Callable[..., None], model: Any, weights: Any, *settings: Any, **named: Any) -> None:
     """Around `DefaultModelLoader.load_weights_only`: all memory of a model that was marked has been written.
 
+    What SGLang has loaded itself may have left some as it was made: there it has its values again.
+
     Raises:
         PlanError: some was not.
     """
+    path, marks = _marked.pop(model, (None, None))
     original(model, weights, *settings, **named)
-    if (path := _marked.pop(model, None)) is not None and path not in _stock:
+    if path is None or marks is None:
+        return
+    if path not in _stock:
         from relayout.engines.unwritten import check_written
 
         check_written(model, path, "SGLang")
+    marks.give_back(model)
 
 
 def _is_draft(config: Any, model_config: Any) -> bool:

@@ -2,7 +2,8 @@
 
 An engine makes parameters without values, or with random ones, and its loader fills them. What gives a value on purpose
 (ones, zeros, a table) writes over the marks, and so does the loader, in whatever way. So a mark that is still there
-after the load proves that nobody has written these bytes. Marks are few, as each touches a page, and spread evenly:
+after the load proves that nobody has written these bytes: that is an error, or, where the engine may leave it so, they
+are given back what they had, so that no mark outlives a load. Marks are few, as each touches a page, and spread evenly:
 consecutive memory of a 33rd of a parameter has one (so has each part of fused layers), and half of an expert has one.
 A parameter of at most 512 KiB is full of them. Needs torch at import time.
 """
@@ -14,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
@@ -39,11 +41,47 @@ _GOLDEN = (5**0.5 - 1) / 2
 class Marks(TorchFunctionMode):
     """Around the making of a model: marks memory that gets no value, and parameters that get random ones."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._replaced: dict[int, tuple[StorageWeakRef, torch.Tensor | None, torch.Tensor, int]] = {}
+        """Of each memory, by a number that is its own while it is here: where marks are, what was there, the unit."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _WITHOUT_VALUE or (func in _RANDOM and isinstance(result, torch.nn.Parameter)):
-            _mark(result)
+            self._mark(result)
         return result
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        # Only memory that a tensor has for itself: a view may share it with what has a value.
+        if not _has_memory(tensor) or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            return
+        memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        numbers, positions = _marked(tensor)
+        if positions is None:
+            numbers = numbers[: tensor.nbytes // _unit(tensor) * _unit(tensor) // 2]  # A part of a unit is not seen.
+            self._replaced[memory.cdata] = memory, None, numbers.clone(), _unit(tensor)
+            numbers.fill_(_MARK >> 48)
+        else:
+            self._replaced[memory.cdata] = memory, positions, numbers[positions], 8
+            numbers.index_fill_(0, positions, _MARK)
+
+    def give_back(self, model: torch.nn.Module) -> None:
+        """Let all memory that nobody has written have again what it had before it was marked: the load is over.
+
+        Args:
+            model: that was made; others may read its memory as another dtype than it was made with.
+        """
+        units: dict[int, int] = {}
+        for tensor in filter(_has_memory, (*model.parameters(), *model.buffers())):
+            key = StorageWeakRef(tensor.untyped_storage()).cdata  # type: ignore[no-untyped-call]
+            units[key] = max(units.get(key, 2), _unit(tensor))
+        for key, (memory, positions, before, unit) in self._replaced.items():
+            # None: it is gone.
+            storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+            if storage is not None:
+                _give_back(storage, positions, before, max(unit, units.get(key, 2)))
+        self._replaced.clear()
 
 
 def check_written(model: torch.nn.Module, path: str, engine: str, exempt: Collection[str] = ()) -> None:
@@ -86,15 +124,19 @@ def _stored(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, buffer
 
 
-def _mark(tensor: torch.Tensor) -> None:
-    # Only memory that a tensor has for itself: a view may share it with what has a value.
-    if not _has_memory(tensor) or tensor.untyped_storage().nbytes() != tensor.nbytes:
+def _give_back(storage: torch.UntypedStorage, positions: torch.Tensor | None, before: torch.Tensor, unit: int) -> None:
+    itemsize = before.itemsize
+    if storage.nbytes() < itemsize * len(before):  # It was freed, or made smaller.
         return
-    numbers, positions = _marked(tensor)
-    if positions is None:
-        numbers.fill_(_MARK >> 48)
-    else:
-        numbers.index_fill_(0, positions, _MARK)
+    numbers = torch.empty(0, dtype=before.dtype, device=before.device)
+    numbers.set_(storage, 0, (storage.nbytes() // itemsize,), (1,))
+    if positions is not None:
+        now = numbers[positions]
+        numbers.index_copy_(0, positions, torch.where(now == _MARK, before, now))
+        return
+    count = 2 * len(before) // unit * unit // 2
+    now, before = (part[:count].view(_NUMBERS[unit]) for part in (numbers, before))
+    now.copy_(torch.where(now == _MARK >> (64 - 8 * unit), before, now))
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,8 +150,13 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
         else:
             positions = positions[(positions * 8 >= start) & ((positions + 1) * 8 <= end)]
     sample = numbers if positions is None else numbers[positions].view(torch.int16)
-    unit = tensor.itemsize if tensor.is_floating_point() and tensor.itemsize > 1 else 8
+    unit = _unit(tensor)
     return sample[: sample.numel() * 2 // unit * unit // 2].view(_NUMBERS[unit])
+
+
+def _unit(tensor: torch.Tensor) -> int:
+    """How many bytes are compared with a mark at once."""
+    return tensor.itemsize if tensor.is_floating_point() and tensor.itemsize > 1 else 8
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from relayout.conversion.cached import CachedConversion, Observer
+    from relayout.engines.unwritten import Marks
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"
@@ -101,6 +102,8 @@ class _Loading:
         self._is_stock = False
         """Whether vLLM loads all of the model itself."""
         self._filling: Filling | None = None
+        self._marks: Marks | None = None
+        """In the model that was created last."""
         # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=of_vllm))  # type: ignore[call-arg]
 
@@ -135,11 +138,12 @@ class _Loading:
             return super().create_model(vllm_config, model_config, prefix)  # type: ignore[misc]
         from relayout.engines.unwritten import Marks
 
-        with Marks():
+        self._marks = Marks()
+        with self._marks:
             return super().create_model(vllm_config, model_config, prefix)  # type: ignore[misc]
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Let the model load this rank's weights; then check that all of its memory has been written.
+        """Let the model load this rank's weights; check that all its memory was written, or is as vLLM leaves it.
 
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit the model.
@@ -158,6 +162,8 @@ class _Loading:
             )
             self._weights, self._opened, self._is_stock = None, None, True
             super().load_weights(model, model_config)  # type: ignore[misc]
+        if self._marks is not None:
+            self._marks.give_back(model)
 
     def _load(self, model: Any, model_config: Any) -> None:
         device, is_draft = _device(model), model_config.runner_type == "draft"

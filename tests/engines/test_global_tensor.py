@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,3 +292,19 @@ def test_it_is_noted_which_tensors_have_been_used() -> None:
         assert case.usage.used == set()
         use(case.tensor)
         assert case.usage.used == {"w"}
+
+
+def test_threads_that_need_whole_tensors_first_open_the_checkpoint_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, opened = RankWeights("folder", 0, 2, EngineOptions()), []
+    monkeypatch.setattr("relayout.engines.rank_weights.is_converted", lambda store: True)
+    monkeypatch.setattr("relayout.engines.rank_weights.find_input", lambda path: None)
+
+    def slow(path: str, deltas: object) -> object:
+        time.sleep(0.1)
+        opened.append(object())
+        return opened[-1]
+
+    monkeypatch.setattr("relayout.loader.view.safe_open", slow)
+    with ThreadPoolExecutor(2) as threads:
+        seen = list(threads.map(lambda _: weights._whole, range(2)))
+    assert seen == opened * 2

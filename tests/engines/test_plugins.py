@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from support.conversions import stock_tensors
 from support.fake_sglang import AnyEngine
 from support.fake_vllm import Model, Tensors, expert_of
+from torch.nn import init
 
+import relayout
+from relayout.commands.cache import add
 from relayout.errors import FormatError, PlanError
 
 
@@ -127,3 +133,54 @@ def test_a_damaged_byte_is_found_by_verify_and_a_missing_file_always(
     (folder / "relayout.json").unlink()
     with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
         engine.load(folder, Model(whole, 1, 2))
+
+
+LEFT = "draft.lm_head.weight"
+
+
+class Leaves(Model):
+    """Beside what a checkpoint has, it is made with random values that its checkpoint may lack."""
+
+    def allocate(self) -> None:
+        super().allocate()
+        torch.manual_seed(1)
+        self.memory[LEFT] = init.normal_(torch.nn.Parameter(torch.empty(3, 640)))
+
+
+def damaged(model: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    add(model, 2)
+    for file in (model.parent / "cache").rglob("model-rank-*.safetensors"):
+        os.truncate(file, file.stat().st_size - 4096)
+
+
+def converted(model: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.move(model, model.parent / "source")
+    relayout.convert(model.parent / "source", model, tp=2)
+
+
+def without_a_cache(_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RELAYOUT_CACHE")
+
+
+def with_a_cache(_model: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+@pytest.mark.parametrize("load_format", ["auto", "relayout"])
+@pytest.mark.parametrize(
+    ("prepare", "draft"),
+    [(without_a_cache, False), (with_a_cache, False), (damaged, False), (without_a_cache, True), (converted, True)],
+)
+def test_what_the_engine_leaves_as_it_was_made_is_as_without_relayout(
+    folders: Path, engine: AnyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Tensors,
+    load_format: str, prepare: Callable[[Path, pytest.MonkeyPatch], None], draft: bool,
+) -> None:  # fmt: skip
+    """Whichever way a load takes that is not an error."""
+    monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / "cache"))
+    folder = Path(shutil.copytree(folders / "llama", tmp_path / "model"))
+    prepare(folder, monkeypatch)
+    model, alone = Leaves(whole, 1, 2), Leaves(whole, 1, 2)
+    alone.allocate()
+    engine.load(folder, model, load_format=load_format, draft=draft)
+    model.assert_holds_what_it_cuts_of(whole)
+    assert torch.equal(model.memory[LEFT], alone.memory[LEFT])

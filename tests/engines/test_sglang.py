@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 from support.conversions import stock_tensors
 from support.fake_sglang import Engine, install
+from support.fake_vllm import Model, Tensors
 
 from relayout import plugins
+from relayout.commands.cache import add
+from relayout.engines.first_start import Filling
 from relayout.engines.sglang import _of_other_stages
+from relayout.errors import PlanError
 
 
 @pytest.fixture
@@ -72,3 +77,15 @@ def test_a_loader_that_is_not_as_expected_is_an_error_only_where_relayout_is_ask
     assert "this SGLang does not recognize converted folders and" in caplog.text
     with pytest.raises(AttributeError, match="_get_weights_iterator"):
         engine.load_config("relayout", {}, None)
+
+
+def test_what_the_engine_has_loaded_itself_is_looked_at_when_it_comes_from_the_cache(
+    folders: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Tensors
+) -> None:
+    monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / "cache"))
+    folder = shutil.copytree(folders / "llama", tmp_path / "model")
+    monkeypatch.setattr(Filling, "start", lambda filling: None)
+    engine.load(folder, Model(whole, 0, 2, score=3))
+    add(folder, 2)
+    with pytest.raises(PlanError, match=r"nothing was loaded into score\.weight"):
+        engine.load(folder, Model(whole, 0, 2, score=3))

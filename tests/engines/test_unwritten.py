@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.nn import Parameter
+from torch.nn import Parameter, init
 
 from relayout.engines.unwritten import Marks, check_written, unwritten
 from relayout.errors import PlanError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8, torch.int32)
+FLOATS = DTYPES[:3]
 
 
 def made(*tensors: Callable[[], torch.Tensor]) -> torch.nn.Module:
@@ -101,3 +102,54 @@ def test_a_parameter_that_is_tied_is_named_once() -> None:
     model = made(lambda: torch.empty(64))
     model.register_parameter("tied", model.get_parameter("0"))
     assert unwritten(model) == ["0"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5,), (12,), (64,), (3, 1, 2), (700, 1100), (12, 64, 96)])
+def test_what_nobody_has_written_gets_back_what_it_had(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Random values, and, where it has been written since, what was written."""
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(1)
+        model = torch.nn.Module()
+        for number in range(2):
+            values = torch.randn(shape) if dtype.is_floating_point else torch.randint(-128, 128, shape)
+            filled = torch.empty(shape, dtype=dtype).copy_(values)
+            parameter = Parameter(filled, requires_grad=False)
+            model.register_parameter(str(number), init.uniform_(parameter) if dtype in FLOATS else parameter)
+        model.register_buffer("scratch", init.normal_(Parameter(torch.empty(9))).detach(), persistent=False)
+        return model
+
+    plain = make()
+    with (marks := Marks()):
+        marked = make()
+    assert ("0" in unwritten(marked)) == (dtype in FLOATS)
+    for model in (plain, marked):
+        model.get_parameter("1").data.view(-1)[: len(model.get_parameter("1")) // 2 + 1].fill_(3)
+    marks.give_back(marked)
+    assert unwritten(marked) == []
+    for (name, expected), (_, one) in zip(plain.state_dict().items(), marked.state_dict().items(), strict=True):
+        assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8)), name
+    assert torch.equal(marked.get_buffer("scratch"), plain.get_buffer("scratch"))
+
+
+def test_memory_that_was_given_up_or_is_read_as_another_dtype_is_left_alone() -> None:
+    model = torch.nn.Module()
+    with (marks := Marks()):
+        model.packed = Parameter(torch.empty(64, dtype=torch.bfloat16).view(torch.int8), requires_grad=False)
+        model.moved = Parameter(torch.empty(64, 64))
+        model.smaller = Parameter(torch.empty(64))
+    model.moved.data = torch.full((64, 64), 2.0)
+    model.smaller.data.untyped_storage().resize_(8)
+    model.packed.data.copy_(torch.tensor([-91, 127, 1, 2, 3, 4, 5, 6] * 16))  # Begins as a mark does.
+    expected = model.packed.data.clone()
+    marks.give_back(model)
+    assert torch.equal(model.packed.data, expected)
+    assert bool((model.moved == 2).all())
+
+
+def test_values_that_a_view_shares_are_not_marked() -> None:
+    values = torch.ones(2, 64)
+    with Marks():
+        init.normal_(Parameter(values[1]))
+    assert bool((values[0] == 1).all())

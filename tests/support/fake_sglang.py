@@ -44,12 +44,14 @@ class Engine:
         """Let each of two ranks own whole experts."""
         self.parallel.moe_ep_size = 2
 
-    def load(self, folder: Path | str, model: Any, *, load_format: str = "relayout", **options: Any) -> None:
+    def load(
+        self, folder: Path | str, model: Any, *, load_format: str = "relayout", draft: bool = False, **options: Any
+    ) -> None:
         """Make a model and load it, with options of relayout."""
         loader = sys.modules["sglang.srt.model_loader.loader"]
         config = self.load_config(load_format, {}, None)
-        loader._initialize_model(SimpleNamespace(model_path=str(folder), model=model), config)
-        weights = self.weights(folder, model.rank, model.tp, load_format=load_format, **options)
+        loader._initialize_model(SimpleNamespace(model_path=str(folder), model=model, is_draft_model=draft), config)
+        weights = self.weights(folder, model.rank, model.tp, load_format=load_format, is_draft=draft, **options)
         loader.DefaultModelLoader.load_weights_only(model, weights, None)
 
     def weights(
@@ -60,13 +62,14 @@ class Engine:
         *,
         load_format: str = "auto",
         draft: int | None = None,
+        is_draft: bool = False,
         **options: Any,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What a model's load_weights would be given."""
         vars(self.parallel).update(tp_rank=rank, tp_size=tp, attn_tp_size=self.attention or tp)
         loader = self.loader(self.load_config(load_format, {"relayout": options} if options else {}, draft))
         text = SimpleNamespace(num_hidden_layers=3)
-        config = SimpleNamespace(hf_text_config=text, is_draft_model=False)
+        config = SimpleNamespace(hf_text_config=text, is_draft_model=is_draft)
         source = SimpleNamespace(model_or_path=str(folder), prefix="", model_config=config)
         return iter(loader._get_weights_iterator(source))
 

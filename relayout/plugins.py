@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import logging
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
     from relayout.checkpoint.source import SourceCheckpoint
     from relayout.plans.plan import Plan
 
 
+_LOADERS = "vllm.model_executor.model_loader"
+"""The module that has vLLM's load formats: only processes that load weights import it."""
+
+
 def vllm() -> None:
-    """Of the group `vllm.general_plugins`: makes `--load-format relayout` known."""
-    _register("vllm", _observer)
+    """Of the group `vllm.general_plugins`: makes `--load-format relayout` known, when vLLM imports its loaders."""
+    if _LOADERS in sys.modules:
+        _register("vllm", _observer)
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
 
 
 def vllm_loader(load_config: Any) -> Any:
@@ -35,6 +47,28 @@ def vllm_loader(load_config: Any) -> Any:
 def sglang() -> None:
     """Of the group `sglang.srt.plugins`: converted folders are recognized, and `--load-format relayout` made known."""
     _register("sglang")
+
+
+class _AfterImport(MetaPathFinder):
+    """Registers with vLLM once its loaders have been imported: to import them in every process would cost seconds."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module as others find it; its import ends with `_register`."""
+        if fullname != _LOADERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _register("vllm", _observer)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
 
 
 def _register(engine: str, *arguments: Any) -> None:

@@ -286,8 +286,42 @@ def test_a_vllm_that_has_the_format_itself_gets_the_same_loader(folders: Path, e
     assert engine.formats["relayout"].__qualname__ == type(loader).__qualname__
 
 
-def test_registering_where_there_is_no_vllm_raises_nothing_and_loads_no_torch() -> None:
-    script = "import sys\nfrom relayout import plugins\nplugins.vllm()\nassert 'torch' not in sys.modules"
-    done = prestarted.run(script=script)
+LAZY = """
+import sys
+from relayout import plugins
+plugins.vllm()
+plugins.vllm()
+assert not {"torch", "vllm", "relayout.engines.vllm"} & set(sys.modules)
+assert len([finder for finder in sys.meta_path if type(finder).__module__ == "relayout.plugins"]) == 1
+import vllm
+from vllm.model_executor import model_loader
+print(list(model_loader._LOAD_FORMAT_TO_MODEL_LOADER))
+"""
+
+LOADERS = """
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+_LOAD_FORMAT_TO_MODEL_LOADER = {"auto": DefaultModelLoader}
+def register_model_loader(name):
+    return lambda loader: _LOAD_FORMAT_TO_MODEL_LOADER.setdefault(name, loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("methods", "formats", "said"),
+    [
+        ("create_model = load_weights = get_all_weights = _get_weights_iterator = download_model = None", 2, ""),
+        ("load_weights = None", 1, "relayout: not available in this vllm: TypeError"),
+    ],
+)
+def test_a_process_that_loads_nothing_imports_nothing_and_one_that_does_knows_the_format(
+    tmp_path: Path, methods: str, formats: int, said: str
+) -> None:
+    loaders = tmp_path / "vllm" / "model_executor" / "model_loader"
+    loaders.mkdir(parents=True)
+    (loaders / "__init__.py").write_text(LOADERS)
+    (loaders / "default_loader.py").write_text(f"class DefaultModelLoader:\n    {methods}")
+    done = prestarted.run(script=f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{LAZY}")
     assert done.returncode == 0, done.stderr
-    assert "not available in this vllm" in done.stderr
+    assert done.stdout.strip() == str(["auto", "relayout"][:formats])
+    assert said in done.stderr
+    assert bool(said) == bool(done.stderr)

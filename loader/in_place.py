@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,33 +78,30 @@ def apply(
     with error_hints():
         refuse_deltas()
         [read] = read_deltas(os.fspath(delta))
+        store = read.link.store
         rank = integer(rank, "rank")
-        check_rank(read.store, rank, read.new.num_ranks)
-        check_present(read.store, read.new, [rank])
-        budget = plan_budget(threads, None, HOST_BUFFERS, read.store.cost)
+        check_rank(store, rank, read.new.num_ranks)
+        check_present(store, read.new, [rank])
+        budget = plan_budget(threads, None, HOST_BUFFERS, store.cost)
         old, new = read.table(OLD, rank), read.table(NEW, rank)
         if not are_alike(old, new):
             what = f"the slices of rank {rank} are not those of the base"
-            raise FormatError(what, path=str(read.store), code="mismatch")
+            raise FormatError(what, path=str(store), code="mismatch")
         _check(new, tensors)
-        with ExitStack() as stack:
-            changes = {
-                index: stack.enter_context(opened)
-                for index in read.new.holders[rank].files
-                if (opened := read.open(index)) is not None
-            }
-            flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-            change = _Change(changes, flat, _parts(read.new, new, changes, tensors), budget.threads, progress)
-            _synchronize(tensors.values())
-            if differing := change.differing("comparing with the base", old):
-                what = f"is not at the content that {read.store} applies to; nothing was changed"
-                raise PlanError(what, tensor=min(differing), code="option")
-            change.run("checking the delta", change.decode if verify else None)
-            bump_versions(list(tensors.values()))
-            change.run("applying", change.change)
-            if verify and (differing := change.differing("verifying", new)):
-                raise FormatError(f"is not what {read.store} makes", tensor=min(differing), code="digest")
-            _synchronize(tensors.values())
+        with_changes = {index: read.changes(index) for index in read.new.holders[rank].files}
+        changes = {index: found for index, found in with_changes.items() if found is not None}
+        flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
+        change = _Change(changes, flat, _parts(read.new, new, changes, tensors), budget.threads, progress)
+        _synchronize(tensors.values())
+        if differing := change.differing("comparing with the base", old):
+            what = f"is not at the content that {store} applies to; nothing was changed"
+            raise PlanError(what, tensor=min(differing), code="option")
+        change.run("checking the delta", change.decode if verify else None)
+        bump_versions(list(tensors.values()))
+        change.run("applying", change.change)
+        if verify and (differing := change.differing("verifying", new)):
+            raise FormatError(f"is not what {store} makes", tensor=min(differing), code="digest")
+        _synchronize(tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +164,7 @@ class _Change:
             Workers(self.threads, batches, Buffer, work).run(report)
 
     def _stored_nbytes(self, index: int, batch: range) -> int:
-        places = self.changes[index].index.stored
-        return places[batch.stop - 1].end - places[batch.start].offset
+        return self.changes[index].index.place(batch.start, batch.stop).nbytes
 
     def _batches(self, index: int) -> Iterator[range]:
         """The pieces of a file that have changed: neighbors, which are read at once."""
@@ -238,7 +233,7 @@ def _parts(
             for run in read.transfer.runs() if index in changes else ():
                 extent = Extent(run.source, run.nbytes)
                 for number, chunk, part in chunks_over(extent, file.data_start, file.nbytes, manifest.chunk_nbytes):
-                    if changes[index].index.stored[1 + number].nbytes:
+                    if changes[index].index.place(1 + number, 2 + number).nbytes:
                         offset = run.target + part.offset - run.source
                         found = _Part(name, offset, part.offset - chunk.offset, part.nbytes)
                         parts[index].setdefault(1 + number, []).append(found)

@@ -365,10 +365,11 @@ def _delta_index(data: bytes) -> None:
         index = parse_delta_index(rows, file, extents)
     except FormatError:
         return
-    assert [(extent.nbytes, place.nbytes) for extent, place in zip(extents, index.stored, strict=True)] == pieces
-    starts = [*(place.offset for place in index.stored), file.nbytes - len(rows)]
-    assert starts == [0, *(place.end for place in index.stored)]
-    assert all(place.nbytes <= 32 * extent.nbytes + 256 for extent, place in zip(extents, index.stored, strict=True))
+    places = [index.place(piece, piece + 1) for piece in range(len(extents))]
+    assert [(extent.nbytes, place.nbytes) for extent, place in zip(extents, places, strict=True)] == pieces
+    starts = [*(place.offset for place in places), file.nbytes - len(rows)]
+    assert starts == [0, *(place.end for place in places)]
+    assert all(place.nbytes <= 32 * extent.nbytes + 256 for extent, place in zip(extents, places, strict=True))
 
 
 def _indexes() -> list[bytes]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache as once
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import find_manifest_blob, names_of_index, names_of_output, read_manifest
 from relayout.checkpoint.proven import Proven, StoreOver, check_header, index_of, proof_of
 from relayout.core.digests import digest_hex
+from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.delta import (
     NEW,
     OLD,
+    DeltaFile,
     DeltaManifest,
     delta_name,
     layout_difference,
@@ -25,7 +28,7 @@ from relayout.format.delta import (
     place_of_index,
 )
 from relayout.format.fields import parse_object
-from relayout.format.index import MANIFEST_NAME, Manifest, RankTable
+from relayout.format.index import MANIFEST_NAME, IndexedFile, Manifest, RankTable
 from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.format.sparse import xor_into
@@ -45,11 +48,32 @@ Paths: TypeAlias = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """A delta whose manifests were read. Methods raise FormatError if a file of it is missing or damaged."""
+class Link:
+    """A delta in a chain. Methods raise FormatError if a file of it is missing or damaged."""
 
     store: Store
     manifest: DeltaManifest
+    position: int
+    """In the chain, from 1; 0: it is alone. Errors name it."""
+
+    def changes(
+        self, index: int, file: IndexedFile, num_pieces: int, pieces: Callable[[], Sequence[Extent]]
+    ) -> Changes | None:
+        """What changed in a weight file, by its position in the manifests; None: nothing.
+
+        Args:
+            num_pieces: of the file.
+            pieces: lists them. It is called when the delta has proven that there are so many.
+        """
+        stored = self.manifest.files[index]
+        return Changes(self, file, stored, num_pieces, pieces) if stored.nbytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A delta whose manifests were read. Methods raise FormatError if a file of it is missing or damaged."""
+
+    link: Link
     old: Manifest
     """Of the base."""
     new: Manifest
@@ -58,55 +82,66 @@ class Delta:
     def table(self, side: str, rank: int) -> RankTable:
         """The table of a rank or of another holder, `OLD` or `NEW`."""
         manifest = self.old if side == OLD else self.new
-        name = side + manifest.holders[rank].table
-        return parse_table(self.store.read(name, MAX_TABLE_NBYTES), manifest, rank, self.store.location(name))
+        name, store = side + manifest.holders[rank].table, self.link.store
+        return parse_table(store.read(name, MAX_TABLE_NBYTES), manifest, rank, store.location(name))
 
-    def open(self, index: int) -> Changes | None:
-        """Open what changed in a weight file, by its position in the manifests; None: nothing."""
-        return Changes(self, index) if self.manifest.files[index].nbytes else None
+    def changes(self, index: int) -> Changes | None:
+        """What changed in a weight file, by its position in the manifests; None: nothing."""
+        return self.link.changes(index, self.new.files[index], *_pieces_of(self.new, index))
 
 
-class Changes(Closable):
-    """What changed in a weight file. Thread-safe. Methods raise FormatError if it is damaged."""
+def _pieces_of(manifest: Manifest, index: int) -> tuple[int, Callable[[], Sequence[Extent]]]:
+    """The pieces of a weight file: how many there are, and what lists them, once."""
+    file, chunk_nbytes = manifest.files[index], manifest.chunk_nbytes
+    return num_pieces(file, chunk_nbytes), once(lambda: pieces_of(file, chunk_nbytes))
 
-    def __init__(self, delta: Delta, index: int) -> None:
-        """As `Delta.open`, of a file that has changed."""
-        file, stored = delta.new.files[index], delta.manifest.files[index]
-        self._where = delta.store.location(delta_name(file.name))
-        self._file = delta.store.open(delta_name(file.name), stored.nbytes)
-        try:
-            with about(path=self._where):
-                # Before they are listed: the manifest may say any number.
-                place = place_of_index(stored, num_pieces(file, delta.new.chunk_nbytes))
-                blob = bytearray(place.nbytes)
-                self._file.read(place.offset, memoryview(blob))
-                self.index = parse_index(bytes(blob), stored, pieces_of(file, delta.new.chunk_nbytes))
-        except BaseException:
-            self.close()
-            raise
+
+class Changes:
+    """What changed in a weight file, by one delta. Thread-safe.
+
+    The delta's file is open only while it is read: a chain may have more deltas than a process may open files. What a
+    replaced file has in its place is found, because the index has the digest of each piece.
+    """
+
+    def __init__(
+        self, link: Link, file: IndexedFile, stored: DeltaFile, num_pieces: int, pieces: Callable[[], Sequence[Extent]]
+    ) -> None:
+        """As `Link.changes`, of a file that has changed. FormatError: its index is damaged."""
+        self._link, self._nbytes = link, stored.nbytes
+        self._name = delta_name(file.name)
+        self._where = link.store.location(self._name)
+        with about(path=self._where, part=_part(link.position)):
+            # Before they are listed: the manifest may say any number.
+            place = place_of_index(stored, num_pieces)
+            self.index = parse_index(bytes(self._read(place)), stored, pieces())
 
     def read(self, first: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """Read the pieces from `first` to before `end` at once. Yield those that changed, as stored."""
-        places = self.index.stored[first:end]
-        begin = places[0].offset
-        stored = memoryview(bytearray(places[-1].end - begin))
-        self._file.read(begin, stored)
-        for piece, place in enumerate(places, first):
+        """Read the pieces from `first` to before `end` at once. Yield those that changed, as stored.
+
+        Raises:
+            FormatError: one is damaged.
+        """
+        whole = self.index.place(first, end)
+        stored = memoryview(self._read(whole)) if whole.nbytes else memoryview(b"")
+        for piece in range(first, end):
+            place = self.index.place(piece, piece + 1)
             if place.nbytes:
-                view = stored[place.offset - begin : place.end - begin]
-                if digest_hex(view) != self.index.digests[piece]:
-                    raise FormatError(
-                        f"piece {piece} does not match its digest: damaged", path=self._where, code="digest"
-                    )
+                view = stored[place.offset - whole.offset : place.end - whole.offset]
+                with about(path=self._where, part=_part(self._link.position)):
+                    if digest_hex(view) != self.index.digest(piece):
+                        raise FormatError(f"piece {piece} does not match its digest: damaged", code="digest")
                 yield piece, view
 
     def apply(self, stored: memoryview, target: memoryview) -> None:
-        """Change the bytes of a piece by what is stored of it."""
-        with about(path=self._where):
+        """Change the bytes of a piece by what is stored of it. FormatError: it cannot be decoded."""
+        with about(path=self._where, part=_part(self._link.position)):
             xor_into(stored, target)
 
-    def close(self) -> None:
-        self._file.close()
+    def _read(self, place: Extent) -> bytearray:
+        content = bytearray(place.nbytes)
+        with self._link.store.open(self._name, self._nbytes) as file:
+            file.read(place.offset, memoryview(content))
+        return content
 
 
 def is_delta(path: str | os.PathLike[str]) -> bool:
@@ -122,14 +157,28 @@ def is_delta(path: str | os.PathLike[str]) -> bool:
     return isinstance(requires, list) and DELTA in requires
 
 
-def read_deltas(paths: Paths) -> list[Delta]:
-    """Read the manifests of deltas; for errors see `read_delta`."""
+def read_deltas(paths: Paths) -> Iterator[Delta]:
+    """Read the manifests of deltas, one after the other; for errors see `read_delta`."""
     found = [paths] if isinstance(paths, str | os.PathLike) else paths
-    return [read_delta(find_input(path).snapshot()) for path in found]
+    before = None
+    for number, path in enumerate(found, 1):
+        position = number if len(found) > 1 else 0
+        with about(part=_part(position)):
+            before = read_delta(find_input(path).snapshot(), position, before)
+        yield before
 
 
-def read_delta(store: Store) -> Delta:
+def _part(position: int) -> str | None:
+    """What errors name beside the path of a delta in a chain."""
+    return f"delta {position}" if position else None
+
+
+def read_delta(store: Store, position: int = 0, before: Delta | None = None) -> Delta:
     """Read the manifest of a delta, and those of the checkpoints that it is between.
+
+    Args:
+        position: in a chain; see `Link`.
+        before: the delta in front of it in the chain. What that makes is not read again.
 
     Raises:
         FormatError: not a delta, or damaged.
@@ -140,26 +189,33 @@ def read_delta(store: Store) -> Delta:
         check_exists(store)
         what = f"not a delta ({MANIFEST_NAME} is missing); relayout delta makes one"
         raise FormatError(what, path=str(store), code="missing")
-    manifest = parse_delta(blob, store.location(MANIFEST_NAME))
-    sides = []
-    for side, digest in ((OLD, manifest.base), (NEW, manifest.makes)):
-        blob, where = store.read(side + MANIFEST_NAME, MAX_MANIFEST_NBYTES), store.location(side + MANIFEST_NAME)
-        if digest_hex(blob) != digest:
-            raise FormatError("digest differs from the one in the delta's manifest", path=where, code="digest")
-        sides.append(parse_manifest(blob, where))
-    difference = layout_difference(*sides)
-    if difference is not None or len(manifest.files) != len(sides[1].files):
+    link = Link(store, parse_delta(blob, store.location(MANIFEST_NAME)), position)
+    manifest = link.manifest
+    is_next = before is not None and before.link.manifest.makes == manifest.base
+    old = before.new if before is not None and is_next else _read_side(store, OLD, manifest.base)
+    new = _read_side(store, NEW, manifest.makes)
+    difference = layout_difference(old, new)
+    if difference is not None or len(manifest.files) != len(new.files):
         what = f"not between checkpoints of one layout: {difference or 'the files differ'}"
         raise FormatError(what, path=str(store), code="mismatch")
-    return Delta(store, manifest, *sides)
+    return Delta(link, old, new)
+
+
+def _read_side(store: Store, side: str, digest: str) -> Manifest:
+    """The manifest of the base of a delta, or of what it makes, which has this digest."""
+    blob, where = store.read(side + MANIFEST_NAME, MAX_MANIFEST_NBYTES), store.location(side + MANIFEST_NAME)
+    if digest_hex(blob) != digest:
+        raise FormatError("digest differs from the one in the delta's manifest", path=where, code="digest")
+    return parse_manifest(blob, where)
 
 
 def names_of_delta(folder: Store) -> frozenset[str]:
     """Names of all files of a delta, as its manifests name them; for errors see `read_delta`."""
     delta = read_delta(folder)
-    changed = [file.name for file, stored in zip(delta.new.files, delta.manifest.files, strict=True) if stored.nbytes]
+    manifest = delta.link.manifest
+    changed = [file.name for file, stored in zip(delta.new.files, manifest.files, strict=True) if stored.nbytes]
     older = [MANIFEST_NAME, *(holder.table for holder in delta.old.holders.values())]
-    newer = [*names_of_index(delta.new), *delta.manifest.side_files]
+    newer = [*names_of_index(delta.new), *manifest.side_files]
     return frozenset(
         [MANIFEST_NAME, *map(delta_name, changed), *(OLD + name for name in older), *(NEW + name for name in newer)]
     )
@@ -167,41 +223,54 @@ def names_of_delta(folder: Store) -> frozenset[str]:
 
 def describe_delta(folder: Store) -> str:
     """What a delta is, by its manifest, which is written last; for errors see `read_delta`."""
-    return f"a complete delta of {len(read_delta(folder).manifest.files)} files"
+    return f"a complete delta of {len(read_delta(folder).new.files)} files"
 
 
 DELTA_OUTPUT = Replaceable(MANIFEST_NAME, describe_delta, names_of_delta)
 """An output of `delta`."""
 
 
-def with_deltas(base: Store, deltas: Sequence[Delta]) -> Store:
-    """What deltas, one after the other, make of a converted checkpoint.
+def with_deltas(base: Store, deltas: Iterable[Delta]) -> Store:
+    """What deltas, one after the other, make of a converted checkpoint: the base itself if there are none.
 
     Raises:
         FormatError: the base is not a converted checkpoint, or damaged.
         PlanError: a delta applies to another one.
     """
-    store = base
+    links: list[Link] = []
+    old = new = None
+    before, content = str(base), ""
     for delta in deltas:
-        blob = find_manifest_blob(store)
-        if blob is None:
-            read_manifest(store)  # Says what is there instead.
-        if blob is None or digest_hex(blob) != delta.manifest.base:
-            found = "" if blob is None else f" of content {digest_hex(blob)}"
-            what = f"applies to content {delta.manifest.base}, not to {store}{found}: another base, or another order?"
-            raise PlanError(what, path=str(delta.store), code="option")
-        store = DeltaStore(store, delta)
-    return store
+        if old is None:
+            blob = find_manifest_blob(base)
+            if blob is None:
+                read_manifest(base)  # Says what is there instead.
+            old, content = delta.old, "" if blob is None else digest_hex(blob)
+        link, new = delta.link, delta.new
+        if link.manifest.base != content:
+            found = f" of content {content}" if content else ""
+            what = f"applies to content {link.manifest.base}, not to {before}{found}: another base, or another order?"
+            with about(part=_part(link.position)):
+                raise PlanError(what, path=str(link.store), code="option")
+        links.append(link)
+        before, content = f"what delta {link.position} makes", link.manifest.makes
+    return base if old is None or new is None else DeltaStore(base, tuple(links), old, new)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaStore(StoreOver):
-    """What a delta makes of its base. Thread-safe. All bytes of weight files are proven when they are read."""
+    """What deltas make of their base. Thread-safe. All bytes of weight files are proven when they are read."""
 
-    delta: Delta
+    links: tuple[Link, ...]
+    """The deltas, of which the last has all small files but the side files that only others have."""
+    old: Manifest
+    """Of the base."""
+    new: Manifest
+    """Of what the last delta makes. All between them have the same layout."""
 
     def __str__(self) -> str:
-        return f"{self.base} + {self.delta.store}"
+        last = self.links[-1].store
+        return f"{self.base} + {last}" if len(self.links) == 1 else f"{self.base} + {len(self.links)} deltas to {last}"
 
     def location(self, name: str) -> str:
         store, there = self._place(name)
@@ -212,16 +281,16 @@ class DeltaStore(StoreOver):
 
     def stat(self, name: str) -> FileStat | None:
         store, there = self._place(name)
-        status, index = store.stat(there), index_of(self.delta.new, name)
+        status, index = store.stat(there), index_of(self.new, name)
         if status is None or index is None:
             return status
-        file = self.delta.new.files[index]
+        file = self.new.files[index]
         return FileStat(file.nbytes, file.content, status.mode)
 
     def read(self, name: str, limit: int) -> bytes:
         store, there = self._place(name)
         blob = store.read(there, limit)
-        if name == MANIFEST_NAME and digest_hex(blob) != self.delta.manifest.makes:
+        if name == MANIFEST_NAME and digest_hex(blob) != self.links[-1].manifest.makes:
             what = "digest differs from the one in the delta's manifest"
             raise FormatError(what, path=self.location(name), code="digest")
         return blob
@@ -229,24 +298,26 @@ class DeltaStore(StoreOver):
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        index = index_of(self.delta.new, name)
+        index = index_of(self.new, name)
         if index is None:
             store, there = self._place(name)
             return store.open(there, nbytes, access=access, version=version)
-        file = self.delta.new.files[index]
+        file = self.new.files[index]
         FileStat(file.nbytes, file.content).check(self.location(name), nbytes, version)
-        changed = _Changed(self.base, self.delta, index)
+        changed = _Changed(self, index)
         try:
-            return Proven(changed, proof_of(self, self.delta.new, index), f"{self}: {name}")
+            return Proven(changed, proof_of(self, self.new, index), f"{self}: {name}")
         except BaseException:
             changed.close()
             raise
 
     def _place(self, name: str) -> tuple[Store, str]:
-        """Where a file is; of a weight file, its older version."""
-        if name in names_of_index(self.delta.new) or name in self.delta.manifest.side_files:
-            return self.delta.store, NEW + name
-        return self.base, name
+        """Where a file is; of a weight file, its oldest version."""
+        if name in names_of_index(self.new):
+            return self.links[-1].store, NEW + name
+        has = (link.store for link in reversed(self.links) if name in link.manifest.side_files)
+        store = next(has, None)
+        return (self.base, name) if store is None else (store, NEW + name)
 
 
 class _Changed(Closable):
@@ -254,22 +325,23 @@ class _Changed(Closable):
 
     alignment = 1
 
-    def __init__(self, base: Store, delta: Delta, index: int) -> None:
-        """Open it, and make its header. FormatError: that is damaged, or of another file; or the delta is."""
-        self._file = delta.new.files[index]
-        self._chunk_nbytes = delta.new.chunk_nbytes
+    def __init__(self, made: DeltaStore, index: int) -> None:
+        """Open it, and make its header. FormatError: that is damaged, or of another file; or a delta is."""
+        self._file, new = made.new.files[index], made.new
+        self._chunk_nbytes = new.chunk_nbytes
+        pieces = _pieces_of(new, index)
+        found = (link.changes(index, self._file, *pieces) for link in made.links)
         with ExitStack() as stack:
-            self._base = stack.enter_context(base.open(self._file.name, self._file.nbytes))
-            self._changes = delta.open(index)
-            if self._changes is not None:
-                stack.enter_context(self._changes)
+            self._base = stack.enter_context(made.base.open(self._file.name, self._file.nbytes))
+            self._changes = [changes for changes in found if changes is not None]
             self._head = memoryview(bytearray(self._file.data_start))
             self._base.read(0, self._head)
-            where = base.location(self._file.name)
-            check_header(self._head, delta.old.files[index].header_digest, delta.old.digest, where)
+            where = made.base.location(self._file.name)
+            check_header(self._head, made.old.files[index].header_digest, new.digest, where)
             self._change(0, 1, 0, self._head)
-            check_header(self._head, self._file.header_digest, delta.new.digest, f"{where}, changed by {delta.store}")
-            self._stack = stack.pop_all()
+            what = f"{where}, changed by {made.links[-1].store}"
+            check_header(self._head, self._file.header_digest, new.digest, what)
+            stack.pop_all()
 
     @property
     def nbytes(self) -> int:
@@ -283,7 +355,7 @@ class _Changed(Closable):
         return
 
     def read(self, offset: int, view: memoryview) -> None:
-        """Fill `view`; for errors see `ReadableFile.read`. FormatError: also if the delta is damaged."""
+        """Fill `view`; for errors see `ReadableFile.read`. FormatError: also if a delta is damaged."""
         start = self._file.data_start
         if offset < start:
             view[:] = self._head[offset : offset + view.nbytes]
@@ -294,10 +366,10 @@ class _Changed(Closable):
 
     def _change(self, first: int, end: int, offset: int, view: memoryview) -> None:
         """Change the pieces from `first` to before `end`; `view` is at `offset` of the file."""
-        if self._changes is not None:
-            for piece, stored in self._changes.read(first, end):
-                extent = self._changes.index.extents[piece]
-                self._changes.apply(stored, view[extent.offset - offset : extent.end - offset])
+        for changes in self._changes:
+            for piece, stored in changes.read(first, end):
+                extent = changes.index.extents[piece]
+                changes.apply(stored, view[extent.offset - offset : extent.end - offset])
 
     def close(self) -> None:
-        self._stack.close()
+        self._base.close()

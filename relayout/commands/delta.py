@@ -19,7 +19,7 @@ from relayout.checkpoint.converted import (
     read_record,
     read_table,
 )
-from relayout.checkpoint.delta import DELTA_OUTPUT, Paths, read_deltas, with_deltas
+from relayout.checkpoint.delta import DELTA_OUTPUT, DeltaStore, Paths, read_deltas, with_deltas
 from relayout.checkpoint.proven import check_chunk, check_header
 from relayout.checkpoint.source import read_shard
 from relayout.checkpoint.trust import refuse_deltas
@@ -190,7 +190,7 @@ def apply_deltas(
         deltas: folders that `delta` wrote, or their URLs; each applies to what those before it make.
         output: the folder to create. It is complete, with every digest compared, or absent.
         force: replace an output folder that relayout converted, or discard an interrupted attempt at another.
-        threads: threads that read, change and write: some 4 MiB for each, and for each delta as much again.
+        threads: threads that read, change and write: some 8 MiB for each.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
@@ -206,11 +206,12 @@ def apply_deltas(
         (0, 1, 2, 3, 4, 5, 6, 7)
     """
     refuse_deltas()
-    found, read = find_input(base).snapshot(), read_deltas(deltas)
-    if not read:
+    found = find_input(base).snapshot()
+    made = with_deltas(found, read_deltas(deltas))
+    if not isinstance(made, DeltaStore):
         raise PlanError("no delta to apply", code="option")
-    inputs = [found, *(delta.store for delta in read)]
-    return copy_from(with_deltas(found, read), inputs, output, None, force, threads, DEFAULT_MEMORY, progress)
+    inputs = [found, *(link.store for link in made.links)]
+    return copy_from(made, inputs, output, None, force, threads, DEFAULT_MEMORY, progress)
 
 
 def _check_layout(before: _Side, after: _Side) -> None:

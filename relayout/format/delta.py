@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from relayout.core.digests import DIGEST_NBYTES, DigestAlgorithm, digest_hex
 from relayout.core.extents import Extent
@@ -152,14 +152,23 @@ def place_of_index(file: DeltaFile, num_pieces: int) -> Extent:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What is stored of each piece of a file."""
+    """What is stored of each piece of a file. It takes 32 bytes for each: a chain of deltas has many indexes."""
 
     extents: Sequence[Extent]
     """The pieces."""
-    stored: Sequence[Extent]
-    """Where each is in the file of what changed."""
-    digests: Sequence[str]
-    """Of them as stored."""
+    offsets: npt.NDArray[np.int64]
+    """Where each begins in the file of what changed; behind them, where the last one ends."""
+    digests: npt.NDArray[np.uint8]
+    """Of each as stored, in binary form."""
+
+    def place(self, first: int, end: int) -> Extent:
+        """Where the pieces from `first` to before `end` are."""
+        start, stop = int(self.offsets[first]), int(self.offsets[end])
+        return Extent(start, stop - start)
+
+    def digest(self, piece: int) -> str:
+        """Of a piece as stored."""
+        return bytes(self.digests[piece]).hex()
 
 
 def parse_index(blob: bytes, file: DeltaFile, extents: Sequence[Extent]) -> Index:
@@ -171,12 +180,11 @@ def parse_index(blob: bytes, file: DeltaFile, extents: Sequence[Extent]) -> Inde
     if digest_hex(blob) != file.index_digest:
         raise FormatError("its index differs from the manifest", code="digest")
     rows = np.frombuffer(blob, _PIECE)
-    sizes = rows["nbytes"].tolist()
     # What a reader allocates is bounded by what it asked for.
-    if any(nbytes > 32 * extent.nbytes + 256 for nbytes, extent in zip(sizes, extents, strict=True)):
+    limits = np.array([32 * extent.nbytes + 256 for extent in extents], np.uint64)
+    if (rows["nbytes"] > limits).any():
         raise FormatError("a piece is larger than what it stands for", code="limit")
-    ends = list(accumulate(sizes))
-    if ends[-1] + len(blob) != file.nbytes:
-        raise FormatError(f"pieces of {ends[-1]} bytes, expected {file.nbytes - len(blob)}", code="mismatch")
-    stored = [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, ends, strict=True)]
-    return Index(extents, stored, [digest.tobytes().hex() for digest in rows["digest"]])
+    offsets = np.concatenate(([0], np.cumsum(rows["nbytes"].astype(np.int64))))
+    if int(offsets[-1]) + len(blob) != file.nbytes:
+        raise FormatError(f"pieces of {offsets[-1]} bytes, expected {file.nbytes - len(blob)}", code="mismatch")
+    return Index(extents, offsets, rows["digest"])

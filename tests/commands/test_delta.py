@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ import relayout
 from relayout.cli.app import app
 from relayout.commands import copy as copying
 from relayout.errors import FormatError, PlanError
+from relayout.storage.local.store import LocalStore
 
 PARTIAL = ".made.relayout-partial"
 NAMES = sample(
@@ -160,6 +163,95 @@ def test_the_decoder_in_the_format_document_makes_each_file(steps: Path) -> None
             made = made[:start] + (np.frombuffer(made[start:end], np.uint8) ^ change).tobytes() + made[end:]
         assert place + len(index) == len(stored)
         assert made == (steps / "1" / file["name"]).read_bytes()
+
+
+CHAIN = 260
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, np.ndarray]]]:
+    """A folder with a base, `0`, deltas `d1` to `d260`, some of the steps they make, and the values of all, by numpy.
+
+    Some steps change nothing, some all, and only few of them config.json.
+    """
+    folder, random = tmp_path_factory.mktemp("chain"), np.random.default_rng(7)
+    values = [{f"model.layers.{layer}.mlp.up_proj.weight": np.zeros((40, 32), np.uint16) for layer in range(3)}]
+    for step in range(CHAIN + 1):
+        if step:
+            share = random.choice([0, 0.01, 0.3, 1])
+            values.append({name: _changed(value, share, random) for name, value in values[-1].items()})
+        tensors = {name: torch.from_numpy(value).view(torch.bfloat16) for name, value in values[-1].items()}
+        config = {"model_type": "llama", "step": step // 100}
+        relayout.save(tensors, folder / f"{step}", config=config, tp=2, threads=1)
+        if step:
+            relayout.delta(folder / f"{step - 1}", folder / f"{step}", folder / f"d{step}", threads=1)
+        if step - 1 not in (-1, 0, *LENGTHS):
+            shutil.rmtree(folder / f"{step - 1}")
+    return folder, values
+
+
+def _changed(value: np.ndarray, share: float, random: np.random.Generator) -> np.ndarray:
+    chosen = random.random(value.shape) < share
+    return value ^ np.where(chosen, random.integers(1, 2**16, value.shape, np.uint16), np.uint16(0))
+
+
+LENGTHS = (1, 2, 37, CHAIN)
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    """Only some more files may be open than there are."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64 + len(list(Path("/proc/self/fd").iterdir())), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_chain_of_any_length_makes_its_last_step(
+    length: int, chain: tuple[Path, list[dict[str, np.ndarray]]], few_descriptors: None, tmp_path: Path
+) -> None:
+    folder, values = chain
+    deltas = [folder / f"d{step}" for step in range(1, length + 1)]
+    expected = {name: torch.from_numpy(value).view(torch.bfloat16) for name, value in values[length].items()}
+    assert_equal(relayout.load(folder / "0", 0, tp=1, deltas=deltas), expected)
+    with relayout.safe_open(folder / "0", deltas=deltas) as opened:
+        assert_equal({name: opened.get_tensor(name) for name in expected}, expected)
+    for rank in range(2):
+        assert_equal(relayout.load(folder / "0", rank, deltas=deltas), stored_in(folder / f"{length}", rank))
+    relayout.apply_deltas(folder / "0", deltas, tmp_path / "made")
+    assert tree(tmp_path / "made") == tree(folder / f"{length}")
+
+
+def test_each_delta_of_a_chain_costs_the_same(
+    chain: tuple[Path, list[dict[str, np.ndarray]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files opened and read, and memory for their indexes."""
+    opened: list[str] = []
+    for name in ("open", "read"):
+        known = getattr(LocalStore, name)
+        monkeypatch.setattr(LocalStore, name, lambda *given, known=known, **named: (
+            opened.append(given[0].location(given[1])), known(*given, **named))[1])  # fmt: skip
+    deltas = [chain[0] / f"d{step}" for step in range(1, CHAIN + 1)]
+    relayout.load(chain[0] / "0", 0, deltas=deltas)
+    of_each = [Counter(path for path in opened if path.startswith(f"{delta}/")) for delta in deltas[1:-1]]
+    assert {tuple(sorted(found.values())) for found in of_each} == {(1, 1), (1, 1, 3)}  # Nothing changed; weights did.
+    assert sum(path.startswith(f"{chain[0] / '0'}/") for path in opened) < 10
+
+
+@pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors.delta", "relayout.json", "new/relayout.json"])
+def test_a_damaged_delta_of_a_chain_is_named_by_its_position(
+    name: str, chain: tuple[Path, list[dict[str, np.ndarray]]], tmp_path: Path
+) -> None:
+    deltas = [chain[0] / f"d{step}" for step in range(1, CHAIN + 1)]
+    at = next(at for at in range(200, CHAIN) if (deltas[at] / "model-rank-0-part-0.safetensors.delta").exists())
+    shutil.copytree(deltas[at], tmp_path / "damaged")
+    flip(tmp_path / "damaged" / name, 20)
+    with pytest.raises(FormatError, match=f"delta {at + 1}: .*d"):
+        relayout.load(chain[0] / "0", 0, deltas=[*deltas[:at], tmp_path / "damaged", *deltas[at + 1 :]])
+    with pytest.raises(PlanError, match=f"delta {at + 1}: applies to content .*, not to what delta {at} makes"):
+        relayout.load(chain[0] / "0", 0, deltas=[*deltas[:at], *deltas[at + 1 :]])
 
 
 def test_only_side_files_that_changed_are_in_a_delta(steps: Path, llama: Path) -> None:

@@ -65,8 +65,9 @@ def index(*pieces: int) -> bytes:
 def test_an_index_says_where_each_piece_is() -> None:
     blob = index(7, 0)
     parsed = parse_index(blob, DeltaFile(7 + 48, xxh3_128_hexdigest(blob)), EXTENTS)
-    assert parsed.stored == [Extent(0, 7), Extent(7, 0)]
-    assert parsed.digests == [DIGEST, DIGEST]
+    assert [parsed.place(piece, piece + 1) for piece in range(2)] == [Extent(0, 7), Extent(7, 0)]
+    assert parsed.place(0, 2) == Extent(0, 7)
+    assert [parsed.digest(piece) for piece in range(2)] == [DIGEST, DIGEST]
     assert place_of_index(DeltaFile(7 + 48, DIGEST), 2) == Extent(7, 48)
 
 

@@ -1,4 +1,4 @@
-"""Weights that change in a live vLLM: a worker extension that reads a delta, or another folder, into the parameters.
+"""Weights that change in a live engine; of vLLM, a worker extension that reads a delta, or a folder, into parameters.
 
 First every worker reads all that it is about to load, and compares every byte with its digest. Only when all of them
 have said so does the first one change anything. vLLM's own reload then takes the tensors, as its loader does at the
@@ -10,8 +10,12 @@ from __future__ import annotations
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
+from relayout.checkpoint.trust import trusted
 from relayout.engines.metrics import publish
+from relayout.engines.rank_weights import find_folder
 from relayout.errors import PlanError
+from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
     from relayout.engines.rank_weights import RankWeights
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     _Content: TypeAlias = tuple[str, tuple[str, ...]]
     """A converted folder, or its URL, and the deltas that were applied to it, in this order."""
 
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+"""Of the whole tensors of a model, by name."""
 _LOGGER = getLogger("vllm.relayout")
 
 
@@ -73,6 +79,53 @@ class WeightUpdates:
             if group.index == group.num_members - 1:
                 raise
             return None
+
+
+def shapes_of(path: str, rank: int, num_ranks: int) -> Shapes | None:
+    """What weights in a folder or at a URL are, all that the rank reads of a converted folder being there.
+
+    Returns:
+        None: only the engine knows, as for a model on the hub or in another form than safetensors.
+
+    Raises:
+        FormatError: a file is missing or damaged.
+        PlanError: there is no such folder, or it lacks ranks.
+    """
+    if scheme_of(path) == "hf":
+        return None
+    find_folder(path, "the engine's own loader")
+    store = trusted(find_input(path), None)
+    manifest = find_manifest(store)
+    if manifest is not None:
+        needed = [rank] if manifest.num_ranks == num_ranks else range(manifest.num_ranks)
+        check_present(store, manifest, needed)
+        check_lengths(store, manifest, needed)
+        record = read_record(store, manifest)
+        return {name: tuple(shape) for name, shape in zip(record.names, record.shapes, strict=True)}
+    from relayout.checkpoint.source import read_source
+
+    try:
+        return {tensor.name: tensor.shape for tensor in read_source(store).tensors}
+    except PlanError:
+        return None
+
+
+def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
+    """Check that weights are for the model that an engine has loaded, so that an update writes all of it.
+
+    Proof: its loaders take tensors by names and shapes, and with these they have written every parameter before.
+
+    Raises:
+        PlanError: they are not.
+    """
+    if had is None or new is None:
+        return
+    if differing := [name for name in sorted({*had, *new}) if had.get(name) != new.get(name)]:
+        what = (
+            f"is not for the model that the engine has: {len(differing)} tensors have another shape, are missing, or"
+            " are there in addition"
+        )
+        raise PlanError(what, path=path, tensor=differing[0], code="mismatch")
 
 
 def _update(worker: Any, source: str, group: Group) -> str:

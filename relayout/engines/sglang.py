@@ -1,21 +1,26 @@
 """SGLang: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
 
-SGLang has no registry of load formats, but official hooks for plugins. Four are used: one is around the place where all
+SGLang has no registry of load formats, but official hooks for plugins. Five are used: one is around the place where all
 files are read, one lets the name of the format pass, and two are around the making of a model and its loading: after
-that, no memory may be left unwritten. `--model-loader-extra-config '{"relayout": {...}}'` has the
-options, which are those of vLLM's plugin.
+that, no memory may be left unwritten. One is around updates: only weights of the same model are let in.
+`--model-loader-extra-config '{"relayout": {...}}'` has the options, which are those of vLLM's plugin.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from relayout.engines.first_start import first_start, folder_of, loads_itself, source_url
+from relayout.engines.live import Shapes, check_same_model, shapes_of
 from relayout.engines.metrics import publish
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, layer_of, speculative
 from relayout.errors import PlanError, RelayoutError
@@ -27,10 +32,28 @@ if TYPE_CHECKING:
 
 FORMAT = "relayout"
 _LOGGER = getLogger("sglang.relayout")
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _OF_DEFAULT_LOADER = {"auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"}
 """Formats of which SGLang's default loader reads all tensors: other loaders write memory in ways of their own."""
-_marked: WeakKeyDictionary[Any, tuple[str, Marks]] = WeakKeyDictionary()
-"""Models that were made in marked memory, the folder of each, and the marks."""
+
+
+@dataclass(slots=True)
+class _Start:
+    """How a model was made."""
+
+    options: EngineOptions
+    path: str = ""
+    """Of its weights, if relayout may load them."""
+    marks: Marks | None = None
+    """In memory that was not looked at yet."""
+    shapes: Shapes | None = None
+    """Of the weights that it has now, if relayout has seen them."""
+
+
+_starts: WeakKeyDictionary[Any, _Start] = WeakKeyDictionary()
+"""Of the models of this process."""
+_updating: ContextVar[EngineOptions | None] = ContextVar("relayout_updating", default=None)
+"""While a model's weights are updated: the options that it was started with."""
 _stock: set[str] = set()
 """Folders that SGLang has loaded itself."""
 
@@ -64,7 +87,8 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
     extra = config.model_loader_extra_config
     options = extra.get(FORMAT, {}) if isinstance(extra, dict) else {}
     where = f"--model-loader-extra-config, {FORMAT!r}"
-    config.relayout_options = EngineOptions.parse(options, where)
+    # An update is told a format, and no options.
+    config.relayout_options = _updating.get() or EngineOptions.parse(options, where)
     if config.relayout_options.source is not None:
         raise PlanError(f"{where}: source: only for vLLM", code="option")
     config.relayout_required = str(config.load_format).lower() == FORMAT
@@ -94,6 +118,10 @@ def _hook_loader() -> None:
         HookRegistry.register(f"{target}._get_weights_iterator", weights_iterator, HookType.AROUND)
         HookRegistry.register(f"{target}.load_weights_only", load_weights, HookType.AROUND)
         HookRegistry.register(f"{loader.__name__}._initialize_model", make_model, HookType.AROUND)
+        with suppress(ImportError):  # Another version has it elsewhere.
+            updater = import_module(_UPDATER)
+            _expect(updater.WeightUpdater, "update_weights_from_disk", ["self", "model_path", "load_format"])
+            HookRegistry.register(f"{_UPDATER}.WeightUpdater.update_weights_from_disk", update_weights, HookType.AROUND)
         HookRegistry.apply_hooks()
         DefaultModelLoader.reads_relayout = True
 
@@ -138,13 +166,16 @@ def make_model(original: Callable[..., Any], model_config: Any, load_config: Any
     """
     path, load_format = str(model_config.model_path), load_config.load_format
     is_default = str(getattr(load_format, "value", load_format)).lower() in _OF_DEFAULT_LOADER
+    start = _Start(getattr(load_config, "relayout_options", None) or EngineOptions())
     if not is_default or _is_draft(load_config, model_config) or not _takes(load_config, path):
-        return original(model_config, load_config, *settings, **named)
-    from relayout.engines.unwritten import Marks
-
-    with Marks() as marks:
         model = original(model_config, load_config, *settings, **named)
-    _marked[model] = path, marks
+    else:
+        from relayout.engines.unwritten import Marks
+
+        with Marks() as start.marks:
+            model = original(model_config, load_config, *settings, **named)
+        start.path = path
+    _starts[model] = start
     return model
 
 
@@ -156,15 +187,55 @@ def load_weights(original: Callable[..., None], model: Any, weights: Any, *setti
     Raises:
         PlanError: some was not.
     """
-    path, marks = _marked.pop(model, (None, None))
+    start = _starts.get(model)
     original(model, weights, *settings, **named)
-    if path is None or marks is None:
+    if start is None or start.marks is None:
         return
-    if path not in _stock:
+    marks, start.marks = start.marks, None
+    if start.path not in _stock:
         from relayout.engines.unwritten import check_written
 
-        check_written(model, path, "SGLang")
+        check_written(model, start.path, "SGLang")
+        start.shapes = _shapes(start.path)
     marks.give_back(model)
+
+
+def update_weights(
+    original: Callable[..., tuple[bool, str]], updater: Any, model_path: str, load_format: str, *args: Any, **named: Any
+) -> tuple[bool, str]:
+    """Around `WeightUpdater.update_weights_from_disk`: weights that are not for the model change nothing.
+
+    Those that SGLang reads itself, for a model that it has loaded itself, are its own.
+    """
+    model, config = updater.get_model(), updater.model_config
+    had, start = str(config.model_path), _starts.get(model) or _Start(EngineOptions())
+    token = _updating.set(start.options)
+    is_changing = False
+    try:
+        shapes = None
+        if start.shapes is not None or str(load_format).lower() == FORMAT or folder_of(source_url(model_path, None)):
+            shapes = _shapes(model_path)
+            check_same_model(start.shapes or _shapes(had), model_path, shapes)
+        is_changing = True
+        done, answer = original(updater, model_path, load_format, *args, **named)
+        if done:
+            start.shapes = shapes
+        else:
+            config.model_path = had
+        return done, answer
+    except (RelayoutError, OSError) as error:
+        config.model_path = had
+        state = "its weights are a mixture now: update them again, or start it again" if is_changing else "keeps them"
+        _LOGGER.error("relayout: not updated from %s, SGLang %s: %s", model_path, state, error)
+        return False, f"relayout: weights were not updated, SGLang: {state}: {error}"
+    finally:
+        _updating.reset(token)
+
+
+def _shapes(path: str) -> Shapes | None:
+    from sglang.srt.runtime_context import get_parallel
+
+    return shapes_of(source_url(path, None), get_parallel().tp_rank, get_parallel().tp_size)
 
 
 def _is_draft(config: Any, model_config: Any) -> bool:

@@ -49,10 +49,21 @@ class Engine:
     ) -> None:
         """Make a model and load it, with options of relayout."""
         loader = sys.modules["sglang.srt.model_loader.loader"]
-        config = self.load_config(load_format, {}, None)
+        config = self.load_config(load_format, {"relayout": options} if options else {}, None)
         loader._initialize_model(SimpleNamespace(model_path=str(folder), model=model, is_draft_model=draft), config)
         weights = self.weights(folder, model.rank, model.tp, load_format=load_format, is_draft=draft, **options)
         loader.DefaultModelLoader.load_weights_only(model, weights, None)
+
+    def update(self, model: Any, folder: Path | str, was: Path | str, load_format: str = "auto") -> tuple[bool, str]:
+        """Update a model that was loaded from a folder; what WeightUpdater answers."""
+        self.updated = SimpleNamespace(model_path=str(was), hf_text_config=SimpleNamespace(num_hidden_layers=3))
+        updater = sys.modules["sglang.srt.model_executor.model_runner_components.weight_updater"].WeightUpdater()
+        updater.get_model, updater.model_config = lambda: model, self.updated
+        answer: tuple[bool, str] = updater.update_weights_from_disk(str(folder), load_format)
+        return answer
+
+    updated: Any = None
+    """The configuration of the model that was updated last."""
 
     def weights(
         self,
@@ -135,6 +146,14 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
         def _filter_mtp_weights(cls, weights: Any, prefix: str, draft_model_idx: int) -> Any:
             return ((f"{prefix}draft-{draft_model_idx}.{name}", tensor) for name, tensor in weights)
 
+    class WeightUpdater:
+        def update_weights_from_disk(self, model_path: str, load_format: str) -> tuple[bool, str]:
+            self.model_config.model_path = model_path
+            loader = DefaultModelLoader(LoadConfig(load_format, {}, None))
+            source = SimpleNamespace(model_or_path=model_path, prefix="", model_config=self.model_config)
+            DefaultModelLoader.load_weights_only(self.get_model(), loader._get_weights_iterator(source), None)
+            return True, "Succeeded to update model weights."
+
     def initialize_model(model_config: Any, load_config: LoadConfig, quant_config: Any = None) -> Any:
         model_config.model.allocate()
         return model_config.model
@@ -142,6 +161,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
     HookRegistry.__module__ = "sglang.srt.plugins.hook_registry"
     LoadConfig.__module__ = "sglang.srt.configs.load_config"
     DefaultModelLoader.__module__ = "sglang.srt.model_loader.loader"
+    WeightUpdater.__module__ = "sglang.srt.model_executor.model_runner_components.weight_updater"
     formats: list[str] = ["auto", "safetensors"]
     engine = Engine(formats, LoadConfig, DefaultModelLoader)
     put_modules(
@@ -159,6 +179,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
                 "DefaultModelLoader": DefaultModelLoader,
                 "_initialize_model": initialize_model,
             },
+            WeightUpdater.__module__: {"WeightUpdater": WeightUpdater},
             "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
             "sglang.srt.runtime_context": {"get_parallel": lambda: engine.parallel},
         },

@@ -7,6 +7,7 @@ start; it goes from layer to layer, quantizes and rearranges again, and leaves p
 
 from __future__ import annotations
 
+from collections import Counter
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -85,7 +86,7 @@ def shapes_of(path: str, rank: int, num_ranks: int) -> Shapes | None:
     """What weights in a folder or at a URL are, all that the rank reads of a converted folder being there.
 
     Returns:
-        None: only the engine knows, as for a model on the hub or in another form than safetensors.
+        None: it is not known, as of a plain checkpoint that is remote or in another form than safetensors.
 
     Raises:
         FormatError: a file is missing or damaged.
@@ -102,6 +103,8 @@ def shapes_of(path: str, rank: int, num_ranks: int) -> Shapes | None:
         check_lengths(store, manifest, needed)
         record = read_record(store, manifest)
         return {name: tuple(shape) for name, shape in zip(record.names, record.shapes, strict=True)}
+    if scheme_of(path) is not None:
+        return None
     from relayout.checkpoint.source import read_source
 
     try:
@@ -147,6 +150,7 @@ def _update(worker: Any, source: str, group: Group) -> str:
                 f"{len(differing)} tensors have another dtype, shape or slice than those of the engine, or are missing"
             )
             raise PlanError(what, path=source, tensor=differing[0], code="mismatch")
+        _check_padding(worker.get_model())
         digest = weights.prove()
     if len(digests := set(group.all_gather(digest))) > 1:
         what = f"is not the same for all workers: contents {', '.join(sorted(digests))}"
@@ -154,10 +158,41 @@ def _update(worker: Any, source: str, group: Group) -> str:
     worker._relayout_is_mixed, worker.execute_model = True, _refuse
     with group.collective():
         worker.reload_weights(weights_iterator=iter(weights))
+        _pack_tied(worker.get_model())
         publish(weights.report(), _LOGGER)
     worker._relayout_is_mixed, worker._relayout_content = False, new
     del worker.execute_model  # Which hid the worker's own.
     return digest
+
+
+def _check_padding(model: Any) -> None:
+    """Check that vLLM can make a model ready for kernels a second time.
+
+    On a CPU it pads experts once, notes their new size, and does not pad what it reloads.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    except ImportError:  # Another version, of which this is not known.
+        return
+    for prefix, layer in model.named_modules():
+        as_loaded = get_layerwise_info(layer).restore_metadata[0]
+        for name, tensor in layer.named_parameters(recurse=False):
+            was = as_loaded.get(name)
+            if was is not None and tensor.device.type == "cpu" and tensor.dim() == 3 and tensor.numel() > was.numel():
+                what = f"was {list(was.shape)} and is padded to {list(tensor.shape)}: vLLM cannot reload this on a CPU"
+                raise PlanError(f"{what}; start the engine again", tensor=f"{prefix}.{name}", code="unsupported")
+
+
+def _pack_tied(model: Any) -> None:
+    """Pack weights for a CPU again that a layer shares with another: vLLM's reload does so for the other alone."""
+    packed = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    num_uses = Counter(id(layer.weight) for layer in packed)
+    for layer in packed:
+        if num_uses[id(layer.weight)] > 1:
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _open(worker: Any, content: _Content) -> RankWeights:

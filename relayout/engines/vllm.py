@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from relayout.engines.first_start import Filling, first_start, folder_of, loads_itself, source_url
+from relayout.engines.live import Shapes, check_same_model, shapes_of
 from relayout.engines.metrics import publish
 from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, listed, replicas, speculative
 from relayout.errors import PlanError
@@ -34,6 +36,10 @@ _OPTIONS = ("enable_multithread_load", "num_threads", "enable_weights_track")
 """Of vLLM's own loader, for what that loads itself; the last is for the check of what was loaded, too."""
 _OF_TARGET = {"embed_tokens", "lm_head"}
 """Modules that vLLM lets draft models share with their target after the load, where their checkpoints have none."""
+_loaded: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Shapes | None]] = WeakKeyDictionary()
+"""Models that relayout has loaded: how their configuration names the weights, and of what shapes these are."""
+_NAMES = ("model", "model_weights", "revision")
+"""What of a model's configuration vLLM replaces when weights are reloaded from elsewhere."""
 
 
 def register(observe: Callable[[], Observer] | None = None) -> None:
@@ -177,6 +183,8 @@ class _Loading:
                 return
             report = self._weights.report()
             self._check_written(model, model_config)
+            named = tuple(getattr(model_config, name, None) for name in _NAMES)
+            _loaded[model] = named, self._shapes(model_config)
         publish(report, _LOGGER)
         if report.unused:
             _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
@@ -196,8 +204,25 @@ class _Loading:
         """(name, tensor) of the checkpoint, as this rank has them; also for vLLM's `reload_weights`.
 
         Raises:
-            FormatError, PlanError, OSError, MemoryError: as `load_weights`.
+            FormatError, PlanError, OSError, MemoryError: as `load_weights`; before anything changes, if a model that
+                relayout has loaded is to be reloaded from what is not for it.
         """
+        if self._opened is None and (loaded := _loaded.get(model)) is not None:
+            try:
+                check_same_model(loaded[1], _path(model_config), self._shapes(model_config))
+            except Exception:
+                for name, value in zip(_NAMES, loaded[0], strict=True):
+                    setattr(model_config, name, value)
+                raise
+        return self._all_weights(model_config, model)
+
+    def _shapes(self, model_config: Any) -> Shapes | None:
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        source = self.source_of(model_config)
+        return shapes_of(source, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+
+    def _all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self._takes(model_config) and not self._is_stock:
             self._weights, self._opened = self._opened or self.open_weights(model, model_config), None
         if self._weights is None:

@@ -83,6 +83,22 @@ def test_a_reload_reads_all_again(folders: Path, engine: Engine, whole: Tensors)
     model.assert_holds_what_it_cuts_of(whole)
 
 
+@pytest.mark.parametrize("other", ["moe-tp2", "qwen2-tp2", "moe", "nothing"])
+def test_a_reload_from_what_is_not_for_the_model_is_refused_before_anything_changes(
+    folders: Path, engine: Engine, whole: Tensors, other: str
+) -> None:
+    model = Model(whole, 1, 2)
+    engine.load(folders / "llama-tp2", model)
+    config = model_config(folders / "llama-tp2")
+    config.model = str(folders / other)
+    with pytest.raises(PlanError, match=r"is not for the model that the engine has|no such file or folder"):
+        engine.formats["auto"](LoadConfig("auto")).get_all_weights(config, model)
+    assert config.model == str(folders / "llama-tp2")
+    config.model = str(folders / "llama")
+    model.load_weights(engine.formats["relayout"](LoadConfig()).get_all_weights(config, model))
+    model.assert_holds_what_it_cuts_of(whole)
+
+
 @pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
 def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
     folders: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reads: str

@@ -123,6 +123,8 @@ def load(
             plan = source.arena(names)
             warn_if_slow(source)
             return load_arena(plan, options)
+        if not into and names is None:
+            raise PlanError("into: no tensors to fill; leave it out to load into new memory", code="option")
         from relayout.loader.into import load_into
 
         contents = source.contents()

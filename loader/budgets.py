@@ -83,7 +83,7 @@ def plan_budget(threads: int | None, memory: int | None, most: int, cost: Reques
     if threads < 1:
         raise PlanError(f"threads: {threads}, expected 1 or more", code="option")
     if memory < MIN_BUFFER:
-        raise PlanError(f"{memory} bytes of memory, expected {MIN_BUFFER} or more", code="option")
+        raise PlanError(f"memory: {memory} bytes, expected {MIN_BUFFER} or more", code="option")
     limit = memory // MIN_BUFFER
     return Budget(min(threads, limit), memory, cost, min(max_threads, limit))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from relayout.core.arguments import integer, size
@@ -13,6 +14,7 @@ from relayout.loader.backends.base import Choice, ReadJob
 from relayout.loader.backends.choice import choose, resolve_device
 from relayout.loader.backends.digests import checks_of
 from relayout.loader.budgets import Budget, plan_budget
+from relayout.loader.diagnose.hints import no_torch
 from relayout.loader.pack import ArenaPlan
 from relayout.loader.sources.stored import StoredFile, cost_of
 from relayout.loader.tensors import make_views, to_device
@@ -64,6 +66,8 @@ def options_of(
     Raises:
         PlanError: the device cannot be used, `threads` is not an integer, or `memory` is not a size.
     """
+    if find_spec("torch") is None:  # Before anything is read.
+        raise no_torch()
     return Options(
         resolve_device(device),
         backend,

@@ -63,7 +63,7 @@ def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) ->
         budget = plan_budget(options.threads, None, most, cost)
         return budget, max(needed, min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size()) - budget.memory)
     if options.memory < 2 * MIN_BUFFER:
-        raise PlanError(f"{options.memory} bytes of memory, expected {2 * MIN_BUFFER} or more", code="option")
+        raise PlanError(f"memory: {options.memory} bytes, expected {2 * MIN_BUFFER} or more", code="option")
     budget = plan_budget(options.threads, max(MIN_BUFFER, min(options.memory // _NUM_BATCHES, most)), most, cost)
     bound = options.memory - budget.memory
     if largest is not None and bound < needed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -157,6 +157,14 @@ class CheckpointView(Closable):
             FormatError: a header is damaged.
         """
         return dict(self._pieces.metadata()) or None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """As `get_tensor`."""
+        return self.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Over the names, as over those of a dict; `in` asks for one."""
+        return iter(self.keys())
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """A tensor. On the CPU, a slice that is stored as it is wanted is a private mapping of its file; else a copy.

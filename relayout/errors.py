@@ -90,8 +90,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: the known one that is most like it, if one is."""
     from difflib import get_close_matches  # Only for errors.
 
-    similar = get_close_matches(word, list(known), 1)
+    # Few mistypes change the first letter, and without it much is alike that nobody meant.
+    words = list(known)
+    of_letter = [each for each in words if each[:1].lower() == word[:1].lower()]
+    similar = get_close_matches(word, of_letter, 1) or get_close_matches(word, words, 1, 0.9)
     return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def how_to_install(extra: str) -> str:
+    """The end of a message about a package that is not installed: the command that installs it with relayout."""
+    return f"pip install '.[{extra}]' in a checkout of relayout"
 
 
 def shown(value: object) -> str:

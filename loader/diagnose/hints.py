@@ -24,12 +24,17 @@ def error_hints() -> Iterator[None]:
         better = _with_hint(error)
         if better is None:
             raise
-        raise better from error
+        raise better from (None if isinstance(error, ModuleNotFoundError) else error)
+
+
+def no_torch() -> ModuleNotFoundError:
+    """The error of a load without torch."""
+    return ModuleNotFoundError("torch is not installed, but loading needs it: pip install torch", name="torch")
 
 
 def _with_hint(error: Exception) -> Exception | None:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        return ModuleNotFoundError("torch is not installed, but loading needs it: pip install torch", name="torch")
+        return no_torch()
     if isinstance(error, MemoryError) and not str(error):
         return MemoryError(f"no memory is left for a load's own objects, beside tensors and buffers{_limit()}")
     if not isinstance(error, OSError) or isinstance(error, RequestError):  # Which says itself what to do.

@@ -25,7 +25,7 @@ from relayout.checkpoint.converted import check_present, is_converted, read_mani
 from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert, default_output
 from relayout.core.arguments import at_least_one, integer, size
-from relayout.errors import PlanError
+from relayout.errors import PlanError, how_to_install
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.plans.planner import plan_for
 from relayout.results import Result
@@ -283,7 +283,7 @@ def plan_bench(
     """
     runs, tp = at_least_one(runs, "runs"), None if tp is None else at_least_one(tp, "tp")
     if util.find_spec("torch") is None:
-        raise PlanError("loads need torch, which is not installed: install the extra 'torch'", code="unsupported")
+        raise PlanError(f"loads need torch, which is not installed: {how_to_install('torch')}", code="unsupported")
     folders = _find_folders(path, tp, against)
     if folders.tp > 1 and folders.source is not None:
         plan_for(read_source(find_store(folders.source)), folders.tp)

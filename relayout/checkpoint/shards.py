@@ -62,7 +62,7 @@ def other_shards(name: str) -> list[str]:
     match = _NUMBERED.fullmatch(name)
     if match is None or int(match["count"]) == 1:
         return []
-    return [f"the other {int(match['count']) - 1} files of its set: give the folder to convert all of them"]
+    return [f"the other {int(match['count']) - 1} files of its set: give their folder"]
 
 
 def _check_complete(root: Store, names: Sequence[str]) -> None:
@@ -114,7 +114,8 @@ def advice_without_shards(entries: Sequence[Entry]) -> str:
     )
     if not folders:
         suffixes = ((entry.name, PurePosixPath(entry.name).suffix) for entry in entries)
-        return next((f"; found {name}: {_ADVICE[suffix]}" for name, suffix in suffixes if suffix in _ADVICE), "")
+        found = next((f"; found {name}: {_ADVICE[suffix]}" for name, suffix in suffixes if suffix in _ADVICE), "")
+        return found or "; `hf download ORG/MODEL --local-dir FOLDER` downloads a model"
     more = " ..." if len(folders) > _MAX_FOLDERS else ""
     return f"; convert its subfolders one by one: {', '.join(folders[:_MAX_FOLDERS])}{more}"
 

@@ -103,8 +103,11 @@ def policy_of(trust: Trust) -> Policy | None:
         raise PlanError(f"{_VARIABLE if trust is None else 'trust'} is empty, expected a policy file", code="option")
     import tomllib  # A load without a policy does not need it.
 
-    with open(path, "rb") as file:
-        text = file.read(_MAX_POLICY_NBYTES + 1)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MAX_POLICY_NBYTES + 1)
+    except FileNotFoundError:
+        raise PlanError("the trust policy does not exist", path=path, code="missing") from None
     with about(path=path):
         if len(text) > _MAX_POLICY_NBYTES:
             raise PlanError(f"more than {_MAX_POLICY_NBYTES} bytes", code="limit")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -165,7 +166,7 @@ def _command(*examples: str) -> Callable[[Callable[Concatenate[Output, ...], Non
         @wraps(function)
         def run(**options: Any) -> None:
             out = Output(**{option.name: options.pop(option.name) for option in common})
-            with _errors(as_json=out.as_json):
+            with _errors(as_json=out.as_json), _warnings(out):
                 function(out, **options)
 
         _, *own = python.signature(function, eval_str=True).parameters.values()
@@ -834,6 +835,21 @@ def _errors(as_json: bool = False) -> Iterator[None]:
     except signals.Stopped as error:
         signals.ignore()
         fail(str(error), error.exit_code, error)
+
+
+@contextmanager
+def _warnings(out: Output) -> Iterator[None]:
+    """Print a warning as one line, or one JSON object, without the place in the program that gave it."""
+
+    def show(message: Warning | str, *where: object, **more: object) -> None:
+        if out.as_json:
+            _tell(json.dumps({"event": "warning", "message": str(message)}))
+        elif not out.quiet:
+            _tell(f"relayout: warning: {_one_line(str(message))}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def _fail(message: str, code: int, error: BaseException, *, as_json: bool) -> NoReturn:

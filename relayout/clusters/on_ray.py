@@ -27,7 +27,7 @@ from relayout.commands.convert import PlanOptions, plan_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
 from relayout.conversion.run import Summary
-from relayout.errors import PlanError, RelayoutError
+from relayout.errors import PlanError, RelayoutError, how_to_install
 from relayout.progress import Progress, reporting
 
 IO_RESOURCE = "relayout_io"
@@ -148,7 +148,7 @@ def _cluster(address: str, threads: int) -> Iterator[_Cluster]:
     try:
         import ray
     except ImportError:
-        raise PlanError("ray is not installed: install the extra 'ray'", code="unsupported") from None
+        raise PlanError(f"ray is not installed: {how_to_install('ray')}", code="unsupported") from None
     is_ours = not ray.is_initialized()
     if is_ours:
         if address == "auto":

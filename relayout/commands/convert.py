@@ -103,6 +103,9 @@ def plan_conversion(
     if checkpoint.is_file and output is None:
         what = "a single file: name the folder to write with -o OUT, or convert the file's folder"
         raise PlanError(what, path=str(source), code="option")
+    if checkpoint.is_file and checkpoint.left_out:
+        what = f"a part of a model, without {checkpoint.left_out[0]}"
+        raise PlanError(what, path=str(source), code="option")
     if checkpoint.is_file and store.parent()[1].startswith("."):
         what = "a hidden file, which could not be restored: rename it"
         raise PlanError(what, path=str(source), code="option")
@@ -131,7 +134,7 @@ def _layout_of(options: PlanOptions) -> tuple[int, int, int, str, DigestAlgorith
         raise TypeError(f"{shown(unknown[0])} is no option of a conversion{advice}")
     tp = integer(options.get("tp", 1), "tp")
     alignment = size(options.get("align", DEFAULT_ALIGNMENT), "align")
-    max_part_nbytes = size(options.get("max_part_nbytes", DEFAULT_MAX_PART_NBYTES), "max_part_nbytes")
+    max_part_nbytes = size(options.get("max_part_nbytes", DEFAULT_MAX_PART_NBYTES), "max_part_nbytes (--max-part-size)")
     check_alignment(alignment)
     layout = options.get("layout", RANKS)
     if layout not in (RANKS, WHOLE_TENSORS):

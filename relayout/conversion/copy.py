@@ -183,7 +183,7 @@ def share_memory(threads: int, memory: int | str, output: Store | None = None) -
     threads, memory = at_least_one(threads, "threads"), size(memory, "memory")
     num_copies = 3 if output is not None and output.cost.is_remote else 2
     if memory < num_copies * _MIN_CHUNK_NBYTES:
-        what = f"{memory} bytes of memory, expected at least {num_copies * _MIN_CHUNK_NBYTES}"
+        what = f"memory: {memory} bytes, expected {num_copies * _MIN_CHUNK_NBYTES} or more"
         raise PlanError(what, code="option")
     memory = max(num_copies * _MIN_CHUNK_NBYTES, min(memory, int(available_nbytes() * _SHARE_OF_AVAILABLE)))
     threads = min(threads, memory // (num_copies * _MIN_CHUNK_NBYTES))

@@ -262,7 +262,7 @@ def check_alignment(alignment: int) -> None:
         PlanError: it is not.
     """
     if alignment & (alignment - 1) or not MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT:
-        what = f"alignment {alignment} is not a power of two between {MIN_ALIGNMENT} and {MAX_ALIGNMENT} bytes"
+        what = f"align: {alignment} bytes, expected a power of two from {MIN_ALIGNMENT} to {MAX_ALIGNMENT}"
         raise PlanError(what, code="option")
 
 

@@ -22,7 +22,7 @@ def size(value: int | str, what: str) -> int:
     """A number of bytes, given as an integer, or as text: "4096", "64K", "64KiB" (powers of 1024), "48GB" (of 1000).
 
     Raises:
-        PlanError: the value is not a size, or a text of more than 2**63 - 1 bytes. The message calls an integer `what`.
+        PlanError: the value is not a size, or a text of more than 2**63 - 1 bytes. The message calls it `what`.
     """
     if not isinstance(value, str):
         return integer(value, what)
@@ -31,12 +31,12 @@ def size(value: int | str, what: str) -> int:
     factor = units.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise PlanError(
-            f"{shown(value)} is not a size; write bytes, or a number with K, KiB, MB, GiB ...", code="option"
+            f"{what}: {shown(value)} is not a size; write bytes, or a number with K, KiB, MB, GiB ...", code="option"
         )
     digits = match[1].lstrip("0")
     nbytes = int(digits or "0") * factor if len(digits) <= len(str(_MAX_NBYTES)) else _MAX_NBYTES + 1
     if nbytes > _MAX_NBYTES:
-        raise PlanError(f"{shown(value)} is too large, expected at most {_MAX_NBYTES} bytes", code="option")
+        raise PlanError(f"{what}: {shown(value)} is too large, expected at most {_MAX_NBYTES} bytes", code="option")
     return nbytes
 
 

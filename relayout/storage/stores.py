@@ -20,6 +20,7 @@ REGISTRY: dict[str, str] = {
 """By the scheme of URLs: a module, imported on first use, with `offer(url: str) -> Store`, which raises PlanError
 for a URL that names no place there."""
 
+_SLASH = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)", re.DOTALL)
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://")
 
 
@@ -31,6 +32,7 @@ def find_store(path: str | os.PathLike[str]) -> Store:
     """
     scheme = scheme_of(path)
     if scheme is None:
+        _check_slashes(path)
         return LocalStore(Path(path))
     if scheme not in REGISTRY:
         known = ", ".join(f"{name}://" for name in REGISTRY)
@@ -39,6 +41,14 @@ def find_store(path: str | os.PathLike[str]) -> Store:
     with about(path=_shown(path)):
         store: Store = import_module(REGISTRY[scheme]).offer(os.fspath(path))
     return store
+
+
+def _check_slashes(path: str | os.PathLike[str]) -> None:
+    """Raise PlanError for a URL that lacks a slash, unless there is a folder of that name."""
+    match = _SLASH.match(os.fspath(path))
+    if match and match["scheme"].lower() in REGISTRY and not os.path.lexists(match["scheme"] + ":"):
+        url = f"{match['scheme']}://{match['rest']}"
+        raise PlanError(f"a URL has two slashes: {url}", path=os.fspath(path), code="option")
 
 
 def _shown(url: str | os.PathLike[str]) -> str:

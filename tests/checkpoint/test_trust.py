@@ -653,3 +653,8 @@ def test_the_command_signs_and_verifies(copy_of: Path, keys: Keys, monkeypatch: 
     assert CliRunner().invoke(app, words).exit_code == 0
     edit(copy_of, "tokenizer.json", flip(0.5))
     assert CliRunner().invoke(app, words).exit_code == 1
+
+
+def test_a_policy_that_is_not_there_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none.toml: the trust policy does not exist$"):
+        relayout.load(tmp_path, 0, trust=tmp_path / "none.toml")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,11 @@ from support.rights import drop_superuser_rights
 from support.terminals import ENVIRONMENT, VARIABLES, terminal
 from support.tools import built_command
 from support.trees import tree
+from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app, main
+from relayout.errors import PlanError
 from relayout.format.index import FORMAT_VERSION
 
 Array = npt.NDArray[Any]
@@ -169,13 +172,21 @@ def put(path: Path, text: str) -> None:
         ("convert / --tp 2", r" /: the root folder has no folder beside it: name the folder to write with -o"),
         ("convert model --tp 0", r"tp: 0, expected 1 to"),
         ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
-        ("convert model --align 3000", r"alignment 3000 is not a power of two"),
-        ("convert model --align 32MiB", r"alignment 33554432 .* between 512 and"),
-        ("convert model --align many", r"'many' is not a size"),
+        ("convert model --align 3000", r"align: 3000 bytes, expected a power of two"),
+        ("convert model --align 32MiB", r"align: 33554432 bytes, expected a power of two from 512 to"),
+        ("convert model --align many", r"align: 'many' is not a size"),
         (f"convert model --tp 1 --memory {'9' * 5000}", r"is too large, expected at most 9223372036854775807 bytes"),
         ("convert model --max-part-size 0", r"part size of 0 bytes"),
         ("convert model --tp 1 --threads 0", "threads: 0, expected 1 or more"),
-        ("convert model --tp 1 --memory 1MiB", "1048576 bytes of memory"),
+        ("convert model --tp 1 --memory 1MiB", "memory: 1048576 bytes, expected 2097152"),
+        (
+            "convert model --max-part-size lots",
+            r"max_part_nbytes \(--max-part-size\): 'lots' is not a size; write",
+        ),
+        ("convert s3:/bucket/model --tp 2", r"s3:/bucket/model: a URL has two slashes: s3://bucket/model"),
+        ("inspect HF:/org/model", r"a URL has two slashes: HF://org/model"),
+        ("convert model --tp 2 -o gs:/bucket/out", r"gs:/bucket/out: a URL has two slashes: gs://bucket/out"),
+        ("inspect mother", r"mother: no such file or folder"),
         ("convert model --tp 1 -o .", r"is inside the source folder, or contains it"),
     ],
 )
@@ -762,3 +773,16 @@ def test_a_model_without_tensors_can_be_converted_and_verified(here: Run, work: 
     for args in (["convert", "none", "--tp", "1"], ["verify", "none-tp1", "--source", "none"], ["inspect", "none-tp1"]):
         done = here(*args, cwd=work)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_warning_is_one_line_without_the_place_that_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(*args: object, **options: object) -> None:
+        warnings.warn("s3://b/x: no answer;\x1b retrying", stacklevel=1)
+        raise PlanError("no")
+
+    monkeypatch.setattr(relayout, "inspect", warn)
+    plain = "relayout: warning: s3://b/x: no answer;\\x1b retrying\n"
+    for more, said in {"": plain, "--quiet": "", "--json": '{"event": "warning", "message": "s3://b/x: '}.items():
+        printed = CliRunner().invoke(app, ["inspect", "model", *more.split()]).stderr
+        assert printed.startswith(said)
+        assert "UserWarning" not in printed

@@ -173,7 +173,7 @@ def test_a_part_ends_before_its_header_is_more_than_hubs_parse() -> None:
 
 @pytest.mark.parametrize("alignment", [-512, -1, 0, 1, 256, 511, 513, 1536, 4097, 6000, 32 * 2**20])
 def test_an_alignment_that_is_no_power_of_two_in_the_range_is_refused(alignment: int) -> None:
-    message = f"^alignment {alignment} is not a power of two between 512 and 16777216 bytes$"
+    message = f"^align: {alignment} bytes, expected a power of two from 512 to 16777216$"
     with pytest.raises(PlanError, match=message):
         check_alignment(alignment)
     with pytest.raises(PlanError, match=message):

@@ -61,7 +61,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     ],
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match=r"is not a size; write bytes, or a number with K, KiB") as caught:
+    with pytest.raises(PlanError, match=r"^memory: .* is not a size; write bytes, or a number with K, KiB") as caught:
         size(text, "memory")
     assert repr(text) in str(caught.value) or len(text) > len(str(caught.value))
 
@@ -70,7 +70,9 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     "text", ["9223372036854775808", "9007199254740992K", "9223373TB", "9" * 5000, "9" * 5000 + "GB"]
 )
 def test_a_size_that_nothing_has_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match=r"is too large, expected at most 9223372036854775807 bytes$") as caught:
+    with pytest.raises(
+        PlanError, match=r"^memory: .* is too large, expected at most 9223372036854775807 bytes$"
+    ) as caught:
         size(text, "memory")
     assert len(str(caught.value)) < 500
 

@@ -103,7 +103,7 @@ def test_memory_that_nobody_writes_is_an_error(
         ({"thread": 2}, "--model-loader-extra-config.*: relayout has no option 'thread', expected backend, threads"),
         ({"threads": "2"}, "threads is '2', expected int"),
         ({"verify": 1}, "verify is 1, expected bool"),
-        ({"memory": "lots"}, "'lots' is not a size"),
+        ({"memory": "lots"}, "memory: 'lots' is not a size"),
         ({"backend": "gpu"}, "backend 'gpu', expected one of auto, direct"),
     ],
 )

@@ -61,7 +61,7 @@ def test_what_is_no_integer_is_named(converted: Path, kind: str, argument: str, 
     given = {"rank": 1, argument: value}
     # Text is a size, and this one too small.
     is_size = (argument, value) == ("memory", "1")
-    message = r"^1 bytes of memory, expected" if is_size else rf"^{argument}: .* is not an integer$"
+    message = r"^memory: 1 bytes, expected" if is_size else rf"^{argument}: .* is not an integer$"
     with nothing_left_behind(), pytest.raises(PlanError, match=message):
         CALLS[kind](converted, given.pop("rank"), **given)
 
@@ -86,8 +86,8 @@ NO_SENSE: list[tuple[dict[str, Any], str, str]] = [
     ({"device": "toaster"}, "option", r"^device 'toaster': "),
     ({"threads": 0}, "option", r"^threads: 0, expected 1 or more$"),
     ({"threads": -2}, "option", r"^threads: -2, expected 1 or more$"),
-    ({"memory": 0}, "option", r"^0 bytes of memory, expected (1048576|2097152) or more$"),
-    ({"memory": MIB - 1}, "option", r"^1048575 bytes of memory, expected (1048576|2097152) or more$"),
+    ({"memory": 0}, "option", r"^memory: 0 bytes, expected (1048576|2097152) or more$"),
+    ({"memory": MIB - 1}, "option", r"^memory: 1048575 bytes, expected (1048576|2097152) or more$"),
 ]
 
 

@@ -201,7 +201,7 @@ FAILURES = {
     "no such rank": ("PlanError", "rank 7, expected 0 to 1", 1),
     "bad option": ("PlanError", "threads: 0, expected 1 or more", 3),
     "bad progress": ("PlanError", "progress: 'a bar', expected", 2),
-    "streamed, bad option": ("PlanError", "1 bytes of memory", 1),
+    "streamed, bad option": ("PlanError", "memory: 1 bytes", 1),
     "a read fails": ("OSError", "the drive is on fire", 2),
     "a streamed read fails": ("OSError", "the drive is on fire", 2),
     "fails between blocks": ("OSError", "the drive is on fire", 2),

@@ -257,7 +257,7 @@ def test_without_the_extra_a_name_that_may_be_of_the_hub_says_what_to_install(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "llama").mkdir(parents=True)
     monkeypatch.setattr(web_hub, "find_spec", lambda name: None)
-    hint = "for a repository of the hub, install relayout with the extra 'hub'$"
+    hint = r"for a repository of the hub, pip install '\.\[hub\]' in a checkout of relayout$"
     with pytest.raises(PlanError, match=f"^org/model: no such file or folder; {hint}"):
         relayout.inspect("org/model")
     with pytest.raises(PlanError, match=rf"^models/lama: no such file or folder; did you mean 'llama'\?; {hint}"):

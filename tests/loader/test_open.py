@@ -285,3 +285,11 @@ def test_all_names_and_no_names_are_one_way_to_the_same_arena(
         base = min(tensor.data_ptr() for tensor in tensors.values())
         found.append({name: tensor.data_ptr() - base for name, tensor in tensors.items()})
     assert found[0] == found[1] == found[2]
+
+
+def test_a_view_is_subscripted_and_iterated_by_names(converted: Path) -> None:
+    with relayout.open(converted, rank=0) as view:
+        names = view.keys()
+        assert list(view) == names
+        assert (names[0] in view, "nothing" in view) == (True, False)
+        assert_equal({"": view[names[0]]}, {"": view.get_tensor(names[0])})

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import s3_server
@@ -187,3 +188,34 @@ def test_words_in_the_name_of_a_web_server_do_not_decide_what_an_error_means(hos
         (urllib3.exceptions.SSLError("certificate verify failed"), errno.EPROTO),
     ):
         assert _failure(error, "https://HOST/x").errno == number
+
+
+REFUSED = "ConnectionRefused"
+
+
+@pytest.mark.parametrize(
+    ("answered", "text", "seconds", "named"),
+    [
+        (False, REFUSED, 4, "https://h/model"),
+        (True, REFUSED, 90, "https://h/model/config.json"),
+        (False, "status code: 503", 90, "https://h/model/config.json"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*retrying")
+def test_only_a_server_that_has_never_answered_is_given_up_soon_and_the_checkpoint_named(
+    monkeypatch: pytest.MonkeyPatch, answered: bool, text: str, seconds: float, named: str
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
+    monkeypatch.setattr(failures, "pause", waited.append)
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: sum(waited)))
+    monkeypatch.setattr(failures, "_answered", {"https://h"} if answered else set())
+
+    def fail() -> None:
+        raise request_error(text, "https://h/model/config.json")
+
+    with pytest.raises(RequestError) as caught:
+        failures.persistent(fail, "https://h/model/config.json")
+    assert (sum(waited), caught.value.filename) == (pytest.approx(seconds), named)
+    assert failures.persistent(lambda: 7, "https://h/model/config.json") == 7
+    assert "https://h" in failures._answered

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from relayout.errors import PlanError
+from relayout.errors import PlanError, how_to_install
 
 if TYPE_CHECKING:
     from boto3.session import Session
@@ -35,18 +35,19 @@ _ENDPOINTS = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT",),
 }
+_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
-def require(module: str, what: str, extra: str = "cloud") -> None:
-    """Raise PlanError unless an optional package is installed, which `what` needs."""
+def require(module: str, what: str, extra: str) -> None:
+    """Raise PlanError unless an optional package is installed, which `what` needs and an extra of relayout brings."""
     try:
         is_there = find_spec(module) is not None
     except ModuleNotFoundError:  # Nor is the package that it is in.
         is_there = False
     if not is_there:
         raise PlanError(
-            f"needs the package {module}, which is not installed: install it, or relayout with the extra {extra!r}",
+            f"needs the package {module}, which is not installed: {how_to_install(extra)}",
             path=what,
             code="unsupported",
         )
@@ -54,7 +55,7 @@ def require(module: str, what: str, extra: str = "cloud") -> None:
 
 def make_store(root: str) -> ObjectStore:
     """obstore's client for the URL of a bucket. PlanError: the environment is not as a provider expects it."""
-    require("obstore", root)
+    require("obstore", root, _EXTRAS.get(urlsplit(root).scheme, "web"))
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 

@@ -29,6 +29,10 @@ _TELL_SECONDS = 5.0
 """After so long without success, a person is told what is waited for, at most once a minute."""
 _TELL_AGAIN_SECONDS = 60.0
 
+_REFUSED_SECONDS = 4.0
+"""A server that refuses connections, and that has not answered this process before, is asked for so long: it may just
+be starting, but more likely its name or port is wrong."""
+
 _TRANSIENT = frozenset(
     {errno.EAGAIN, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENETUNREACH}
 )
@@ -39,6 +43,8 @@ _CODE = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>")
 
 _warned = float("-inf")
 """When the last warning was given, by the clock `time.monotonic`."""
+_answered: set[str] = set()
+"""Servers and buckets that have answered this process: scheme and host of their URLs."""
 _used_by: int | None = None
 """The process in which obstore's threads are. A forked child has none of them: a request there would wait forever."""
 
@@ -57,7 +63,14 @@ class Patience:
             RequestError: it is `error`, because a repetition cannot succeed or the time is over.
         """
         now = time.monotonic()
-        left = self._start + connect.RETRY_SECONDS - now
+        if error.status is not None:
+            _answered.add(_server(error.filename))
+        limit = connect.RETRY_SECONDS
+        if _server(error.filename) not in _answered:
+            # Whichever file was asked for first: none can be.
+            error.filename = error.filename.rpartition("/")[0] if error.filename.count("/") > 3 else error.filename
+            limit = min(limit, _REFUSED_SECONDS) if error.errno == errno.ECONNREFUSED else limit
+        left = self._start + limit - now
         if error.errno not in _TRANSIENT or left <= 0:
             raise error
         if now - self._start > _TELL_SECONDS:
@@ -66,6 +79,10 @@ class Patience:
         requested = min(error.retry_after or 0.0, _MAX_RETRY_AFTER_SECONDS)
         pause(min(max(self._delay * random.uniform(0.5, 1), requested), left))
         self._delay = min(2 * self._delay, MAX_DELAY_SECONDS)
+
+
+def _server(location: str) -> str:
+    return "/".join(location.split("/")[:3])
 
 
 def _warn(error: RequestError, left: float) -> None:
@@ -96,9 +113,12 @@ def persistent(call: Callable[[], Answer], location: str) -> Answer:
     patience = Patience()
     while True:
         try:
-            return call()
+            answer = call()
         except RequestError as error:
             patience.wait(error)
+        else:
+            _answered.add(_server(location))
+            return answer
 
 
 def translated(call: Callable[[], Answer], location: str, part: tuple[int, int] | None = None) -> Answer:

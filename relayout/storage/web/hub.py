@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, PlanError, how_to_install, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.names import is_plain_path
 from relayout.storage.cloud.client import CLOUD_COST, Body
@@ -347,7 +347,7 @@ def offer_model(path: str, not_found_message: Callable[[], str]) -> Store | None
     if not _REPO.fullmatch(path):
         return None
     if find_spec("huggingface_hub") is None or find_spec("urllib3") is None:
-        what = f"{not_found_message()}; for a repository of the hub, install relayout with the extra 'hub'"
+        what = f"{not_found_message()}; for a repository of the hub, {how_to_install('hub')}"
         raise PlanError(what, path=path, code="missing")
     return HubStore(HubClient(path, None, is_guess=True), "")
 

@@ -78,6 +78,6 @@ class WebClient:
 def offer(url: str) -> Store:
     """A folder or file of a web server."""
     check_url(url)
-    require("urllib3", url)
+    require("urllib3", url, "web")
     parts = urlsplit(url)
     return CloudStore(WebClient(f"{parts.scheme.lower()}://{parts.netloc}"), unquote(parts.path).strip("/"))

@@ -573,10 +573,12 @@ def files(
 ) -> None:
     """Print the names of the files that ranks need.
 
-    For tools that copy files. relayout.json is the last.
+    For tools that copy files. relayout.json is the last. A name that begins with - has ./ in front, so that no tool
+    takes it for an option.
     """
     needed = relayout.files(path, ranks=ranks)
-    out.print("".join(f"{file.name}{chr(0) if null else chr(10)}" for file in needed.files), needed.as_json())
+    names = (f"./{file.name}" if file.name.startswith("-") else file.name for file in needed.files)
+    out.print("".join(f"{name}{chr(0) if null else chr(10)}" for name in names), needed.as_json())
 
 
 @_command("delta step-1 step-2 -o step-1-to-2")

@@ -463,6 +463,18 @@ def test_the_files_of_ranks_are_what_other_tools_copy(source: Path, tmp_path: Pa
     assert_copied(source, tmp_path / "again")
 
 
+def test_a_name_is_no_option_of_another_tool(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source / "model", tmp_path / "model")
+    for name in ("-s", "--remove-destination"):
+        (tmp_path / "model" / name).write_text(name)
+    relayout.convert(tmp_path / "model", tmp_path / "converted", tp=1, threads=1)
+    names = CliRunner().invoke(app, ["files", str(tmp_path / "converted"), "--null"]).stdout
+    (out := tmp_path / "out").mkdir()
+    command = ["xargs", "-0", "cp", "--parents", "-t", str(out)]
+    subprocess.run(command, input=names.encode(), cwd=tmp_path / "converted", check=True)
+    assert content(out) == content(tmp_path / "converted")
+
+
 def test_the_names_are_printed_in_three_forms(source: Path) -> None:
     def printed(*words: str) -> str:
         done = CliRunner().invoke(app, ["files", str(source / "ranks"), "--ranks", "0", *words])

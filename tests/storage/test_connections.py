@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from support import s3_server
 from support.lying_server import Interference, dropped, is_part, refused, stalled
 from support.s3_server import Answer, Request, Server, error
 
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect, failures
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.client import NotCompleted, Uploads
@@ -381,3 +382,105 @@ def test_a_signature_of_azure_is_enough_to_upload(server: Server, monkeypatch: p
     server.interfere = with_azure(lambda request: None)
     send("az")
     assert server.requests[-1].query["sig"] == "a+signature"
+
+
+# Redirects.
+
+CALLS: dict[str, Callable[[str], object]] = {
+    "read": lambda url: find_store(url).read("a.txt", 100),
+    "open": lambda url: find_store(url).open("a.txt"),
+    "head": lambda url: find_store(url).stat("a.txt"),
+    "list": lambda url: list(find_store(url).walk()),
+    "put": lambda url: find_store(url).add("a.txt", b"weights"),
+    "delete": lambda url: BucketClient.of(url.rpartition("/")[0]).delete(["x/a.txt"]),
+    "upload": lambda url: uploads(url.partition(":")[0]).send("x/y", "an-upload", 0, memoryview(PART)),
+    "begin": lambda url: uploads(url.partition(":")[0]).begin("x/y"),
+    "complete": lambda url: uploads(url.partition(":")[0]).complete("x/y", "an-upload", ["tag"]),
+    "abort": lambda url: uploads(url.partition(":")[0]).abort("x/y", "an-upload"),
+}
+OF_READERS = ("read", "open", "head", "list")
+
+
+@pytest.fixture
+def redirected(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Another host, to which all clients of stores are sent: with `redirected.status`, which a test sets."""
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", SECRET)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    with s3_server.running() as other:
+        port = other.server_address[1]
+        server.interfere = lambda request: Answer(
+            other.status, headers={"Location": f"http://localhost:{port}/{request.bucket}/{request.key}"}
+        )
+        yield other
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize(
+    ("scheme", "call"),
+    [
+        *(
+            (scheme, call)
+            for scheme in PROVIDERS
+            for call in CALLS
+            if (scheme, call[0]) not in (("az", "b"), ("az", "a"))
+        ),
+        *((scheme, call) for scheme in ("http", "hf") for call in OF_READERS),
+    ],
+)
+def test_no_store_is_followed_to_another_host(
+    server: Server, redirected: Server, scheme: str, call: str, status: int
+) -> None:
+    """Azure begins and aborts uploads without a request; boto3 does not understand 303, which makes no request for it.
+
+    The hub's own storage: tests/loader/test_hub.py.
+    """
+    redirected.status = status
+    url = f"{server.url}/models/x" if scheme == "http" else f"{scheme}://models/x"
+    with pytest.raises(
+        (RequestError, FormatError, PlanError),
+        match=r"redirect|another region|refuses|not valid JSON|failed repeatedly",
+    ):
+        CALLS[call](url)
+    assert server.requests
+    assert not redirected.requests
+
+
+def test_networks_that_need_no_proxy_are_fenced_too(
+    server: Server, redirected: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redirected.status = 307
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "10.0.0.0/8, 127.0.0.0/8,localhost")
+    with pytest.raises(RequestError, match="the store redirects requests, which are not followed to other hosts"):
+        CALLS["read"]("s3://models/x")
+    assert not redirected.requests
+
+
+def test_services_of_credentials_are_reached_beside_a_named_endpoint(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("a-token")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    port = server.server_address[1]
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://localhost:{port}/keys/of-a-role")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setattr(connect, "_has_profiles", lambda: False)
+    server.put("models", "x/a.txt", b"hello")
+    server.put("keys", "of-a-role", json.dumps({
+        "AccessKeyId": s3_server.ACCESS_KEY, "SecretAccessKey": s3_server.SECRET_KEY, "Token": "t",
+        "Expiration": "2099-01-01T00:00:00Z",
+    }).encode())  # fmt: skip
+    assert find_store("s3://models/x").read("a.txt", 100) == b"hello"
+    assert [one.headers["host"] for one in server.requests] == [f"localhost:{port}", f"127.0.0.1:{port}"]
+
+
+def test_an_answer_of_azure_that_is_no_text_is_an_error_of_the_request(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
+    server.interfere = lambda request: Answer(200, b"\xa2\xff" * 99)
+    with pytest.raises(RequestError, match="the server's answer cannot be read"):
+        uploads("az").complete("x/y", "an-upload", ["tag"])

@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import re
 import ssl
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from relayout.errors import PlanError, how_to_install
 
@@ -33,9 +37,34 @@ RETRY_SECONDS = 90.0
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
-    "az": ("AZURE_STORAGE_ENDPOINT",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
+_KEYS = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE"),
+    "gs": ("GOOGLE_BEARER_TOKEN", "GOOGLE_SKIP_SIGNATURE"),
+    "az": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_SKIP_SIGNATURE"),
+}
+"""Where one of these is set, no service is asked for credentials."""
+_SERVICES = {
+    "s3": ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT"),
+    "gs": ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"),
+    "az": ("AZURE_AUTHORITY_HOST", "AZURE_STORAGE_AUTHORITY_HOST", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT"),
+}
+"""Variables that name services of credentials, by URL or host."""
+_OWN_SERVICES = {
+    "s3": ("http://169.254.169.254", "http://169.254.170.2", "https://sts.{region}.amazonaws.com"),
+    "gs": (
+        "http://169.254.169.254",
+        "http://metadata.google.internal",
+        "https://accounts.google.com",
+        *(f"https://{name}.googleapis.com" for name in ("www", "oauth2", "sts", "iamcredentials")),
+    ),
+    "az": ("http://169.254.169.254", "https://login.microsoftonline.com"),
+}
+"""Those that the providers have themselves."""
+_NOWHERE = "socks5://127.0.0.1:0"
+"""A proxy that nothing can reach: obstore does not know the scheme, and nothing listens at port 0."""
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
@@ -61,7 +90,10 @@ def make_store(root: str) -> ObjectStore:
 
     scheme = urlsplit(root).scheme
     settings = s3_settings().for_obstore() if scheme == "s3" else {}
-    options: Any = _client_options(scheme, settings.get("endpoint"))
+    endpoint = settings.get("endpoint") or endpoint_of(scheme)
+    options: Any = _client_options(scheme, endpoint)
+    if endpoint is not None:
+        options |= _fence(endpoint, () if "credential_provider" in settings else _services(scheme, settings))
     retries: Any = {"max_retries": 0}  # `failures.request` does it, for all kinds of stores alike.
     try:
         return from_url(root, client_options=options, retry_config=retries, **settings)
@@ -111,9 +143,42 @@ def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
     }
     if (file := named_certificates(scheme)) is not None:
         options["root_certificate"] = Path(file).read_bytes()
-    if any((url or "").startswith("http:") for url in (endpoint, endpoint_of(scheme))):
+    if endpoint is not None and endpoint.startswith("http:"):
         options["allow_http"] = True
     return options
+
+
+def _services(scheme: str, settings: Mapping[str, Any]) -> list[str]:
+    """URLs of the services that obstore may ask for credentials: none if it was given some."""
+    if any(is_set(name) if name.endswith("_SKIP_SIGNATURE") else os.environ.get(name) for name in _KEYS[scheme]):
+        return []
+    named = [value for name in _SERVICES[scheme] if (value := os.environ.get(name))]
+    own = [url.format(region=settings.get("region", "us-east-1")) for url in _OWN_SERVICES[scheme]]
+    return [*(name if "//" in name else f"http://{name}" for name in named), *own]
+
+
+def _fence(endpoint: str, services: Iterable[str]) -> dict[str, str]:
+    """Options that keep obstore, which follows redirects anywhere, on the host of an endpoint that somebody named.
+
+    All other hosts are behind a proxy that nothing can reach, but for the services that credentials come from. Where
+    one of these needs the environment's own proxy, there is no such fence: obstore takes one proxy only.
+    """
+    urls = [urlsplit(url) for url in (endpoint, *services)]
+    if any(_is_proxied(url.scheme, url.hostname or "") for url in urls):
+        return {}
+    return {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(url.hostname for url in urls if url.hostname)}
+
+
+def _is_proxied(scheme: str, host: str) -> bool:
+    """Whether the environment has a proxy for a host. NO_PROXY may name networks, too."""
+    proxies = getproxies()
+    if not (proxies.get(scheme) or proxies.get("all")) or proxy_bypass(host):
+        return False
+    for excluded in proxies.get("no", "").split(","):
+        with suppress(ValueError):  # One of them is a name.
+            if ip_address(host) in ip_network(excluded.strip(), strict=False):
+                return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -246,6 +246,10 @@ _BROKEN = "the connection broke repeatedly: check the network, or retry later"
 _UNREACHABLE = "the server cannot be reached"
 _CHECK = "check the URL, the endpoint and the network"
 _WRONG_RANGE = errno.EPROTO, "the server did not return the requested range: it does not support ranges correctly"
+_REDIRECTED = (
+    errno.EINVAL,
+    "the store redirects requests, which are not followed to other hosts: check region and endpoint",
+)
 _CODES = {
     "RequestTimeTooSkewed": _SKEWED,
     "RequestExpired": _SKEWED,
@@ -258,7 +262,7 @@ _CODES = {
 }
 """By the error code of the server, where the status alone would mislead."""
 _STATUSES = {
-    3: (errno.EINVAL, "the store redirects requests: check region and endpoint"),
+    3: _REDIRECTED,
     401: _DENIED,
     403: _DENIED,
     405: _UNSUPPORTED,
@@ -273,6 +277,7 @@ _STATUSES = {
 }
 """By the status, or its first digit."""
 _TEXTS = {
+    r"unsupported scheme socks5|127\.0\.0\.1:0\b": _REDIRECTED,  # To where `connect` lets no request go.
     r"BareRedirect": (errno.EINVAL, "the bucket is in another region: set AWS_REGION"),
     r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"
     r"|CredentialsError|CredentialRetrieval|RefreshError|ClientAuthenticationError": _NO_CREDENTIALS,

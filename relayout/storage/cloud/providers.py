@@ -145,6 +145,7 @@ class _S3(_Requests):
             )
         except (BotoCoreError, ValueError):  # ValueError: the endpoint is no URL.
             raise PlanError("boto3 refuses the settings: check endpoint and region", path=root, code="option") from None
+        self._client.meta.events.register_first("needs-retry.s3", _refuse_redirect)
 
     def begin(self, name: str) -> str:
         begin = partial(self._client.create_multipart_upload, Bucket=self._bucket, Key=name)
@@ -168,6 +169,14 @@ class _S3(_Requests):
     def abort(self, name: str, upload: str) -> None:
         abort = partial(self._client.abort_multipart_upload, Bucket=self._bucket, Key=name, UploadId=upload)
         self._request(name, abort, {404: None})
+
+
+def _refuse_redirect(response: Any = None, operation: Any = None, **_: object) -> None:
+    """Raise a ClientError for a redirect: boto3 would ask for the bucket's region, and is redirected there, too."""
+    from botocore.exceptions import ClientError
+
+    if response is not None and 300 <= response[0].status_code < 400:
+        raise ClientError(response[1], operation.name)
 
 
 def _s3_failure(error: Any, location: str) -> RequestError:
@@ -207,7 +216,9 @@ class _Gcs(_Requests):
         session = AuthorizedSession(_google_credentials(root))
         session.mount(endpoint, HTTPAdapter(pool_maxsize=_NUM_CONNECTIONS))
         self._timeout = connect.CONNECT_SECONDS, connect.STALL_SECONDS
-        self._session = SimpleNamespace(request=partial(session.request, verify=connect.certificates("gs")))
+        self._session = SimpleNamespace(
+            request=partial(session.request, verify=connect.certificates("gs"), allow_redirects=False)
+        )
 
     def _upload(self, name: str, upload: str | None, headers: dict[str, str] | None = None) -> Any:
         from google.resumable_media import RetryStrategy
@@ -301,7 +312,8 @@ class _Azure(_Requests):
         from azure.core.exceptions import AzureError
         from azure.storage.blob import ContainerClient
 
-        self._errors, self._failure_of = (AzureError,), _azure_failure
+        # UnicodeDecodeError: an answer is no text, which the client does not expect.
+        self._errors, self._failure_of = (AzureError, UnicodeDecodeError), _azure_failure
         account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
         endpoint = endpoint_of("az") or f"https://{account}.blob.core.windows.net"
         self._container: Any = ContainerClient(
@@ -309,6 +321,7 @@ class _Azure(_Requests):
             self._bucket,
             credential=_azure_credential(root, account),
             retry_total=0,
+            permit_redirects=False,
             connection_timeout=connect.CONNECT_SECONDS,
             read_timeout=connect.STALL_SECONDS,
             connection_verify=connect.certificates("az"),

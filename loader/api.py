@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena, options_of
 from relayout.loader.pack import ArenaPlan
 from relayout.loader.sources.base import RankSource
-from relayout.loader.sources.checkpoint import changed_rank, find_rank
+from relayout.loader.sources.checkpoint import changed_rank, doubt_cache, find_rank, lease_of
+from relayout.loader.sources.columns import Names
 from relayout.progress import Progress
 
 if TYPE_CHECKING:
@@ -118,18 +120,31 @@ def load(
 
             return load_together(prepare, group, names)
         options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify, cache, progress, deltas, trust)
-        if into is None:
-            plan = source.arena(names)
-            warn_if_slow(source)
-            return load_arena(plan, options)
-        if not into and names is None:
-            raise PlanError("into: no tensors to fill; leave it out to load into new memory", code="option")
-        from relayout.loader.into import load_into
+        find = partial(find_source, path, rank, tp, verify, progress=progress, deltas=deltas, trust=trust)
+        source = find(cache=cache)
+        try:
+            return _load(source, names, into, options)
+        except FormatError as error:
+            if not doubt_cache(source):
+                raise
+            warnings.warn(f"{error}: loading again; `relayout cache` lists the entries", stacklevel=2)
+        return _load(find(cache=cache), names, into, options)
 
-        contents = source.contents()
+
+def _load(
+    source: RankSource, names: Names, into: Mapping[str, torch.Tensor] | None, options: Options
+) -> dict[str, torch.Tensor]:
+    if into is None:
+        plan = source.arena(names)
         warn_if_slow(source)
-        return load_into(contents, into, names, options)
+        return load_arena(plan, options)
+    if not into and names is None:
+        raise PlanError("into: no tensors to fill; leave it out to load into new memory", code="option")
+    from relayout.loader.into import load_into
+
+    contents = source.contents()
+    warn_if_slow(source)
+    return load_into(contents, into, names, options)
 
 
 def iter_load(
@@ -196,7 +211,18 @@ def iter_load(
         source = find_source(path, rank, tp, verify, cache, progress, deltas, trust)
         contents = source.contents(names)
         warn_if_slow(source)
-        return stream(contents, options)
+        tensors = stream(contents, options)
+        return tensors if lease_of(source) is None else _doubting(tensors, source)
+
+
+def _doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, from a cache: the next load makes an entry again in which this one finds damage."""
+    try:
+        yield from tensors
+    except FormatError as error:
+        doubt_cache(source)
+        error.what = f"{error.what}; the next load makes this entry of the cache again (`relayout cache` lists them)"
+        raise
 
 
 def find_source(

@@ -35,14 +35,19 @@ _AUTO = {"cuda": ("gds", "pinned")}
 """Which backends "auto" tries for a kind of device, the best first; for other kinds, its own."""
 
 
+def check_name(name: str) -> None:
+    """Raise PlanError unless there is a backend of that name."""
+    if name not in REGISTRY:
+        raise PlanError(f"backend {name!r}, expected one of {', '.join(REGISTRY)}", code="option")
+
+
 def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -> Choice:
     """The backend of that name; for "auto", the best one for these files and this device.
 
     Raises:
         PlanError: there is no backend of that name, or it cannot be used here.
     """
-    if name not in REGISTRY:
-        raise PlanError(f"backend {name!r}, expected one of {', '.join(REGISTRY)}", code="option")
+    check_name(name)
     request = Request(resolve_device(device), files, is_by_name=name != "auto")
     refusals: list[str] = []
     for tried in (name,) if request.is_by_name else _AUTO.get(request.kind, (name,)):

@@ -11,11 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from relayout.checkpoint.converted import check_head, read_chunk_digests
+from relayout.checkpoint.converted import (
+    check_file,
+    check_head,
+    check_small,
+    chunks_nbytes,
+    digests_of_small,
+    read_chunk_digests,
+)
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError
+from relayout.format.chunks import CHUNKS_NAME
 from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
@@ -30,6 +38,8 @@ from relayout.storage.protocols import Access, FileStat, Store
 
 _REQUEST_NBYTES = 4 * 2**20
 """What a thread fetches at once, or one chunk: it is held in memory until its digest is known."""
+_LIMIT_SECONDS = 60.0
+"""How long another process may fetch a file without writing anything: it may repeat a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +54,12 @@ class CachedStore(LocalStore):
     def __str__(self) -> str:
         return str(self.remote)
 
+    def has(self, name: str) -> bool:
+        """Whether a weight file is kept, with its length."""
+        return self.lease.has(name, self.files[name].nbytes)
+
     def stat(self, name: str) -> FileStat | None:
-        if name in self.files and not (self.folder / name).exists():
+        if name in self.files and not self.has(name):
             return self.remote.stat(name)  # A weight file is not fetched for this.
         self._fetch(name)
         return LocalStore.stat(self, name)
@@ -64,7 +78,7 @@ class CachedStore(LocalStore):
         """Keep a file, unless it is there or the remote store lacks it."""
         if name in self.files:
             self.fetch([name])
-        elif "/" not in name and not (self.folder / name).exists():
+        elif "/" not in name and not self.lease.has(name):
             try:
                 blob = self.remote.read(name, MAX_TABLE_NBYTES)
             except FormatError as error:
@@ -80,14 +94,15 @@ class CachedStore(LocalStore):
             FormatError: a file is missing in the remote store, or damaged.
             OSError: a request failed, or the cache cannot be written.
         """
-        missing = [self.files[name] for name in names if not (self.folder / name).exists()]
+        missing = [self.files[name] for name in names if not self.has(name)]
         if not missing:
             return
         self.lease.was_filled = True
         with reporting(progress, "fetching", sum(file.nbytes for file in missing)) as report:
             done = 0
             for file in missing:
-                self.lease.keep(file.name, partial(_fetch_file, self.folder, file, report.after(done)))
+                fetch = partial(_fetch_file, self.folder, file, report.after(done))
+                self.lease.keep(file.name, fetch, file.nbytes, limit_seconds=_LIMIT_SECONDS)
                 done += file.nbytes
             report(done)
 
@@ -99,6 +114,10 @@ def cached(remote: Store, manifest: Manifest, blob: bytes, cache: Cache) -> Cach
         OSError: the cache cannot be written.
     """
     lease = cache.lease(digest_hex(blob))
+    if lease.is_doubted:
+        cache.put_aside(lease, "was damaged when it was read")
+        lease = cache.lease(digest_hex(blob))
+    _forget_damaged(lease, manifest, blob)
     lease.keep_small(MANIFEST_NAME, lambda: blob)
     lease.describe(str(remote), manifest.num_ranks)
     small = CachedStore(folder=lease.folder, remote=remote, files={}, lease=lease)
@@ -111,6 +130,30 @@ def cached(remote: Store, manifest: Manifest, blob: bytes, cache: Cache) -> Cach
     return replace(small, files=files)
 
 
+def _forget_damaged(lease: Lease, manifest: Manifest, blob: bytes) -> None:
+    """Delete what is kept and is not what the manifest says, by digest, length or head: it is fetched again."""
+    kept = LocalStore(folder=lease.folder)
+
+    def check(name: str) -> None:
+        if name == MANIFEST_NAME and kept.read(name, MAX_TABLE_NBYTES) != blob:
+            raise FormatError("is another", path=name)
+        if name in small:
+            check_small(kept, manifest, name, small[name])
+        if name == CHUNKS_NAME:
+            kept.open(name, chunks_nbytes(manifest)).close()
+        if name in indices:
+            check_file(kept, manifest, indices[name])
+
+    small, indices = digests_of_small(manifest), {file.name: index for index, file in enumerate(manifest.files)}
+    for name in {*small, *indices, CHUNKS_NAME, MANIFEST_NAME}.intersection(
+        path.name for path in lease.folder.iterdir()
+    ):
+        try:
+            check(name)
+        except FormatError:
+            (lease.folder / name).unlink(missing_ok=True)
+
+
 def keep(store: CachedStore, cache: Cache, names: Sequence[str], progress: Progress) -> bool:
     """Keep weight files, if there is room for them; other entries are removed for it.
 
@@ -121,7 +164,7 @@ def keep(store: CachedStore, cache: Cache, names: Sequence[str], progress: Progr
         PlanError: the cache's limit is no size.
         FormatError, OSError: as `CachedStore.fetch`.
     """
-    missing = {name: store.files[name].nbytes for name in names if not (store.folder / name).exists()}
+    missing = {name: store.files[name].nbytes for name in names if not store.has(name)}
     if missing:
         reservation = cache.reserve(store.lease, missing)
         if reservation is None:

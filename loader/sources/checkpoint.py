@@ -38,7 +38,7 @@ from relayout.storage.stores import check_exists, find_input
 if TYPE_CHECKING:
     from relayout.checkpoint.delta import Paths
     from relayout.checkpoint.trust import Trust
-    from relayout.storage.cache_folder import CacheOption
+    from relayout.storage.cache_folder import Cache, CacheOption, Lease
 
 # What a load of a rank as stored does not need is imported where it is used.
 
@@ -245,7 +245,7 @@ def _kept(
     option: CacheOption,
     progress: Progress,
 ) -> RankSource | None:
-    """The same rank as `_rank_of`, in a cache; None if there is no cache, or no room in it."""
+    """The same rank as `_rank_of`, in a cache; None if there is no cache, or it cannot be used."""
     from relayout.loader.sources.cached import cached, keep
     from relayout.storage.cache_folder import cache_of
 
@@ -259,12 +259,44 @@ def _kept(
         source = _rank_of(kept if signed is None else signed.over(kept), manifest, rank, tp)
         if keep(kept, cache, [file.name for file in source.used_files()], progress):
             return source
-    except OSError as error:
-        # Others may fill the drive, whatever was reserved.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        why = "has no room for it"
+    except (RelayoutError, OSError) as error:
+        if not _is_of_cache(error, cache):
             raise
-    warnings.warn(f"{store}: the cache {cache.folder} has no room for it: reading from the store", stacklevel=5)
+        why = "has no room for it" if _is_full(error) else f"cannot be used: {error}"
+    advice = f"`relayout cache {cache.folder}` lists what it holds"
+    warnings.warn(f"{store}: the cache {cache.folder} {why}: reading from the store; {advice}", stacklevel=5)
     return None
+
+
+def _is_of_cache(error: RelayoutError | OSError, cache: Cache) -> bool:
+    """Whether the cache has failed, and not the store behind it, whose errors are no different without a cache."""
+    path = error.filename if isinstance(error, OSError) else error.path
+    folder = os.path.realpath(cache.folder)
+    return _is_full(error) or (path is not None and os.path.realpath(path).startswith(folder))
+
+
+def _is_full(error: RelayoutError | OSError) -> bool:
+    """Whether the drive is full: others may fill it, whatever was reserved."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def lease_of(source: RankSource) -> Lease | None:
+    """The lease on the entry of a cache that a rank is read from; None: it is not."""
+    store = source.store.base if isinstance(source.store, TrustedStore) else source.store
+    return getattr(store, "lease", None)
+
+
+def doubt_cache(source: RankSource) -> bool:
+    """Have the entry of a cache that a rank was read from made again, if the files there are not right.
+
+    Returns:
+        Whether it will be: else the error is of another store.
+    """
+    if (lease := lease_of(source)) is None:
+        return False
+    lease.doubt()
+    return True
 
 
 def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSource | None:
@@ -280,7 +312,8 @@ def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSou
         kept = kept_conversion(store, tp, cache)
         return _rank_of(kept, read_manifest(kept), rank, tp)
     except (RelayoutError, OSError) as error:
-        warnings.warn(f"{store}: read as it is; it is not kept in the cache {cache.folder}: {error}", stacklevel=5)
+        what = f"{store}: read as it is; it is not kept in the cache {cache.folder}: {error}"
+        warnings.warn(f"{what}; `relayout cache {cache.folder}` lists what it holds", stacklevel=5)
     return None
 
 

@@ -104,6 +104,42 @@ def check_lengths(folder: Store, manifest: Manifest, holders: Iterable[int]) -> 
     )
 
 
+def check_intact(folder: Store) -> None:
+    """Check a converted checkpoint without reading its weights: that what its manifest lists is all there.
+
+    Raises:
+        FormatError: the manifest is damaged; or a file is missing, or has another length, or another head or digest
+            than the manifest says.
+        OSError: a file cannot be read.
+    """
+    manifest = read_manifest(folder)
+    check_lengths(folder, manifest, manifest.holders)
+    for index in range(len(manifest.files)):
+        check_file(folder, manifest, index)
+    for name, digest in digests_of_small(manifest).items():
+        check_small(folder, manifest, name, digest)
+    folder.open(CHUNKS_NAME, chunks_nbytes(manifest)).close()
+
+
+def digests_of_small(manifest: Manifest) -> dict[str, str]:
+    """The small files whose digests are in the manifest, by name: rank tables and the source record."""
+    tables = {holder.table: holder.table_digest for holder in manifest.holders.values()}
+    return {**tables, SOURCE_RECORD_NAME: manifest.record_digest}
+
+
+def check_small(folder: Store, manifest: Manifest, name: str, digest: str) -> None:
+    """Raise FormatError unless a small file is there and has this digest."""
+    if manifest.digest.hex(folder.read(name, MAX_TABLE_NBYTES)) != digest:
+        what = f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion"
+        raise FormatError(what, path=folder.location(name), code="digest")
+
+
+def chunks_nbytes(manifest: Manifest) -> int:
+    """The length of relayout.chunks."""
+    places = places_of_digests(manifest.files, manifest.chunk_nbytes, manifest.digest)
+    return places[-1].end if places else 0
+
+
 def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
     """Read and check the table of one rank that the folder has, or of another holder. FormatError: it is damaged."""
     name = manifest.holders[rank].table

@@ -2,19 +2,20 @@
 
 The processes of a machine that load at the same time convert together. Each takes units whose lock it gets, so that
 every byte of the source is read once. The system releases the locks of a process that ends, however it ends, and
-another process converts its unit again. The entry is published as any output is: as a whole, or not at all.
+another process converts its unit again. The entry is published as any output is: as a whole, or not at all. An entry
+in which something is missing is made again. Where others hold what is left and do nothing, this is an error, and
+whoever loads reads the source.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from relayout.checkpoint.converted import check_intact
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.jobs import commit_units, convert_unit
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
@@ -22,15 +23,17 @@ from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import ConversionPlan, needed_nbytes
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import digest_hex
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
+from relayout.format.fields import parse_object
 from relayout.format.index import MANIFEST_NAME, RANKS
 from relayout.format.manifest import compact_json
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 from relayout.progress import Progress, reporting
 from relayout.storage.cache_folder import Cache, Lease
+from relayout.storage.local.lock_file import Waiting, holder_in
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import Store
+from relayout.storage.protocols import Kind, Store
 
 MODEL = "model"
 """The converted checkpoint in an entry."""
@@ -40,7 +43,10 @@ _NUM_UNITS = 16
 _MIN_PART_NBYTES = 64 * 2**20
 _MEMORY = 128 * 2**20
 """Bytes of buffers of one process: all ranks of a node may take part."""
-_POLL_SECONDS = 0.05
+_REMOTE_LIMIT_SECONDS = 60.0
+"""How long others may write nothing of what they read from a server: some buffers, or a request that is repeated."""
+_PLAN_LIMIT_SECONDS = 300.0
+"""How long another process may observe a plan."""
 
 FindPlan = Callable[[SourceCheckpoint, int], Plan]
 """Finds the plan of a checkpoint for so many ranks. Raises PlanError: there is none."""
@@ -57,6 +63,11 @@ class CachedConversion(LocalStore):
     """A converted checkpoint in a cache, which is not removed while this object lives."""
 
     lease: Lease
+
+    def has_failed(self, error: BaseException) -> None:
+        """A load from here has failed. If its files are the reason, the next that opens the entry makes it again."""
+        if isinstance(error, FormatError):
+            self.lease.doubt()
 
 
 def cached_conversion(
@@ -87,6 +98,7 @@ def cached_conversion(
         OSError: reading or writing failed, or the cache has no room for it.
     """
     planned, lease = _entry(source, num_ranks, cache, find_plan, ranks)
+    lease = _without_damage(planned, cache, lease)
     if not _is_published(planned):
         if on_miss is not None:
             on_miss(planned)
@@ -97,9 +109,34 @@ def cached_conversion(
 def find_conversion(
     source: Store, num_ranks: int, cache: Cache, find_plan: FindPlan = plan_for, *, ranks: Collection[int] | None = None
 ) -> CachedConversion | None:
-    """The same, if it is there. Errors as of `cached_conversion`."""
+    """The same, if it is there. What is damaged is removed. Errors as of `cached_conversion`."""
     planned, lease = _entry(source, num_ranks, cache, find_plan, ranks)
+    lease = _without_damage(planned, cache, lease)
     return CachedConversion(folder=lease.folder / MODEL, lease=lease) if _is_published(planned) else None
+
+
+def _without_damage(planned: ConversionPlan, cache: Cache, lease: Lease) -> Lease:
+    """The entry, or a new one if something is wrong with what was published there.
+
+    The proof: a file that its manifest lists is missing, or has another length, head or digest than that says; or a
+    process that read it has found damage.
+
+    Raises:
+        PlanError: a process uses the entry, which therefore stays.
+        OSError: the cache cannot be read or written.
+    """
+    if planned.output.kind() is Kind.NOTHING:
+        return lease
+    try:
+        if not lease.is_doubted:
+            check_intact(planned.output)
+            return lease
+        why = "was damaged when it was read"
+    except FormatError as error:
+        why = str(error)
+    folder = lease.folder
+    cache.put_aside(lease, why)
+    return cache.lease(folder.name)
 
 
 def _entry(
@@ -136,10 +173,13 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease, progr
         some = "" if planned.has_all else ranks_text(planned.ranks)
         lease.describe(str(planned.source.root), planned.plan.num_ranks, some)
         left = set(range(len(units)))
+        limit_seconds = _REMOTE_LIMIT_SECONDS if planned.source.folder.cost.is_remote else None
+        waiting = Waiting(lease.folder, lambda: holder_in(*_locks(lease, left)), lease.growth, limit_seconds)
         while not _is_published(planned):
             if not _step(planned, lease, left):
-                time.sleep(_POLL_SECONDS)
+                waiting.pause()
             else:
+                waiting.moved()
                 report(sum(planned.nbytes_of(unit) for index, unit in enumerate(units) if index not in left))
 
 
@@ -155,16 +195,21 @@ def _step(planned: ConversionPlan, lease: Lease, left: set[int]) -> bool:
         if not nobody_publishes or _is_published(planned):
             return False
         for unit in sorted(left):
-            with lease.try_lock(f"unit-{unit}") as is_locked:
+            with lease.try_lock(f"unit-{unit}", what=f"converting unit {unit}") as is_locked:
                 if is_locked:
                     convert_unit(planned, unit, memory=_MEMORY)
                     left.discard(unit)
                     return True
-    with lease.try_lock("publish") as nobody_converts:
+    with lease.try_lock("publish", what="publishing the conversion") as nobody_converts:
         if left or not nobody_converts or _is_published(planned):
             return False
         commit_units(planned)
         return True
+
+
+def _locks(lease: Lease, left: Collection[int]) -> list[Path]:
+    """The locks that a process may wait for."""
+    return [lease.lock_file("publish"), *(lease.lock_file(f"unit-{unit}") for unit in sorted(left))]
 
 
 def _is_published(planned: ConversionPlan) -> bool:
@@ -189,7 +234,6 @@ def plan_in(
 
     Raises:
         NotKept: `only_kept`, and none is kept.
-        FormatError: what is kept is damaged.
         PlanError, OSError: there is no plan, or as the observer, or the cache cannot be written.
     """
     try:
@@ -201,8 +245,25 @@ def plan_in(
     headers = [digest_hex(file.header) for file in checkpoint.files]
     key = compact_json([name, num_ranks, checkpoint.config, headers])
     with cache.lease(digest_hex(key)) as lease:  # One process at a time observes.
-        if not only_kept:
-            lease.keep_small(_PLAN, lambda: compact_json(find(checkpoint, num_ranks).as_json()))
-        elif not (lease.folder / _PLAN).exists():
+        if (kept := _kept_plan(lease)) is not None:
+            return kept
+        if only_kept:
             raise NotKept
-        return Plan.from_json(json.loads((lease.folder / _PLAN).read_bytes()))
+
+        def observed() -> bytes:
+            return compact_json(find(checkpoint, num_ranks).as_json())
+
+        lease.keep_small(_PLAN, observed, limit_seconds=_PLAN_LIMIT_SECONDS)
+        return Plan.from_json(parse_object((lease.folder / _PLAN).read_bytes(), _PLAN))
+
+
+def _kept_plan(lease: Lease) -> Plan | None:
+    """The plan in an entry; None: there is none. What is no plan is deleted."""
+    if not lease.has(_PLAN):
+        return None
+    path = lease.folder / _PLAN
+    try:
+        return Plan.from_json(parse_object(path.read_bytes(), str(path)))
+    except FormatError:
+        path.unlink(missing_ok=True)
+        return None

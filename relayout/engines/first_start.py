@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 from relayout.core.arguments import ranks_text
 from relayout.core.children import PIPE, QUIET, Child, start_child
 from relayout.engines.rank_weights import Folder, find_folder
+from relayout.errors import PlanError
 from relayout.storage.cache_folder import Cache, cache_of
+from relayout.storage.local.lock_file import HeldLock
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
@@ -67,27 +69,24 @@ class Filling:
 
         It ends with this process. The next start continues what was not finished.
         """
+        right: HeldLock | None = None
         try:
             right = self.cache.try_filling()
             if right is None:
                 return
-            with open(right, "rb") as held:  # The child holds it, too, for as long as it runs.
-                child = start_child(
-                    "relayout",
-                    "cache",
-                    *self.arguments,
-                    stdin=PIPE,
-                    stdout=QUIET,
-                    stderr=PIPE,
-                    pass_fds=(held.fileno(),),
-                )
+            # The child holds it, too, for as long as it runs, also if this process is killed.
+            child = start_child(
+                "relayout", "cache", *self.arguments, stdin=PIPE, stdout=QUIET, stderr=PIPE, pass_fds=(right.fd,)
+            )
             try:
-                threading.Thread(target=self._watch, args=(child,), name="relayout-cache", daemon=True).start()
+                threading.Thread(target=self._watch, args=(child, right), name="relayout-cache", daemon=True).start()
             except RuntimeError:  # Too many threads.
                 assert child.stdin is not None
                 child.stdin.close()  # Ends it.
                 raise
         except Exception as error:
+            if right is not None:
+                right.close()
             self.logger.warning("relayout: %s is not converted into the cache: %s", self.source, error)
             return
         self.logger.info(
@@ -95,10 +94,12 @@ class Filling:
             self.source, self.cache.folder,
         )  # fmt: skip
 
-    def _watch(self, child: Child) -> None:
+    def _watch(self, child: Child, right: HeldLock) -> None:
         assert child.stderr is not None
-        words = child.stderr.read().decode(errors="replace").strip()
-        if child.wait() == 0:
+        with right:
+            words = child.stderr.read().decode(errors="replace").strip()
+            status = child.wait()
+        if status == 0:
             self.logger.info("relayout: %s is in the cache %s", self.source, self.cache.folder)
         else:
             why = words.splitlines()[-1] if words else f"exit status {child.returncode}"
@@ -116,10 +117,10 @@ def first_start(
     ranks: Collection[int] | None = None,
     observe: Callable[[], Observer] | None = None,
 ) -> tuple[CachedConversion | None, Filling | None]:
-    """The conversion of a plain checkpoint in the cache, or how it gets there. Never raises.
+    """The conversion of a plain checkpoint in the cache, or how it gets there.
 
     A start that would succeed without relayout must not fail with it: whatever is wrong with cache, plan or source is
-    logged, and the engine's own loader takes the checkpoint.
+    logged, and the engine's own loader takes the checkpoint. Only a wrong option is an error.
 
     Args:
         source: a folder or URL.
@@ -130,6 +131,9 @@ def first_start(
 
     Returns:
         The conversion; None: the engine loads the checkpoint itself. And what it starts then, when it has loaded.
+
+    Raises:
+        PlanError: the option `cache` is a folder inside the checkpoint.
     """
     cache = cache_of(options.cache)
     instead = f"{engine} loads it itself" if loads_itself(source) else "it is sliced while it is loaded"
@@ -141,6 +145,10 @@ def first_start(
         )  # fmt: skip
         return None, None
     is_local = scheme_of(source) is None
+    if options.cache is not None and is_local and Path(options.cache).resolve().is_relative_to(Path(source).resolve()):
+        raise PlanError(
+            "the option cache: is inside the model's folder; choose another", path=options.cache, code="option"
+        )
     if num_ranks == 1 and is_local:
         logger.info("relayout: %s is read whole by one rank: %s", source, instead)
         return None, None
@@ -168,7 +176,6 @@ def first_start(
         return None, None
     folder, model = (str(Path(path).absolute()) for path in (cache.folder, source))
     arguments = [folder, "--add", model, "--tp", str(num_ranks), "--background"]
-    arguments += ["--limit", str(cache.limit)] if cache.limit is not None else []
     arguments += ["--expert-parallel"] if expert_parallel else []
     arguments += ["--ranks", ranks_text(ranks)] if ranks is not None else []
     arguments += ["--observe"] if observe is not None else []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from relayout.checkpoint.converted import find_manifest, is_converted, read_manifest_blob
 from relayout.checkpoint.trust import TrustedStore, trusted
+from relayout.core.arguments import at_least_one, size
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.protocols import Kind
@@ -66,7 +67,7 @@ class EngineOptions:
         """The options as an engine hands them over.
 
         Raises:
-            PlanError: an option is unknown, or its value is of another type.
+            PlanError: an option is unknown, or its value is of another type, or none that it can have.
         """
         types = get_type_hints(EngineOptions)
         for name, value in values.items():
@@ -81,7 +82,20 @@ class EngineOptions:
         if options.source is not None and scheme_of(options.source) in (None, "hf"):
             what = f"source is {shown(options.source)}, expected a URL such as s3://BUCKET/PREFIX: name it as the model"
             raise PlanError(f"{where}: {what}", code="option")
+        with about(part=where):
+            options.check()
         return options
+
+    def check(self) -> None:
+        """Raise PlanError unless each option has a value that it can have."""
+        if self.backend != "auto":
+            from relayout.loader.backends.choice import check_name
+
+            check_name(self.backend)
+        if self.threads is not None:
+            at_least_one(self.threads, "threads")
+        if self.memory is not None:
+            at_least_one(size(self.memory, "memory"), "memory")
 
 
 @dataclass(frozen=True, slots=True)

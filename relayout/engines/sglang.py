@@ -298,6 +298,7 @@ def _weights(
     except (RelayoutError, OSError) as error:
         if kept is None or not loads_itself(path):
             raise
+        kept.has_failed(error)
         # The model is given all tensors anew, and writes over what it has.
         _LOGGER.warning("relayout: cannot load from the cache: %s: SGLang loads %s itself", error, path)
         _stock.add(path)

@@ -163,6 +163,7 @@ class _Loading:
             weights = self._opened or self._weights
             if weights is None or weights.kept is None or not loads_itself(self.source_of(model_config)):
                 raise
+            weights.kept.has_failed(error)
             _LOGGER.warning(
                 "relayout: cannot load from the cache: %s: vLLM loads %s itself", error, _path(model_config)
             )

@@ -3,7 +3,7 @@
 Entries are folders, one for each checkpoint, in a marked subfolder, `relayout-cache-v1`. A process that uses an entry
 holds a lease on it, which is a shared lock. Entries without a lease may be removed to make room, the least recently
 used first. Room is reserved before it is filled. A file gets its name when it is complete, so that a process may be
-killed at any moment.
+killed at any moment. A process that is stopped holds others up for some seconds; then they do without the cache.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
 from typing import TypeAlias
 
 from relayout.core.arguments import size
-from relayout.errors import PlanError, shown
+from relayout.errors import FormatError, PlanError, shown
+from relayout.format.fields import Fields, parse_object
+from relayout.storage.local.lock_file import HeldLock, Waiting, is_ours, locked_file, open_ours
 from relayout.storage.local.open_folder import OpenFolder
 from relayout.storage.protocols import Closable
 
@@ -37,10 +40,13 @@ _GONE = re.compile(r"\.gone-[0-9a-f]{16}")
 _COMING = re.compile(r"\.coming-[0-9a-f]{16}")
 _LEASE = ".lease"
 _ABOUT = ".about.json"
-_MAX_ABOUT_NBYTES = 2**16
+_DOUBTED = ".doubted"
+_MAX_NOTE_NBYTES = 2**24
 _LOCK = ".lock"
 _FILLING = ".filling"
-_POLL_SECONDS = 0.05
+_OTHERS_MAY_WRITE = 0o022
+_ASIDE_SECONDS = 3.0
+"""How long others that have found the same damage may take to give up their leases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +83,40 @@ class Cache:
     def lease(self, name: str) -> Lease:
         """The entry of this name, made if need be, which is not removed while the lease is open.
 
+        An entry that others might write is not believed: it is removed, and made anew.
+
         Args:
             name: 32 hexadecimal digits.
         """
         assert _ENTRY.fullmatch(name)
         folder = self._own() / name
+        waiting = Waiting(folder / _LEASE)
         while True:
-            folder.mkdir(exist_ok=True)
-            try:
-                fd = _open(folder / _LEASE, os.O_CREAT)
-            except FileNotFoundError:
-                continue  # Another process has just removed it.
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            with suppress(FileNotFoundError):
-                if os.path.samestat((folder / _LEASE).stat(), os.fstat(fd)):
-                    os.utime(fd)
-                    return Lease(folder, fd)
-            os.close(fd)  # Another process has removed it meanwhile.
+            if (lease := _leased(folder)) is not None:
+                if not _may_be_written_by_others(folder):
+                    return lease
+                self.put_aside(lease, "others may write to it")
+            waiting.pause()  # Another process is removing it, or has just done so.
+
+    def put_aside(self, lease: Lease, why: str) -> None:
+        """Remove an entry in which something is wrong, if no process has a lease on it. This one's is closed.
+
+        Raises:
+            PlanError: a process uses it, and it stays.
+        """
+        own, entry, held = self._own(), lease.folder, lease.status()
+        lease.close()
+        end = time.monotonic() + _ASIDE_SECONDS
+        while True:
+            with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
+                status = _status(entry / _LEASE)
+                if status is None or not os.path.samestat(status, held) or self._remove(own, entry):
+                    getLogger("relayout").warning("relayout: %s: %s: made again in the cache", entry, why)
+                    return
+            if time.monotonic() >= end:
+                advice = f"`relayout cache {self.folder} --remove {entry.name[:8]}` removes it later"
+                raise PlanError(f"{why}, and another process uses it; {advice}", path=entry, code="busy")
+            time.sleep(_ASIDE_SECONDS / 20)
 
     def reserve(self, lease: Lease, files: Mapping[str, int]) -> Reservation | None:
         """Reserve room for files of an entry that are not there yet, by name and bytes.
@@ -108,7 +131,7 @@ class Cache:
         """
         limit = None if self.limit is None else size(self.limit, "limit")
         own = self._own()
-        with _locked(own / _LOCK):
+        with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
             self._sweep(own)
             coming = {path: nbytes for path, nbytes in self._coming(own).items() if not path.exists()}
             coming |= {lease.folder / name: n for name, n in files.items() if not (lease.folder / name).exists()}
@@ -126,16 +149,17 @@ class Cache:
                     del kept[entry]
             return None
 
-    def try_filling(self) -> int | None:
+    def try_filling(self) -> HeldLock | None:
         """The right to convert into the cache in the background, which one process of the machine has at a time.
 
         Returns:
-            A descriptor; whoever has it or a copy of it open has the right. None: another process has it.
+            The right; a child that its descriptor is passed to has it, too, until it is closed here. None: another
+            process has it.
         """
-        fd = _open(self._own() / _FILLING, os.O_CREAT)
-        if _locks(fd, fcntl.LOCK_EX):
-            return fd
-        os.close(fd)
+        right = HeldLock(open_ours(self._own() / _FILLING, os.O_CREAT))
+        if right.try_lock(what="converting into the cache"):
+            return right
+        right.close()
         return None
 
     def entries(self) -> list[CacheEntry]:
@@ -147,7 +171,7 @@ class Cache:
     def remove(self, name: str) -> bool:
         """Remove an entry, unless a process uses it; return whether it is gone. PlanError: there is no such entry."""
         own = self._own()
-        with _locked(own / _LOCK):
+        with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
             if own / name not in self._entries(own):
                 raise PlanError(f"has no entry {shown(name)}", path=own, code="missing")
             return self._remove(own, own / name)
@@ -160,6 +184,9 @@ class Cache:
             own.mkdir(0o700)
         if not _is_own(own, stat.S_ISDIR):
             raise PlanError("is not a folder of this user; choose another for the cache", path=own, code="exists")
+        if _may_be_written_by_others(own):
+            what = "others may write to it, so that nothing in it is believed: delete it, or `chmod go-w` it"
+            raise PlanError(what, path=own, code="exists")
         with OpenFolder(own) as folder:
             # Names first: whatever another process puts there, it puts there behind the tag.
             is_new = all(name.endswith(".partial") for name in folder.names())
@@ -181,32 +208,34 @@ class Cache:
         ]
 
     def _sweep(self, own: Path) -> None:
-        """Delete what killed processes left: entries that were being removed."""
+        """Delete what killed processes left: entries that were being removed, and empty folders of new ones."""
         for path in own.iterdir():
             if _GONE.fullmatch(path.name) and _is_own(path, stat.S_ISDIR):
                 shutil.rmtree(path, ignore_errors=True)
+            elif _ENTRY.fullmatch(path.name) and _is_own(path, stat.S_ISDIR):
+                with suppress(OSError):  # It has a lease at least. A process that has just made it makes it again.
+                    path.rmdir()
 
     def _coming(self, own: Path) -> dict[Path, int]:
-        """The files that processes have reserved room for, and their bytes."""
+        """The files that processes have reserved room for, and their bytes. What cannot be understood is nothing."""
         coming: dict[Path, int] = {}
         for path in own.iterdir():
-            if not _COMING.fullmatch(path.name) or not _is_own(path, stat.S_ISREG):
-                continue
-            with open(_open(path), "rb") as stream:
-                if _locks(stream.fileno(), fcntl.LOCK_SH):
-                    path.unlink()  # Its process has ended.
-                else:
-                    entry, files = json.loads(stream.read())
-                    coming |= {own / entry / name: nbytes for name, nbytes in files.items()}
+            if _COMING.fullmatch(path.name) and _is_own(path, stat.S_ISREG):
+                with suppress(FormatError, FileNotFoundError), HeldLock(open_ours(path)) as lock:
+                    if lock.try_lock(fcntl.LOCK_SH):
+                        path.unlink()  # Its process has ended.
+                    else:
+                        coming |= _reserved(own, os.pread(lock.fd, _MAX_NOTE_NBYTES, 0))
         return coming
 
     def _remove(self, own: Path, entry: Path) -> bool:
         """Remove an entry, unless it is in use."""
-        with suppress(FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
-            if not _locks(lease.fileno(), fcntl.LOCK_EX):
-                return False
-            gone = own / f".gone-{os.urandom(8).hex()}"
-            entry.rename(gone)  # Atomic: no process sees an incomplete entry.
+        gone = own / f".gone-{os.urandom(8).hex()}"
+        with suppress(FileNotFoundError):
+            with HeldLock(open_ours(entry / _LEASE)) as lease:
+                if not lease.try_lock(what="removing it"):
+                    return False
+                entry.rename(gone)  # Atomic: no process sees an incomplete entry.
             shutil.rmtree(gone)
             return True
         return False
@@ -230,39 +259,68 @@ class Reservation(Closable):
     def __init__(self, own: Path, entry: str, files: Mapping[str, int]) -> None:
         """Reserve it; the caller holds the cache's lock."""
         self._path = own / f".coming-{os.urandom(8).hex()}"
-        self._fd = _open(self._path, os.O_CREAT | os.O_EXCL)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        os.write(self._fd, json.dumps([entry, dict(files)]).encode())
+        self._lock = HeldLock(open_ours(self._path, os.O_CREAT | os.O_EXCL))
+        try:
+            self._lock.try_lock()
+            note = json.dumps({"entry": entry, "files": dict(files)}).encode()
+            while note:
+                note = note[os.write(self._lock.fd, note) :]
+        except BaseException:  # A full drive, or a quota.
+            self.close()
+            raise
 
     def close(self) -> None:
         """Release the room that is not filled."""
-        with suppress(FileNotFoundError):
-            self._path.unlink()
-        os.close(self._fd)
+        try:
+            if self._lock.fd >= 0:  # Else this is a fork, or it was closed before.
+                self._path.unlink(missing_ok=True)
+        finally:
+            self._lock.close()
 
 
 class Lease(Closable):
     """An entry in use. Thread-safe; released when it is closed or collected, or when the process ends."""
 
-    def __init__(self, folder: Path, fd: int) -> None:
+    def __init__(self, folder: Path, lock: HeldLock) -> None:
         self.folder = folder
         """The entry."""
         self.was_filled = False
         """Whether weights were missing, and came into the entry while it was in use."""
-        self._fd = fd
+        self._lock = lock
 
-    def keep(self, name: str, write: Callable[[str], None]) -> None:
+    def status(self) -> os.stat_result:
+        """Of the lease's file, by which one entry of a name is told from the next."""
+        return os.fstat(self._lock.fd)
+
+    def has(self, name: str, nbytes: int | None = None) -> bool:
+        """Whether a file of the entry is there, of this length if that is given: a file of this user, and no link."""
+        status = _status(self.folder / name)
+        return status is not None and is_ours(status, stat.S_ISREG) and nbytes in (None, status.st_size)
+
+    def keep(
+        self,
+        name: str,
+        write: Callable[[str], None],
+        nbytes: int | None = None,
+        *,
+        limit_seconds: float | None = None,
+    ) -> None:
         """Make the file `name` of the entry, unless it is there; one process and thread at a time does so.
 
         Args:
             write: makes the file under the name that it is given, in the same folder, with all bytes on the drive.
+            nbytes: of the file. One of another length is replaced.
+            limit_seconds: how long another process may make it without writing anything; see `Waiting`.
+
+        Raises:
+            TimeoutError: it took longer.
         """
-        path = self.folder / name
-        if path.exists():
+        if self.has(name, nbytes):
             return
-        with _locked(self.folder / f"{_LOCK}-{name}"):
-            if path.exists():
+        with locked_file(self.lock_file(name), what=f"making {name}", growth=self.growth, limit_seconds=limit_seconds):
+            if self.has(name, nbytes):
                 return
+            path = self.folder / name
             partial = _partial(path)
             partial.unlink(missing_ok=True)  # What a killed process left.
             try:
@@ -271,62 +329,107 @@ class Lease(Closable):
             finally:
                 partial.unlink(missing_ok=True)
 
-    def keep_small(self, name: str, content: Callable[[], bytes]) -> None:
+    def keep_small(self, name: str, content: Callable[[], bytes], *, limit_seconds: float | None = None) -> None:
         """Make a small file of the entry, unless it is there; one process and thread at a time does so."""
         with OpenFolder(self.folder) as folder:
-            self.keep(name, lambda partial: folder.write(partial, content()))
+            self.keep(name, lambda partial: folder.write(partial, content()), limit_seconds=limit_seconds)
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether a process has found damage in the entry."""
+        return os.path.lexists(self.folder / _DOUBTED)
+
+    def doubt(self) -> None:
+        """Note that something in the entry is wrong, for the next process that opens it, and close the lease."""
+        with suppress(OSError):
+            os.close(open_ours(self.folder / _DOUBTED, os.O_CREAT))
+        self.close()
+
+    def growth(self) -> object:
+        """What is another value after each write of a file that is being made in the entry."""
+        return {
+            (status.st_ino, status.st_size, status.st_blocks, status.st_mtime_ns)
+            for path, is_hidden, status in _files(self.folder)
+            if is_hidden and not path.name.startswith(_LOCK)
+        }
 
     def describe(self, source: str, num_ranks: int, ranks: str = "") -> None:
         """Note what `Cache.entries` shows."""
         self.keep_small(_ABOUT, json.dumps({"source": source, "num_ranks": num_ranks, "ranks": ranks}).encode)
 
-    def try_lock(self, name: str, *, shared: bool = False) -> AbstractContextManager[bool]:
+    def lock_file(self, name: str) -> Path:
+        """The file of the entry's lock of this name."""
+        return self.folder / f"{_LOCK}-{name}"
+
+    @contextmanager
+    def try_lock(self, name: str, *, shared: bool = False, what: str = "") -> Iterator[bool]:
         """Hold the entry's lock of this name, if no other process or thread does; or, shared, only others that share.
 
         Yields whether it is held.
+
+        Args:
+            what: this process is about to do, for those that wait.
         """
-        return _locked(self.folder / f"{_LOCK}-{name}", fcntl.LOCK_SH if shared else fcntl.LOCK_EX, waits=False)
+        with HeldLock(open_ours(self.lock_file(name), os.O_CREAT)) as lock:
+            yield lock.try_lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX, what)
 
     def close(self) -> None:
         """Release the entry, which may then be removed."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._lock.close()
 
     def __del__(self) -> None:
         self.close()
 
 
-@contextmanager
-def _locked(path: Path, kind: int = fcntl.LOCK_EX, *, waits: bool = True) -> Iterator[bool]:
-    """Hold a lock file, and yield whether it is held. Wait for whoever holds it, in a way that can be interrupted."""
-    fd = _open(path, os.O_CREAT)
+def _leased(folder: Path) -> Lease | None:
+    """A lease on an entry, which is made if need be; None: another process is removing it.
+
+    Raises:
+        PlanError: something else is there.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+    if (status := _status(folder)) is None:
+        return None
+    if not is_ours(status, stat.S_ISDIR):
+        raise PlanError("is not a folder of this user, and no entry; remove it", path=folder, code="exists")
     try:
-        while not (is_held := _locks(fd, kind)) and waits:
-            time.sleep(_POLL_SECONDS)
-        yield is_held
-    finally:
-        os.close(fd)
+        lock = HeldLock(open_ours(folder / _LEASE, os.O_CREAT))
+    except FileNotFoundError:
+        return None
+    named = _status(folder / _LEASE) if lock.try_lock(fcntl.LOCK_SH) else None
+    if named is not None and os.path.samestat(named, os.fstat(lock.fd)):
+        os.utime(lock.fd)
+        return Lease(folder, lock)
+    lock.close()
+    return None
 
 
-def _locks(fd: int, kind: int) -> bool:
-    """Lock an open file, unless another process or thread holds a lock that excludes this one."""
-    with suppress(BlockingIOError):
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        return True
-    return False
+def _reserved(own: Path, note: bytes) -> dict[Path, int]:
+    """What a reservation is of. FormatError: it says nothing, or names what is not below an entry."""
+    fields = Fields(parse_object(note, ".coming"), ".coming")
+    entry, files = fields.text("entry"), Fields(fields.object("files"), ".coming")
+    if not _ENTRY.fullmatch(entry) or any(".." in name.split("/") or name.startswith("/") for name in files.top):
+        raise FormatError("names no files of an entry", path=".coming", code="field")
+    return {own / entry / name: files.size(name) for name in files.top}
 
 
-def _open(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+def _status(path: Path) -> os.stat_result | None:
+    """Of a file or folder, or of a link itself; None if there is nothing."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return path.lstat()
+    return None
+
+
+def _may_be_written_by_others(folder: Path) -> bool:
+    status = _status(folder)
+    return status is not None and bool(status.st_mode & _OTHERS_MAY_WRITE)
 
 
 def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
     """Whether this user's folder or file is there, and no link to one."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        status = path.lstat()
-        return is_kind(status.st_mode) and status.st_uid == os.geteuid()
-    return False
+    status = _status(path)
+    return status is not None and is_ours(status, is_kind)
 
 
 def _partial(path: Path) -> Path:
@@ -342,29 +445,34 @@ def _last_use(entry: Path) -> float:
 
 def _described(entry: Path) -> CacheEntry:
     source, num_ranks, ranks = "", 0, ""
-    with suppress(OSError, ValueError, KeyError, TypeError), open(entry / _ABOUT, "rb") as file:
-        about = json.loads(file.read(_MAX_ABOUT_NBYTES))
-        source, num_ranks, ranks = str(about["source"]), int(about["num_ranks"]), str(about["ranks"])
+    with suppress(OSError, PlanError, FormatError), open(open_ours(entry / _ABOUT), "rb") as file:
+        about = Fields(parse_object(file.read(_MAX_NOTE_NBYTES), _ABOUT))
+        source, num_ranks, ranks = about.text("source"), about.size("num_ranks"), about.text("ranks")
     is_in_use = False
-    with suppress(FileNotFoundError), open(_open(entry / _LEASE), "rb") as lease:
-        is_in_use = not _locks(lease.fileno(), fcntl.LOCK_EX)
+    with suppress(FileNotFoundError), HeldLock(open_ours(entry / _LEASE)) as lease:
+        is_in_use = not lease.try_lock()
     nbytes = _nbytes(entry, with_hidden=True)
     return CacheEntry(entry.name, source, num_ranks, ranks, nbytes, _last_use(entry), is_in_use)
 
 
 def _hidden_allocated_nbytes(entry: Path) -> int:
     """Blocks of what is being made in an entry: its name, or its folder's, begins with a dot until it is complete."""
-    return sum(status.st_blocks * 512 for is_hidden, status in _files(entry) if is_hidden)
+    return sum(status.st_blocks * 512 for _, is_hidden, status in _files(entry) if is_hidden)
 
 
 def _nbytes(entry: Path, *, with_hidden: bool) -> int:
     """Bytes of the files of an entry."""
-    return sum(status.st_size for is_hidden, status in _files(entry) if with_hidden or not is_hidden)
+    return sum(status.st_size for _, is_hidden, status in _files(entry) if with_hidden or not is_hidden)
 
 
-def _files(entry: Path) -> Iterator[tuple[bool, os.stat_result]]:
-    """Of each file of an entry: whether it is still being made."""
+def _num_files_gone(own: Path) -> int:
+    """Files that are left of entries that are being removed."""
+    return sum(1 for path in own.glob(".gone-*") for _ in _files(path))
+
+
+def _files(entry: Path) -> Iterator[tuple[Path, bool, os.stat_result]]:
+    """Each file of an entry, and whether it is still being made."""
     for above, _, names in os.walk(entry):
         for path in (Path(above, name) for name in names):
             with suppress(FileNotFoundError):
-                yield any(part.startswith(".") for part in path.relative_to(entry).parts), path.lstat()
+                yield path, any(part.startswith(".") for part in path.relative_to(entry).parts), path.lstat()

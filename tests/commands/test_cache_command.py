@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
-from relayout.commands.cache import cache
+from relayout.commands.cache import add, cache
 from relayout.errors import PlanError
 from relayout.loader.sources.plain import kept_conversion
 from relayout.storage.cache_folder import Cache
@@ -74,6 +74,21 @@ def test_what_cannot_be_listed_is_an_error(folder: Path, tmp_path: Path, monkeyp
             cache(folder, remove=[start])
     monkeypatch.setenv("RELAYOUT_CACHE", str(folder))
     assert len(cache().entries) == 2
+
+
+def test_a_beginning_that_several_entries_have_removes_none(tmp_path: Path) -> None:
+    for name in ("ab" * 16, "ac" * 16):
+        Cache(tmp_path).lease(name).close()
+    with pytest.raises(PlanError, match="2 entries begin with 'a'"):
+        cache(tmp_path, remove=["a"])
+    assert len(cache(tmp_path, remove=["ab"]).entries) == 1
+
+
+def test_what_is_added_keeps_the_limit_that_is_given(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="the cache has no room"):
+        add(llama, 2, tmp_path, limit="1KB")
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert len(add(llama, 2, tmp_path, limit="1GB").entries) == 1
 
 
 def test_the_command_prints_a_table_or_json(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +21,9 @@ from support.loader_fixtures import assert_equal, whole_tensors
 import relayout
 from relayout.conversion import cached
 from relayout.errors import PlanError
-from relayout.storage.cache_folder import Cache
+from relayout.plans.planner import plan_for
+from relayout.storage.cache_folder import Cache, Lease
+from relayout.storage.local import lock_file
 
 TP = 4
 NUM_KILLS = int(os.environ.get("RELAYOUT_KILLS", "6"))
@@ -151,6 +157,168 @@ def test_processes_that_are_killed_leave_nothing_half_made(model: Path, cache: P
     found = relayout.load(model, 3, tp=TP, cache=cache)
     assert_equal(found, relayout.load(model, 3, tp=TP, cache=""))
     expect(cache, model)
+
+
+def of_one(entry: Path, pattern: str) -> Path:
+    return min((entry / "model").glob(pattern))
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+RANK = "model-rank-2-part-*"
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a weight file is gone": lambda entry: of_one(entry, RANK).unlink(),
+    "a weight file is shorter": lambda entry: os.truncate(of_one(entry, RANK), 4096),
+    "a weight file is longer": lambda entry: os.truncate(of_one(entry, RANK), 2**24),
+    "a weight file is empty": lambda entry: os.truncate(of_one(entry, RANK), 0),
+    "a weight file is another": lambda entry: shutil.copy(of_one(entry, "model-rank-1-*"), of_one(entry, RANK)),
+    "a weight file is a link": lambda entry: (path := of_one(entry, RANK)).unlink() or path.symlink_to("/dev/zero"),
+    "a weight file is a FIFO": lambda entry: (path := of_one(entry, RANK)).unlink() or os.mkfifo(path),
+    "a weight file is a folder": lambda entry: (path := of_one(entry, RANK)).unlink() or path.mkdir(),
+    "a table is damaged": lambda entry: flip(of_one(entry, "relayout.rank-2*"), 50),
+    "the record is damaged": lambda entry: flip(of_one(entry, "relayout.source*"), 50),
+    "the record is gone": lambda entry: of_one(entry, "relayout.source*").unlink(),
+    "the chunks are shorter": lambda entry: os.truncate(of_one(entry, "relayout.chunks"), 16),
+    "the manifest is damaged": lambda entry: flip(of_one(entry, "relayout.json"), 50),
+    "the manifest is gone": lambda entry: of_one(entry, "relayout.json").unlink(),
+    "all is gone": lambda entry: [path.unlink() for path in (entry / "model").iterdir()],
+    "its folder is a file": lambda entry: shutil.rmtree(entry / "model") or (entry / "model").touch(),  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_entry_that_is_damaged_is_made_again(
+    model: Path, cache: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """By loads of any rank, and by a start that only looks whether it is there."""
+    truth = relayout.load(model, 0, tp=TP, cache="")
+    relayout.load(model, 0, tp=TP, cache=cache)
+    source = relayout.storage.stores.find_input(model)
+    for mends in (True, False):
+        [entry] = entries_of(cache)
+        DAMAGES[damage](entry)
+        caplog.clear()
+        if mends:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert_equal(relayout.load(model, 0, tp=TP, cache=cache), truth)
+            expect(cache, model)
+        else:
+            assert cached.find_conversion(source, TP, Cache(cache)) is None
+            assert not list(entry.rglob("*.safetensors"))
+        [said] = caplog.messages
+        assert "made again in the cache" in said
+
+
+def test_an_entry_in_use_stays_though_it_is_damaged_and_the_source_is_read(model: Path, cache: Path) -> None:
+    source = relayout.storage.stores.find_input(model)
+    truth = relayout.load(model, 0, tp=TP, cache="")
+    with cached.cached_conversion(source, TP, Cache(cache)).lease:
+        [entry] = entries_of(cache)
+        of_one(entry, RANK).unlink()
+        left = sorted(entry.rglob("*"))
+        with pytest.warns(UserWarning, match="is missing, and another process uses it; `relayout cache .* --remove"):
+            assert_equal(relayout.load(model, 0, tp=TP, cache=cache), truth)
+        assert sorted(entry.rglob("*")) == left
+    assert_equal(relayout.load(model, 0, tp=TP, cache=cache), truth)
+    expect(cache, model)
+
+
+def test_what_a_load_has_found_damaged_is_made_again_at_once(model: Path, cache: Path) -> None:
+    """A byte in the middle of the weights, which only `verify` sees."""
+    truth = relayout.load(model, 2, tp=TP, cache=cache)
+    [entry] = entries_of(cache)
+    flip(of_one(entry, RANK), -1)
+    with pytest.warns(UserWarning, match="digest.*: loading again; `relayout cache` lists"):
+        assert_equal(relayout.load(model, 2, tp=TP, cache=cache, verify=True), truth)
+    expect(cache, model)
+
+
+STOPPED = """
+import os, signal, sys, time
+import relayout
+from relayout.conversion import cached
+
+model, cache, how = sys.argv[1:]
+convert_unit, commit_units = cached.convert_unit, cached.commit_units
+
+def stop(*_, **__):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+cached._MIN_PART_NBYTES = 50_000
+if how == "unit":
+    cached.convert_unit = stop
+else:
+    cached.commit_units = stop
+relayout.load(model, 0, tp=4, cache=cache)
+"""
+
+
+@pytest.mark.parametrize("how", ["unit", "publish"])
+def test_a_stopped_process_stops_nobody(
+    model: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(lock_file, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(lock_file, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(lock_file, "_LOOK_SECONDS", 0.1)
+    truth = relayout.load(model, 1, tp=TP, cache="")
+    with subprocess.Popen([sys.executable, "-c", STOPPED, model, cache, how]) as process:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        doing = "converting unit 0" if how == "unit" else "publishing the conversion"
+        holder = f"process {process.pid}, {doing} since "
+        try:
+            with pytest.warns(UserWarning, match=f"waited [0-9]+ s for {holder}.*, which does not go on"):
+                assert_equal(relayout.load(model, 1, tp=TP, cache=cache), truth)
+        finally:
+            process.kill()
+        assert [holder in message for message in caplog.messages] == [True]
+    assert_equal(relayout.load(model, 1, tp=TP, cache=cache), truth)
+    expect(cache, model)
+
+
+@pytest.fixture
+def planned(model: Path, cache: Path) -> tuple[cached.ConversionPlan, Lease]:
+    return cached._entry(relayout.storage.stores.find_input(model), TP, Cache(cache), plan_for, None)
+
+
+def never(*_: object, **__: object) -> None:
+    raise AssertionError
+
+
+def test_nobody_publishes_before_all_units_are_converted(
+    planned: tuple[cached.ConversionPlan, Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here another process holds the last unit, and is killed just after this one has found that out."""
+    plan, lease = planned
+    left = set(range(len(plan.layout.units)))
+    while len(left) > 1:
+        assert cached._step(plan, lease, left)
+    monkeypatch.setattr(cached, "commit_units", never)
+    with lease.try_lock(f"unit-{min(left)}"):
+        assert not cached._step(plan, lease, left)
+    monkeypatch.undo()
+    assert cached._step(plan, lease, left)
+    assert cached._step(plan, lease, left)
+    assert (lease.folder / "model" / "relayout.json").exists()
+
+
+def test_nobody_converts_what_is_published(
+    planned: tuple[cached.ConversionPlan, Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here another process publishes just before this one takes a unit."""
+    plan, lease = planned
+    left = set(range(len(plan.layout.units)))
+    others = set(left)
+    while not cached._is_published(plan):
+        cached._step(plan, lease, others)
+    for name in ("convert_unit", "commit_units"):
+        monkeypatch.setattr(cached, name, never)
+    assert not cached._step(plan, lease, left)
+    assert not cached._step(plan, lease, set())
 
 
 def test_a_cache_without_room_is_said_and_the_source_is_read(model: Path, cache: Path) -> None:

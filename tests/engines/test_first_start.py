@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -122,15 +123,16 @@ def test_a_conversion_ends_with_the_engine_and_the_next_start_continues(
     assert relayout.Cache(cache).try_filling() is None
     arguments = [str(cache), "--add", str(model), "--tp", "2", "--background"]
     streams = {"stdin": PIPE, "stderr": PIPE, "preexec_fn": engine}
-    with open(held, "rb") as right:
-        child = start_child("relayout", "cache", *arguments, pass_fds=(right.fileno(),), **streams)
+    child = start_child("relayout", "cache", *arguments, pass_fds=(passed := os.dup(held.fd),), **streams)
+    os.close(passed)
+    held.after_fork()  # As the engine's death closes it, without unlocking.
     assert relayout.Cache(cache).try_filling() is None  # The child has it.
     assert child.stdin is not None
     child.stdin.close()
     assert child.wait(60) == 128 + signal.SIGTERM
     free = relayout.Cache(cache).try_filling()
     assert free is not None
-    os.close(free)
+    free.close()
     assert not relayout.verify(kept_conversion(find_input(model), 2, relayout.Cache(cache)).folder).differences
 
 
@@ -244,15 +246,81 @@ def test_a_conversion_that_fails_behind_a_start_is_one_line(
     assert not list(cache.rglob("*.safetensors"))
 
 
-def test_an_entry_that_is_damaged_is_loaded_by_the_engine(
+def test_an_entry_that_is_damaged_is_loaded_by_the_engine_and_made_again_behind_it(
     model: Path, engine: AnyEngine, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     add(model, 2)
-    for file in cache.rglob("model-rank-*.safetensors"):
-        os.truncate(file, file.stat().st_size - 4096)
+    os.truncate(next(cache.rglob("model-rank-1-*.safetensors")), 100)
     caplog.clear()
     start(engine, model, model)
-    assert said(caplog, "from the cache") == 2
+    assert said(caplog, "made again in the cache") == 1
+    wait_until(lambda: "is in the cache" in caplog.text)
+    caplog.clear()
+    start(engine, model, model)
+    assert said(caplog, "of 2: ") == 2
+
+
+def test_an_entry_whose_damage_is_found_while_it_is_loaded_is_made_again_by_the_next_start(
+    model: Path, engine: AnyEngine, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(model, 2)
+    path = next(cache.rglob("model-rank-1-*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    tensors = stock_tensors(model)
+
+    def load(rank: int) -> None:
+        mine = Model(tensors, rank, 2)
+        engine.load(model, mine, verify=True)
+        mine.assert_holds_what_it_cuts_of(tensors)
+
+    caplog.clear()
+    load(1)
+    assert said(caplog, "cannot load from the cache") == 1
+    load(1)
+    assert said(caplog, "made again in the cache") == 1
+    wait_until(lambda: "is in the cache" in caplog.text)
+    caplog.clear()
+    load(1)
+    assert said(caplog, "of 2: ") == 1
+
+
+def test_with_expert_parallelism_the_second_start_is_from_the_cache(
+    folders: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = (str(folders / "moe"), 2, EngineOptions(), "vLLM", logging.getLogger())
+    caplog.set_level(logging.INFO)
+    kept, filling = first_start(*given, expert_parallel=True)
+    assert kept is None
+    assert filling is not None
+    filling.start()
+    wait_until_filled(caplog)
+    kept, filling = first_start(*given, expert_parallel=True)
+    assert kept is not None
+    assert filling is None
+
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"backend": "drect"}, "options: backend 'drect', expected one of auto, direct"),
+    ({"threads": -1}, "options: threads: -1, expected 1 or more"),
+    ({"threads": 0}, "options: threads: 0, expected 1 or more"),
+    ({"memory": "2 GiBB"}, "options: memory: '2 GiBB' is not a size"),
+    ({"memory": -5}, "options: memory: -5, expected 1 or more"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG)
+def test_a_wrong_value_of_an_option_stops_a_start_as_a_wrong_name_does(options: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(says)):
+        EngineOptions.parse(options, "options")
+
+
+def test_a_cache_inside_the_model_stops_a_start(model: Path, engine: AnyEngine) -> None:
+    for place in (model, model / "cache"):
+        with pytest.raises(PlanError, match="the option cache: is inside the model's folder"):
+            first_start(str(model), 2, EngineOptions(cache=str(place)), engine.name, logging.getLogger())
+    assert not (model / "cache").exists()
 
 
 def test_a_model_without_a_built_in_plan_is_observed_once(

@@ -211,6 +211,65 @@ def test_damage_on_the_way_is_never_kept(
     expect(relayout.load(URL, 1, cache=tmp_path), converted)
 
 
+@pytest.mark.parametrize("damage", ["gone", "shorter", "longer", "of another file", "a link", "a FIFO"])
+@pytest.mark.parametrize("name", ["relayout.json", "relayout.rank-1.json.zst", "relayout.chunks", "weights"])
+def test_what_is_damaged_is_fetched_again_and_nothing_else(
+    server: Server, converted: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    relayout.load(URL, 1, cache=tmp_path)
+    name = min(files_of_rank(converted, 1)) if name == "weights" else name
+    path = entry_of(tmp_path) / name
+    nbytes = path.stat().st_size
+    if damage in ("gone", "a link", "a FIFO"):
+        path.unlink()
+    if damage == "a link":
+        path.symlink_to(converted / "relayout.json")
+    elif damage == "a FIFO":
+        os.mkfifo(path)
+    elif damage == "shorter":
+        os.truncate(path, nbytes // 2)
+    elif damage == "longer":
+        os.truncate(path, nbytes + 1)
+    elif damage == "of another file":
+        path.write_bytes(bytes(nbytes))
+    server.requests.clear()
+    expect(relayout.load(URL, 1, cache=tmp_path), converted)
+    assert {one.key for one in server.requests} <= {"out/relayout.json", f"out/{name}"}
+    if name != "relayout.chunks":  # It is needed for what is fetched, or verified; then its digests are compared.
+        assert path.read_bytes() == (converted / name).read_bytes()
+
+
+def test_what_a_load_has_found_damaged_is_fetched_again_at_once(
+    server: Server, converted: Path, tmp_path: Path
+) -> None:
+    expect(relayout.load(URL, 1, cache=tmp_path), converted)
+    for load in (relayout.load, lambda *given, **options: dict(relayout.iter_load(*given, **options))):
+        path = entry_of(tmp_path) / max(files_of_rank(converted, 1))
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        if load is relayout.load:
+            with pytest.warns(UserWarning, match="digest.*: loading again; `relayout cache` lists the entries"):
+                expect(load(URL, 1, cache=tmp_path, verify=True), converted)
+        else:
+            with pytest.raises(FormatError, match=r"digest.*the next load makes this entry of the cache again"):
+                load(URL, 1, cache=tmp_path, verify=True)
+            expect(load(URL, 1, cache=tmp_path, verify=True), converted)
+
+
+def test_a_cache_that_cannot_be_used_is_said_and_the_store_is_read(
+    server: Server, converted: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "relayout-cache-v1"
+    relayout.load(URL, 1, cache=tmp_path)
+    own.chmod(0o777)
+    with pytest.warns(UserWarning, match="cannot be used: .*others may write to it.*`relayout cache .*` lists"):
+        expect(relayout.load(URL, 1, cache=tmp_path), converted)
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="cannot be used: .*(File exists|Not a directory)"):
+        expect(relayout.load(URL, 1, cache=tmp_path / "file"), converted)
+
+
 def test_a_fetch_that_fails_leaves_complete_files_only(server: Server, converted: Path, tmp_path: Path) -> None:
     first, *_, last = sorted(files_of_rank(converted, 1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -16,6 +17,8 @@ from support.patience import PATIENCE
 
 from relayout.errors import PlanError
 from relayout.storage.cache_folder import Cache
+from relayout.storage.local import lock_file
+from relayout.storage.local.lock_file import locked_file
 
 OWN = "relayout-cache-v1"
 OLD, NEW, OTHER = "a" * 32, "b" * 32, "c" * 32
@@ -195,8 +198,9 @@ def test_what_can_never_fit_removes_nothing(tmp_path: Path) -> None:
     assert entry.exists()
 
 
+@pytest.mark.parametrize("is_made_again", [False, True])
 def test_a_lease_on_an_entry_that_was_just_removed_is_taken_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made_again: bool
 ) -> None:
     cache = Cache(tmp_path)
     entry = tmp_path / OWN / OLD
@@ -206,6 +210,9 @@ def test_a_lease_on_an_entry_that_was_just_removed_is_taken_again(
     def flock(fd: int, operation: int) -> None:
         if not removed:
             removed.append(entry.rename(tmp_path / "removed"))
+            if is_made_again:
+                entry.mkdir()
+                (entry / ".lease").touch()
         true_flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -215,3 +222,144 @@ def test_a_lease_on_an_entry_that_was_just_removed_is_taken_again(
         monkeypatch.undo()
         assert not cache._remove(tmp_path / OWN, entry), "it is in use"
     assert cache._remove(tmp_path / OWN, entry)
+
+
+def test_nobody_else_may_enter_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        entry = fill(Cache(tmp_path), OLD, 1)
+    finally:
+        os.umask(before)
+    assert (entry.stat().st_mode & 0o777, entry.parent.stat().st_mode & 0o777) == (0o700, 0o700)
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_where_others_may_write_nothing_is_believed(tmp_path: Path, mode: int) -> None:
+    """The folder of all entries is refused; an entry is made again."""
+    cache = Cache(tmp_path)
+    entry = fill(cache, OLD, 2000)
+    entry.chmod(mode)
+    with cache.lease(OLD) as lease:
+        assert not list(lease.folder.glob("sub/*"))
+        lease.folder.chmod(mode)
+        with pytest.raises(PlanError, match="others may write to it, and another process uses it"):
+            cache.lease(OLD)
+    entry.parent.chmod(mode)
+    for use in (lambda: cache.lease(OLD), cache.entries, cache.try_filling, lambda: cache.remove(OLD)):
+        with pytest.raises(PlanError, match="others may write to it, so that nothing in it is believed"):
+            use()
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link", "another user's"])
+def test_an_entry_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    cache = Cache(tmp_path)
+    entry = fill(cache, OLD, 2000)
+    if kind == "another user's":
+        true_lstat = Path.lstat
+
+        def lstat(path: Path) -> os.stat_result:
+            status = true_lstat(path)
+            return os.stat_result((*status[:4], status.st_uid + 1, *status[5:])) if path == entry else status
+
+        monkeypatch.setattr(Path, "lstat", lstat)
+    else:
+        entry.rename(tmp_path / "elsewhere")
+        entry.write_text("mine") if kind == "a file" else entry.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PlanError, match="is not a folder of this user, and no entry"):
+        cache.lease(OLD)
+
+
+def full(fd: int, note: bytes) -> int:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+def test_a_reservation_that_cannot_be_noted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path, 1500)
+    lease = cache.lease(OLD)
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="quota"):
+            cache.reserve(lease, {"weights": 1000})
+    assert not list((tmp_path / OWN).glob(".coming-*"))
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    true_write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, note: true_write(fd, note[:7]))
+    with cache.reserve(lease, {"weights": 1000}) or pytest.fail("no room"):
+        assert not has_room(cache, 1000), "it was noted whole"
+
+
+GARBAGE = [
+    b"",
+    b"[",
+    b"[" * 10**5,
+    b"\xff",
+    b"[]",
+    b'{"entry": 1, "files": {}}',
+    b'{"entry": "../../etc", "files": {"x": 1}}',
+    b'{"entry": "%s", "files": {"../../../x": 1}}' % OLD.encode(),
+    b'{"entry": "%s", "files": {"/x": 1}}' % OLD.encode(),
+    b'{"entry": "%s", "files": {"x": -1}}' % OLD.encode(),
+    b'{"entry": "%s", "files": {"x": Infinity}}' % OLD.encode(),
+]
+
+
+@pytest.mark.parametrize("note", GARBAGE)
+def test_garbage_in_the_place_of_a_reservation_is_nothing(tmp_path: Path, note: bytes) -> None:
+    """Also as long as a process holds it."""
+    cache = Cache(tmp_path, 2000)
+    fill(cache, OLD, 1)
+    path = tmp_path / OWN / f".coming-{'0' * 16}"
+    path.write_bytes(note)
+    with locked_file(path, what=""):
+        assert has_room(cache, 1000)
+        assert path.exists()
+    assert has_room(cache, 1000)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", [f".coming-{'0' * 16}", f".gone-{'0' * 16}", OTHER, f"{OLD}/.about.json"])
+def test_a_fifo_holds_nobody_up(tmp_path: Path, name: str) -> None:
+    cache = Cache(tmp_path, 2000)
+    fill(cache, OLD, 1)
+    os.mkfifo(tmp_path / OWN / name)
+    assert [entry.source for entry in cache.entries()] == [""]
+    assert has_room(cache, 1000)
+
+
+def test_two_that_reserve_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with those that remove: else each would count what the other takes as free."""
+    monkeypatch.setattr(lock_file, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(lock_file, "_LOOK_SECONDS", 0.0)
+    cache = Cache(tmp_path, 2000)
+    with cache.lease(NEW) as lease, locked_file(tmp_path / OWN / ".lock"):
+        for use in (lambda: cache.reserve(lease, {"weights": 1}), lambda: cache.remove(NEW)):
+            with pytest.raises(TimeoutError):
+                use()
+
+
+def test_what_a_process_left_that_was_killed_before_it_had_a_lease_is_deleted(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 2000)
+    fill(cache, OLD, 1)
+    (tmp_path / OWN / OTHER).mkdir()
+    assert has_room(cache, 1000)
+    assert not (tmp_path / OWN / OTHER).exists()
+
+
+def test_an_entry_is_put_aside_when_no_process_uses_it_and_only_once(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    entry = fill(cache, OLD, 2000)
+    first, second, other = cache.lease(OLD), cache.lease(OLD), cache.lease(OLD)
+    with pytest.raises(
+        PlanError, match=f"is torn, and another process uses it; `relayout cache {tmp_path} --remove aa"
+    ):
+        cache.put_aside(first, "is torn")
+    assert (entry / "sub" / "weights").exists()
+    other.close()
+    cache.put_aside(second, "is torn")
+    assert not entry.exists()
+    with cache.lease(OLD) as old:
+        entry.rename(tmp_path / "elsewhere")
+        fill(cache, OLD, 2000)
+        cache.put_aside(old, "is torn")
+        assert (entry / "sub" / "weights").exists(), "another process has made it again meanwhile"

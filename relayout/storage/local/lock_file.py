@@ -1,4 +1,7 @@
-"""The lock file beside an output, which admits one writing process at a time and belongs to its user."""
+"""Locks on files (flock): how they are held, given back and waited for; and the lock file beside an output.
+
+The lock of an output admits one writing process at a time, and belongs to its user.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,179 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from logging import getLogger
 from pathlib import Path
 
-from relayout.errors import PlanError
+from relayout.core.children import remake_in_child
+from relayout.errors import PlanError, shown
 from relayout.storage.local.open_folder import OpenFolder, with_path
+from relayout.storage.protocols import Closable
 
 _CONTENT = re.compile(rb"[0-9]*\n?")
 _MAX_NBYTES = 32
 """More than a process id."""
+
+_MAX_NOTE_NBYTES = 256
+_POLL_SECONDS = 0.05
+_LOOK_SECONDS = 1.0
+"""How often a wait looks whether its work goes on."""
+_QUIET_SECONDS = 3.0
+LIMIT_SECONDS = 10.0
+"""How long a wait goes on while nothing moves."""
+
+
+class HeldLock(Closable):
+    """An open file that may be locked. The lock ends with `close`, or with this process, whatever was forked.
+
+    A fork has a copy of the descriptor, and would hold the lock with it: it closes the copy at once. A process that it
+    was passed to on purpose holds the lock, too, until `close` here.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        """-1: closed."""
+        self._has_note = False
+        remake_in_child(self)
+
+    def try_lock(self, kind: int = fcntl.LOCK_EX, what: str = "") -> bool:
+        """Lock the file, unless another process or thread holds a lock that excludes this one; return whether it did.
+
+        Args:
+            what: this process is about to do, for the messages of those that wait.
+        """
+        try:
+            fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if what:
+            self._has_note = True
+            with suppress(OSError):  # It is only informative; the drive may be full.
+                os.ftruncate(self.fd, 0)
+                os.pwrite(self.fd, f"process {os.getpid()}, {what} since {time.strftime('%H:%M:%S')}".encode(), 0)
+        return True
+
+    def after_fork(self) -> None:
+        """Give up the copy of the descriptor, without unlocking."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Unlock, for all copies of the descriptor, and close."""
+        if self.fd >= 0:
+            with suppress(OSError):
+                if self._has_note:
+                    os.ftruncate(self.fd, 0)
+            with suppress(OSError):
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+        self.after_fork()
+
+
+def holder_in(*paths: Path) -> str:
+    """Who holds some lock files, as they say themselves: for messages only."""
+    notes = [note for path in paths if (note := _note_in(path))]
+    more = f" and {len(notes) - 1} more" if len(notes) > 1 else ""
+    return f"{notes[0]}{more}" if notes else "another process"
+
+
+def _note_in(path: Path) -> str:
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return shown(os.pread(fd, _MAX_NOTE_NBYTES, 0).decode("ascii", "replace").strip())[1:-1]
+        finally:
+            os.close(fd)
+    return ""
+
+
+class Waiting:
+    """A wait for another process: it says for whom after some seconds, and ends when nothing moves any more."""
+
+    def __init__(
+        self,
+        path: Path,
+        who: Callable[[], str] | None = None,
+        growth: Callable[[], object] = lambda: None,
+        limit_seconds: float | None = None,
+    ) -> None:
+        """Begin to wait.
+
+        Args:
+            path: what is waited for, for messages; and by default the lock file that says who has it.
+            who: returns who is waited for.
+            growth: returns what is another value whenever the work that is waited for has gone on.
+            limit_seconds: how long there may be no growth; default `LIMIT_SECONDS`.
+        """
+        self._path = path
+        self._who = who or (lambda: holder_in(path))
+        self._growth = growth
+        self._limit = LIMIT_SECONDS if limit_seconds is None else limit_seconds
+        self._is_said = False
+        self.moved()
+
+    def moved(self) -> None:
+        """Begin anew: this process was not waiting."""
+        self._begun = self._since = self._looked = time.monotonic()
+        self._seen = self._growth()
+
+    def pause(self) -> None:
+        """Sleep for a moment.
+
+        Raises:
+            TimeoutError: there was no growth for so long. It names who is waited for.
+        """
+        time.sleep(_POLL_SECONDS)
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        if (seen := self._growth()) != self._seen:
+            self._seen, self._since = seen, now
+        if now - self._since >= self._limit:
+            what = f"waited {now - self._begun:.0f} s for {self._who()}, which does not go on"
+            raise TimeoutError(errno.ETIMEDOUT, what, str(self._path))
+        if not self._is_said and now - self._begun >= _QUIET_SECONDS:
+            self._is_said = True
+            getLogger("relayout").warning("relayout: %s: waiting for %s", self._path, self._who())
+
+
+def open_ours(path: Path, flags: int = 0) -> int:
+    """Open a file of ours for reading and writing, and nothing else that somebody may have put in its place.
+
+    Raises:
+        PlanError: it is no regular file of this user.
+        OSError: it is a link or a folder; or as `os.open`.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o666)
+    if not is_ours(os.fstat(fd), stat.S_ISREG):
+        os.close(fd)
+        raise PlanError("is not a regular file of this user; remove it", path=path, code="exists")
+    return fd
+
+
+def is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    """Whether something is of this kind, such as `stat.S_ISREG`, and this user's."""
+    return is_kind(status.st_mode) and status.st_uid == os.geteuid()
+
+
+@contextmanager
+def locked_file(
+    path: Path,
+    *,
+    what: str = "working",
+    growth: Callable[[], object] = lambda: None,
+    limit_seconds: float | None = None,
+) -> Iterator[None]:
+    """Hold a lock file. Wait for whoever holds it, as long as its work goes on; see `Waiting`, also for errors."""
+    with HeldLock(open_ours(path, os.O_CREAT)) as lock:
+        waiting: Waiting | None = None
+        while not lock.try_lock(what=what):
+            waiting = waiting or Waiting(path, growth=growth, limit_seconds=limit_seconds)
+            waiting.pause()
+        yield
 
 
 def check_owner_is(path: Path, status: os.stat_result, user: int) -> None:
@@ -39,18 +205,20 @@ def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
     """
     with with_path(output):
         lock, user = _acquire(parent, name, output)
-    try:
-        yield user
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=parent.fd)
-        os.close(lock)
+    with lock:
+        try:
+            yield user
+        finally:
+            if lock.fd >= 0:  # Not in a fork.
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=parent.fd)
 
 
-def _acquire(parent: OpenFolder, name: str, output: Path) -> tuple[int, int]:
+def _acquire(parent: OpenFolder, name: str, output: Path) -> tuple[HeldLock, int]:
     """Open and lock the lock file. Retry if its name refers to another file by then."""
     while True:
         fd, user = _open_lock(parent, name)
+        lock = HeldLock(fd)
         try:
             _check_is_lock(parent.path / name, os.fstat(fd), user)
             _flock(fd, output)
@@ -63,11 +231,11 @@ def _acquire(parent: OpenFolder, name: str, output: Path) -> tuple[int, int]:
                 with suppress(OSError):  # The process id is only informative; the drive may be full.
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-                return fd, user
+                return lock, user
         except BaseException:
-            os.close(fd)
+            lock.close()
             raise
-        os.close(fd)
+        lock.close()
 
 
 def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:

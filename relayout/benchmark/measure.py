@@ -6,7 +6,8 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import util
@@ -40,7 +41,36 @@ _MAX_RANKS = 64
 _LOAD_SECONDS, _GB_PER_S = 4.0, 1.0
 """Of the estimate: what a process takes beside its load, and about how fast bytes come."""
 
+_BUDGET_SECONDS = 120.0
+"""What is measured if no number of runs is asked for ends after about this time."""
+_RUNS, _LEAST_RUNS = 3, 2
+"""Runs of each loader, if none are asked for: as many as time allows, but one shows no spread."""
+
 Tell = Callable[[str], None]
+
+
+class Counted:
+    """Counts loads, tells of each with the time that is left, and says when the time is over."""
+
+    def __init__(self, total: int, budget: float | None, tell: Tell) -> None:
+        self.total, self.done = total, 0
+        self._budget, self._tell, self._started = budget, tell, time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        self.done += 1
+        elapsed = time.monotonic() - self._started
+        left = elapsed / self.done * (self.total - self.done)
+        if self._budget is not None:
+            left = min(left, max(0.0, self._budget - elapsed))
+        self._tell(f"{self.done}/{self.total} {line}; about {_duration(left)} left")
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the time has passed."""
+        return self._budget is not None and time.monotonic() - self._started > share * self._budget
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +134,8 @@ class BenchPlan:
 
     folders: Folders
     runs: int
+    budget: float | None
+    """Seconds after which nothing more is begun that could be left out; None: everything is measured."""
     loaders: dict[str, Loader]
     left_out: tuple[str, ...]
 
@@ -112,60 +144,102 @@ class BenchPlan:
         """Bytes of the files that `run(drop_caches=True)` drops from the page cache before each cold load."""
         return total_nbytes(self.folders.every_file)
 
-    def run(self, *, drop_caches: bool, tell: Tell = lambda line: None) -> Bench:
+    def run(
+        self,
+        *,
+        drop_caches: bool,
+        tell: Tell = lambda line: None,
+        partly: Callable[[Bench], None] = lambda result: None,
+    ) -> Bench:
         """Measure. Reads only.
 
         Args:
             drop_caches: drop these files, and no others, from the page cache before each cold load. Other processes
                 that use them will wait for the drive. False: cold loads are not measured.
             tell: called with a line of text after each load.
+            partly: called with what was measured by then, if an exception, such as that of a signal, ends it.
 
         Raises:
             FormatError, PlanError, OSError: the checkpoint cannot be read.
         """
-        folders, left_out = self.folders, list(self.left_out)
-        about = describe(folders.every_file[0].parent)
-        tp, limits, loads = folders.tp, list[float](), list[RankLoads]()
+        about = describe(self.folders.every_file[0].parent)
+        states = ("cold", "warm") if drop_caches else ("warm",)
+        found = Found(list(self.left_out), [], [])
+        if not drop_caches:
+            found.left_out.append(
+                "cold loads: dropping the files from the page cache was not allowed (--yes allows it)"
+            )
+        groups = self._groups(states)
+        counted = Counted(sum(len(group.names) for group in groups) * self.runs, self.budget, tell)
+        tell(self._estimate(counted.total, len(states)))
+        try:
+            for done, group in enumerate(groups, 1):
+                self._measure(group, found, counted, done / len(groups))
+        except BaseException:
+            if counted.done:
+                found.left_out.append(f"stopped after {counted.done} of {counted.total} loads")
+                partly(self._result(about, found))
+            raise
+        return self._result(about, found)
+
+    def _groups(self, states: Sequence[str]) -> list[RankGroup]:
+        """What is loaded, in order: one rank and all at once, in each state of the page cache."""
+        folders, tp = self.folders, self.folders.tp
         manifest = folders.manifest
         is_of_degree = manifest is not None and manifest.num_ranks == tp
         expected = expected_digests(folders.converted) if folders.converted and is_of_degree else None
-        if not drop_caches:
-            left_out.append("cold loads: dropping the files from the page cache was not allowed (--yes allows it)")
-        states = ("cold", "warm") if drop_caches else ("warm",)
-        tell(self._estimate(len(states)))
-        for state in states:
-            for ranks in [[0], list(range(tp))][: 2 if tp > 1 else 1]:
-                group = RankGroup(folders, self.loaders, ranks, state, expected)
-                why = group.too_large()
-                if why is not None:
-                    left_out.append(why)
-                    continue
-                if state == "cold":
-                    files = folders.rank_files(ranks) or folders.source_files
-                    limits += filter(None, (direct_gb_per_s(files) for _ in range(self.runs)))
-                loads.append(group.measure(self.runs, tell))
-        drive = statistics.median(limits) if limits else None
+        together = [[0], list(range(tp))][: 2 if tp > 1 else 1]
+        return [RankGroup(folders, self.loaders, ranks, state, expected) for state in states for ranks in together]
+
+    def _measure(self, group: RankGroup, found: Found, counted: Counted, share: float) -> None:
+        """Measure a group, or say why not; it may take until this share of the time has passed."""
+        why = group.too_large()
+        if why is None and counted.is_over() and found.loads:
+            why = f"{group.title}, {group.state}: the time is over (--runs {self.runs} measures everything)"
+        if why is not None:
+            found.left_out.append(why)
+            counted.total -= len(group.names) * self.runs
+            return
+        if group.state == "cold":
+            files = self.folders.rank_files(group.ranks) or self.folders.source_files
+            found.limits.extend(filter(None, (direct_gb_per_s(files) for _ in range(self.runs))))
+        group.measure(self.runs, counted, found.loads.append, is_over=lambda: counted.is_over(share))
+
+    def _result(self, about: Machine, found: Found) -> Bench:
+        folders, loads = self.folders, found.loads
+        drive = statistics.median(found.limits) if found.limits else None
         return Bench(
             source=None if folders.source is None else str(folders.source),
             converted=None if folders.converted is None else str(folders.converted),
-            tp=tp,
+            tp=folders.tp,
             runs=self.runs,
             machine=about,
             drive_gb_per_s=drive,
             loads=tuple(loads),
-            left_out=tuple(left_out),
+            left_out=tuple(found.left_out),
             warnings=warnings_of(about, loads),
             wrong=tuple(line for group in loads for line in group.wrong()),
-            verdict=verdict(about, loads, tp, drive, is_converted=folders.converted is not None),
+            verdict=verdict(about, loads, folders.tp, drive, is_converted=folders.converted is not None),
         )
 
-    def _estimate(self, num_states: int) -> str:
+    def _estimate(self, loads: int, num_states: int) -> str:
         """How many loads there will be, and roughly how long they take on an idle machine."""
-        tp = self.folders.tp
-        loads = len(self.loaders) * self.runs * num_states * (2 if tp > 1 else 1)
         nbytes = len(self.loaders) * self.runs * num_states * 2 * self.droppable_nbytes
-        seconds = loads * _LOAD_SECONDS * (1 + tp / num_cpus() / 2) + nbytes / _GB_PER_S / 1e9
-        return f"{loads} loads, each in fresh processes: about {max(1, round(seconds / 60))} min on an idle machine"
+        seconds = loads * _LOAD_SECONDS * (1 + self.folders.tp / num_cpus() / 2) + nbytes / _GB_PER_S / 1e9
+        if self.budget is not None and seconds > self.budget:
+            what = f"up to {loads} loads, each in fresh processes: as many as fit into about {_duration(self.budget)}"
+            return f"{what}; --runs {self.runs} makes all, about {_duration(seconds)} on an idle machine"
+        return f"{loads} loads, each in fresh processes: about {_duration(seconds)} on an idle machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known while a benchmark runs."""
+
+    left_out: list[str]
+    limits: list[float]
+    """GB/s of direct reads."""
+    loads: list[RankLoads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,30 +290,57 @@ class RankGroup:
             return total_nbytes(folders.rank_files(self.ranks))
         return -(-total_nbytes(folders.source_files) * len(self.ranks) // folders.tp)
 
-    def measure(self, runs: int, tell: Tell) -> RankLoads:
-        """Run each loader `runs` times, in turns; each turn begins with another loader."""
-        names = [name for name, loader in self.loaders.items() if len(self.ranks) > 1 or not loader.group]
+    @property
+    def names(self) -> list[str]:
+        """Of the loaders that can load these ranks."""
+        return [name for name, loader in self.loaders.items() if len(self.ranks) > 1 or not loader.group]
+
+    def measure(
+        self,
+        runs: int,
+        tell: Tell,
+        found: Callable[[RankLoads], None],
+        *,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Run each loader `runs` times, in turns; each turn begins with another loader.
+
+        Args:
+            tell: called after each load.
+            found: called with what was measured, also if an exception ends it.
+            is_over: whether turns that are not needed are left out from now on.
+        """
+        names = self.names
         measured: dict[str, list[Measured]] = {name: [] for name in names}
         failures: dict[str, str] = {}
-        for run in range(runs):
-            turn = run % len(names)
-            for name in names[turn:] + names[:turn]:
-                if name in failures:
-                    continue
-                title = f"{self.title}, {self.state}: {self.loaders[name].title}"
-                try:
-                    measured[name].append(self._load(name))
-                except Died as died:
-                    failures[name] = str(died)
-                tell(f"{title}: {failures.get(name) or f'{measured[name][-1].seconds:.2f} s'}")
+        try:
+            for run in range(runs):
+                if run >= _LEAST_RUNS and is_over():
+                    break
+                turn = run % len(names)
+                for name in names[turn:] + names[:turn]:
+                    if name not in failures:
+                        tell(self._tried(name, measured, failures))
+        finally:
+            found(self._loads(measured, failures))
+
+    def _tried(self, name: str, measured: dict[str, list[Measured]], failures: dict[str, str]) -> str:
+        """Load once, and say how it went."""
+        try:
+            measured[name].append(self._load(name))
+        except Died as died:
+            failures[name] = str(died)
+        said = failures.get(name) or f"{measured[name][-1].seconds:.2f} s"
+        return f"{self.title}, {self.state}: {self.loaders[name].title}: {said}"
+
+    def _loads(self, measured: Mapping[str, list[Measured]], failures: Mapping[str, str]) -> RankLoads:
         return RankLoads(
             title=self.title,
             num_ranks=len(self.ranks),
             state=self.state,
             timings=tuple(
-                Timing(name, loader.title, loader.family, tuple(measured[name]), failures.get(name))
-                for name, loader in self.loaders.items()
-                if name in names
+                Timing(name, self.loaders[name].title, self.loaders[name].family, tuple(runs), failures.get(name))
+                for name, runs in measured.items()
             ),
             expected=None if self.expected is None else tuple(self.expected[rank] for rank in self.ranks),
         )
@@ -265,7 +366,7 @@ def plan_bench(
     *,
     tp: int | None = None,
     against: str | os.PathLike[str] | None = None,
-    runs: int = 3,
+    runs: int | None = None,
 ) -> BenchPlan:
     """Plan a benchmark of a checkpoint. Reads headers only.
 
@@ -274,14 +375,16 @@ def plan_bench(
         tp: the tensor-parallel degree. Default: that of the converted folder.
         against: the same checkpoint, plain if `path` is converted, else converted. Default: the folder beside it that
             `convert` would write, or would have read.
-        runs: loads by each loader; medians count.
+        runs: loads by each loader; medians count. Default: 3, or fewer as far as they would take over 2 minutes, and
+            then what comes last is left out.
 
     Raises:
         FormatError: a file is damaged.
         PlanError: the folders are of different checkpoints, or not local; there is no plan for the checkpoint; or torch
             is not installed.
     """
-    runs, tp = at_least_one(runs, "runs"), None if tp is None else at_least_one(tp, "tp")
+    budget, runs = (_BUDGET_SECONDS, _RUNS) if runs is None else (None, at_least_one(runs, "runs"))
+    tp = None if tp is None else at_least_one(tp, "tp")
     if util.find_spec("torch") is None:
         raise PlanError(f"loads need torch, which is not installed: {how_to_install('torch')}", code="unsupported")
     folders = _find_folders(path, tp, against)
@@ -300,7 +403,7 @@ def plan_bench(
             loaders[name] = loader
         else:
             left_out.append(f"{loader.title}: {why}")
-    return BenchPlan(folders, runs, loaders, tuple(left_out))
+    return BenchPlan(folders, runs, budget, loaders, tuple(left_out))
 
 
 @contextmanager

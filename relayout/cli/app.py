@@ -741,7 +741,10 @@ def bench(
         str | None,
         typer.Option(metavar="SIZE", help="Measure a temporary checkpoint of this size below PATH, such as 4GB."),
     ] = None,
-    runs: Annotated[int, typer.Option(metavar="N", help="Loads per loader; medians are reported.")] = 3,
+    runs: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Loads per loader; medians count. Default: as many of 3 as 2 minutes allow."),
+    ] = None,
     yes: Annotated[
         bool | None,
         typer.Option(
@@ -754,20 +757,24 @@ def bench(
     """Measure what relayout gains on this machine.
 
     Loads one rank, and all ranks at once, by relayout and by other loaders, from a cold and from a warm page cache.
-    Each load runs in fresh processes; bytes are compared; the drive's limit is measured. PATH is only read.
+    Each load runs in fresh processes; bytes are compared; the drive's limit is measured. PATH is only read. If it is
+    stopped, it prints what was measured by then.
     """
     from relayout.benchmark import measure
     from relayout.cli import render
 
+    def partly(result: measure.Bench) -> None:
+        out.show(result, render.bench)
+
     out.work("measuring")
     if size is not None:
         with measure.made_checkpoint(path, size, tp, _tell) as source:
-            result = measure.plan_bench(source, tp=tp, runs=runs).run(drop_caches=True, tell=_tell)
+            result = measure.plan_bench(source, tp=tp, runs=runs).run(drop_caches=True, tell=_tell, partly=partly)
             result = replace(result, source=None, converted=None)
     else:
         plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
         may_drop = may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes) if yes is None else yes
-        result = plan.run(drop_caches=may_drop, tell=_tell)
+        result = plan.run(drop_caches=may_drop, tell=_tell, partly=partly)
     out.show(result, render.bench)
     if result.wrong:
         raise typer.Exit(EXIT_DIFFERENCE)
@@ -799,8 +806,14 @@ def report(
     out: Output,
     path: PathArgument,
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The page to write; an older page is replaced.")
-    ] = "report.html",
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The page to write; replaces an older page. Default: NAME-report.html.",
+        ),
+    ] = None,
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", help="For a plain checkpoint: forecast a conversion to N ranks.")
     ] = None,

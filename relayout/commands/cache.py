@@ -44,14 +44,14 @@ def cache(
         clear: remove all entries.
 
     Raises:
-        PlanError: there is no such folder or entry, or a name is of several entries.
+        PlanError: it is no folder, there is no such entry, or a name is of several entries.
         OSError: an entry cannot be removed.
     """
     kept = _cache(folder)
     folder = kept.folder
-    if not os.path.isdir(folder):  # noqa: PTH112 (it never raises)
+    if os.path.lexists(folder) and not os.path.isdir(folder):  # noqa: PTH112 (it never raises)
         raise PlanError("is not a folder", path=str(folder), code="missing")
-    entries = kept.entries()
+    entries = kept.entries() if os.path.lexists(folder) else []  # The first start makes it.
     names = [entry.name for entry in entries] if clear else [_name(entries, start, folder) for start in remove]
     in_use = tuple(name for name in names if not kept.remove(name))
     left = kept.entries() if names else entries

@@ -18,7 +18,7 @@ from relayout.checkpoint.converted import is_converted
 from relayout.checkpoint.source import read_source
 from relayout.commands.convert import default_output, plan_conversion
 from relayout.core.arguments import integer
-from relayout.core.digests import DIGEST_NBYTES
+from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
 from relayout.results import Result
@@ -46,7 +46,7 @@ class PageWritten(Result):
 
 def report(
     path: str | os.PathLike[str],
-    output: str | os.PathLike[str] = "report.html",
+    output: str | os.PathLike[str] | None = None,
     *,
     tp: int | None = None,
     plan: str | os.PathLike[str] | None = None,
@@ -55,7 +55,8 @@ def report(
 
     Args:
         path: a converted folder; or a plain checkpoint, of which the page forecasts the conversion.
-        output: the file to write; an older page is replaced, and nothing else.
+        output: the file to write; an older page is replaced, and nothing else. Default: `NAME-report.html` in the
+            working folder, with the checkpoint's name, which replaces no page of another checkpoint.
         tp: the tensor-parallel degree, for a plain checkpoint.
         plan: for a plain checkpoint: a plan file, "transformers" or "vllm", as for `convert`; None: the built-in plan.
 
@@ -70,7 +71,7 @@ def report(
         >>> relayout.report("llama-3.1-8b-tp8", "page.html").num_ranks
         8
     """
-    store, target = find_input(path), Path(output)
+    store = find_input(path)
     if is_converted(store):
         if tp is not None or plan is not None:
             raise PlanError("already converted: omit --tp and --plan", path=path, code="option")
@@ -82,8 +83,9 @@ def report(
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)
+    target = Path(f"{_name(content)}-report.html" if output is None else output)
     _check_new(store, target)
-    _write(target, text)
+    _write(target, text, _whose(content) if output is None else None)
     return PageWritten(
         output=str(target),
         nbytes=len(text),
@@ -91,6 +93,19 @@ def report(
         num_ranks=content["num_ranks"],
         is_forecast=not content["converted"],
     )
+
+
+def _place(content: dict[str, Any]) -> Path:
+    return Path(content["path"] if content["converted"] else content["source"])
+
+
+def _name(content: dict[str, Any]) -> str:
+    return _place(content).resolve().name or "checkpoint"
+
+
+def _whose(content: dict[str, Any]) -> str:
+    """What tells the pages of two checkpoints apart, without the folders above, which are nobody else's business."""
+    return digest_hex(str(_place(content).resolve()).encode())
 
 
 def render(content: dict[str, Any], digests: bytes) -> bytes:
@@ -101,7 +116,8 @@ def render(content: dict[str, Any], digests: bytes) -> bytes:
     described = content | {"digest_nbytes": kept}
     packed = gzip.compress(json.dumps(described, separators=(",", ":")).encode(), 9, mtime=0)
     parts = {
-        "TITLE": html.escape(Path(content["path"] if content["converted"] else content["source"]).name or "checkpoint"),
+        "TITLE": html.escape(_name(content)),
+        "CHECKPOINT": _whose(content),
         "STYLE": _file("page.css"),
         "D3": _file("d3.min.js"),
         "D3_LICENSE": _file("D3_LICENSE"),
@@ -124,19 +140,30 @@ def _check_new(store: Store, target: Path) -> None:
         raise PlanError("is inside the checkpoint's folder; choose another -o", path=target, code="option")
 
 
-def _write(target: Path, text: bytes) -> None:
-    """Write the page. It may replace an older one, which its first bytes prove, and nothing else."""
+def _write(target: Path, text: bytes, whose: str | None) -> None:
+    """Write the page. It may replace an older one, which its first bytes prove, and nothing else.
+
+    Args:
+        whose: not even one of another checkpoint than this.
+    """
     name = target.name or "."
     with with_path(target), OpenFolder(target.parent) as folder:
         status = folder.status(name)
         if status is not None and not (stat.S_ISREG(status.st_mode) and _is_page(folder, name)):
             raise PlanError("exists and is not a relayout report; choose another -o", path=target, code="exists")
+        if status is not None and whose is not None and not _is_page(folder, name, _of(whose)):
+            what = "exists and is the page of another checkpoint, or degree; name this one with -o"
+            raise PlanError(what, path=target, code="exists")
         folder.write(name, text, replace=status is not None)
 
 
-def _is_page(folder: OpenFolder, name: str) -> bool:
+def _of(whose: str) -> str:
+    return f'\n<meta name="checkpoint" content="{whose}">'
+
+
+def _is_page(folder: OpenFolder, name: str, more: str = "") -> bool:
     template = _file("page.html")
-    head = template[: template.index(_MARK) + len(_MARK)].encode()
+    head = (template[: template.index(_MARK) + len(_MARK)] + more).encode()
     with open(folder.open(name, os.O_RDONLY), "rb") as file:
         return file.read(len(head)) == head
 

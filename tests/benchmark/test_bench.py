@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from relayout.benchmark.measure import Folders, RankGroup, expected_digests, pla
 from relayout.benchmark.run import Measured
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import read_manifest, read_table
+from relayout.cli import signals
 from relayout.cli.app import app, may_drop_caches
 from relayout.errors import PlanError
 from relayout.storage.stores import find_store
@@ -96,9 +98,11 @@ def test_ranks_are_loaded_cold_in_fresh_processes_and_bytes_are_compared(folders
     planned = plan_bench(folders.source or "", tp=2, against=two.output, runs=1)
     assert {"relayout", "relayout_plain", "get_slice"} <= planned.loaders.keys()
     told: list[str] = []
+    measured: list[RankLoads] = []
     for name, ranks in (("relayout", [0]), ("get_slice", [0, 1])):
         group = RankGroup(planned.folders, {name: planned.loaders[name]}, ranks, "cold", expected_digests(two.output))
-        found = group.measure(1, told.append)
+        group.measure(1, told.append, measured.append)
+        found = measured.pop()
         assert found.wrong() == []
         [timing] = found.timings
         assert (timing.failure, [len(run.digests) for run in timing.runs]) == (None, [len(ranks)])
@@ -291,7 +295,7 @@ def test_what_cannot_be_measured_is_refused(folders: Folders, qwen2: Path, monke
     ):
         pass
     monkeypatch.setattr(measure.util, "find_spec", lambda name: None)
-    with pytest.raises(PlanError, match="install the extra 'torch'"):
+    with pytest.raises(PlanError, match=r"pip install '\.\[torch\]'"):
         plan_bench(folders.source)
 
 
@@ -319,16 +323,14 @@ def not_measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     allowed: list[bool] = []
     run: Callable[..., Any] = measure.BenchPlan.run
 
-    def with_fakes(plan: measure.BenchPlan, *, drop_caches: bool, tell: Any) -> Any:
+    def with_fakes(plan: measure.BenchPlan, *, drop_caches: bool, **more: Any) -> Any:
         allowed.append(drop_caches)
-        return run(plan, drop_caches=drop_caches, tell=tell)
+        return run(plan, drop_caches=drop_caches, **more)
 
-    def fake(group: RankGroup, runs: int, tell: Any) -> RankLoads:
-        timings = tuple(timing(name, [1.0] * runs) for name in group.loaders)
-        return RankLoads(group.title, len(group.ranks), group.state, timings, None)
-
+    [second] = timing("relayout", [1.0]).runs
     monkeypatch.setattr(measure.BenchPlan, "run", with_fakes)
-    monkeypatch.setattr(RankGroup, "measure", fake)
+    monkeypatch.setattr(measure, "expected_digests", lambda converted: None)
+    monkeypatch.setattr(RankGroup, "_load", lambda group, name: second)
     monkeypatch.setattr(measure, "direct_gb_per_s", lambda files: 2.0)
     monkeypatch.setattr(measure, "describe", lambda folder: QUIET)
     return allowed
@@ -342,10 +344,10 @@ def test_the_command_drops_no_cache_unasked_and_fits_80_columns(
     assert done.exit_code == 0, done.output
     assert not_measured == [False]
     # One rank and all ranks, warm, by three loaders or more.
-    [loads, minutes] = re.findall(r"(\d+) loads, each in fresh processes: about (\d+) min", done.stderr)[0]
+    loads = re.findall(r"(\d+) loads, each in fresh processes: ", done.stderr)[0]
     assert int(loads) % (2 * 3) == 0
     assert int(loads) >= 18
-    assert int(minutes) >= 1
+    assert f"\n{loads}/{loads} all 4 ranks at once, warm: " in done.stderr
     assert "not measured: cold loads: dropping the files" in done.stdout
     assert done.stdout.startswith("No clear gain here")
     allowed = CliRunner().invoke(app, ["bench", str(folders.source), "--yes", "--runs", "2"])
@@ -356,6 +358,46 @@ def test_the_command_drops_no_cache_unasked_and_fits_80_columns(
     monkeypatch.setattr("relayout.cli.app.may_drop_caches", lambda *about: pytest.fail("was asked"))
     assert CliRunner().invoke(app, ["bench", str(folders.source), "--no"]).exit_code == 0
     assert not_measured == [False, True, False]
+
+
+@pytest.mark.parametrize("done", [1, 7])
+def test_what_was_measured_before_a_signal_is_printed(
+    folders: Folders, not_measured: list[bool], monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
+    load, left = RankGroup._load, [None] * done
+
+    def stopped(group: RankGroup, name: str) -> Measured:
+        if not left:
+            raise signals.Stopped(signal.SIGTERM)
+        left.pop()
+        return load(group, name)
+
+    monkeypatch.setattr(RankGroup, "_load", stopped)
+    ended = CliRunner().invoke(app, ["bench", str(folders.source), "--yes"])
+    assert ended.exit_code == 128 + signal.SIGTERM
+    assert f"not measured: stopped after {done} of " in ended.stdout
+    assert "one rank of 4, cold" in ended.stdout
+    assert "  relayout, converted" in ended.stdout
+
+
+def test_without_a_number_of_runs_the_last_loads_are_left_out_when_time_is_over(
+    folders: Folders, not_measured: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, now = RankGroup._load, [0.0]
+
+    def slow(group: RankGroup, name: str) -> Measured:
+        now[0] += 6
+        return load(group, name)
+
+    monkeypatch.setattr(RankGroup, "_load", slow)
+    monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
+    plan = plan_bench(folders.source or "")
+    plan = replace(plan, loaders=dict(list(plan.loaders.items())[:4]))
+    some = plan.run(drop_caches=True)
+    assert [len(one.timings[0].runs) for one in some.loads] == [2, 2, 2]
+    assert some.left_out[-1] == "all 4 ranks at once, warm: the time is over (--runs 3 measures everything)"
+    every = replace(plan, budget=None).run(drop_caches=True)
+    assert [len(one.timings[0].runs) for one in every.loads] == [3] * 4
 
 
 def test_a_person_is_asked_before_caches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,8 @@ def test_an_entry_in_use_and_the_files_of_others_stay(folder: Path, llama: Path)
 
 def test_what_cannot_be_listed_is_an_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RELAYOUT_CACHE", raising=False)
-    for given, message in ((None, "no cache: give its folder"), (tmp_path / "none", "is not a folder")):
+    (tmp_path / "file").touch()
+    for given, message in ((None, "no cache: give its folder"), (tmp_path / "file", "is not a folder")):
         with pytest.raises(PlanError, match=message):
             cache(given)
     for start in ("", "zz"):
@@ -99,3 +100,8 @@ def test_the_command_prints_a_table_or_json(folder: Path, monkeypatch: pytest.Mo
     found = json.loads(CliRunner().invoke(app, ["cache", str(folder), "--clear", "--json"]).output)
     assert found["entries"] == []
     assert found["removed_nbytes"] > 0
+
+
+def test_a_cache_that_no_start_has_made_yet_is_empty(tmp_path: Path) -> None:
+    listing = cache(tmp_path / "none")
+    assert (listing.entries, listing.nbytes, list(tmp_path.iterdir())) == ((), 0, [])

@@ -403,3 +403,17 @@ def test_a_model_of_19_000_tensors_is_small_and_only_seen_rows_exist(chromium: B
     last = chromium.wait_for("[...document.querySelectorAll('.tensor')].at(-1).ariaRowIndex === '49'")
     assert last
     assert chromium.messages == []
+
+
+def test_without_a_name_the_page_has_the_checkpoint_s_and_replaces_no_other_one_s(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("a", "b"):
+        shutil.copytree(folder, tmp_path / place / "model")
+    monkeypatch.chdir(tmp_path)
+    first = relayout.report("a/model")
+    assert first.output == "model-report.html"
+    assert relayout.report(tmp_path / "a" / "model").output == first.output
+    with pytest.raises(PlanError, match="the page of another checkpoint, or degree; name this one with -o"):
+        relayout.report("b/model")
+    assert relayout.report("b/model", first.output).output == first.output

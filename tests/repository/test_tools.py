@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE
 from support.tools import run_tool
 
 ROOT = Path(__file__).parents[2]
@@ -48,3 +54,53 @@ def test_only_tests_of_tools_import_tools() -> None:
     ]
     assert importing == []
     assert {"bench", "engines", "gpu", "vectors"} <= TOOLS
+
+
+FAKE_PYTHON = """#!/bin/sh
+case "$1 $2" in
+    "-m venv") mkdir -p "$3/bin"; printf 'echo pip >>"%s/../calls"' "$3" >"$3/bin/pip"; chmod +x "$3/bin/pip" ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def make_environment(tmp_path: Path) -> Callable[[], subprocess.CompletedProcess[str]]:
+    """Makes the environment of a checkout with a stand-in for venv and pip, which notes its calls in a file."""
+    (tmp_path / "tools").mkdir()
+    for name in ("pyproject.toml", "tools/environment"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    fake = tmp_path / "python"
+    fake.write_text(FAKE_PYTHON.replace("{python}", sys.executable))
+    fake.chmod(0o755)
+    source = ["bash", "-euc", f"source {tmp_path}/tools/environment"]
+    env = {**os.environ, "PYTHON": str(fake)}
+    return lambda: subprocess.run(source, env=env, capture_output=True, text=True, timeout=PATIENCE)
+
+
+def test_the_environment_is_made_again_only_when_what_it_installs_has_changed(
+    make_environment: Callable[[], subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    project, calls = tmp_path / "pyproject.toml", tmp_path / "calls"
+    assert make_environment().returncode == 0
+    (tmp_path / ".venv" / "old").touch()
+    first = calls.read_text()
+    project.write_text("# A comment.\n" + project.read_text())
+    assert make_environment().returncode == 0
+    assert (calls.read_text(), (tmp_path / ".venv" / "old").exists()) == (first, True)
+    project.write_text(project.read_text().replace("\ndependencies = [", "\ndependencies = ['more',", 1))
+    assert make_environment().returncode == 0
+    assert (calls.read_text(), (tmp_path / ".venv" / "old").exists()) == (2 * first, False)
+
+
+def test_an_environment_of_somebody_else_is_not_erased(
+    make_environment: Callable[[], subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    mine = tmp_path / ".venv" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    done = make_environment()
+    assert (done.returncode, mine.exists()) == (1, True)
+    assert ".venv was not made by tools/environment, which erases only what it made: move or delete it" in done.stderr
+    (mine.parent / "relayout-stamp").write_text("being made")  # By an attempt that was interrupted.
+    assert (make_environment().returncode, mine.exists()) == (0, False)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from relayout.core.extents import BLOCK, align_up
 from relayout.loader.backends.base import Pool
 from relayout.loader.tensors import check_mode
-from relayout.storage.buffers import HUGE_PAGE, with_huge_pages
 from relayout.storage.libc import map_file
+from relayout.storage.pages import HUGE_PAGE, FreshMemory, address_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,14 +32,18 @@ class HostArena:
     start: int
     """Offset of the arena in `memory`, in bytes."""
     nbytes: int
+    fresh: FreshMemory | None = None
+    """Chooses pages for what has not been touched; None: the kernel does."""
 
     def span(self, offset: int, nbytes: int) -> memoryview:
+        if self.fresh is not None:  # Here, by the thread that fills it: other threads read meanwhile.
+            self.fresh.touch(offset, nbytes)
         return memoryview(self.memory)[self.start + offset : self.start + offset + nbytes]
 
     @property
     def address(self) -> int:
         """Address of the arena's first byte."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.start
+        return address_of(self.memory) + self.start
 
     def tensor(self, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
         """All of it; `on_free` is called when the last view of it is gone.
@@ -66,7 +70,7 @@ class HostArena:
 
 
 def allocate(nbytes: int) -> HostArena:
-    """Reserve `nbytes` of memory; the kernel allocates pages when they are first written.
+    """Reserve `nbytes` of memory; pages are allocated when `span` is first asked for them.
 
     Raises:
         MemoryError: the address space is exhausted.
@@ -74,8 +78,8 @@ def allocate(nbytes: int) -> HostArena:
     if nbytes < HUGE_PAGE:
         return HostArena(_reserve(align_up(max(nbytes, 1), mmap.PAGESIZE)), 0, nbytes)
     memory = _reserve(align_up(nbytes, HUGE_PAGE) + HUGE_PAGE)
-    with_huge_pages(memory)  # Else a direct read first has the kernel map and clear each 4 KiB page.
-    return HostArena(memory, -HostArena(memory, 0, 0).address % HUGE_PAGE, nbytes)
+    start = -address_of(memory) % HUGE_PAGE
+    return HostArena(memory, start, nbytes, FreshMemory(memory, start, nbytes))
 
 
 def _reserve(nbytes: int) -> mmap.mmap:

@@ -18,6 +18,7 @@ from relayout.loader.budgets import MIN_BUFFER, Budget
 from relayout.loader.pace import Pace, steps
 from relayout.loader.read_plan import Chunk
 from relayout.storage.buffers import Buffer
+from relayout.storage.pages import HUGE_PAGE, are_small
 from relayout.storage.protocols import Access, Refusal
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class Copier:
         """Read a chunk, through the bounce buffer if needed, and return the number of bytes that it filled."""
         if chunk.arena_offset is not None:
             span = self.memory.span(chunk.arena_offset, chunk.extent.nbytes)
-            self.sources.read(chunk.file, chunk.extent.offset, span)
+            through = reserve(bounce, min(HUGE_PAGE, align_up(span.nbytes, BLOCK))) if are_small() else None
+            self.sources.read(chunk.file, chunk.extent.offset, span, through)
             self._arrive(chunk.arena_offset, span, span.nbytes)
         elif chunk.is_sparse:
             with self.sources.mapped(chunk.file, chunk.extent.offset, chunk.extent.nbytes) as view:

@@ -16,8 +16,8 @@ _START, _WAIT = 2, 7
 """Flags of sync_file_range(2): SYNC_FILE_RANGE_WRITE alone, and with both WAIT flags."""
 _RENAME_EXCHANGE = 2
 """`linux/fs.h`."""
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ of `asm-generic/mman-common.h` (Linux 5.14)."""
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""MADV_POPULATE_READ and MADV_POPULATE_WRITE of `asm-generic/mman-common.h` (Linux 5.14)."""
 
 
 @cache
@@ -81,12 +81,17 @@ def map_file(fd: int, offset: int, nbytes: int, *, flags: int, writable: bool = 
     return int(result or 0)
 
 
-def populate(address: int, nbytes: int) -> bool:
-    """Bring mapped pages of a file into memory. Return False if one cannot be read, or the system does not support it.
+def populate(address: int, nbytes: int, *, writable: bool = False) -> bool:
+    """Bring mapped pages into memory, to be read or written. Return False if one cannot be had, or there is no support.
 
-    Using a page that cannot be read, or that was truncated, would kill the process.
+    Using a page of a file that cannot be read, or that was truncated, would kill the process.
     """
-    return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_READ) == 0)
+    return advise(address, nbytes, _POPULATE_WRITE if writable else _POPULATE_READ)
+
+
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """Call madvise(2), without Python's lock, which mmap.madvise would hold. Return False if it failed."""
+    return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0)
 
 
 def unmap(address: int, nbytes: int) -> None:

@@ -98,6 +98,13 @@ def test_reads_of_every_kind_arrive_where_they_belong(target: Target, case: list
     target.check(case, cuts=(1, 100, 4096, 50_000, 8 * MIB + 5))
 
 
+@pytest.mark.parametrize("target", TARGETS[:2], indirect=True, ids="-".join)
+def test_small_pages_get_the_same_bytes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayout.loader.backends.host.are_small", lambda: True)
+    for case in ("whole blocks", "up to a partial last block", "several files", "more than a chunk"):
+        target.check(CASES[case])
+
+
 def test_no_files_are_no_error(target: Target) -> None:
     target.stored = ()
     target.check([])

@@ -18,7 +18,15 @@ from relayout.core.dtypes import num_bytes
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.format.index import ARENA_ALIGNMENT, HUB_INDEX_NAME, MANIFEST_NAME, Manifest, RankTable
+from relayout.format.index import (
+    ARENA_ALIGNMENT,
+    HUB_INDEX_NAME,
+    MANIFEST_NAME,
+    SLICES_ONLY,
+    Manifest,
+    RankTable,
+    missing_shard_name,
+)
 from relayout.format.manifest import content_digest, content_head
 from relayout.format.safetensors import json_text
 from relayout.storage.protocols import Store
@@ -197,14 +205,25 @@ def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, Ra
         if folder.stat(HUB_INDEX_NAME) is not None:
             report.add(HUB_INDEX_NAME, "is not part of this conversion")
         return
-    if manifest.whole is None and manifest.num_ranks > 1:
-        report.add(MANIFEST_NAME, "has a hub_index_digest, but no rank has whole tensors")
-        return
     digest, what = manifest.hub_index_digest, "differs from what was written"
     check_copy(folder, HUB_INDEX_NAME, None, digest, manifest.digest, what, report)
-    holder = max(manifest.holders)  # With whole tensors.
-    if holder in tables:
+    holder = max(manifest.holders)
+    if manifest.whole is None and manifest.num_ranks > 1:
+        _check_refusal(folder, manifest, report)
+    elif holder in tables:  # It has whole tensors.
         _check_hub_index(folder, manifest, holder, tables[holder], report)
+
+
+def _check_refusal(folder: Store, manifest: Manifest, report: Report) -> None:
+    """Check that the index of a folder with slices only stops stock loaders."""
+    with report.errors_of(HUB_INDEX_NAME):
+        blob = folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES)
+        top = Fields(parse_object(blob, folder.location(HUB_INDEX_NAME)), HUB_INDEX_NAME)
+        expected = missing_shard_name(manifest.num_ranks)
+        if top.object("weight_map").get(SLICES_ONLY) != expected:
+            report.add(
+                HUB_INDEX_NAME, f"does not name {expected}, by which other loaders see that this has slices only"
+            )
 
 
 def _check_hub_index(folder: Store, manifest: Manifest, holder: int, table: RankTable, report: Report) -> None:

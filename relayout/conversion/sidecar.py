@@ -17,12 +17,14 @@ from relayout.format.chunks import CHUNKS_NAME, DIGESTED_NBYTES
 from relayout.format.index import (
     HUB_INDEX_NAME,
     MANIFEST_NAME,
+    SLICES_ONLY,
     IndexedFile,
     Kind,
     Manifest,
     RankEntry,
     RankTable,
     Read,
+    missing_shard_name,
 )
 from relayout.format.manifest import SOURCE_RECORD_NAME, WHOLE_TABLE_NAME, compress, dump_manifest, table_name
 from relayout.format.rank_table import dump_table
@@ -97,9 +99,8 @@ def write_sidecar(
     for holder in (*conversion.ranks, *([num_ranks] if conversion.has_whole else [])):
         holders[holder], table = _holder(conversion, holder, digests)
         staging.put(holders[holder].table, [table])
-    hub_index = _hub_index(conversion) if num_ranks == 1 or conversion.has_whole else None
-    if hub_index is not None:
-        staging.put(HUB_INDEX_NAME, [hub_index])
+    hub_index = _hub_index(conversion)
+    staging.put(HUB_INDEX_NAME, [hub_index])
     manifest = Manifest(
         generator=f"relayout {__version__}",
         conversion=conversion_id,
@@ -110,7 +111,7 @@ def write_sidecar(
         dcp=options.dcp,
         record_digest=digest.hex(stored_record),
         source_nbytes=source.nbytes,
-        hub_index_digest=None if hub_index is None else digest.hex(hub_index),
+        hub_index_digest=digest.hex(hub_index),
         chunk_nbytes=DIGESTED_NBYTES,
         files=tuple(files),
         ranks=tuple(map(holders.get, range(num_ranks))),
@@ -249,9 +250,16 @@ def _source_record(
 
 
 def _hub_index(conversion: Conversion) -> bytes:
-    """The index.json that lets stock loaders read the whole tensors."""
-    source = conversion.source
-    weight_map = {source.tensors[t].name: file.name for file in conversion.layout.files_of(-1) for t in file.tensors}
-    ordered = {tensor.name: weight_map[tensor.name] for tensor in source.tensors}
+    """The index.json that lets stock loaders read the whole tensors; where there are slices only, it names a file that
+    is not there, so that those which go by it stop, and would not take slices for tensors."""
+    source, num_ranks = conversion.source, conversion.plan.num_ranks
+    is_whole = num_ranks == 1 or conversion.has_whole
+    holders = [-1] if is_whole else reversed(conversion.ranks)  # Of the first that has a tensor, in the end.
+    files = [file for holder in holders for file in conversion.layout.files_of(holder)]
+    weight_map = {source.tensors[t].name: file.name for file in files for t in file.tensors}
+    refusal = missing_shard_name(num_ranks)
+    ordered = {tensor.name: weight_map.get(tensor.name, refusal) for tensor in source.tensors}
+    if not is_whole:
+        ordered[SLICES_ONLY] = refusal
     top = {"metadata": {"total_size": source.nbytes}, "weight_map": ordered}
     return (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,8 +1,8 @@
 """SGLang: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
 
-SGLang has no registry of load formats, but official hooks for plugins. Five are used: one is around the place where all
-files are read, one lets the name of the format pass, and two are around the making of a model and its loading: after
-that, no memory may be left unwritten. One is around updates: only weights of the same model are let in.
+SGLang has no registry of load formats, but official hooks for plugins. Six are used: two are around the places where
+all files are found and read, one lets the name of the format pass, and two are around the making of a model and its
+loading: after that, no memory may be left unwritten. One is around updates: only weights of the same model are let in.
 `--model-loader-extra-config '{"relayout": {...}}'` has the options, which are those of vLLM's plugin.
 """
 
@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from relayout.checkpoint.converted import find_manifest
 from relayout.engines.first_start import first_start, folder_of, loads_itself, source_url
 from relayout.engines.live import Shapes, check_same_model, shapes_of
 from relayout.engines.metrics import publish
-from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, layer_of, speculative
+from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, layer_of, listed, speculative
 from relayout.errors import PlanError, RelayoutError
+from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,8 @@ class _Start:
     options: EngineOptions
     path: str = ""
     """Of its weights, if relayout may load them."""
+    num_layers: int | None = None
+    """Of the text model."""
     marks: Marks | None = None
     """In memory that was not looked at yet."""
     shapes: Shapes | None = None
@@ -112,10 +116,12 @@ def _hook_loader() -> None:
     DefaultModelLoader = loader.DefaultModelLoader
     if not getattr(DefaultModelLoader, "reads_relayout", False):
         _expect(DefaultModelLoader, "_get_weights_iterator", ["self", "source"])
+        _expect(DefaultModelLoader, "_prepare_weights", ["self", "model_name_or_path"])
         _expect(DefaultModelLoader, "load_weights_only", ["model", "weights"])
         _expect(loader, "_initialize_model", ["model_config", "load_config"])
         target = f"{DefaultModelLoader.__module__}.DefaultModelLoader"
         HookRegistry.register(f"{target}._get_weights_iterator", weights_iterator, HookType.AROUND)
+        HookRegistry.register(f"{target}._prepare_weights", prepare_weights, HookType.AROUND)
         HookRegistry.register(f"{target}.load_weights_only", load_weights, HookType.AROUND)
         HookRegistry.register(f"{loader.__name__}._initialize_model", make_model, HookType.AROUND)
         with suppress(ImportError):  # Another version has it elsewhere.
@@ -159,6 +165,26 @@ def _takes(config: Any, path: str) -> bool:
     return required or (Path(path).is_dir() and folder_of(path) is not None)
 
 
+def prepare_weights(
+    original: Callable[..., tuple[str, list[str], bool]], loader: Any, model_name_or_path: str, *args: Any, **named: Any
+) -> tuple[str, list[str], bool]:
+    """Around `DefaultModelLoader._prepare_weights`: of a folder with slices only, the files that the rank reads.
+
+    SGLang asks for them to have them in the page cache early, and not to read them.
+    """
+    folder = str(model_name_or_path)
+    manifest = find_manifest(find_input(folder)) if Path(folder).is_dir() else None
+    if manifest is None or manifest.whole is not None or manifest.num_ranks == 1:
+        return original(loader, model_name_or_path, *args, **named)
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    is_own = parallel.tp_size == manifest.num_ranks
+    held = [manifest.ranks[parallel.tp_rank]] if is_own else manifest.ranks
+    files = sorted({number for entry in held if entry is not None for number in entry.files})
+    return folder, [str(Path(folder, manifest.files[number].name)) for number in files], True
+
+
 def make_model(original: Callable[..., Any], model_config: Any, load_config: Any, *settings: Any, **named: Any) -> Any:
     """Around `_initialize_model`: the memory of a model that relayout may load is marked.
 
@@ -175,6 +201,7 @@ def make_model(original: Callable[..., Any], model_config: Any, load_config: Any
         with Marks() as start.marks:
             model = original(model_config, load_config, *settings, **named)
         start.path = path
+        start.num_layers = getattr(getattr(model_config, "hf_text_config", None), "num_hidden_layers", None)
     _starts[model] = start
     return model
 
@@ -193,11 +220,22 @@ def load_weights(original: Callable[..., None], model: Any, weights: Any, *setti
         return
     marks, start.marks = start.marks, None
     if start.path not in _stock:
-        from relayout.engines.unwritten import check_written
-
-        check_written(model, start.path, "SGLang")
+        _check_written(model, start)
         start.shapes = _shapes(start.path)
     marks.give_back(model)
+
+
+def _check_written(model: Any, start: _Start) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    from relayout.engines.unwritten import check_written, unwritten
+
+    parallel = get_parallel()
+    is_elsewhere = _of_other_stages(parallel, start.num_layers)
+    if parallel.pp_size > 1 and (others := [name for name in unwritten(model) if is_elsewhere(name)]):
+        what = f"SGLang's {type(model).__name__} makes the layers of all stages of the pipeline ({listed(others)})"
+        raise PlanError(f"{what}: it has no pipeline parallelism; use --pp-size 1", path=start.path, code="unsupported")
+    check_written(model, start.path, "SGLang")
 
 
 def update_weights(

@@ -23,6 +23,9 @@ SIGNATURE_NAME = "model.sig"
 HUB_INDEX_NAME = "model.safetensors.index.json"
 """What stock loaders read to find out which tensor lies in which file."""
 
+SLICES_ONLY = "relayout: this folder has slices of tensors only"
+"""In its weight_map, the name of what is in a file that is not there: loaders that go by it stop."""
+
 FORMAT_VERSION = 1
 """Of manifest, rank tables and source record."""
 
@@ -107,7 +110,7 @@ class Manifest:
     source_nbytes: int
     """Bytes of all source tensors."""
     hub_index_digest: str | None
-    """Digest of model.safetensors.index.json, where one was written for stock loaders."""
+    """Digest of model.safetensors.index.json, which is for stock loaders."""
     chunk_nbytes: int
     """Bytes of a file of which relayout.chunks has one digest."""
     files: tuple[IndexedFile, ...]
@@ -248,3 +251,8 @@ class RankTable:
     def slices(self) -> Sequence[Slice]:
         """Which part of the whole tensor each is."""
         return OfKinds([kind.part for kind in self.kinds], self.kind_of)
+
+
+def missing_shard_name(num_ranks: int) -> str:
+    """The file that the index of a folder with slices only names, and that is not there: loaders say this name."""
+    return f"this-folder-is-converted-for-{num_ranks}-ranks-and-needs-relayout.safetensors"

@@ -323,6 +323,7 @@ FILES = [
     *(f"old/relayout.{name}" for name in ("json", "rank-0.json.zst", "rank-1.json.zst")),
     *(f"new/relayout.{name}" for name in ("json", "rank-0.json.zst", "rank-1.json.zst", "chunks", "source.json.zst")),
     "new/config.json",
+    "new/model.safetensors.index.json",
 ]
 
 

@@ -90,11 +90,7 @@ def shift_a_slice(top: Tree) -> None:
                 ("conversion", "0" * 32, ""),
             )
         ),
-        (
-            edit_manifest,
-            {"hub_index_digest": "0" * 32},
-            "^relayout.json: has a hub_index_digest, but no rank has",
-        ),
+        (edit_manifest, {"hub_index_digest": "0" * 32}, "^model.safetensors.index.json: differs from what was written"),
         (edit_manifest, lambda top: top["source"].update(nbytes=top["source"]["nbytes"] + 1), "source.nbytes is"),
         (edit_table, shift_a_slice, "is not the slice in the source record"),
         (edit_table, shift_a_slice, "its content is"),
@@ -158,11 +154,19 @@ def test_the_index_for_stock_loaders_is_compared(
 
 
 def test_an_index_that_no_manifest_lists_is_found(pristine: Path, folder: Path, tmp_path: Path) -> None:
-    one = shutil.copytree(pristine / "one", tmp_path / "one")
-    edit_manifest(one, lambda top: top.update(hub_index_digest=None))
-    shutil.copy(one / INDEX, folder)
-    for out in (one, folder):
+    for out in (shutil.copytree(pristine / "one", tmp_path / "one"), folder):
+        edit_manifest(out, lambda top: top.update(hub_index_digest=None))
         assert differences(out) == [f"{INDEX}: is not part of this conversion"]
+
+
+def test_an_index_that_does_not_stop_other_loaders_is_found(folder: Path) -> None:
+    top = json.loads((folder / INDEX).read_text())
+    top["weight_map"].popitem()
+    blob = json.dumps(top).encode()
+    (folder / INDEX).write_bytes(blob)
+    edit_manifest(folder, lambda manifest: manifest.update(hub_index_digest=digest(blob)))
+    missing = "this-folder-is-converted-for-2-ranks-and-needs-relayout.safetensors"
+    assert [one for one in differences(folder) if f"{INDEX}: does not name {missing}" in one]
 
 
 def exchange_offsets(top: Tree) -> None:

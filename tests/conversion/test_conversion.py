@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
+from support.conversions import stock_tensors
 from support.local_stores import read_manifest, read_record
 from support.models import as_integers, expected_slice, read_tensors
 from support.profile import sample
@@ -85,7 +86,25 @@ def test_side_files_go_along_with_their_modes_and_the_source_index_does_not(llam
     assert (tmp_path / "out" / "config.json").read_bytes() == (llama / "config.json").read_bytes()
     assert (tmp_path / "out" / "templates" / "chat.jinja").read_text() == "{{ x }}"
     assert stat.S_IMODE((tmp_path / "out" / "run.sh").stat().st_mode) == 0o750
-    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("ranks", [None, "1"])
+def test_the_index_of_slices_names_their_files_and_one_that_is_missing_so_that_other_loaders_stop(
+    llama: Path, tmp_path: Path, ranks: str | None
+) -> None:
+    out, first = tmp_path / "out", 0 if ranks is None else int(ranks)
+    relayout.convert(llama, out, tp=2, ranks=ranks)
+    top = json.loads((out / "model.safetensors.index.json").read_text())
+    *files, (_, missing) = top["weight_map"].items()
+    assert missing == "this-folder-is-converted-for-2-ranks-and-needs-relayout.safetensors"
+    assert not (out / missing).exists()
+    whole = stock_tensors(llama)
+    assert top["metadata"]["total_size"] == sum(one.nbytes for one in whole.values())
+    assert {name for name, _ in files} == set(whole)
+    for name, file in files:
+        assert file.startswith(f"model-rank-{first}-")
+        with safe_open(out / file, "pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118
 
 
 @pytest.mark.parametrize(("mode", "is_private"), [(0o600, True), (0o640, False), (0o644, False)])

@@ -180,3 +180,25 @@ def test_updates_of_what_sglang_reads_itself_are_its_own(
     model = Model(whole, 1, 2)
     engine.load(folders / "llama", model, load_format="auto")
     assert engine.update(model, updates / "lacks", folders / "llama") == (True, "Succeeded to update model weights.")
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama-tp2", [1]), ("llama-tp4", [0, 1, 2, 3]), ("llama", None)])
+def test_sglang_finds_the_files_that_the_rank_reads(
+    folders: Path, engine: Engine, name: str, ranks: list[int] | None
+) -> None:
+    """Which the index of a folder with slices only hides from other loaders."""
+    vars(engine.parallel).update(tp_rank=1, tp_size=2)
+    loader = engine.loader(engine.load_config("auto", {}, None))
+    folder, files, is_safetensors = loader._prepare_weights(str(folders / name), None)
+    pattern = "model-*" if ranks is None else f"model-rank-[{''.join(map(str, ranks))}]-*"
+    assert files == sorted(map(str, (folders / name).glob(f"{pattern}.safetensors")))
+    assert (folder, is_safetensors) == (str(folders / name), True)
+
+
+def test_a_class_without_pipeline_parallelism_is_called_that(folders: Path, engine: Engine, whole: Tensors) -> None:
+    vars(engine.parallel).update(pp_rank=1, pp_size=3)
+    with pytest.raises(PlanError, match=r"Model makes the layers of all stages .*layers\.0\..*: it has no pipeline p"):
+        engine.load(folders / "llama-tp2", Model(whole, 1, 2))
+    staged = Model(whole, 1, 2, stage=lambda name: ".layers." not in name or ".layers.1." in name, score=3)
+    with pytest.raises(PlanError, match=r"nothing was loaded into score\.weight: the checkpoint lacks"):
+        engine.load(folders / "llama-tp2", staged)

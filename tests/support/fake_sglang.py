@@ -50,7 +50,9 @@ class Engine:
         """Make a model and load it, with options of relayout."""
         loader = sys.modules["sglang.srt.model_loader.loader"]
         config = self.load_config(load_format, {"relayout": options} if options else {}, None)
-        loader._initialize_model(SimpleNamespace(model_path=str(folder), model=model, is_draft_model=draft), config)
+        text = SimpleNamespace(num_hidden_layers=3)
+        made = SimpleNamespace(model_path=str(folder), model=model, is_draft_model=draft, hf_text_config=text)
+        loader._initialize_model(made, config)
         weights = self.weights(folder, model.rank, model.tp, load_format=load_format, is_draft=draft, **options)
         loader.DefaultModelLoader.load_weights_only(model, weights, None)
 
@@ -133,6 +135,9 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
         def __init__(self, load_config: LoadConfig) -> None:
             assert not load_config.model_loader_extra_config, "options that SGLang does not know"
             self.load_config = load_config
+
+        def _prepare_weights(self, model_name_or_path: str, revision: str | None) -> tuple[str, list[str], bool]:
+            return model_name_or_path, sorted(map(str, Path(model_name_or_path).glob("*.safetensors"))), True
 
         def _get_weights_iterator(self, source: Any, **settings: Any) -> Iterator[tuple[str, torch.Tensor]]:
             for file in sorted(Path(source.model_or_path).glob("*.safetensors")):

@@ -224,12 +224,21 @@ def manifest() -> dict[str, Any]:
         "alignment": ALIGNMENT,
         "dcp": False,
         "source": {"record_digest": digest(frame(compact(record()))), "nbytes": 540},
-        "hub_index_digest": None,
+        "hub_index_digest": digest(hub_index()),
         "chunk_nbytes": CHUNK_NBYTES,
         "files": files,
         "ranks": ranks,
         "whole": None,
     }
+
+
+def hub_index() -> bytes:
+    """It names a file that is not there."""
+    of = dict.fromkeys(SHAPES, "model-rank-0-part-0.safetensors")
+    of["relayout: this folder has slices of tensors only"] = (
+        "this-folder-is-converted-for-2-ranks-and-needs-relayout.safetensors"
+    )
+    return (json.dumps({"metadata": {"total_size": 540}, "weight_map": of}, indent=2) + "\n").encode()
 
 
 def chunks(rank: int) -> bytes:
@@ -260,6 +269,7 @@ def write_folder(folder: Path, manifest_text: bytes) -> Path:
         (folder / f"relayout.rank-{rank}.json.zst").write_bytes(frame(compact(table(rank))))
     (folder / "relayout.chunks").write_bytes(b"".join(map(chunks, range(NUM_RANKS))))
     (folder / "relayout.source.json.zst").write_bytes(frame(compact(record())))
+    (folder / "model.safetensors.index.json").write_bytes(hub_index())
     (folder / "config.json").write_text(CONFIG)
     (folder / "relayout.json").write_bytes(manifest_text)
     return folder

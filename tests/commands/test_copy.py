@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
+from relayout.commands import copy as copy_module
+from relayout.core.extents import split
 from relayout.errors import FormatError, PlanError
 from relayout.loader.diagnose.doctor import diagnose
 
@@ -433,6 +436,26 @@ def test_an_object_that_changes_while_it_is_copied_is_an_error(
     with pytest.raises(FormatError, match=r"model-rank-1-part-0\.safetensors: (was replaced|bytes .* damaged)"):
         relayout.copy("toy://copies/all", tmp_path / "out", ranks="1-2")
     assert not (tmp_path / "out").exists()
+
+
+def test_threads_that_finish_pieces_of_one_file_at_once_complete_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            time.sleep(0.02)  # Others run meanwhile.
+            return found
+
+    def slow_workers(threads: int, items: Any, make_state: Any, work: Any, stop: Any) -> Any:
+        work.__self__._num_left = Slow(work.__self__._num_left)
+        return workers(threads, items, make_state, work, stop)
+
+    workers = copy_module.Workers
+    monkeypatch.setattr(copy_module, "Workers", slow_workers)
+    monkeypatch.setattr(copy_module, "split", lambda extent, nbytes: split(extent, 2**14))
+    relayout.copy(source / "ranks", tmp_path / "out", threads=8)
+    assert content(tmp_path / "out") == content(source / "ranks")
 
 
 # Names for other tools.

@@ -27,13 +27,17 @@ from support.loader_fixtures import assert_equal
 from support.profile import IS_LONG, sample
 from support.training import next_step, tree
 from typer.testing import CliRunner
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 import relayout
+from relayout.checkpoint.delta import read_deltas, with_deltas
 from relayout.cli.app import app
 from relayout.commands import copy as copying
 from relayout.errors import FormatError, PlanError
+from relayout.format.manifest import sealed
+from relayout.format.sparse import encode
 from relayout.storage.local.store import LocalStore
+from relayout.storage.stores import find_input
 
 PARTIAL = ".made.relayout-partial"
 NAMES = sample(
@@ -360,6 +364,79 @@ def test_a_damaged_delta_makes_nothing(name: str, damage: str, steps: Path, tmp_
         assert tree(tmp_path / "made") == tree(steps / "1")
 
 
+NEW_MANIFEST = Path("new") / "relayout.json"
+
+
+def test_a_manifest_of_another_delta_is_not_believed(steps: Path, tmp_path: Path) -> None:
+    """It is intact: found when the delta is read; and if it comes later, when the manifest is asked for again."""
+    shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    made = with_deltas(find_input(steps / "0"), read_deltas(tmp_path / "delta"))
+    shutil.copy(steps / "1-to-2" / NEW_MANIFEST, tmp_path / "delta" / "new")
+    for read in (lambda: made.read("relayout.json", 2**20), lambda: list(read_deltas(tmp_path / "delta"))):
+        with pytest.raises(FormatError, match="digest differs from the one in the delta's manifest"):
+            read()
+
+
+def test_a_forged_header_is_refused(steps: Path, tmp_path: Path) -> None:
+    """Its piece and the delta's digests fit each other, and it still names its content: it has another space."""
+    forged = shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    file = json.loads((steps / "1" / "relayout.json").read_bytes())["files"][0]
+    path, start = forged / f"{file['name']}.delta", file["data_start"]
+    old, new = (np.frombuffer((steps / step / file["name"]).read_bytes()[:start], np.uint8).copy() for step in "01")
+    assert new[-1] == ord(" ")
+    new[-1] = ord("\t")
+    header, blob = encode(old ^ new, [(start, 1)]), path.read_bytes()
+    num_pieces = 1 - (start - file["nbytes"]) // 2**20
+    rows = blob[-24 * num_pieces :]
+    pieces = blob[int.from_bytes(rows[:8], "little") : -24 * num_pieces]
+    rows = len(header).to_bytes(8, "little") + xxh3_128_digest(header) + rows[24:]
+    path.write_bytes(header + pieces + rows)
+    top = json.loads((forged / "relayout.json").read_bytes())
+    top["files"][0] = {"nbytes": len(header + pieces + rows), "index_digest": xxh3_128_hexdigest(rows)}
+    del top["self_digest"]
+    (forged / "relayout.json").write_bytes(sealed(top))
+    with pytest.raises(FormatError, match="its header does not match the manifest"):
+        relayout.load(steps / "0", 0, deltas=forged)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
+def test_no_file_stays_open_if_a_delta_is_damaged(steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    flip(tmp_path / "delta" / "new" / "relayout.chunks", 0)
+    made = with_deltas(find_input(steps / "0"), read_deltas(tmp_path / "delta"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(FormatError, match="differs from the manifest"):
+        made.open("model-rank-0-part-0.safetensors")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_header_that_changed_alone_is_in_a_delta(tmp_path: Path) -> None:
+    for step in "01":
+        (tmp_path / f"source-{step}").mkdir()
+        path = tmp_path / f"source-{step}" / "model.safetensors"
+        save_file({"a.weight": torch.ones(8, 8)}, path, metadata={"step": step})
+        convert(tmp_path / f"source-{step}", tmp_path / step, tp=1)
+    relayout.delta(tmp_path / "0", tmp_path / "1", tmp_path / "delta")
+    relayout.apply_deltas(tmp_path / "0", tmp_path / "delta", tmp_path / "made")
+    assert tree(tmp_path / "made") == tree(tmp_path / "1")
+    assert (tmp_path / "1" / "model-rank-0-part-0.safetensors").read_bytes().count(b'"step":"1"') == 1
+
+
+def test_an_interrupted_conversion_is_not_discarded_without_force(steps: Path, llama: Path, tmp_path: Path) -> None:
+    def fail(done: int, total: int) -> None:
+        if done == total:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        relayout.convert(llama, tmp_path / "out", tp=2, progress=fail)
+    kept = tree(tmp_path / ".out.relayout-partial")
+    with pytest.raises(PlanError, match="holds an interrupted attempt; --force discards it"):
+        relayout.delta(steps / "0", steps / "1", tmp_path / "out")
+    assert tree(tmp_path / ".out.relayout-partial") == kept
+    relayout.delta(steps / "0", steps / "1", tmp_path / "out", force=True)
+    assert tree(tmp_path / "out") == tree(steps / "0-to-1")
+
+
 @pytest.mark.parametrize("offset", [0, 100_000, -1])
 def test_a_damaged_base_makes_nothing(offset: int, steps: Path, tmp_path: Path) -> None:
     shutil.copytree(steps / "0", tmp_path / "base")
@@ -479,6 +556,8 @@ def test_an_output_at_one_of_the_inputs_is_refused(force: bool, steps: Path) -> 
     for output in ("0", "1"):
         with pytest.raises(PlanError, match=r"is the source itself|--force replaces it|nothing proves"):
             relayout.delta(steps / "0", steps / "1", steps / output, force=force)
+        with pytest.raises(PlanError, match="inside"):
+            relayout.delta(steps / "0", steps / "1", steps / output / "below", force=force)
 
 
 def test_progress_counts_all_bytes_of_the_weights(steps: Path, tmp_path: Path) -> None:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from relayout.core.extents import Extent
+from relayout.core.slices import WHOLE
 from relayout.errors import FormatError
-from relayout.format.delta import DeltaFile, DeltaManifest, dump_delta, parse_delta, parse_index, place_of_index
+from relayout.format.delta import (
+    DeltaFile,
+    DeltaManifest,
+    are_alike,
+    dump_delta,
+    parse_delta,
+    parse_index,
+    place_of_index,
+)
+from relayout.format.index import Kind, RankTable
 
 DIGEST = xxh3_128_hexdigest(b"x")
 MANIFEST = DeltaManifest("test", DIGEST, DIGEST[::-1], (DeltaFile(100, DIGEST), DeltaFile(0, DIGEST)), ("sub/a.json",))
@@ -87,3 +98,23 @@ def test_another_index_is_refused(pieces: tuple[int, ...], nbytes: int, message:
         parse_index(blob, DeltaFile(nbytes, DIGEST), EXTENTS)
     with pytest.raises(FormatError, match="47 bytes long, an index of 2 pieces takes more"):
         place_of_index(DeltaFile(47, DIGEST), 2)
+
+
+KINDS = [Kind("BF16", (4, 4), (4, 4), WHOLE), Kind("F16", (4, 4), (4, 4), WHOLE)]
+TABLE = RankTable(0, KINDS, [0, 0], ["a", "b"], [0, 0], [512, 544], [0, 32], ["1", "2"])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"kind_of": [0, 1]},
+        {"names": ["b", "a"]},
+        {"files": [0, 1]},
+        {"offsets": [512, 576]},
+        {"arena_offsets": [32, 0]},
+    ],
+    ids=lambda columns: next(iter(columns)),
+)
+def test_tables_are_alike_if_all_but_their_digests_agrees(columns: dict[str, Any]) -> None:
+    assert are_alike(TABLE, replace(TABLE, digests=["3", "4"], kinds=[*KINDS, KINDS[0]], kind_of=[2, 0]))
+    assert not are_alike(TABLE, replace(TABLE, **columns))

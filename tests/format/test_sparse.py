@@ -92,8 +92,11 @@ def test_damage_raises_or_stays_inside_the_target(draws: st.DataObject) -> None:
 
 def test_what_is_of_other_bytes_is_refused() -> None:
     data = sparse_bytes(4000, 0.1, 0)
-    with pytest.raises(FormatError, match="of 4000 bytes, expected 3998"):
-        xor_into(encode(data, [(4000, 2)]), memoryview(bytearray(3998)))
+    for nbytes in (3998, 4002):
+        with pytest.raises(FormatError, match=f"of 4000 bytes, expected {nbytes}"):
+            xor_into(encode(data, [(4000, 2)]), memoryview(bytearray(nbytes)))
+    with pytest.raises(FormatError, match="not a zstd frame"):
+        xor_into(encode(data, [(4000, 2)]) + b"behind", memoryview(bytearray(4000)))
     with pytest.raises(FormatError, match="runs in"):
         xor_into(b"\xff" * 9, memoryview(bytearray(4000)))
 

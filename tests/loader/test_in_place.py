@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import zstandard
 from safetensors.torch import load_file
 from support.conversions import Conversions
 from support.loader_fixtures import assert_equal
@@ -21,7 +22,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 import relayout
 from relayout.errors import FormatError, PlanError
-from relayout.format.manifest import sealed
+from relayout.format.manifest import compress, sealed
 from relayout.loader import in_place
 
 Tensors = dict[str, torch.Tensor]
@@ -180,6 +181,53 @@ def test_with_verify_a_forged_delta_that_cannot_be_decoded_changes_nothing(steps
     assert_equal(tensors, before)
     with pytest.raises(FormatError, match=r"of \d+ bytes, expected"):
         relayout.apply(tmp_path / "delta", 0, tensors)
+
+
+def test_with_verify_nothing_changes_if_the_second_of_two_pieces_cannot_be_decoded(tmp_path: Path) -> None:
+    """The first one, of another MiB of the same tensor, could."""
+    for step in range(2):
+        tensors = {"model.norm.weight": torch.full((2**20,), float(step), dtype=torch.bfloat16)}
+        relayout.save(tensors, tmp_path / f"{step}", config={"model_type": "llama"}, tp=1, threads=1)
+    relayout.delta(tmp_path / "0", tmp_path / "1", tmp_path / "delta")
+    top = json.loads((tmp_path / "delta" / "relayout.json").read_bytes())
+    [path] = (tmp_path / "delta").glob("*.delta")
+    blob = bytearray(path.read_bytes())
+    rows = blob[-24 * 3 :]  # Of the header and two chunks.
+    first = sum(int.from_bytes(rows[at : at + 8], "little") for at in (0, 24))
+    blob[first + 4] ^= 2  # Of the bytes of the last piece's run.
+    rows[-16:] = xxh3_128_digest(blob[first : -24 * 3])
+    path.write_bytes(blob[: -24 * 3] + rows)
+    top["files"][0]["index_digest"] = xxh3_128_hexdigest(rows)
+    del top["self_digest"]
+    (tmp_path / "delta" / "relayout.json").write_bytes(sealed(top))
+    tensors = relayout.load(tmp_path / "0", 0)
+    with pytest.raises(FormatError, match=r"of \d+ bytes, expected 1048576"):
+        relayout.apply(tmp_path / "delta", 0, tensors, verify=True, threads=1)
+    assert_equal(tensors, relayout.load(tmp_path / "0", 0))
+
+
+def test_a_delta_between_other_slices_changes_nothing(steps: Path, tmp_path: Path) -> None:
+    """Everything is sealed again; two tensors of one shape have changed places in the new table."""
+    delta = tmp_path / "delta"
+    shutil.copytree(steps / "0-to-1", delta)
+    manifest = json.loads((delta / "new" / "relayout.json").read_bytes())
+    path = delta / "new" / manifest["ranks"][0]["table"]
+    table = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()))
+    one, other = (table["name"].index(f"model.layers.{layer}.mlp.down_proj.weight") for layer in range(2))
+    table["name"][one], table["name"][other] = table["name"][other], table["name"][one]
+    path.write_bytes(compress(json.dumps(table).encode()))
+    manifest["ranks"][0]["table_digest"] = xxh3_128_hexdigest(path.read_bytes())
+    del manifest["self_digest"]
+    (delta / "new" / "relayout.json").write_bytes(sealed(manifest))
+    top = json.loads((delta / "relayout.json").read_bytes())
+    top["makes"] = xxh3_128_hexdigest((delta / "new" / "relayout.json").read_bytes())
+    del top["self_digest"]
+    (delta / "relayout.json").write_bytes(sealed(top))
+    tensors = relayout.load(steps / "0", 0)
+    before = copies(tensors)
+    with pytest.raises(FormatError, match="the slices of rank 0 are not those of the base"):
+        relayout.apply(delta, 0, tensors)
+    assert_equal(tensors, before)
 
 
 @both_layouts

@@ -6,8 +6,11 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar, cast
+from datetime import timedelta
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from relayout.core.arguments import ranks_text
 from relayout.errors import FormatError, PlanError, RelayoutError
 
 if TYPE_CHECKING:
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Value = TypeVar("Value")
+
+_QUIET_SECONDS = 3.0
+"""How long members may be late without a word."""
 
 
 def _as_of(member: int, error: BaseException) -> Exception:
@@ -61,6 +67,8 @@ class Group:
         """A fork is no member."""
         self.is_broken = False
         """Whether a collective call failed: the group can no longer be used, and it may still write to memory."""
+        self._number: int | None = None
+        """Of this call among all that this member has made in the group; None: it has not met the others yet."""
         self.is_over = False
         """Whether no member waits for this one any more: the load is done, or all know that it has failed."""
 
@@ -79,10 +87,55 @@ class Group:
     def _gather(self, value: object) -> list[object]:
         import torch.distributed as dist
 
+        if self._number is None:
+            self._meet()
         values: list[object] = [None] * self.num_members
-        with self._unbroken():
-            dist.all_gather_object(values, value, group=self._group)
+        try:
+            with self._unbroken():
+                dist.all_gather_object(values, value, group=self._group)
+        except OSError as error:
+            if missing := self._missing():
+                what = f"{error.strerror}; of {self.num_members} members these have not called: {ranks_text(missing)}"
+                raise OSError(error.errno, what) from error
+            raise
         return values
+
+    def _meet(self) -> None:
+        """Say in the group's store that this member has called, and name those in the log that do not for some seconds.
+
+        They are then waited for as the group waits for anything, up to its timeout.
+        """
+        self._number = 0
+        if (store := self._store) is None:
+            return
+        with suppress(RuntimeError):  # Of a store that is gone, the collective call will tell.
+            self._number = store.add(f"relayout/{self.index}", 1)
+            store.set(self._key(self.index), "")
+            with suppress(RuntimeError):
+                store.wait([self._key(member) for member in range(self.num_members)], timedelta(seconds=_QUIET_SECONDS))
+                return
+        if missing := self._missing():
+            what = "relayout: member %d of a group waits for the members %s, which have not called, up to its timeout"
+            getLogger("relayout").warning(what, self.index, ranks_text(missing))
+
+    def _missing(self) -> list[int]:
+        """The members that have not called; none, if nobody knows."""
+        with suppress(RuntimeError):
+            if self._store is not None and self._number:
+                return [member for member in range(self.num_members) if not self._store.check([self._key(member)])]
+        return []
+
+    def _key(self, member: int) -> str:
+        return f"relayout/{member}/{self._number}"
+
+    @property
+    def _store(self) -> Any:
+        """The store by which the members have found each other; None: it is not known."""
+        from torch.distributed import distributed_c10d
+
+        with suppress(AttributeError, KeyError, RuntimeError, ValueError):
+            return distributed_c10d._get_process_group_store(self._group)
+        return None
 
     @contextmanager
     def collective(self) -> Iterator[None]:

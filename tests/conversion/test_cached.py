@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -12,11 +13,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support import prestarted
 from support.loader_fixtures import assert_equal, whole_tensors
+from support.patience import in_time
 
 import relayout
 from relayout.conversion import cached
@@ -26,33 +29,55 @@ from relayout.storage.cache_folder import Cache, Lease
 from relayout.storage.local import lock_file
 
 TP = 4
-NUM_KILLS = int(os.environ.get("RELAYOUT_KILLS", "6"))
+NUM_KILLS = int(os.environ.get("RELAYOUT_KILLS", "2"))
 
-KILLED = """
-import os, random, signal, sys, time
+INTERRUPTED = """
+import os, random, signal, sys, threading, time
 from pathlib import Path
 import relayout
 from relayout.conversion import cached
 from support.patience import PATIENCE
 
 cached._MIN_PART_NBYTES = 50_000
-model, cache, seed = sys.argv[1:]
+model, cache, pids, how, seed = sys.argv[1:]
+chance = random.Random(int(seed))
+moments = [chance.uniform(0, 0.1) for _ in range(4)]
+
+def forked(moment):
+    time.sleep(moment)
+    if not os.fork():
+        Path(pids, str(os.getpid())).touch()
+        time.sleep(600)
+        os._exit(0)
+
 loads = []
 for rank in range(2):
     loads.append(os.fork())
     if not loads[-1]:
+        for descriptor in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        if how == "forked":
+            threading.Thread(target=forked, args=(moments.pop(),), daemon=True).start()
         relayout.load(model, rank, tp=4, cache=cache)
         os._exit(0)
 deadline = time.monotonic() + PATIENCE
 while not list(Path(cache).glob("relayout-cache-v1/" + 32 * "[0-9a-f]")) and time.monotonic() < deadline:
     time.sleep(0.001)
-chance = random.Random(int(seed))
 for load in chance.sample(loads, len(loads)):
-    time.sleep(chance.uniform(0, 0.1))
-    os.kill(load, signal.SIGKILL)
-    os.waitpid(load, 0)
+    time.sleep(moments.pop())
+    os.kill(load, signal.SIGKILL if how in ("killed", "forked") else signal.SIGSTOP)
+if how == "stopped":
+    for load in loads:
+        Path(pids, str(load)).touch()
+    sys.exit()
+if how == "held up":
+    time.sleep(moments.pop())
+    for load in loads:
+        os.kill(load, signal.SIGCONT)
+codes = [os.waitstatus_to_exitcode(os.waitpid(load, 0)[1]) for load in loads]
+assert how != "held up" or codes == [0, 0], codes
 """
-"""Kills two processes that convert together: `MODEL CACHE SEED`."""
+"""Interrupts two processes that convert together: `MODEL CACHE PIDS HOW SEED`. PIDS is a folder for those that stay."""
 
 
 @pytest.fixture(autouse=True)
@@ -148,14 +173,28 @@ def test_those_that_load_at_once_convert_together(model: Path, cache: Path, monk
 
 
 @pytest.mark.parametrize("seed", range(NUM_KILLS))
-def test_processes_that_are_killed_leave_nothing_half_made(model: Path, cache: Path, seed: int) -> None:
-    done = prestarted.run(model, cache, seed, script=KILLED, imports=prestarted.LOADER)
+@pytest.mark.parametrize("how", ["killed", "forked", "held up", "stopped"])
+def test_processes_that_are_interrupted_leave_nothing_half_made_and_hold_nobody_up(
+    model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, seed: int
+) -> None:
+    """Killed; killed when they had forked; stopped for a while; stopped for ever."""
+    monkeypatch.setattr(lock_file, "LIMIT_SECONDS", 1.0)
+    (pids := tmp_path / "pids").mkdir()
+    truth = relayout.load(model, 3, tp=TP, cache="")
+    done = prestarted.run(model, cache, pids, how, seed, script=INTERRUPTED, imports=prestarted.LOADER)
     assert done.returncode == 0, done.stderr
-    for entry in entries_of(cache):
-        if (entry / "model" / "relayout.json").exists():
-            assert not relayout.verify(entry / "model", source=model).differences
-    found = relayout.load(model, 3, tp=TP, cache=cache)
-    assert_equal(found, relayout.load(model, 3, tp=TP, cache=""))
+    try:
+        for entry in entries_of(cache):
+            if (entry / "model" / "relayout.json").exists():
+                assert not relayout.verify(entry / "model", source=model).differences
+        assert_equal(in_time(lambda: relayout.load(model, 3, tp=TP, cache=cache)), truth)
+        if how != "stopped":
+            expect(cache, model)
+    finally:
+        for pid in pids.iterdir():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid.name), signal.SIGKILL)
+    assert_equal(in_time(lambda: relayout.load(model, 3, tp=TP, cache=cache)), truth)
     expect(cache, model)
 
 

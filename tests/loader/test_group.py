@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,15 @@ from support.remote import HEAD
 from support.signing import make_keys
 
 import relayout
+from relayout.checkpoint.proven import FileProof
+from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, Transfer
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.format.index import Read
-from relayout.loader.group.assign import Grid, assign_reads
+from relayout.loader.group.assign import Grid, Portion, Round, assign_reads
+from relayout.loader.group.received import prove_received
+from relayout.loader.sources.stored import StoredFile
+from relayout.storage.local.store import LocalStore
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -149,6 +156,25 @@ def test_a_member_that_lies_is_not_believed(place: Path, group: list[dict[str, A
     assert all(found != digests(stored_in(place / "out", 1)) for found in believed)  # So that the lie was one.
 
 
+@pytest.mark.parametrize("damaged", [None, 3, 35])
+def test_a_chunk_of_which_two_members_have_read_parts_is_proven(tmp_path: Path, damaged: int | None) -> None:
+    """Whose part was wrong: what this member has read lay in its own memory, too."""
+    content = bytes(range(1, 17))
+    (tmp_path / "file").write_bytes(content)
+    algorithm = DigestAlgorithm.SHA256
+    proof = FileProof("", 0, 16, lambda: bytes.fromhex(hashlib.sha256(content).hexdigest()), algorithm)
+    file = StoredFile(LocalStore(tmp_path), "file", 16, proof)
+    reads = [Read(0, Transfer(0, 0, 8)), Read(0, Transfer(8, 32, 8))]
+    portions = tuple(
+        Portion(member, read.transfer.target, read.transfer.target_end, (read,)) for member, read in enumerate(reads)
+    )
+    memory = bytearray(content[:8] + bytes(24) + content[8:])
+    if damaged is not None:
+        memory[damaged] ^= 1
+    with pytest.raises(FormatError, match="digest") if damaged is not None else nullcontext():
+        prove_received([file], reads, [Round(0, portions)], memoryview(memory), 0, 1)
+
+
 def test_at_another_degree_and_some_tensors_only(place: Path, group: list[dict[str, Any]]) -> None:
     whole = digests(stock_tensors(place / "source"))
     quarter = digests(relayout.load(place / "out", 2, tp=4))
@@ -223,6 +249,10 @@ def test_what_fails_on_one_member_fails_all_with_its_reason(group: list[dict[str
     [
         ("verified by one", "all members of a group must load the same"),  # Chunks are assigned otherwise than blocks.
         ("streamed, verified by one", "all members of a group must load the same"),
+        (
+            "trusted by one",
+            "all members of a group must load the same",
+        ),  # One proves what it receives, and waits for it.
         ("plain", "iter_load shares converted checkpoints only"),
     ],
 )
@@ -255,6 +285,24 @@ def test_a_member_that_is_killed_fails_the_others_in_time(group: list[dict[str, 
         assert member["killed"]["kind"] in ("OSError", "ConnectionAbortedError")
         assert "a member may be gone" in member["killed"]["error"]
         assert member["killed"]["seconds"] < 60
+
+
+def test_memory_is_given_back_only_if_no_other_member_may_still_write_to_it(group: list[dict[str, Any]]) -> None:
+    for member in group[:3]:
+        assert member["fails, all alive"]["discarded"]
+        assert not member["killed"]["discarded"]
+
+
+def test_members_that_never_call_are_named(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(place / "out")
+    script = "from support.group_worker import one_is_missing; one_is_missing()"
+    seen = seen_by_members(tmp_path, script)
+    assert all("tensors" in member["all call"] for member in seen)
+    for number in (0, 3):
+        assert "of 4 members these have not called: 1-2" in seen[number]["some never call"]["error"]
+        [said] = seen[number]["said"]
+        assert f"member {number} of a group waits for the members 1-2, which have not called" in said
+    assert [seen[number]["said"] for number in (1, 2)] == [[], []]
 
 
 def test_a_process_that_is_no_member_is_refused(converted: Path) -> None:

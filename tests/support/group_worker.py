@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -134,6 +135,38 @@ def main() -> None:
     assert codes == [0, 0, 0, -signal.SIGKILL], codes
 
 
+def one_is_missing() -> None:
+    """`FOLDER`: a group with a short timeout, of which the members 1 and 2 never call."""
+    folder = Path(sys.argv[1])
+    codes = forked(partial(_one_is_missing, folder))
+    assert codes == [0, 0, 0, 0], codes
+
+
+def _one_is_missing(folder: Path, number: int) -> None:
+    import datetime
+
+    import torch.distributed as dist
+
+    from relayout.loader.api import load
+    from relayout.loader.group import collectives
+
+    collectives._QUIET_SECONDS = 0.2
+    join(folder, number)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("relayout").addHandler(handler)
+    group = dist.new_group(range(NUM_MEMBERS), timeout=datetime.timedelta(seconds=3))
+    seen = Seen(folder, number)
+    seen.case("all call", load, str(folder / "out"), 1, group=group)
+    if number in (0, 3):
+        seen.case("some never call", load, str(folder / "out"), 1, group=group)
+    else:
+        time.sleep(6)
+    seen.cases["said"] = said
+    (folder / f"member-{number}.json").write_text(json.dumps(seen.cases))
+
+
 def from_store() -> None:
     """One load by four processes: `FOLDER CASE`, the latter `{"path": ..., "rank": ..., "by": "load", ...}` as JSON.
 
@@ -161,6 +194,7 @@ def _member(folder: Path, number: int) -> None:
     import torch.distributed as dist
 
     from relayout.loader.api import iter_load, load
+    from relayout.loader.backends.arena import HostArena
     from relayout.loader.group import sharing
     from relayout.loader.group.assign import assign_reads
     from relayout.loader.group.collectives import Group
@@ -255,6 +289,15 @@ def _member(folder: Path, number: int) -> None:
     case("streamed in small batches, a member lies", signed, trust=trust, by=stream, memory=memory)
     case("a member lies, and is believed", signed)
     Group.broadcast = broadcast  # type: ignore[method-assign]
+    case("trusted by one", signed, trust=trust if number == 0 else None, verify=number > 0)
     case("afterwards", verify=True)
+    discarded: list[bool] = []
+    HostArena.discard = lambda self: discarded.append(True)  # type: ignore[method-assign]
+    fault_of(2, after=4, times=None, error=failure)
+    case("fails, all alive")
+    seen["fails, all alive"]["discarded"] = bool(discarded)
+    discarded.clear()
     fault_of(3, after=4, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
     case("killed")
+    seen["killed"]["discarded"] = bool(discarded)
+    (folder / f"member-{number}.json").write_text(json.dumps(seen))

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from relayout.checkpoint.converted import check_head
-from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up, split
-from relayout.core.strided import copy_runs
+from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.errors import FormatError
 from relayout.loader.budgets import local_world_size
 from relayout.loader.sources.stored import StoredFile, check_hole
@@ -87,12 +86,8 @@ class Sources(Closable):
         reach = min(nbytes + self._read_ahead, file.nbytes - offset)
         return resident_nbytes(_fd(file), offset, reach) == reach
 
-    def read(self, file: int, offset: int, view: memoryview, bounce: memoryview | None = None) -> None:
+    def read(self, file: int, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes at `offset`, up to the end of the file.
-
-        Args:
-            bounce: direct reads go into this memory and are copied, which suits `view` in small pages: a drive takes
-                few of them in one request, and was seen to read at less than half of its speed.
 
         Raises:
             FormatError: the file has become shorter.
@@ -100,11 +95,7 @@ class Sources(Closable):
         """
         for start, nbytes, through_cache in self.pieces(file, offset, view.nbytes):
             source = self._cached[file] if through_cache else None
-            part = view[start - offset : start - offset + nbytes]
-            if bounce is None or through_cache:
-                (source or self._files[file]).read(start, part)
-            else:
-                _read_through(self._files[file], start, part, bounce)
+            (source or self._files[file]).read(start, view[start - offset : start - offset + nbytes])
 
     @contextmanager
     def mapped(self, file: int, offset: int, nbytes: int) -> Iterator[memoryview | None]:
@@ -200,13 +191,6 @@ class Sources(Closable):
             raise _replaced(file)
         self._read_ahead = max(self._read_ahead, read_ahead_nbytes(_fd(other)))
         return other
-
-
-def _read_through(file: ReadableFile, offset: int, view: memoryview, bounce: memoryview) -> None:
-    # Memory beyond the end of the file stays as it is.
-    for part in split(Extent(0, min(view.nbytes, file.nbytes - offset)), bounce.nbytes):
-        file.read(offset + part.offset, bounce[: align_up(part.nbytes, BLOCK)])
-        copy_runs(bounce, view, Transfer(0, part.offset, part.nbytes))
 
 
 @contextmanager

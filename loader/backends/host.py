@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from relayout.core.extents import BLOCK, Extent, align_up
+from relayout.core.extents import BLOCK, Extent, Transfer, align_up, split
 from relayout.core.strided import copy_runs
 from relayout.core.workers import Workers
 from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
@@ -65,8 +65,10 @@ class Copier:
         """Read a chunk, through the bounce buffer if needed, and return the number of bytes that it filled."""
         if chunk.arena_offset is not None:
             span = self.memory.span(chunk.arena_offset, chunk.extent.nbytes)
-            through = reserve(bounce, min(HUGE_PAGE, align_up(span.nbytes, BLOCK))) if are_small() else None
-            self.sources.read(chunk.file, chunk.extent.offset, span, through)
+            if self.sources.alignment > 1 and are_small():
+                self._read_and_copy(bounce, chunk, span)
+            else:
+                self.sources.read(chunk.file, chunk.extent.offset, span)
             self._arrive(chunk.arena_offset, span, span.nbytes)
         elif chunk.is_sparse:
             with self.sources.mapped(chunk.file, chunk.extent.offset, chunk.extent.nbytes) as view:
@@ -74,6 +76,19 @@ class Copier:
         else:
             self._scatter(chunk, self._bounced(bounce, chunk))
         return chunk.nbytes
+
+    def _read_and_copy(self, bounce: Buffer, chunk: Chunk, span: memoryview) -> None:
+        """Read into huge pages, and copy to small ones: few of them fit into one request of a drive.
+
+        Direct reads into small pages were seen at less than half of the drive's speed.
+        """
+        whole = chunk.extent
+        # Memory beyond the end of the file stays as it is.
+        end = min(whole.end, self.job.files[chunk.file].nbytes)
+        for part in split(Extent(whole.offset, end - whole.offset), HUGE_PAGE):
+            view = reserve(bounce, align_up(part.nbytes, BLOCK))
+            self.sources.read(chunk.file, part.offset, view)
+            copy_runs(view, span, Transfer(0, part.offset - whole.offset, part.nbytes))
 
     def _bounced(self, bounce: Buffer, chunk: Chunk) -> memoryview:
         view = reserve(bounce, chunk.extent.nbytes)

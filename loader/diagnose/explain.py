@@ -19,6 +19,7 @@ from relayout.loader.sources.checkpoint import find_rank
 from relayout.loader.sources.stored import StoredFile
 from relayout.results import Result
 from relayout.storage.local.mounts import Filesystem, filesystem_of, refuses_direct
+from relayout.storage.pages import measured_pages
 from relayout.storage.protocols import Access
 from relayout.storage.stores import scheme_of
 
@@ -117,7 +118,7 @@ def explain(
         memory=budget.memory,
         files=files,
     )
-    reason = f"{choice.reason}; {_basis(told, plan, budget)}"
+    reason = f"{choice.reason}; {_basis(told, plan, budget)}; {measured_pages()}"
     name = choice.backend.name
     return replace(told, backend=" and ".join(_ways(told)) if name == "auto" else name, reason=reason)
 

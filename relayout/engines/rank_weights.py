@@ -15,6 +15,7 @@ from relayout.checkpoint.trust import TrustedStore, trusted
 from relayout.core.arguments import at_least_one, size
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about, shown
+from relayout.storage.pages import describe_pages
 from relayout.storage.protocols import Kind
 from relayout.storage.stores import find_input, scheme_of
 
@@ -210,6 +211,7 @@ class Report:
             f" ({rate / 1e9:.2f} GB/s), {self.num_tensors} tensors, backend {self.backend},"
             f" cache {self.cache}, {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB),"
             f" at most {self.memory / 2**20:.0f} MiB beside the tensors{page_cache}{together}"
+            f", {describe_pages()}"
         )
 
 

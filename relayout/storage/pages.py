@@ -193,3 +193,11 @@ def describe_pages() -> str:
     if are_small():
         return f"memory: small pages: {taken} ({figures})"
     return f"memory: huge pages: {taken} ({figures})"
+
+
+def measured_pages() -> str:
+    """As `describe_pages`, after touching some memory now."""
+    nbytes = 6 * HUGE_PAGE
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON) as memory:
+        FreshMemory(memory).touch(0, nbytes)
+    return describe_pages()

@@ -396,13 +396,3 @@ def test_any_other_refusal_to_open_is_an_error_of_each_access(
     for access in (Access.AUTO, Access.DIRECT):
         with pytest.raises(OSError, match=r"^\[Errno 5\] .*file'$"), sources_of(tmp_path / "file", access):
             pass
-
-
-@pytest.mark.parametrize("access", [Access.DIRECT, Access.AUTO])
-def test_reads_through_a_buffer_end_where_the_file_ends(tmp_path: Path, written: Bytes, access: Access) -> None:
-    view = Buffer().reserve(align_up(NBYTES, 4096))
-    view[NBYTES:] = b"\xff" * (len(view) - NBYTES)
-    with sources_of(tmp_path / "file", access) as sources:
-        sources.read(0, 0, view, Buffer().reserve(MIB))
-    assert bytes(view[:NBYTES]) == written.tobytes()
-    assert set(view[NBYTES:]) == {0xFF}

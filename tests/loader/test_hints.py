@@ -114,11 +114,12 @@ def test_a_file_that_may_not_be_read_is_told_with_who_wanted_it(converted: Path,
         pytest.skip("becoming another user takes a superuser")
     code = """
 import relayout, relayout.loader
-relayout.explain(sys.argv[1], 0)
+calls = [relayout.explain, relayout.load, lambda *args: next(relayout.iter_load(*args))]
+for call in calls:
+    call(sys.argv[1], 0)  # All code is there: the other user may not be able to enter this checkout.
 os.setgroups([4, 20])
 os.setgid(65534)
 os.setuid(65534)
-calls = [relayout.explain, relayout.load, lambda *args: next(relayout.iter_load(*args))]
 print(json.dumps([outcome(lambda: call(sys.argv[1], 0)) for call in calls]))
 """
     tmp_path.chmod(0o755)

@@ -173,8 +173,6 @@ print(residency.resident_nbytes(fd, 0, nbytes))
 
 def told_to(user: int, path: Path) -> tuple[int, str, str]:
     """What `AS_ANOTHER` prints to a user, or to a superuser who has none of the rights of one."""
-    if os.getuid() or not sys.platform.startswith("linux"):
-        pytest.skip("becoming another user takes a superuser of Linux")
     command = [sys.executable, "-c", AS_ANOTHER, str(user), str(path)]
     if user == 0:
         if shutil.which("setpriv") is None:
@@ -186,6 +184,9 @@ def told_to(user: int, path: Path) -> tuple[int, str, str]:
     return int(mincore), either, alone
 
 
+@pytest.mark.skipif(
+    os.getuid() != 0 or not sys.platform.startswith("linux"), reason="becoming another user takes a superuser of Linux"
+)
 @pytest.mark.parametrize(
     ("owner", "group", "mode", "user", "is_believed"),
     [

@@ -6,7 +6,9 @@ import inspect
 import json
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from traceback import extract_tb
@@ -20,6 +22,7 @@ import zstandard
 from support import format_example, golden
 from support.hub_models import MODELS
 from support.models import as_integers
+from support.patience import PATIENCE
 from support.tools import built_command
 from support.training import next_step, tree
 from support.trees import content
@@ -470,3 +473,18 @@ def test_the_guides_fit_two_screens() -> None:
 def test_the_readme_counts_the_plans() -> None:
     [count] = re.findall(r"(\d+) built-in plans", README)
     assert int(count) == len(builtin_families())
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_the_commands_of_the_guide_to_signing_sign_and_refuse(llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("model_signing")
+    *commands, _engine = blocks((HOWTO / "SIGNING.md").read_text(), "")
+    (tmp_path / "llama-3.1-8b").symlink_to(llama)
+    script = f'relayout() {{ "{sys.executable}" -m relayout "$@"; }}\n{chr(10).join(commands)}'
+    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    policy = tmp_path / "trusted.toml"
+    assert relayout.load(tmp_path / "here", 0, trust=policy).keys()
+    relayout.convert(llama, tmp_path / "unsigned", tp=8, digest="sha256")
+    with pytest.raises(FormatError, match=r"model\.sig"):
+        relayout.load(tmp_path / "unsigned", 0, trust=policy)

@@ -39,6 +39,8 @@ class Kind:
     """A path or URL, for a test's own folder, below which there is nothing yet."""
     write: Callable[[Store, str, bytes], object]
     """Makes a file, or replaces one as a whole, as somebody else would."""
+    clear: Callable[[Path], object] = lambda folder: None
+    """Removes what a test has left in the place of its own folder, where pytest does not."""
     is_writable: bool = True
     """Whether relayout writes there."""
     is_listed: bool = True
@@ -67,15 +69,19 @@ def _write_to_server(store: Store, name: str, content: bytes) -> None:
     s3_server.shared().put(bucket, f"{prefix}/{name}".lstrip("/"), content)
 
 
+def _clear_server(folder: Path) -> None:
+    s3_server.shared().clear(folder.name)
+
+
 def _web_place(folder: Path) -> str:
     return f"{s3_server.shared().url}/{folder.name}"
 
 
 KINDS = {
     "local": Kind(lambda folder: str(folder), _write_local),
-    "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy),
-    "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_server),
-    "web": Kind(_web_place, _write_to_server, is_writable=False, is_listed=False),
+    "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy, lambda folder: toy_store.shelf(folder.name).clear()),
+    "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_server, _clear_server),
+    "web": Kind(_web_place, _write_to_server, _clear_server, is_writable=False, is_listed=False),
 }
 REAL_STORES = "RELAYOUT_TEST_STORES"
 """This variable names the real servers that take part, "seaweedfs" and "azurite", in place of what imitates some."""
@@ -91,7 +97,16 @@ def _write_by_obstore(store: Store, name: str, content: bytes) -> None:
 
 
 def _real(root: str) -> Kind:
-    return Kind(lambda folder: f"{root}/{folder.parent.name}-{folder.name}", _write_by_obstore)
+    def place(folder: Path) -> str:
+        return f"{root}/{folder.parent.name}-{folder.name}"
+
+    def clear(folder: Path) -> None:
+        left = find_store(place(folder))
+        assert isinstance(left, CloudStore)
+        assert isinstance(left.client, BucketClient)
+        left.client.delete([name for name, _ in left.client.list_objects(left.prefix)])
+
+    return Kind(place, _write_by_obstore, clear)
 
 
 if REAL_STORES in os.environ:
@@ -128,14 +143,7 @@ def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         for variable, value in s3_server.environment(s3_server.shared()).items():
             monkeypatch.setenv(variable, value)
     yield Ground(KINDS[name], KINDS[name].place(folder))
-    if name in ("s3", "web"):
-        s3_server.shared().clear(folder.name)
-    elif name in _REAL:
-        left = find_store(KINDS[name].place(folder))
-        assert isinstance(left, CloudStore)
-        assert isinstance(left.client, BucketClient)
-        left.client.delete([name for name, _ in left.client.list_objects(left.prefix)])
-    toy_store.shelf(folder.name).clear()
+    KINDS[name].clear(folder)
 
 
 @contextmanager

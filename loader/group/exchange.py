@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from relayout.checkpoint import identity
 from relayout.core.digests import digest_hex
 from relayout.core.slices import CutTensor, number_cuts
 from relayout.core.strided import Bytes, copy_runs
@@ -50,9 +51,15 @@ def identity_of(source: RankSource, names: Names, options: Options) -> tuple[str
             path=str(source.store),
             code="unsupported",
         )
-    files = [(file.name, file.nbytes, file.version, file.header) for file in source.checkpoint.files]
     patterns = [names] if isinstance(names, str) else names and list(names)
-    what = repr((files, number_cuts(source.cuts), patterns, cost_of(source.files).max_gap_nbytes))
+    what = repr(
+        (
+            identity.identity_of(source.checkpoint).content,
+            number_cuts(source.cuts),
+            patterns,
+            cost_of(source.files).max_gap_nbytes,
+        )
+    )
     return f"a rank of {source.num_ranks} of {source.store}", digest_hex(what.encode())
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayout.checkpoint.converted import check_intact
+from relayout.checkpoint.identity import identity_of
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.jobs import commit_units, convert_unit
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
@@ -82,8 +83,8 @@ def cached_conversion(
 ) -> CachedConversion:
     """The conversion of a plain checkpoint in a cache, made now if it is not there.
 
-    An entry is of one source (names, lengths and versions of its files, their headers and index), one plan and degree,
-    the same ranks, and one version of the format. Other processes that call this at the same time take part in making
+    An entry is of one source (`checkpoint.identity`), one plan and degree, the same ranks, and one version of the
+    format. Other processes that call this at the same time take part in making
     it.
 
     Args:
@@ -150,7 +151,7 @@ def _entry(
     nowhere = LocalStore(folder=Path(cache.folder))
     how = (DEFAULT_ALIGNMENT, part_nbytes, RANKS, ranks)
     conversion = ConversionPlan.lay_out(nowhere, checkpoint, plan, *how)
-    fingerprint = fingerprint_of(conversion)
+    fingerprint = fingerprint_of(conversion, identity_of(checkpoint).here)
     lease = cache.lease(digest_hex(compact_json([fingerprint.source, fingerprint.options])))
     return replace(conversion, output=LocalStore(folder=lease.folder / MODEL)), lease
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.converted import CONVERTED
+from relayout.checkpoint.identity import identity_of
 from relayout.checkpoint.source import read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
 from relayout.conversion.journal import Fingerprint, Journal, Written, read_journal
 from relayout.conversion.layout import Conversion
-from relayout.conversion.resume import changed, fingerprint_of
+from relayout.conversion.resume import check_unchanged, fingerprint_of, source_agrees
 from relayout.conversion.run import ConversionPlan, Summary, summary_of
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
@@ -102,7 +103,7 @@ class UnitJob:
             DigestAlgorithm(self.digest),
         )
         planned = ConversionPlan.lay_out(find_store(self.output), checkpoint, plan, *how)
-        fingerprint = fingerprint_of(planned)
+        fingerprint = fingerprint_of(planned, identity_of(checkpoint).content)
         if fingerprint.source != self.fingerprint.source:
             raise source_changed
         if fingerprint != self.fingerprint:
@@ -139,7 +140,8 @@ def unit_jobs(planned: ConversionPlan, *, force: bool = False) -> list[UnitJob]:
     planned.output.check_output(planned.source.root, CONVERTED, force=force)
     units = planned.layout.units
     where = absolute(str(planned.source.root)), absolute(str(planned.output))
-    what = *where, planned.plan, planned.options, planned.ranks, planned.digest.value, fingerprint_of(planned)
+    fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
+    what = *where, planned.plan, planned.options, planned.ranks, planned.digest.value, fingerprint
     return [UnitJob(*what, unit, len(units), planned.nbytes_of(tensors), force) for unit, tensors in enumerate(units)]
 
 
@@ -173,7 +175,8 @@ def convert_unit(
     """
     started = time.monotonic()
     threads, chunk_nbytes = share_memory(threads, memory, planned.output)
-    layout, source, fingerprint = planned.layout, planned.source, fingerprint_of(planned)
+    layout, source, identity = planned.layout, planned.source, identity_of(planned.source)
+    fingerprint = fingerprint_of(planned, identity.content)
     if not 0 <= unit < len(layout.units):
         raise PlanError(f"unit {unit}, expected 0 to {len(layout.units) - 1}", code="option")
     nbytes = planned.nbytes_of(layout.units[unit])
@@ -192,8 +195,7 @@ def convert_unit(
                 written = run_unit(plan, unit, staging, threads=threads, on_progress=report)
                 journal.add(written)
             HeaderWriter(staging, planned).write(unit, written)
-            if fingerprint_of(planned) != fingerprint:
-                raise changed(planned)
+            check_unchanged(planned, identity)
         elif callable(progress):
             progress(nbytes, nbytes)
     return UnitRecord(unit, nbytes, 0 if is_done else nbytes, time.monotonic() - started, peak_nbytes())
@@ -252,7 +254,8 @@ def commit_units(
         OSError: reading or writing failed.
     """
     started = time.monotonic()
-    source, layout, fingerprint = planned.source, planned.layout, fingerprint_of(planned)
+    source, layout, identity = planned.source, planned.layout, identity_of(planned.source)
+    fingerprint = fingerprint_of(planned, identity.content)
     planned.output.check_output(source.root, CONVERTED, force=force)
     with planned.output.stage(
         CONVERTED, replace=force, modes=output_modes(source), shared=_shared_name(fingerprint)
@@ -269,9 +272,10 @@ def commit_units(
             staging.remove(name)  # Of a commit that was interrupted.
         tensors = {t: digests for record in records.values() for t, digests in record.tensors.items()}
         chunks = {file: digests for record in records.values() for file, digests in record.chunks.items()}
+        if not source_agrees(planned, Written(tensors), DEFAULT_THREADS):
+            raise FormatError("has changed since its units were converted", path=str(source.root), code="mismatch")
         complete_parts(staging, planned, Written(tensors, chunks))
-        if fingerprint_of(planned) != fingerprint:
-            raise changed(planned)
+        check_unchanged(planned, identity)
     return summary_of(planned, 0, time.monotonic() - started)
 
 

@@ -44,7 +44,7 @@ class Fingerprint:
     """What two attempts must have in common for one to resume the other."""
 
     source: str
-    """Digest of what identifies the source: names, lengths, times and headers of its files."""
+    """Of `SourceIdentity`: its `here` for attempts on one machine, its `content` for those that machines share."""
     options: str
     """Digest of everything else that decides which bytes are written."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from functools import partial
 
+from relayout.checkpoint.identity import SourceIdentity, identity_of
+from relayout.checkpoint.source import SourceTensor
 from relayout.conversion.journal import Fingerprint, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion, RankFile
 from relayout.core.digests import digest_hex
@@ -16,39 +18,68 @@ from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json
 from relayout.format.slices import dump_slice
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.protocols import Staging
+from relayout.storage.protocols import Access, Staging
+
+_AGAIN_NBYTES = 64 * 2**20
 
 
-def fingerprint_of(conversion: Conversion) -> Fingerprint:
-    """The fingerprint of a conversion, with the source as it is now.
+def fingerprint_of(conversion: Conversion, source: str) -> Fingerprint:
+    """The fingerprint of a conversion.
 
-    Raises:
-        FormatError: a source file is missing.
+    Args:
+        source: of its source, `SourceIdentity.here`; `SourceIdentity.content` for what machines share.
     """
-    checkpoint, plan = conversion.source, conversion.plan
-    files = []
-    for file in checkpoint.files:
-        status = checkpoint.folder.stat(file.name)
-        if status is None:
-            raise FormatError("is missing", path=checkpoint.folder.location(file.name), code="missing")
-        name = os.fsencode(file.name).hex()  # It need not be UTF-8.
-        files.append([name, status.nbytes, status.version, digest_hex(file.header)])
-    # One tensor may lie in several files: the index says which counts.
-    tensors = [[tensor.name, tensor.file, tensor.extent.offset, tensor.extent.nbytes] for tensor in checkpoint.tensors]
-    index = None if checkpoint.index is None else digest_hex(checkpoint.index[1])
+    plan = conversion.plan
     cuts = [list(map(dump_slice, cut.slices)) for cut in plan.cuts]
     chosen = [*astuple(conversion.options), conversion.digest.value]
     options = [FORMAT_VERSION, *chosen, plan.cut_of, cuts, conversion.ranks]
-    return Fingerprint(digest_hex(compact_json([files, tensors, index])), digest_hex(compact_json(options)))
+    return Fingerprint(source, digest_hex(compact_json(options)))
 
 
-def changed(conversion: Conversion) -> FormatError:
-    """The error for a source of which the fingerprint is another than before it was read."""
-    return FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
+def check_unchanged(conversion: Conversion, before: SourceIdentity) -> None:
+    """Check that the source is still what it was before it was read.
+
+    Raises:
+        FormatError: it is not.
+    """
+    if identity_of(conversion.source) != before:
+        raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
 
 
-def read_progress(staging: Staging, fingerprint: Fingerprint, *, force: bool) -> Written:
+def source_agrees(conversion: Conversion, noted: Written, threads: int) -> bool:
+    """Whether the source still has the noted digests: of each file, one noted tensor is read again.
+
+    That is the largest one up to 64 MiB, or the smallest one.
+
+    Raises:
+        FormatError, OSError: the source cannot be read.
+    """
+    source = conversion.source
+    again: dict[int, int] = {}
+    for t, digests in sorted(noted.tensors.items(), key=lambda item: (_rank_of(source.tensors, item[0]), item[0])):
+        if 0 <= t < len(source.tensors) and digests.source is not None and source.tensors[t].extent.nbytes:
+            again.setdefault(source.tensors[t].file, t)
+    files = [source.files[index] for index in again]
+    open_one = partial(source.folder.open, access=Access.ONCE)
+    opens = [partial(open_one, file.name, file.nbytes, version=file.version) for file in files]
+    extents = [[source.tensors[t].extent] for t in again.values()]
+    found = hash_files([HashedFile(*one) for one in zip(opens, extents, strict=True)], threads)
+    return [[noted.tensors[t].source] for t in again.values()] == found
+
+
+def _rank_of(tensors: Sequence[SourceTensor], t: int) -> int:
+    """A tensor's place among those that may be read again."""
+    nbytes = tensors[t].extent.nbytes if 0 <= t < len(tensors) else 0
+    return nbytes if nbytes > _AGAIN_NBYTES else -nbytes
+
+
+def read_progress(
+    staging: Staging, fingerprint: Fingerprint, *, force: bool, agrees: Callable[[Written], bool] = lambda _: True
+) -> Written:
     """What an earlier attempt at the same conversion has noted. An attempt at another is deleted, or refused.
+
+    Args:
+        agrees: whether what is noted is true of the source.
 
     Raises:
         PlanError: the place holds an attempt at another conversion, and `force` is not set.
@@ -56,7 +87,7 @@ def read_progress(staging: Staging, fingerprint: Fingerprint, *, force: bool) ->
     journal = read_journal(staging)
     if journal is not None and (journal[1].tensors or journal[1].chunks):
         earlier, written = journal
-        if earlier == fingerprint:
+        if earlier == fingerprint and agrees(written):
             return written
         if not force:
             change = "the source has changed since" if earlier.options == fingerprint.options else "with other options"

@@ -6,16 +6,25 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from relayout.checkpoint.converted import CONVERTED
+from relayout.checkpoint.identity import identity_of
 from relayout.conversion import preview
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
 from relayout.conversion.journal import Journal, TensorDigests, Written
 from relayout.conversion.layout import Conversion
-from relayout.conversion.resume import changed, fingerprint_of, read_progress, verified_progress
+from relayout.conversion.resume import (
+    check_unchanged,
+    fingerprint_of,
+    read_progress,
+    source_agrees,
+    verified_progress,
+)
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
+from relayout.errors import FormatError
 from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
@@ -105,9 +114,11 @@ def carry_out(
     num_readers = num_readers_of(threads, chunk_nbytes)
     source, output = conversion.source, conversion.output
     output.check_output(source.root, CONVERTED, force=force)
-    fingerprint = fingerprint_of(conversion)
+    identity = identity_of(source)
+    fingerprint = fingerprint_of(conversion, identity.here)
     with output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
-        noted = read_progress(staging, fingerprint, force=force)
+        agrees = partial(source_agrees, conversion, threads=num_readers)
+        noted = read_progress(staging, fingerprint, force=force, agrees=agrees)
         staging.check_space(needed_nbytes(conversion))
         with reporting(progress if noted.tensors else None, "checking finished work", conversion.nbytes_of()):
             done = verified_progress(staging, noted, conversion, num_readers)
@@ -118,9 +129,11 @@ def carry_out(
         ):
             written = _run_units(conversion, staging, journal, headers, done, threads, chunk_nbytes, report)
         write_sidecar(staging, conversion, written, headers.files)
-        if fingerprint_of(conversion) != fingerprint:
+        try:
+            check_unchanged(conversion, identity)
+        except FormatError:
             staging.clear()
-            raise changed(conversion)
+            raise
     return summary_of(conversion, conversion.nbytes_of(done.tensors), time.monotonic() - started)
 
 

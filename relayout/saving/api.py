@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from weakref import WeakKeyDictionary
 
 from relayout.checkpoint.config import CONFIG_NAME
+from relayout.checkpoint.identity import identity_of
 from relayout.checkpoint.shards import find_side_files
 from relayout.checkpoint.source import model_order, read_source
 from relayout.commands.convert import PlanOptions, plan_checkpoint, with_options
@@ -342,7 +343,8 @@ def _check_equal(planned: ConversionPlan, group: Group) -> None:
     Raises:
         PlanError: they have not.
     """
-    if len(set(group.all_gather((str(planned.output), fingerprint_of(planned))))) > 1:
+    fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
+    if len(set(group.all_gather((str(planned.output), fingerprint)))) > 1:
         raise PlanError("the members of the group save with different options", code="option")
 
 

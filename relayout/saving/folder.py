@@ -58,9 +58,9 @@ class MemoryFolder(ReadOnlyStore):
 
     def stat(self, name: str) -> FileStat | None:
         if name in self.files:
-            return FileStat(len(self.files[name]), self.version)
+            return FileStat(len(self.files[name]), self.version, vouched=self.version)
         shard = self.shards.get(name)
-        return None if shard is None else FileStat(shard.nbytes, self.version, Modes().file)
+        return None if shard is None else FileStat(shard.nbytes, self.version, Modes().file, self.version)
 
     def read(self, name: str, limit: int) -> bytes:
         return read_whole(self.open(name), self.location(name), limit)

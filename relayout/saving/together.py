@@ -11,6 +11,7 @@ from functools import cache, partial
 import xxhash
 
 from relayout.checkpoint.converted import CONVERTED
+from relayout.checkpoint.identity import identity_of
 from relayout.conversion.copy import run_unit
 from relayout.conversion.jobs import complete_parts
 from relayout.conversion.journal import Journal, TensorDigests, Written, read_journal
@@ -56,6 +57,7 @@ def save_together(
     shared, part, num_members = f"{LIVE}{token}", _part_name(group.index), group.num_members
     shares = [planned.only(ranks) if ranks else None for ranks in shares_of(planned.plan.num_ranks, num_members)]
     modes = output_modes(planned.source)
+    fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
     try:
         with ExitStack() as stack:
             staging: Staging | None = None
@@ -74,7 +76,7 @@ def save_together(
                 with (
                     group.collective(),
                     adding.pop_all(),
-                    Journal(own, fingerprint_of(planned), append=False, name=part) as journal,
+                    Journal(own, fingerprint, append=False, name=part) as journal,
                 ):
                     journal.add(written)
             sources = _hash_sources(planned, exchange, group, chunk_nbytes)

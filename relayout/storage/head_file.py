@@ -15,6 +15,7 @@ class HeadFile(Closable):
 
     def __init__(self, head: bytes, stat: FileStat, fill: Callable[[int, memoryview], None] | None = None) -> None:
         """`fill` fills memory with the bytes at an offset behind the head; None: all of the file is in the head."""
+        self.stat = stat
         self.nbytes = stat.nbytes
         self.version = stat.version
         self._head = head

@@ -103,6 +103,9 @@ class FileStat:
     """
     mode: int = 0o644
     """Permission bits; the default for a store without permissions."""
+    vouched: str | None = None
+    """What the store vouches for: no file of another content has it, wherever it is. None: times and lengths are all
+    that is known, and files of other content may have the same."""
 
     def check(self, location: str | Path, nbytes: int | None, version: str | None = None) -> None:
         """Raise FormatError unless the file at `location` has this length and version; None: any."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,17 +17,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import prestarted
 from support.loader_fixtures import assert_equal, whole_tensors
 from support.patience import in_time
 
 import relayout
+from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion import cached
 from relayout.errors import PlanError
-from relayout.plans.planner import plan_for
+from relayout.plans.plan import Plan
+from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.cache_folder import Cache, Lease
 from relayout.storage.local import lock_file
+from relayout.storage.stores import find_input
 
 TP = 4
 NUM_KILLS = int(os.environ.get("RELAYOUT_KILLS", "2"))
@@ -118,18 +124,14 @@ def by_itself(model: Path, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_the_first_load_leaves_what_the_second_reads(model: Path, by_itself: Path, cache: Path) -> None:
+def test_the_first_load_leaves_what_the_second_reads(
+    model: Path, by_itself: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in range(TP):
         found = relayout.load(model, rank, tp=TP, cache=cache)
         assert_equal(found, whole_tensors(by_itself, f"model-rank-{rank}-*"))
     expect(cache, model)
-    for shard in model.glob("*.safetensors"):  # Headers are read again, and no weights.
-        status = shard.stat()
-        header_nbytes = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
-        with shard.open("r+b") as file:
-            file.seek(header_nbytes)
-            file.write(bytes(status.st_size - header_nbytes))
-        os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    monkeypatch.delattr(cached, "convert_unit")
     assert_equal(dict(relayout.iter_load(model, 1, tp=TP, cache=cache)), whole_tensors(by_itself, "model-rank-1-*"))
 
 
@@ -147,6 +149,57 @@ def test_an_entry_is_of_one_source_and_degree(model: Path, cache: Path, change: 
     expected = relayout.convert(model, cache.with_name("out"), tp=tp).output
     assert_equal(relayout.load(model, 1, tp=tp, cache=cache), whole_tensors(Path(expected), "model-rank-1-*"))
     expect(cache, model, num_entries=2)
+
+
+@pytest.mark.parametrize("where", ["the same path", "another path"])
+def test_fine_tunes_of_equal_names_lengths_and_times_have_entries_of_their_own(
+    model: Path, cache: Path, where: str
+) -> None:
+    other = model if where == "the same path" else Path(shutil.copytree(model, model.with_name("other")))
+    for folder in (model, other):
+        for path in folder.iterdir():
+            os.utime(path, (1, 1))
+    relayout.load(model, 0, tp=TP, cache=cache)
+    for shard in other.glob("*.safetensors"):
+        flip(shard, -1)
+        os.utime(shard, (1, 1))
+    assert_equal(relayout.load(other, 0, tp=TP, cache=cache), relayout.load(other, 0, tp=TP, cache=""))
+    expect(cache, other, num_entries=2)
+
+
+def test_an_observed_plan_is_of_one_list_of_tensors(model: Path, cache: Path) -> None:
+    """The tensors of a checkpoint decide, not its config alone; and only a missing plan is observed."""
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
+    seen = []
+
+    def observe(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
+        seen.append(len(checkpoint.tensors))
+        return plan_by(checkpoint, num_ranks, None)
+
+    def plan_of(folder: Path, tp: int = 1) -> Plan:
+        source = read_source(find_input(folder))
+        return cached.plan_in(Cache(cache), source, tp, expert_parallel=False, observe=lambda: ("engine 1", observe))
+
+    other = Path(shutil.copytree(model, model.with_name("other")))
+    save_file({"one.more": np.ones(2, np.float32)}, other / "model-of-one-more.safetensors")
+    index = other / "model.safetensors.index.json"
+    named = json.loads(index.read_text())
+    named["weight_map"]["one.more"] = "model-of-one-more.safetensors"
+    index.write_text(json.dumps(named))
+    plans = [plan_of(folder) for folder in (model, other, model)]
+    assert len(seen) == 2
+    assert len(plans[1].cut_of) == len(plans[0].cut_of) + 1
+    assert plans[0] == plans[2]
+
+
+def test_only_a_missing_plan_is_observed(llama: Path, cache: Path) -> None:
+    def observe() -> cached.Observer:
+        raise AssertionError("a family that cannot be cut so is known")
+
+    with pytest.raises(PlanError) as caught:
+        cached.plan_in(Cache(cache), read_source(find_input(llama)), 7, expert_parallel=False, observe=observe)
+    assert caught.value.code != "no_plan"
 
 
 def test_those_that_load_at_once_convert_together(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

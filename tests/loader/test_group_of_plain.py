@@ -109,7 +109,7 @@ def test_the_store_sends_each_byte_once(place: Path, group: list[dict[str, Any]]
 def test_the_drive_reads_each_byte_once(place: Path, group: list[dict[str, Any]]) -> None:
     read = sum(member["cold"]["drive"] for member in group)
     skip_unless_drives_are_counted(read)
-    assert read <= 1.02 * (place / "wide" / "model.safetensors").stat().st_size
+    assert read <= 1.05 * (place / "wide" / "model.safetensors").stat().st_size
 
 
 def test_progress_is_told_of_the_rank(group: list[dict[str, Any]]) -> None:

@@ -119,14 +119,14 @@ class Shelf:
         content, current = self.objects[name]
         if version not in (None, current):
             raise FormatError("was replaced while it was read", path=location, code="mismatch")
-        piece, stat = content[start:end], FileStat(len(content), current)
+        piece, stat = content[start:end], FileStat(len(content), current, vouched=f"{location} {current}")
         part, again = (start, start + len(piece)), lambda at: self.get(name, at, end, current)
         return Body(stat, location, part, [piece], again, {"version": current})
 
     def stat(self, name: str) -> FileStat | None:
         self._request("stat", name)
         content, version = self.objects.get(name, (b"", ""))
-        return FileStat(len(content), version) if version else None
+        return FileStat(len(content), version, vouched=f"{self.root}/{name} {version}") if version else None
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
         self._request("list", prefix)

@@ -47,7 +47,7 @@ class BucketClient:
             options["if_match"] = version
         requested = None if end is None else (start, end)
         result = request(lambda: self.store.get(name, options=options), location, requested)  # type: ignore[arg-type]
-        stat, part = _stat_of(result.meta), result.range
+        stat, part = self._stat_of(result.meta), result.range
         check_answer(stat, part, start, end, version, location)
         return Body(
             stat,
@@ -59,7 +59,13 @@ class BucketClient:
         )
 
     def stat(self, name: str) -> FileStat | None:
-        return if_there(lambda: _stat_of(request(lambda: self.store.head(name), f"{self.root}/{name}")))
+        return if_there(lambda: self._stat_of(request(lambda: self.store.head(name), f"{self.root}/{name}")))
+
+    def _stat_of(self, meta: ObjectMeta) -> FileStat:
+        """What obstore says of an object. Without an ETag, its time is the version."""
+        tag = meta["e_tag"]
+        vouched = f"{self.root}/{meta['path']} {tag}" if tag and is_comparable(tag) else None
+        return FileStat(meta["size"], tag or f"{meta['last_modified'].isoformat()} {meta['size']}", vouched=vouched)
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
         location, last, begins = f"{self.root}/{prefix}", None, set()
@@ -80,7 +86,7 @@ class BucketClient:
             begins.add(page[0]["path"])
             for meta in page:
                 last = meta["path"]
-                yield last, _stat_of(meta).version
+                yield last, self._stat_of(meta).version
 
     def put(self, name: str, content: bytes, replaced: Version | Literal[True] | None = True) -> Version:
         location = f"{self.root}/{name}"
@@ -126,11 +132,6 @@ def _pieces(result: GetResult, location: str, part: tuple[int, int]) -> Iterator
     pieces = iter(result.stream(min_chunk_size=1))  # Larger ones would be lost in part when the connection breaks.
     while (piece := translated(lambda: next(pieces, None), location, part)) is not None:
         yield piece
-
-
-def _stat_of(meta: ObjectMeta) -> FileStat:
-    """What obstore says of an object. Without an ETag, its time is the version."""
-    return FileStat(meta["size"], meta["e_tag"] or f"{meta['last_modified'].isoformat()} {meta['size']}")
 
 
 def is_comparable(version: str) -> bool:

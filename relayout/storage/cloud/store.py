@@ -90,7 +90,7 @@ class CloudStore:
         if self.opened is None:
             return self.client.stat(self.full_name(name))
         file = if_there(lambda: self._opened(name, None, _STAT_NBYTES))
-        return None if file is None else FileStat(file.nbytes, file.version)
+        return None if file is None else file.stat
 
     def read(self, name: str, limit: int) -> bytes:
         """One request."""
@@ -105,7 +105,7 @@ class CloudStore:
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "stores have no direct I/O; use backend 'buffered'", self.location(name))
         file = self._opened(name, version, _HEAD_NBYTES)
-        FileStat(file.nbytes, file.version).check(self.location(name), nbytes, version)
+        file.stat.check(self.location(name), nbytes, version)
         return file
 
     def _opened(self, name: str, version: str | None, head_nbytes: int) -> HeadFile:

@@ -282,7 +282,8 @@ def _file(entry: Mapping[str, Any], location: str) -> tuple[str, FileStat]:
     name, lfs = fields.text("rfilename"), Fields(fields.top.get("lfs") or {}, location)
     if not is_plain_path(name):
         raise FormatError(f"{shown(name)} is not a file name", path=location, code="unsafe")
-    return name, FileStat(fields.size("size", 0), lfs.text("sha256") if lfs.top else fields.text("blobId"))
+    hashed = lfs.text("sha256") if lfs.top else fields.text("blobId")
+    return name, FileStat(fields.size("size", 0), hashed, vouched=hashed)
 
 
 def _commit(text: str, location: str) -> str:

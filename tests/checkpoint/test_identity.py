@@ -1,0 +1,112 @@
+"""Which checkpoints are the same: told by their bytes, whatever their names, lengths, headers and times are."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from relayout.checkpoint.identity import SourceIdentity, identity_of, samples_of
+from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, read_source
+from relayout.core.extents import Extent
+from relayout.core.patterns import collapse_numbers
+from relayout.storage.local.store import LocalStore
+
+NUM_PAIRS = int(os.environ.get("RELAYOUT_PAIRS", "20"))
+SHAPES = {
+    "embed.weight": (700, 64),
+    **{f"layers.{layer}.{name}": (64, 192) for layer in range(3) for name in ("q_proj", "up_proj")},
+    **{f"layers.{layer}.norm": (64,) for layer in range(3)},
+}
+Tensors = dict[str, np.ndarray]
+
+
+def write(folder: Path, tensors: Tensors) -> SourceIdentity:
+    """Two shards; all times are the same."""
+    folder.mkdir(exist_ok=True)
+    for number in (0, 1):
+        path = folder / f"model-{number}.safetensors"
+        save_file(dict(sorted(tensors.items())[number::2]), path)
+        os.utime(path, (1, 1))
+    return identity_of(read_source(LocalStore(folder)))
+
+
+def model(seed: int) -> Tensors:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(np.float16) for name, shape in SHAPES.items()}
+
+
+def drawn(tensors: Tensors, seed: int) -> Tensors:
+    """One tensor has other values."""
+    name = random.Random(seed).choice(sorted(tensors))
+    return tensors | {name: model(seed + 1)[name]}
+
+
+def scaled(tensors: Tensors, seed: int) -> Tensors:
+    """One tensor is scaled by so little that some elements keep their bits."""
+    name = random.Random(seed).choice(sorted(tensors))
+    return tensors | {name: (tensors[name] * np.float32(1.001)).astype(np.float16)}
+
+
+def merged(tensors: Tensors, seed: int) -> Tensors:
+    """An adapter of rank 1 is merged into all q_proj."""
+    rng = np.random.default_rng(seed)
+    of = [name for name in tensors if name.endswith("q_proj")]
+    added = {name: np.outer(*(rng.standard_normal(n) for n in SHAPES[name])) * 0.01 for name in of}
+    return tensors | {name: (tensors[name] + added[name]).astype(np.float16) for name in of}
+
+
+def last_rows(tensors: Tensors, seed: int) -> Tensors:
+    """New words at the end of the vocabulary."""
+    rows = tensors["embed.weight"].copy()
+    rows[-4:] = np.random.default_rng(seed).standard_normal((4, 64))
+    return tensors | {"embed.weight": rows}
+
+
+@pytest.mark.parametrize("change", [drawn, scaled, merged, last_rows])
+def test_models_that_differ_in_a_tensor_have_other_contents(
+    tmp_path: Path, change: Callable[[Tensors, int], Tensors]
+) -> None:
+    """By the samples alone: `content` knows no path and no time. In turns at one path and at another."""
+    for seed in range(NUM_PAIRS):
+        tensors = model(seed)
+        one = write(tmp_path / "one", tensors)
+        other = write(tmp_path / ("one", "other")[seed % 2], change(tensors, seed))
+        assert one.content != other.content, seed
+        assert one.here != other.here
+
+
+def test_a_copy_has_the_same_content_and_another_place(tmp_path: Path) -> None:
+    one = write(tmp_path / "one", model(1))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for path in (tmp_path / "two").iterdir():
+        os.utime(path)
+    two = identity_of(read_source(LocalStore(tmp_path / "two")))
+    assert (one.content == two.content, one.place == two.place, one.here == two.here) == (True, False, False)
+
+
+def test_a_file_that_was_replaced_is_told_by_its_place(tmp_path: Path) -> None:
+    """Of equal bytes and times."""
+    one, two = (write(tmp_path / "one", model(1)) for _ in range(2))
+    assert (one.content == two.content, one.place == two.place) == (True, False)
+
+
+def test_samples_are_bounded_and_no_small_kind_is_left_out() -> None:
+    layers = range(58)
+    names = [f"layers.{n}.experts.{e}.{part}" for n in layers for e in range(256) for part in ("gate", "up", "down")]
+    names += [f"layers.{n}.{part}" for n in layers for part in ("q_proj", "router", "norm")] + ["embed"]
+    tensors = [SourceTensor(name, "BF16", (2**19,), 0, Extent(n * 2**20, 2**20)) for n, name in enumerate(names)]
+    file = SourceFile("model.safetensors", 2**20 * len(names), 0, b"")
+    [samples] = samples_of(SourceCheckpoint(LocalStore(Path()), (file,), tuple(tensors)), [0]).values()
+    kinds = Counter(collapse_numbers(names[sample.offset // 2**20]) for sample in samples)
+    assert len(samples) <= 16_384
+    assert all(sample.nbytes == 4096 for sample in samples)
+    assert [kinds[kind] for kind in ("layers.*.q_proj", "layers.*.router", "layers.*.norm", "embed")] == [232] * 3 + [4]
+    assert min(kinds[f"layers.*.experts.*.{part}"] for part in ("gate", "up", "down")) > 5000

@@ -63,7 +63,11 @@ class WebClient:
         stats = each(lambda name: self.stat(above + name), _KNOWN, self.cost.num_opens)
         versions = {name: stat.version for name, stat in zip(_KNOWN, stats, strict=True) if stat is not None}
         if _INDEX in versions:
-            versions |= dict.fromkeys(self._shards(above), "")
+            shards = self._shards(above)
+            if "relayout.json" in versions:  # The index of a folder with slices only names a file that is not there.
+                found = each(lambda name: self.stat(above + name), shards, self.cost.num_opens)
+                shards = [name for name, stat in zip(shards, found, strict=True) if stat is not None]
+            versions |= dict.fromkeys(shards, "")
         yield from ((above + name, version) for name, version in versions.items())
 
     def _shards(self, above: str) -> list[str]:

@@ -12,6 +12,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from relayout.checkpoint.config import CONFIG_NAME
 from relayout.checkpoint.identity import identity_of
 from relayout.checkpoint.shards import find_side_files
@@ -163,7 +165,7 @@ class Saving:
 
         An error of `hold` is raised by all members.
         """
-        line = _Line() if group is None else _line_of(group)
+        line = _line_of_process(os.getpid()) if group is None else _line_of(group)
         if not background:
             line.wait()
             return self._run(hold, line.group)
@@ -183,11 +185,12 @@ class Saving:
     def _alone(self, held: Held) -> Summary:
         heads, shards, index = self._shards([one.head for one in held.tensors.values()], held.index)
         tensors = [held.tensors[head.name] for head in heads]
-        Holders(heads, _boxes(heads, [[one.part for one in tensors]])).check()
+        Holders(heads, _cut(heads, [[one.part for one in tensors]])).check()
 
         def fill(file: str, extent: Extent, view: memoryview) -> None:
+            memory = np.frombuffer(view, np.uint8)
             for t, part, position in shards[file].parts(extent):
-                view[position : position + part.nbytes] = tensors[t].bytes_of(part).data
+                tensors[t].read(part, memory[position : position + part.nbytes])
 
         planned = self._planned(MemoryFolder({**held.files, **index}, shards, fill, os.urandom(16).hex()))
         return carry_out(
@@ -206,7 +209,7 @@ class Saving:
             token, files = group.all_gather((os.urandom(16).hex(), given.files))[0]
             with group.collective():
                 heads, shards, index = self._shards(_union(held, group), given.index)
-                holders = Holders(heads, _boxes(heads, _parts(held, heads, group)))
+                holders = Holders(heads, _cut(heads, _parts(held, heads, group)))
                 holders.check()
                 threads, chunk_nbytes = share_memory(self.threads, self.memory)
                 nbytes = min(_ROUND_NBYTES, _SENT_NBYTES // group.num_members)
@@ -284,6 +287,12 @@ class _Line:
             wait([self._last])
 
 
+@cache
+def _line_of_process(process: int) -> _Line:
+    """The saves without a group. A fork has another process number: it waits for no save of its parent."""
+    return _Line()
+
+
 _lines: WeakKeyDictionary[ProcessGroup, _Line] = WeakKeyDictionary()
 
 
@@ -330,11 +339,11 @@ def _parts(held: Mapping[str, HeldTensor], heads: Sequence[TensorHead], group: G
     return group.all_gather([same.setdefault(part, part) for part in parts])
 
 
-def _boxes(heads: Sequence[TensorHead], parts: Sequence[Sequence[Slice]]) -> list[CutTensor]:
+def _cut(heads: Sequence[TensorHead], parts: Sequence[Sequence[Slice]]) -> list[CutTensor]:
     """Each tensor as the members have it. Those that are alike share one object."""
-    cut = cache(Cut)
+    cut_of = cache(Cut)
     rows = zip(*parts, strict=True)
-    return [cut(row).tensor(head.dtype, head.shape) for head, row in zip(heads, rows, strict=True)]
+    return [cut_of(row).tensor(head.dtype, head.shape) for head, row in zip(heads, rows, strict=True)]
 
 
 def _check_equal(planned: ConversionPlan, group: Group) -> None:
@@ -353,10 +362,13 @@ def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, by
 
     Raises:
         FormatError: one cannot be read.
-        PlanError: there is no such folder.
+        PlanError: there is no such folder, or the content is not of JSON.
     """
     if isinstance(config, Mapping):
-        return {CONFIG_NAME: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+        try:
+            return {CONFIG_NAME: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"config is no content of a JSON file: {error}", code="option") from error
     folder = find_input(config)
     if folder.kind() is Kind.FILE:
         beside, name = folder.parent()

@@ -13,9 +13,11 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import CutTensor
+from relayout.core.slices import Range as AxisRange
 from relayout.core.strided import Bytes, copy_runs
 from relayout.errors import PlanError
 from relayout.loader.group.collectives import Group
@@ -40,44 +42,44 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """Which boxes of each tensor the members hold."""
+    """Which part of each tensor the members hold."""
 
     heads: Sequence[TensorHead]
-    boxes: Sequence[CutTensor]
+    parts: Sequence[CutTensor]
     """Of each tensor, with the members in place of ranks."""
 
     def check(self) -> None:
         """Check that the members have every element.
 
         Raises:
-            PlanError: elements are missing, or boxes overlap in part.
+            PlanError: elements are missing, or parts that differ overlap.
         """
-        overlapping = {box for box in set(self.boxes) if _overlap(box)}
-        for head, box in zip(self.heads, self.boxes, strict=True):
-            if sum(box.sizes) != head.nbytes:
-                what = f"{sum(box.sizes)} of {head.nbytes} bytes were given"
+        overlapping = {parts for parts in set(self.parts) if _overlap(parts)}
+        for head, parts in zip(self.heads, self.parts, strict=True):
+            if sum(parts.sizes) != head.nbytes:
+                what = f"{sum(parts.sizes)} of {head.nbytes} bytes were given"
                 advice = "all processes that hold a part of it must save together, in one `group`"
                 raise PlanError(f"{what}: {advice}", tensor=head.name, code="missing")
-            if box in overlapping:
+            if parts in overlapping:
                 raise PlanError("the members hold parts that overlap", tensor=head.name, code="unsupported")
 
     def sent(self, piece: Piece, wanted: Sequence[Transfer], sender: int, receiver: int) -> Iterator[Transfer]:
-        """What a member sends of bytes that another wants: transfers from the tensor to the sender's box."""
-        box = self.boxes[piece.tensor]
-        which = box.cut.which[sender]
+        """What a member sends of bytes that another wants: transfers from the tensor to what the sender holds."""
+        parts = self.parts[piece.tensor]
+        which = parts.cut.which[sender]
         if self._sender(piece.tensor, which, receiver) == sender:
-            for held in box.transfers[which]:
+            for held in parts.transfers[which]:
                 for part in wanted:
                     for clipped in part.clipped(piece.start, piece.end):
                         yield from held.within(clipped)
 
     def senders(self, t: int, receiver: int) -> list[int]:
-        """The members that together send a tensor to the receiver, each its box."""
-        return [self._sender(t, which, receiver) for which, nbytes in enumerate(self.boxes[t].sizes) if nbytes]
+        """The members that together send a tensor to the receiver, each its part."""
+        return [self._sender(t, which, receiver) for which, nbytes in enumerate(self.parts[t].sizes) if nbytes]
 
     def _sender(self, t: int, which: int, receiver: int) -> int:
-        """Of the members with equal boxes."""
-        replicas = self.boxes[t].cut.holders[which]
+        """Of the members with equal parts."""
+        replicas = self.parts[t].cut.holders[which]
         return receiver if receiver in replicas else replicas[(t + receiver) % len(replicas)]
 
 
@@ -167,31 +169,23 @@ class Exchange:
         import torch
 
         me = self._group.index
-        to_send = [
-            [
-                (piece.tensor, part)
-                for piece in pieces
-                for part in self._holders.sent(piece, wanted(other, piece.tensor), me, other)
-            ]
-            for other, pieces in enumerate(asked)
-        ]
-        sent_sizes = [sum(part.total_nbytes for _, part in parts) for parts in to_send]
         received_sizes = [sum(part.total_nbytes for part, _, _ in parts) for parts in received]
-        sent, arrived = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (sent_sizes, received_sizes))
-        failed: BaseException | None = None
-        try:
+        with self._group.collective():  # Whoever fails here leaves no other waiting in the exchange.
+            to_send = [
+                [
+                    (piece.tensor, part)
+                    for piece in pieces
+                    for part in self._holders.sent(piece, wanted(other, piece.tensor), me, other)
+                ]
+                for other, pieces in enumerate(asked)
+            ]
+            sent_sizes = [sum(part.total_nbytes for _, part in parts) for parts in to_send]
+            sent, arrived = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (sent_sizes, received_sizes))
             position, memory = 0, sent.numpy()
             for t, part in chain.from_iterable(to_send):
                 self._held[t].copy(part, memory, position, _packed(part))
                 position += part.total_nbytes
-        except BaseException as error:  # The others wait in this exchange, and hear of it in the next round.
-            failed = error
         self._group.exchange(sent, sent_sizes, arrived, received_sizes)
-        if failed is not None:
-            try:
-                raise failed
-            finally:
-                del failed  # Breaks the cycle of error, traceback and this frame.
         position, memory = 0, arrived.numpy()
         for part, buffer, origin in chain.from_iterable(received):
             stride = part.source_stride
@@ -200,15 +194,29 @@ class Exchange:
             position += part.total_nbytes
 
 
-def _overlap(box: CutTensor) -> bool:
-    """Whether two of the distinct parts have elements in common."""
-    parts = [part for part, nbytes in zip(box.cut.distinct, box.sizes, strict=True) if nbytes]
-    starts = np.array([part.starts(len(box.shape)) for part in parts])
-    ends = starts + np.array([part.shape(box.shape) for part in parts])
-    return any(
-        bool(np.any(np.all((starts[:index] < end) & (start < ends[:index]), axis=1)))
-        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
-    )
+def _overlap(parts: CutTensor) -> bool:
+    """Whether two of the distinct parts have elements in common: their ranges meet along every axis."""
+    which = [part for part, nbytes in zip(parts.cut.distinct, parts.sizes, strict=True) if nbytes]
+    meet = np.ones((len(which), len(which)), bool)
+    for axis, size in enumerate(parts.shape):
+        by_part = [part.ranges_along(axis) or ((0, size),) for part in which]
+        meet &= _meetings(by_part)
+    return int(meet.sum()) > len(which)  # Each meets itself.
+
+
+def _meetings(by_part: Sequence[Sequence[AxisRange]]) -> npt.NDArray[np.bool_]:
+    """Which parts meet which along an axis, from their ranges, which rise."""
+    distinct = {ranges: number for number, ranges in enumerate(dict.fromkeys(map(tuple, by_part)))}
+    owners = np.repeat(np.arange(len(distinct)), [len(ranges) for ranges in distinct])
+    starts, ends = np.array([(start, start + length) for ranges in distinct for start, length in ranges]).T
+    meet = np.zeros((len(distinct), len(distinct)), bool)
+    for number in range(len(distinct)):
+        mine = owners == number
+        behind = np.searchsorted(ends[mine], starts, side="right")
+        meets = np.append(starts[mine], np.iinfo(np.int64).max)[behind] < ends
+        meet[number, owners[meets]] = True
+    numbers = [distinct[tuple(ranges)] for ranges in by_part]
+    return meet[np.ix_(numbers, numbers)]
 
 
 def _packed(part: Transfer) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from relayout.core.extents import Extent, Transfer
-from relayout.core.slices import NOT_HELD, WHOLE, Slice
+import numpy as np
+
+from relayout.core.extents import Extent, Transfer, align_down, align_up
+from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, merged, positions
 from relayout.core.strided import Bytes, copy_runs
 from relayout.errors import PlanError
 from relayout.format.safetensors import LENGTH_NBYTES
@@ -26,19 +29,21 @@ class HeldTensor:
 
     head: TensorHead
     part: Slice
-    """A box of it."""
+    """Of one or more ranges along each axis that is cut."""
     data: torch.Tensor
-    """That box, on any device."""
+    """The elements of that part, on any device."""
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> HeldTensor:
         """What a plain tensor holds, or this process's shard of a DTensor.
 
         Raises:
-            PlanError: it is no dense tensor, has a dtype that safetensors lacks, or is a DTensor with partial sums.
+            PlanError: it is no dense tensor, has a name or dtype that safetensors lacks, or is a DTensor whose elements
+                are partial sums, or are not where its placements say.
         """
         import torch
 
+        _check_name(name)
         if not isinstance(tensor, torch.Tensor):
             raise PlanError(f"a {type(tensor).__name__}, expected a tensor", tensor=name, code="unsupported")
         shape = tuple(tensor.shape)
@@ -61,47 +66,147 @@ class HeldTensor:
         return HeldTensor(self.head, self.part, copied.copy_(self.data))
 
     def bytes_of(self, extent: Extent) -> Bytes:
-        """Some of the box's bytes, in dense order. Those on another device are copied to the host, rounded to rows."""
+        """Some of the part's bytes, in dense order: a view where the memory has them so, else a copy on the host."""
+        dense = self._dense()
+        if dense is not None:
+            return dense[extent.offset : extent.end]
+        copied = np.empty(extent.nbytes, np.uint8)
+        self.read(extent, copied)
+        return copied
+
+    def read(self, extent: Extent, memory: Bytes) -> None:
+        """Copy some of the part's bytes, in dense order, to memory on the host. Nothing beside them is copied."""
         import torch
 
-        data = self.data.reshape(1) if self.data.dim() == 0 else self.data
-        while data.dim() > 1 and data.shape[0] == 1:
-            data = data[0]
-        row = prod(data.shape[1:]) * data.element_size()
-        first, end = extent.offset // row, -(-extent.end // row)
-        rows = data[first:end].to("cpu").resolve_conj().contiguous().view(torch.uint8).reshape(-1)
-        low = extent.offset - first * row
-        found: Bytes = rows.numpy()[low : low + extent.nbytes]
+        dense = self._dense()
+        if dense is not None:
+            memory[:] = dense[extent.offset : extent.end]
+            return
+        item, target = self.data.element_size(), torch.from_numpy(memory)
+        low, high = align_up(extent.offset, item), align_down(extent.end, item)
+        if low < high:
+            inside = torch.from_numpy(memory[low - extent.offset : high - extent.offset]).view(self.data.dtype)
+            _copy_elements(self.data, low // item, inside)
+        for start, end in ((extent.offset, min(low, extent.end)), (max(low, high), extent.end)):
+            if start < end:  # A part of one element.
+                element = torch.empty(1, dtype=self.data.dtype)
+                _copy_elements(self.data, start // item, element)
+                part = element.view(torch.uint8)[start % item : start % item + end - start]
+                target[start - extent.offset : end - extent.offset] = part
+
+    def _dense(self) -> Bytes | None:
+        """The bytes as they lie in host memory; None if that has them in another way."""
+        import torch
+
+        data = self.data
+        if data.device.type != "cpu" or not data.is_contiguous() or data.is_conj() or data.is_neg():
+            return None
+        found: Bytes = data.reshape(-1).view(torch.uint8).numpy()
         return found
 
-    def copy(self, part: Transfer, memory: memoryview | Bytes, target: int, stride: int) -> None:
-        """Copy bytes of the box, given as a transfer from the whole tensor to it, to memory: runs `stride` apart."""
-        local = self.bytes_of(Extent(part.target, part.target_end - part.target))
-        copy_runs(local, memory, Transfer(0, target, part.nbytes, part.count, part.target_stride, stride))
+    def copy(self, part: Transfer, memory: Bytes, target: int, stride: int) -> None:
+        """Copy bytes of the part, given as a transfer from the whole tensor to it, to memory: runs `stride` apart."""
+        extent = Extent(part.target, part.target_end - part.target)
+        if part.count == 1:
+            self.read(extent, memory[target : target + part.nbytes])
+        else:
+            runs = Transfer(0, target, part.nbytes, part.count, part.target_stride, stride)
+            copy_runs(self.bytes_of(extent), memory, runs)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise PlanError(f"the name of a tensor is {name!r}, expected text", code="option")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise PlanError(f"the name of a tensor is {name!r}, which is not valid Unicode", code="option") from None
+
+
+def _copy_elements(data: torch.Tensor, start: int, target: torch.Tensor) -> None:
+    """Copy elements in dense order, from position `start` on, to one-dimensional memory on the host.
+
+    Descends where the elements begin or end inside an index of the first axis, so that nothing else is copied.
+    """
+    if data.dim() < 2:
+        target.copy_(data.reshape(-1)[start : start + target.numel()])
+        return
+    row, end = prod(data.shape[1:]), start + target.numel()
+    first, last = -(-start // row), end // row
+    if first < last:
+        target[first * row - start : last * row - start].view(last - first, *data.shape[1:]).copy_(data[first:last])
+    for low, high in ((start, min(first * row, end)), (max(first, last) * row, end)):
+        if low < high:
+            _copy_elements(data[low // row], low % row, target[low - start : high - start])
 
 
 def _shard_of(name: str, tensor: Any) -> tuple[Slice, torch.Tensor]:
-    """The box of a DTensor that this process holds, and its elements.
-
-    As PyTorch DCP does (2.13, `checkpoint/planner_helpers.py`, `_create_write_items_for_dtensor`).
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+    """The part of a DTensor that this process holds, and its elements."""
+    local, coordinate = tensor.detach().to_local(), tensor.device_mesh.get_coordinate()
     if any(placement.is_partial() for placement in tensor.placements):
         raise PlanError(f"a DTensor with partial sums ({tensor.placements})", tensor=name, code="unsupported")
-    if tensor.device_mesh.get_coordinate() is None:
-        return NOT_HELD, tensor.detach().to_local()
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.detach().to_local()
-    if tuple(local.shape) != tuple(sizes):
-        what = f"a DTensor whose shard has shape {list(local.shape)}, expected {list(sizes)}: {tensor.placements}"
+    order = getattr(tensor._spec, "shard_order", None)
+    if order and not tensor._spec.is_default_device_order(order):
+        raise PlanError(
+            f"a DTensor that is cut in another order than its mesh has: {order}", tensor=name, code="unsupported"
+        )
+    if coordinate is None:
+        return NOT_HELD, local
+    sizes = tuple(tensor.device_mesh.shape)
+    part = part_of(name, tuple(tensor.shape), sizes, coordinate, tensor.placements)
+    expected = part.shape(tuple(tensor.shape))
+    if tuple(local.shape) != expected:
+        what = f"a DTensor whose shard has shape {list(local.shape)}, expected {list(expected)}: {tensor.placements}"
         raise PlanError(what, tensor=name, code="unsupported")
-    cut = {
-        axis: [(offset, size)]
-        for axis, (offset, size, whole) in enumerate(zip(offsets, sizes, tensor.shape, strict=True))
-        if size != whole
-    }
-    return Slice.of(cut), local
+    return part, local
+
+
+def part_of(
+    name: str, shape: tuple[int, ...], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+) -> Slice:
+    """What a process at a coordinate of a mesh holds of a DTensor.
+
+    The cuts are those of PyTorch 2.13 (`tensor/placement_types.py`, `_split_tensor`), found without an index for each
+    element, which its `compute_local_shape_and_global_offset` makes.
+
+    Raises:
+        PlanError: a placement is not known.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    held: dict[int, tuple[Range, ...]] = {}
+    for placement, count, index in zip(placements, mesh, coordinate, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise PlanError(f"a DTensor placed by {placement}", tensor=name, code="unsupported")
+        axis = placement.dim
+        ranges = held.get(axis, ((0, shape[axis]),))
+        held_length = sum(length for _, length in ranges)
+        pieces = []  # One for each chunk into which the axis is divided before.
+        for start, length in _chunks(held_length, int(getattr(placement, "split_factor", 1))):
+            first, taken = _chunks(length, count)[index]
+            pieces += _taken(ranges, start + first, taken)
+        held[axis] = merged(pieces)
+    return Slice.of(held).canonical(shape)
+
+
+def _chunks(length: int, count: int) -> list[Range]:
+    """The ranges of `torch.chunk`, with empty ones up to `count`."""
+    size = -(-length // count)
+    starts = [min(index * size, length) for index in range(count + 1)]
+    return [(start, end - start) for start, end in pairwise(starts)]
+
+
+def _taken(ranges: Sequence[Range], first: int, length: int) -> list[Range]:
+    """Those of the elements of ranges that have positions from `first` on."""
+    found = []
+    for start, size, position in positions(ranges):
+        low, high = max(position, first), min(position + size, first + length)
+        if low < high:
+            found.append((start + low - position, high - low))
+    return found
 
 
 def in_stored_order(heads: Sequence[TensorHead], tensors: Sequence[int]) -> list[int]:

@@ -24,7 +24,7 @@ from relayout.commands.convert import PlanOptions, with_options
 from relayout.conversion.copy import DEFAULT_MEMORY
 from relayout.conversion.run import Summary
 from relayout.core.arguments import integer, size
-from relayout.core.slices import NOT_HELD, Range, Slice
+from relayout.core.slices import NOT_HELD, Range, Slice, positions
 from relayout.errors import PlanError
 from relayout.progress import Progress
 from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Index, Saving, files_of
@@ -67,6 +67,8 @@ def save_pretrained(
     is_distributed = distributed.is_initialized() and distributed.get_world_size() > 1
     max_shard_nbytes = size(max_shard_size, "max_shard_size")
 
+    model = getattr(model, "_orig_mod", model)  # Of torch.compile.
+
     def hold(is_first: bool) -> Held:
         state = _state_of(model)
         views, index = _checkpoint_of(model, state, max_shard_nbytes)
@@ -101,6 +103,8 @@ def _state_of(model: Any) -> dict[str, torch.Tensor]:
     for attribute, what in (("hf_quantizer", "is quantized"), ("_hf_peft_config_loaded", "has adapters")):
         if getattr(model, attribute, None):
             raise PlanError(f"the model {what}: use its own save_pretrained, and convert", code="unsupported")
+    if any(hasattr(module, "base_layer") for module in model.modules()):  # As PEFT has it in each layer it adapts.
+        raise PlanError("the model has adapters: merge and unload them, or save and convert", code="unsupported")
     state = model.state_dict()
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
@@ -145,21 +149,31 @@ class View:
         """What a process holds of it, from what it holds of the origin."""
         head = TensorHead(name, held.head.dtype, self.shape)
         sizes = {axis: length for axis, length in zip(self.axes, self.shape, strict=True) if axis is not None}
-        lengths = [sizes.get(axis, 1) for axis in range(len(self.starts))]
         box, cut = list[slice](), dict[int, list[Range]]()
-        for axis, (first, length, whole) in enumerate(zip(self.starts, lengths, held.head.shape, strict=True)):
+        for axis, (first, whole) in enumerate(zip(self.starts, held.head.shape, strict=True)):
+            length = sizes.get(axis, 1)
             ranges = held.part.ranges_along(axis)
-            start, nheld = (0, whole) if ranges is None else ranges[0] if ranges else (0, 0)
-            low, high = max(first, start), min(first + length, start + nheld)
-            if low >= high or not held.part.is_held:
+            met = _met(((0, whole),) if ranges is None else ranges, first, length)
+            if not met or not held.part.is_held:
                 return HeldTensor(head, NOT_HELD, held.data.reshape(-1)[:0])
-            box.append(slice(low - start, high - start))
-            if high - low < length:
-                cut[self.axes.index(axis)] = [(low - first, high - low)]
+            num_held = sum(taken for _, taken, _ in met)
+            box.append(slice(met[0][2], met[0][2] + num_held))
+            if num_held < length:
+                cut[self.axes.index(axis)] = [(start, taken) for start, taken, _ in met]
         part = Slice.of(cut)
         kept = [axis for axis in self.axes if axis is not None]
         others = [axis for axis in range(len(self.starts)) if axis not in kept]
         return HeldTensor(head, part, held.data[tuple(box)].permute(*kept, *others).reshape(part.shape(self.shape)))
+
+
+def _met(ranges: Sequence[Range], first: int, length: int) -> list[tuple[int, int, int]]:
+    """What rising ranges have of `length` elements from `first` on: (start behind `first`, length, position)."""
+    found = []
+    for start, taken, position in positions(ranges):
+        low, high = max(first, start), min(first + length, start + taken)
+        if low < high:
+            found.append((low - first, high - low, position + low - start))
+    return found
 
 
 def _checkpoint_of(
@@ -178,17 +192,22 @@ def _checkpoint_of(
 
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     """By the identity of a storage: the tensor that was copied there, and the copy."""
+    origins: dict[int, str] = {}
+    """By the identity of a storage: the tensor of the model that it is of."""
 
     class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             made = func(*args, **(kwargs or {}))
+            if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+                copies.pop(_storage(args[0]), None)  # No longer a copy: it then comes from nowhere.
+                origins.pop(_storage(args[0]), None)
             if func is torch.ops.aten.clone.default and made.is_contiguous():
                 copies[_storage(made)] = (args[0], made)
             return made
 
     with FakeTensorMode(), Recorder():  # type: ignore[no-untyped-call]
         fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in state.items()}
-        origins = {_storage(fake): name for name, fake in fakes.items()}
+        origins.update((_storage(fake), name) for name, fake in fakes.items())
         reverted = revert_weight_conversion(model, dict(fakes))
         split = split_state_dict_into_shards_factory(
             reverted,
@@ -239,6 +258,11 @@ def _view_of(
         unit = [int(axis == other) for other in range(len(shape))]
         steps.append(_origin_of(tensor, unit, copies)[1] - base if length > 1 else 0)
     expected = [(storage, base + sum(map(mul, corner, steps))) for corner in corners[1:]]
+    if _storage(tensor) in copies:  # A copy may have permuted elements between the corners.
+        for axis, place in ((axis, place) for axis, length in enumerate(shape) for place in _probes(length)):
+            index = [place if axis == other else 0 for other in range(len(shape))]
+            others.append(_origin_of(tensor, index, copies))
+            expected.append((storage, base + place * steps[axis]))
     axis_of = {stride: axis for axis, (stride, length) in enumerate(zip(dense, whole, strict=True)) if length > 1}
     axes = tuple(axis_of.get(step) if length > 1 else None for step, length in zip(steps, shape, strict=True))
     starts = tuple(base // stride % length for stride, length in zip(dense, whole, strict=True))
@@ -247,6 +271,12 @@ def _view_of(
     if others != expected or prod(sizes.values()) != prod(shape) or not fits:
         raise refused
     return View(origin, shape, axes, starts)
+
+
+def _probes(length: int) -> set[int]:
+    """Positions along an axis that show a permutation of blocks: powers of two, and so far from the end."""
+    powers = [2**power for power in range((length - 1).bit_length())]
+    return {place for power in powers for place in (power, length - 1 - power) if 0 < place < length}
 
 
 def _origin_of(

@@ -108,6 +108,24 @@ def test_in_the_background_tensors_may_change_at_once(tmp_path: Path) -> None:
     assert weights(tmp_path / "other") == weights(tmp_path / "one")
 
 
+def test_saves_in_the_background_are_put_in_line(tmp_path: Path) -> None:
+    steps = [{"x": torch.full((2**20,), float(step))} for step in range(3)]
+    for future in [relayout.save(step, tmp_path / "latest", force=True, background=True) for step in steps]:
+        future.result(PATIENCE)
+    assert relayout.load(tmp_path / "latest", 0)["x"][0] == 2
+
+
+@pytest.mark.parametrize("tensor", [torch._neg_view(torch.ones(64)), torch.full((64,), 1 + 2j).conj()])
+def test_signs_that_are_not_in_memory_yet_are_saved(tmp_path: Path, tensor: torch.Tensor) -> None:
+    relayout.save({"x": tensor}, tmp_path / "out")
+    assert torch.equal(relayout.load(tmp_path / "out", 0)["x"], tensor)
+
+
+def test_a_config_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="JSON"):
+        relayout.save({"x": torch.ones(2)}, tmp_path / "out", config={"dtype": torch.bfloat16})
+
+
 def test_a_failure_in_the_background_is_raised_by_the_future(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "theirs").write_bytes(b"a stranger's")
@@ -154,6 +172,8 @@ def test_an_interrupted_conversion_is_not_discarded_without_force(tmp_path: Path
         ({"x": torch.ones(2, 2).to_sparse()}, "expected one with memory"),
         ({"x": torch.ones(2, dtype=torch.complex128)}, "cannot be saved"),
         ({}, "no tensors"),
+        ({"\ud800": torch.ones(2)}, "not valid Unicode"),
+        ({1: torch.ones(2)}, "expected text"),
     ],
 )
 def test_what_is_no_dense_tensor_is_refused(tmp_path: Path, tensors: dict[str, Any], what: str) -> None:

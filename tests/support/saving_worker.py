@@ -157,7 +157,8 @@ def _member(folder: Path, url: str, number: int) -> None:
     pieces = eight.reshape(4, 2)[number // 2 :: 2].reshape(-1)
     both = [_StridedShard(0, split_factor=2), Replicate()]
     place = {"shape": eight.shape, "stride": eight.stride(), "run_check": False}
-    seen.case("strided", save("overlap", {"x": DTensor.from_local(pieces, square, both, **place)}))
+    of_pieces = {"x": DTensor.from_local(pieces, square, both, **place)}
+    seen.case("strided", save("strided", of_pieces, unmatched="replicate"))
     with _failing(f"{held}.copy", RuntimeError("the device is on fire"), number == 1):
         seen.case("copy", save("copy", parts, tp=1))  # This member only sends.
     with _failing("relayout.conversion.journal.Journal.add", OSError(errno.EIO, "the drive is on fire"), number == 0):

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ParamSpec, TypedDict, TypeVar, Unpack
+from typing import Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
@@ -45,12 +45,12 @@ class PlanOptions(TypedDict, total=False):
     is the default with the plan of transformers."""
     max_part_nbytes: int | str
     """A rank is split into files of about this many bytes; default 48 GB."""
-    layout: str
+    layout: Literal["ranks", "whole"]
     """"ranks", the default: separate files for each rank's slices. "whole": whole tensors, which every stock loader
     reads, and each rank's slices that are not contiguous in them; a third larger for a Llama."""
     ranks: str | Iterable[int] | None
     """Write only these ranks, such as range(4) or "0-3", and read only what they need of the source. Default: all."""
-    digest: str
+    digest: Literal["xxh3_128", "sha256"]
     """How stored bytes are hashed: "xxh3_128", the default, detects damage; "sha256" is what a signature needs."""
 
 

@@ -1,8 +1,12 @@
-"""Entry points, which engines call in each of their processes. They import nothing heavy and never raise."""
+"""Entry points, which engines call in each of their processes. They import nothing heavy.
+
+Only under a policy do they raise: what cannot be kept ends the process.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -72,10 +76,16 @@ class _AfterImport(MetaPathFinder):
 
 
 def _register(engine: str, *arguments: Any) -> None:
-    """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone."""
+    """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone.
+
+    Raises:
+        SystemExit: it is not, and there is a policy, which nobody would ask. Engines go on after other exceptions.
+    """
     try:
         import_module(f"relayout.engines.{engine}").register(*arguments)
     except Exception as error:
+        if "RELAYOUT_TRUST" in os.environ:
+            raise SystemExit(f"relayout: RELAYOUT_TRUST cannot be kept in this {engine}: {error!r}") from error
         logging.getLogger(f"{engine}.relayout").warning("relayout: not available in this %s: %r", engine, error)
 
 

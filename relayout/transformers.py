@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relayout.engines.rank_weights import EngineOptions, RankWeights, find_folder, listed
+from relayout.engines.folders import find_folder
+from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.errors import PlanError
 from relayout.saving.pretrained import save_pretrained
 

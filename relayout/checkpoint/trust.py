@@ -18,6 +18,7 @@ from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
 from relayout.format.chunks import CHUNKS_NAME
+from relayout.format.fields import decode, parse_toml
 from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
 from relayout.storage.head_file import HeadFile
@@ -101,8 +102,6 @@ def policy_of(trust: Trust) -> Policy | None:
     path = os.fspath(os.environ[_VARIABLE] if trust is None else trust)
     if not path:  # Of a variable that was meant to be set: no reason to trust everybody.
         raise PlanError(f"{_VARIABLE if trust is None else 'trust'} is empty, expected a policy file", code="option")
-    import tomllib  # A load without a policy does not need it.
-
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_POLICY_NBYTES + 1)
@@ -112,9 +111,9 @@ def policy_of(trust: Trust) -> Policy | None:
         if len(text) > _MAX_POLICY_NBYTES:
             raise PlanError(f"more than {_MAX_POLICY_NBYTES} bytes", code="limit")
         try:
-            top = tomllib.loads(text.decode())
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"not a policy: {error}", code="option") from None
+            top = parse_toml(decode(text))
+        except FormatError as error:
+            raise PlanError(f"not a policy: {error.what}", code="option") from None
         signers = top.get("signer")
         if set(top) != {"signer"} or not isinstance(signers, list) or not signers:
             raise PlanError("not a policy: expected [[signer]], once or more, and nothing else", code="option")
@@ -184,7 +183,7 @@ def prove(store: Store, policy: Policy) -> Signed:
     if not signers:
         raise PlanError(f"the policy {policy.path} has no signer for this place", path=str(store), code="option")
     signature, blob = (
-        _read_signed(store, name, limit)
+        _read_signed(store, name, limit, policy)
         for name, limit in ((SIGNATURE_NAME, MAX_SIGNATURE_NBYTES), (MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     )
     content = DigestAlgorithm.SHA256.hex(blob)
@@ -217,10 +216,11 @@ def _signed(store: Store, blob: bytes, digests: Mapping[str, str], signature: by
     return Signed(blob, manifest, digests, signature)
 
 
-def _read_signed(store: Store, name: str, limit: int) -> bytes:
+def _read_signed(store: Store, name: str, limit: int, policy: Policy) -> bytes:
     blob = if_there(lambda: store.read(name, limit))
     if blob is None:
-        what = f"is not signed ({name} is missing), and the policy wants that: relayout sign"
+        how = "relayout convert --digest sha256, then relayout sign"
+        what = f"is not signed ({name} is missing), and the policy {policy.path} wants that: {how}"
         raise FormatError(what, path=str(store), code="signature")
     return blob
 

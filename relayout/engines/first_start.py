@@ -6,7 +6,6 @@ as fast as without relayout; then a process of low priority converts it while th
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
 from relayout.core.children import PIPE, QUIET, Child, start_child
-from relayout.engines.rank_weights import Folder, find_folder
+from relayout.engines.folders import loads_itself
 from relayout.errors import PlanError
 from relayout.storage.cache_folder import Cache, cache_of
 from relayout.storage.local.lock_file import HeldLock
@@ -29,29 +28,6 @@ if TYPE_CHECKING:
     from relayout.conversion.run import ConversionPlan
     from relayout.engines.rank_weights import EngineOptions
     from relayout.plans.plan import Plan
-
-_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
-
-
-def source_url(model: str, revision: str | None) -> str:
-    """The folder or URL of a model as engines name it: a folder, a URL, or the id of a repository on the hub."""
-    if not _REPOSITORY.fullmatch(model) or Path(model).exists():
-        return model
-    return f"hf://{model}" + (f"@{revision}" if revision else "")
-
-
-def folder_of(source: str) -> Folder | None:
-    """How a folder or URL was converted; None: it was not. What is on the hub by its id is the engine's to find.
-
-    Raises:
-        FormatError, PlanError: as `find_folder`.
-    """
-    return None if scheme_of(source) == "hf" else find_folder(source, "--load-format auto")
-
-
-def loads_itself(source: str) -> bool:
-    """Whether engines load a plain checkpoint there by their own loaders: a local folder, or one on the hub."""
-    return scheme_of(source) in (None, "hf")
 
 
 @dataclass(frozen=True, slots=True)

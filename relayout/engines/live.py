@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
 from relayout.checkpoint.trust import trusted
+from relayout.engines.folders import find_folder, is_ours, source_url
 from relayout.engines.metrics import publish
-from relayout.engines.rank_weights import find_folder
 from relayout.errors import PlanError
 from relayout.storage.stores import find_input, scheme_of
 
@@ -140,6 +140,7 @@ def _update(worker: Any, source: str, group: Group) -> str:
         if worker.vllm_config.parallel_config.data_parallel_size > 1:
             what = "weights are not updated with data parallelism: no replica would know of an error in another"
             raise PlanError(what, code="unsupported")
+        is_ours(source_url(source, None), is_asked_for=True)
         config = worker.vllm_config.model_config
         path, deltas = old = worker._relayout_content or (_loader(worker).source_of(config), ())
         new = (path, (*deltas, source)) if is_delta(source) else (source, ())

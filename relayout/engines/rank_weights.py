@@ -10,18 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from relayout.checkpoint.converted import find_manifest, is_converted, read_manifest_blob
-from relayout.checkpoint.trust import TrustedStore, trusted
+from relayout.checkpoint.converted import is_converted, read_manifest_blob
 from relayout.core.arguments import at_least_one, size
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.pages import describe_pages
-from relayout.storage.protocols import Kind
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
-    from logging import Logger
-
     import torch
     from torch.distributed import ProcessGroup
 
@@ -36,8 +32,6 @@ if TYPE_CHECKING:
     from relayout.loader.view import CheckpointView
 
 _MAX_SHOWN_NAMES = 4
-_OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
-"""A file that only folders converted for several ranks have."""
 _UPDATE_NBYTES = 2**27
 """In flight while a live engine's weights are replaced; or what the largest slice needs."""
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|thinker|llm)\.)*layers\.([0-9]+)\.")
@@ -97,81 +91,6 @@ class EngineOptions:
             at_least_one(self.threads, "threads")
         if self.memory is not None:
             at_least_one(size(self.memory, "memory"), "memory")
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """How a checkpoint folder was converted."""
-
-    num_ranks: int
-    """The tensor-parallel degree."""
-    expert_parallel: bool
-    """Whether experts are owned whole."""
-
-    def check(
-        self, path: str, num_ranks: int, logger: Logger, *, is_owned: bool, is_in_blocks: bool, options: str
-    ) -> None:
-        """Tell what makes a load at this degree slower.
-
-        Args:
-            path: of the folder.
-            is_owned: whether the engine gives each expert to one rank.
-            is_in_blocks: whether it gives each rank a contiguous block of them.
-            options: the engine, and its options by which it takes experts as this folder has them.
-
-        Raises:
-            PlanError: the folder's experts are not where the engine wants them.
-        """
-        if self.expert_parallel and not (is_in_blocks and num_ranks == self.num_ranks):
-            what = f"was converted with --expert-parallel for {self.num_ranks} ranks: run {options}"
-            raise PlanError(f"{what}; or convert without --expert-parallel", path=path, code="unsupported")
-        faster = f"`relayout convert SRC --tp {num_ranks}"
-        if self.num_ranks != num_ranks:
-            logger.warning(
-                "relayout: %s was converted for %d ranks and is resharded for %d; %s` makes loads faster",
-                path, self.num_ranks, num_ranks, faster,
-            )  # fmt: skip
-        if is_owned and not self.expert_parallel:
-            logger.warning(
-                "relayout: %s has experts cut for %d ranks, but the engine places them differently: they are read from"
-                " the files of all ranks; %s --expert-parallel` makes loads faster, without data parallelism",
-                path, self.num_ranks, faster,
-            )  # fmt: skip
-
-
-def find_folder(path: str, engine: str) -> Folder | None:
-    """What relayout.json says of the folder; None for a plain checkpoint.
-
-    Args:
-        path: a folder, or the URL of a store.
-        engine: how to ask the engine for its own way to load, for messages.
-
-    Raises:
-        FormatError: relayout.json is damaged, or missing from what was a converted folder; or RELAYOUT_TRUST wants a
-            signature that is missing, or not of all that is there.
-        PlanError: there is no such folder.
-    """
-    try:
-        store = trusted(find_input(path), None)
-        manifest = find_manifest(store)
-        if isinstance(store, TrustedStore):
-            store.prove_side_files()  # The engine reads them itself.
-        if manifest is not None:
-            return Folder(manifest.num_ranks, manifest.expert_parallel)
-        reason = None if store.kind() is Kind.FOLDER else store.not_found_message()
-    except PlanError as error:  # Of a store or the hub.
-        reason = error.what
-    if reason is not None:
-        raise PlanError(
-            f"is not a folder: {reason}. Download the model, run `relayout convert FOLDER --tp N` and serve its output;"
-            f" or load with {engine}",
-            path=path,
-            code="missing",
-        )
-    if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
-        what = "is missing beside rank files: the copy of the folder is incomplete"
-        raise FormatError(what, path=store.location("relayout.json"), code="missing")
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from relayout.checkpoint.converted import find_manifest
-from relayout.engines.first_start import first_start, folder_of, loads_itself, source_url
+from relayout.checkpoint.trust import policy_of
+from relayout.engines.first_start import first_start
+from relayout.engines.folders import Folder, folder_of, is_ours, loads_itself, refuse_unproven, source_url
 from relayout.engines.live import Shapes, check_same_model, shapes_of
 from relayout.engines.metrics import publish
-from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, layer_of, listed, speculative
+from relayout.engines.rank_weights import EngineOptions, RankWeights, layer_of, listed, speculative
 from relayout.errors import PlanError, RelayoutError
 from relayout.storage.stores import find_input
 
@@ -104,7 +106,7 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
     try:
         _hook_loader()
     except Exception as error:
-        if config.relayout_required:
+        if config.relayout_required or policy_of(None) is not None:
             raise
         _LOGGER.error("relayout: this SGLang does not recognize converted folders and would load them wrong: %r", error)
 
@@ -128,8 +130,28 @@ def _hook_loader() -> None:
             updater = import_module(_UPDATER)
             _expect(updater.WeightUpdater, "update_weights_from_disk", ["self", "model_path", "load_format"])
             HookRegistry.register(f"{_UPDATER}.WeightUpdater.update_weights_from_disk", update_weights, HookType.AROUND)
+        if policy_of(None) is not None:
+            _expect(loader, "get_model_loader", ["load_config"])
+            HookRegistry.register(f"{loader.__name__}.get_model_loader", choose_loader, HookType.AROUND)
         HookRegistry.apply_hooks()
         DefaultModelLoader.reads_relayout = True
+
+
+def choose_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
+    """Around `get_model_loader`, under a policy: loaders that read weights in a way of their own are refused.
+
+    Raises:
+        PlanError: this one does.
+    """
+    loader = original(load_config, model_config)
+    # These two read by `_get_weights_iterator`, if they do not quantize what transformers has read.
+    is_read_here = type(loader).__name__ == "DefaultModelLoader" or (
+        type(loader).__name__ == "ModelOptModelLoader" and model_config._is_already_quantized()
+    )
+    if not is_read_here or getattr(model_config, "modelopt_quant", None):
+        load_format = getattr(load_config.load_format, "value", load_config.load_format)
+        refuse_unproven(None, f"--load-format {load_format} ({type(loader).__name__}) is not loaded by relayout")
+    return loader
 
 
 def weights_iterator(
@@ -141,7 +163,7 @@ def weights_iterator(
         FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
     """
     config, path = loader.load_config, str(source.model_or_path)
-    if not _takes(config, path):
+    if not _takes(config, path, getattr(source, "revision", None)):
         return original(loader, source, **settings)
     if config.draft_model_idx is not None and loads_itself(path) and folder_of(path) is None:
         return original(loader, source, **settings)
@@ -159,10 +181,9 @@ def weights_iterator(
     return ((source.prefix + name, tensor) for name, tensor in weights)
 
 
-def _takes(config: Any, path: str) -> bool:
-    """Whether what is there is loaded by relayout: it was asked for, or this is a converted folder."""
-    required: bool = getattr(config, "relayout_required", False)
-    return required or (Path(path).is_dir() and folder_of(path) is not None)
+def _takes(config: Any, path: str, revision: str | None = None) -> bool:
+    """Whether what is there is loaded by relayout: see `is_ours`."""
+    return is_ours(source_url(path, revision), is_asked_for=getattr(config, "relayout_required", False))
 
 
 def prepare_weights(
@@ -193,7 +214,7 @@ def make_model(original: Callable[..., Any], model_config: Any, load_config: Any
     path, load_format = str(model_config.model_path), load_config.load_format
     is_default = str(getattr(load_format, "value", load_format)).lower() in _OF_DEFAULT_LOADER
     start = _Start(getattr(load_config, "relayout_options", None) or EngineOptions())
-    if not is_default or _is_draft(load_config, model_config) or not _takes(load_config, path):
+    if not _takes(load_config, path) or not is_default or _is_draft(load_config, model_config):
         model = original(model_config, load_config, *settings, **named)
     else:
         from relayout.engines.unwritten import Marks
@@ -251,7 +272,8 @@ def update_weights(
     is_changing = False
     try:
         shapes = None
-        if start.shapes is not None or str(load_format).lower() == FORMAT or folder_of(source_url(model_path, None)):
+        is_known = start.shapes is not None or str(load_format).lower() == FORMAT
+        if is_ours(source_url(model_path, None), is_asked_for=is_known):
             shapes = _shapes(model_path)
             check_same_model(start.shapes or _shapes(had), model_path, shapes)
         is_changing = True

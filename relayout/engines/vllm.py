@@ -7,18 +7,20 @@ vLLM's own weight loaders do all the cutting, fusing and padding; they are hande
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from relayout.engines.first_start import Filling, first_start, folder_of, loads_itself, source_url
+from relayout.checkpoint.trust import policy_of
+from relayout.engines.first_start import Filling, first_start
+from relayout.engines.folders import Folder, folder_of, is_ours, loads_itself, refuse_unproven, source_url
 from relayout.engines.live import Shapes, check_same_model, shapes_of
 from relayout.engines.metrics import publish
-from relayout.engines.rank_weights import EngineOptions, Folder, RankWeights, listed, replicas, speculative
+from relayout.engines.rank_weights import EngineOptions, RankWeights, listed, replicas, speculative
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ def register(observe: Callable[[], Observer] | None = None) -> None:
 
     Raises:
         ImportError, AttributeError, TypeError: this vLLM is not as expected.
+        PlanError, OSError: as `policy_of`.
     """
     from vllm.model_executor import model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -60,6 +63,19 @@ def register(observe: Callable[[], Observer] | None = None) -> None:
         model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, observe=observe))
         if formats.get("auto") is DefaultModelLoader:  # Else it is another plugin's.
             formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False)
+    if policy_of(None) is not None:
+        others = {name: loader for name, loader in formats.items() if getattr(loader, "__module__", None) != __name__}
+        formats.update({name: partial(_refused, loader) for name, loader in others.items()})
+
+
+def _refused(loader: type[Any], load_config: Any) -> Any:
+    """In the place of a loader that reads weights in a way of its own.
+
+    Raises:
+        PlanError: there is a policy.
+    """
+    refuse_unproven(None, f"--load-format {load_config.load_format} is not loaded by relayout")
+    return loader(load_config)
 
 
 def loader_class(
@@ -114,17 +130,18 @@ class _Loading:
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=of_vllm))  # type: ignore[call-arg]
 
     def _takes(self, model_config: Any) -> bool:
-        """Whether a model is loaded here, and not by vLLM alone.
+        """Whether a model is loaded here, and not by vLLM alone: see `is_ours`.
 
         Raises:
             PlanError: it is not, and has options that only relayout knows.
         """
-        path = _path(model_config)
-        is_ours = self.is_asked_for or os.path.isfile(f"{path}/relayout.json")  # noqa: PTH113 (it never raises)
-        if self._option_names and not is_ours:
+        is_here = is_ours(self.source_of(model_config), is_asked_for=self.is_asked_for)
+        if self._option_names and not is_here:
             what = f"--model-loader-extra-config: {', '.join(self._option_names)}: only for folders that relayout has"
-            raise PlanError(f"{what} converted, or with --load-format {FORMAT}", path=path, code="option")
-        return is_ours
+            raise PlanError(
+                f"{what} converted, or with --load-format {FORMAT}", path=_path(model_config), code="option"
+            )
+        return is_here
 
     def source_of(self, model_config: Any) -> str:
         """The folder or URL of a model's weights."""
@@ -134,8 +151,8 @@ class _Loading:
 
     def download_model(self, model_config: Any) -> None:
         """Let vLLM download what is no converted folder."""
-        source = self.source_of(model_config)
-        if not self._takes(model_config) or (loads_itself(source) and folder_of(source) is None):
+        is_here, source = self._takes(model_config), self.source_of(model_config)
+        if not is_here or (loads_itself(source) and folder_of(source) is None):
             super().download_model(model_config)  # type: ignore[misc]
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
@@ -208,6 +225,8 @@ class _Loading:
             FormatError, PlanError, OSError, MemoryError: as `load_weights`; before anything changes, if a model that
                 relayout has loaded is to be reloaded from what is not for it.
         """
+        for source in getattr(model, "secondary_weights", ()):
+            refuse_unproven(source.model_or_path, f"has weights of {type(model).__name__} that vLLM reads itself")
         if self._opened is None and (loaded := _loaded.get(model)) is not None:
             try:
                 check_same_model(loaded[1], _path(model_config), self._shapes(model_config))

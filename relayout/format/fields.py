@@ -23,6 +23,36 @@ def parse_object(blob: bytes, where: str) -> dict[str, Any]:
         return top
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML, in a time that is limited by its length.
+
+    Raises:
+        FormatError: it is invalid.
+    """
+    import tomllib  # Most loads read none.
+
+    if any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
+        raise FormatError(f"a line with more than {_MAX_DOTS} dots", code="limit")
+    try:
+        top = tomllib.loads(text)
+        _check_integers(top)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not valid TOML: {error}", code="syntax") from None
+    return top
+
+
+def _check_integers(value: object) -> None:
+    """Check that all integers are of 64 bits, as TOML's are: Python does not even print larger ones.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("an integer of more than 64 bits")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_integers(item)
+
+
 def decode(blob: bytes) -> str:
     """Text in UTF-8; json.loads, given bytes, would also accept UTF-16.
 
@@ -36,6 +66,8 @@ def decode(blob: bytes) -> str:
         raise FormatError(f"not UTF-8 at byte {error.start}", code="syntax") from None
 
 
+_MAX_DOTS = 256
+"""In one line: the time that tomllib takes for a dotted key grows with their square."""
 MAX_SIZE = 2**53 - 1
 """Sizes are not larger, so that every reader of JSON has them exactly (RFC 8259, section 6)."""
 

@@ -6,7 +6,6 @@ A plan is text in TOML (a plan file), or an object with the same keys in the sou
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
@@ -16,6 +15,7 @@ from typing import Any
 
 from relayout.core.patterns import MAX_PATTERNS, compile_glob, depends_on_numbers, invalid_because, slow_because
 from relayout.errors import FormatError, PlanError, about, did_you_mean, escape_controls, shown
+from relayout.format.fields import parse_toml
 from relayout.storage.local.files import read_small
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
@@ -37,8 +37,6 @@ BUILTIN, FILE, TRANSFORMERS, VLLM = "builtin", "file", "transformers", "vllm"
 _MAX_PLAN_NBYTES = 2**18
 _MAX_NUMBER = 2**53 - 1
 """Larger ones are not exact in every JSON reader."""
-_MAX_DOTS = 256
-"""In one line: the time that tomllib takes for a dotted key grows with their square."""
 _KEYS = frozenset({"model_types", "quantization", "language_prefixes", "transposed", "sizes", "cut", "experts"})
 
 
@@ -275,31 +273,13 @@ def _builtin(name: str, extended_by: tuple[str, ...] = ()) -> Family:
 
 
 def _parse_text(text: str, name: str, origin: str, extended_by: tuple[str, ...]) -> Family:
-    if any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
-        raise FormatError(f"a line with more than {_MAX_DOTS} dots", code="limit")
-    try:
-        top = tomllib.loads(text)
-        _check_integers(top)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"not valid TOML: {error}", code="syntax") from None
+    top = parse_toml(text)
     _check_keys(top, _KEYS | {"extends"}, "")
     extends = top.pop("extends", None)
     family = _parse_keys(top, name, origin)
     if extends is not None:
         family = _extended(family, extends, extended_by)
     return _checked(family)
-
-
-def _check_integers(value: object) -> None:
-    """Check that all integers are of 64 bits, as TOML's are: Python does not even print larger ones.
-
-    Raises:
-        ValueError: one is not.
-    """
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError("an integer of more than 64 bits")
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_integers(item)
 
 
 def _parse_keys(top: Mapping[str, Any], name: str, origin: str) -> Family:

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 import relayout
 from relayout import FormatError, PlanError
 from relayout.cli.app import app
-from relayout.engines.rank_weights import find_folder
+from relayout.engines.folders import find_folder
 from relayout.errors import RelayoutError
 from relayout.storage.local.files import InputFile
 from relayout.storage.protocols import LOCAL_COST

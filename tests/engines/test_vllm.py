@@ -29,7 +29,7 @@ from relayout.errors import FormatError, PlanError
 def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Engine:
     caplog.set_level(logging.INFO, "vllm.relayout")
     fake = install(monkeypatch)
-    assert list(fake.formats) == ["auto", "relayout"]
+    assert list(fake.formats) == ["auto", "safetensors", "relayout"]
     return fake
 
 
@@ -231,7 +231,7 @@ def test_side_weights_that_a_model_names_are_loaded_by_vllm(
     head = torch.arange(24.0).view(3, 8)
     torch.save({"weight": head}, tmp_path / "score.pt")
     model = Model(whole, 0, 2, score=3)
-    model.secondary_weights = [SimpleNamespace(prefix="score.", file=tmp_path / "score.pt")]
+    model.secondary_weights = [SimpleNamespace(model_or_path="other", prefix="score.", file=tmp_path / "score.pt")]
     engine.load(folders / "llama-tp2", model)
     assert torch.equal(model.memory["score.weight"], head)
 

@@ -80,7 +80,8 @@ class Engine:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What a model's load_weights would be given."""
         vars(self.parallel).update(tp_rank=rank, tp_size=tp, attn_tp_size=self.attention or tp)
-        loader = self.loader(self.load_config(load_format, {"relayout": options} if options else {}, draft))
+        make_loader = sys.modules["sglang.srt.model_loader.loader"].get_model_loader
+        loader = make_loader(self.load_config(load_format, {"relayout": options} if options else {}, draft))
         text = SimpleNamespace(num_hidden_layers=3)
         config = SimpleNamespace(hf_text_config=text, is_draft_model=is_draft)
         source = SimpleNamespace(model_or_path=str(folder), prefix="", model_config=config)
@@ -128,7 +129,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
             self._verify_load_format()
 
         def _verify_load_format(self) -> None:
-            if self.load_format not in ("auto", "safetensors"):
+            if self.load_format not in ("auto", "safetensors", "dummy"):
                 raise ValueError(f"{self.load_format!r} is not a valid LoadFormat")
 
     class DefaultModelLoader:
@@ -163,6 +164,13 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
         model_config.model.allocate()
         return model_config.model
 
+    class DummyModelLoader(DefaultModelLoader):
+        """As all but the default one, it makes values in a way of its own."""
+
+    def get_model_loader(load_config: LoadConfig, model_config: Any = None) -> DefaultModelLoader:
+        kind = DummyModelLoader if load_config.load_format == "dummy" else DefaultModelLoader
+        return kind(load_config)
+
     HookRegistry.__module__ = "sglang.srt.plugins.hook_registry"
     LoadConfig.__module__ = "sglang.srt.configs.load_config"
     DefaultModelLoader.__module__ = "sglang.srt.model_loader.loader"
@@ -183,6 +191,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
             "sglang.srt.model_loader.loader": {
                 "DefaultModelLoader": DefaultModelLoader,
                 "_initialize_model": initialize_model,
+                "get_model_loader": get_model_loader,
             },
             WeightUpdater.__module__: {"WeightUpdater": WeightUpdater},
             "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},

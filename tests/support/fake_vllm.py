@@ -222,7 +222,7 @@ def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False)
 
 def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Engine:
     """Put the modules where the plugin imports them from, and call it."""
-    engine = Engine({"auto": DefaultModelLoader})
+    engine = Engine(dict.fromkeys(("auto", "safetensors"), DefaultModelLoader))
     put_modules(
         monkeypatch,
         {

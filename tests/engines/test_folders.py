@@ -1,0 +1,150 @@
+"""Who loads: without a policy relayout or the engine; under a policy relayout alone, and only what is signed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import fake_sglang, fake_vllm
+from support.fake_vllm import Model, Tensors
+from support.signing import Keys, make_keys
+
+import relayout
+from relayout import FormatError, PlanError, plugins
+from relayout.engines.folders import is_ours
+from relayout.errors import RelayoutError
+
+HUB = "org/model"
+STATES = ("plain", "unsigned", "by another", "without relayout.json", "without model.sig", "damaged", HUB)
+"""What a policy refuses: folders, and a repository of the hub that the engine finds by itself."""
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return make_keys(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+def states(folders: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A signed llama, and what is not that."""
+    root = tmp_path_factory.mktemp("states")
+    shutil.copytree(folders / "llama", root / "plain")
+    for name in ("signed", "unsigned", "by another"):
+        relayout.convert(folders / "llama", root / name, tp=2, digest="sha256")
+    relayout.sign(root / "signed", key=keys.key)
+    relayout.sign(root / "by another", key=make_keys(root, "stranger").key)
+    for name in ("relayout.json", "model.sig"):
+        shutil.copytree(root / "signed", root / f"without {name}")
+        (root / f"without {name}" / name).unlink()
+    shutil.copytree(root / "signed", root / "damaged")
+    for file in (root / "damaged").glob("*.safetensors"):
+        blob = bytearray(file.read_bytes())
+        blob[-1000] ^= 1
+        file.write_bytes(blob)
+    return root
+
+
+def start(**options: Any) -> Callable[[Any, str, str, Model], None]:
+    return lambda engine, folder, signed, model: engine.load(folder, model, **options)
+
+
+def side_weights(engine: Any, folder: str, signed: str, model: Model) -> None:
+    """The model is signed, and names weights elsewhere."""
+    model.secondary_weights = [SimpleNamespace(model_or_path=folder, prefix="", file="")]
+    engine.load(signed, model)
+
+
+def reload(engine: fake_vllm.Engine, folder: str, signed: str, model: Model) -> None:
+    """As `reload_weights(weights_path=...)` of a live vLLM."""
+    engine.load(signed, model)
+    loader = engine.formats["auto"](fake_vllm.LoadConfig("auto"))
+    model.load_weights(loader.get_all_weights(fake_vllm.model_config(folder), model))
+
+
+def update(engine: fake_sglang.Engine, folder: str, signed: str, model: Model) -> None:
+    engine.load(signed, model)
+    done, answer = engine.update(model, folder, signed)
+    if not done:
+        raise PlanError(answer)
+
+
+STARTS = {
+    "auto": start(load_format="auto"),
+    "relayout": start(load_format="relayout"),
+    "draft, auto": start(load_format="auto", draft=True),
+    "draft, relayout": start(load_format="relayout", draft=True),
+}
+WAYS: dict[str, tuple[Any, Callable[[Any, str, str, Model], None]]] = {
+    **{f"vLLM: {name}": (fake_vllm, way) for name, way in STARTS.items()},
+    **{f"SGLang: {name}": (fake_sglang, way) for name, way in STARTS.items()},
+    "SGLang: safetensors": (fake_sglang, start(load_format="safetensors")),
+    "vLLM: reload": (fake_vllm, reload),
+    "SGLang: update": (fake_sglang, update),
+}
+NEVER = {
+    "vLLM: safetensors": (fake_vllm, start(load_format="safetensors")),
+    "vLLM: side weights": (fake_vllm, side_weights),
+    "SGLang: dummy": (fake_sglang, start(load_format="dummy")),
+}
+"""Not even what is signed, since relayout does not load it."""
+
+
+@pytest.mark.parametrize("cache", ["", "cache"])
+@pytest.mark.parametrize("way", [*WAYS, *NEVER])
+def test_under_a_policy_only_what_is_signed_gets_into_an_engine(
+    states: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Tensors, way: str, cache: str
+) -> None:
+    monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
+    monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / cache) if cache else "")
+    kind, run = {**WAYS, **NEVER}[way]
+    monkeypatch.setattr(kind, "Path", lambda path: states / "plain" if str(path) == HUB else Path(path))
+    engine, signed = kind.install(monkeypatch), str(states / "signed")
+    let_in, unexplained = [], []
+    for state in (*STATES, *["signed"] * (way in NEVER)):
+        for rank in range(2):
+            model = Model(whole, rank, 2)
+            try:
+                run(engine, HUB if state == HUB else str(states / state), signed, model)
+                let_in.append((state, rank))
+            except RelayoutError as error:
+                if state != "damaged" and str(keys.policy) not in str(error):
+                    unexplained.append(error)
+    assert (let_in, unexplained) == ([], [])
+    if way in WAYS:
+        for rank in range(2):
+            model = Model(whole, rank, 2)
+            run(engine, signed, signed, model)
+            model.assert_holds_what_it_cuts_of(whole)
+
+
+def test_without_a_policy_the_engine_loads_what_is_plain(states: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_ours(str(states / "unsigned"), is_asked_for=False)
+    assert is_ours("s3://bucket/model", is_asked_for=True)
+    assert not is_ours(str(states / "plain"), is_asked_for=False)
+    assert not is_ours(f"hf://{HUB}", is_asked_for=False)
+    assert not is_ours(str(states / "nothing"), is_asked_for=False)
+    with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
+        is_ours(str(states / "without relayout.json"), is_asked_for=False)
+
+
+@pytest.mark.parametrize("policy", ["", "missing.toml"])
+def test_a_policy_that_cannot_be_read_stops_a_load(states: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setenv("RELAYOUT_TRUST", policy)
+    with pytest.raises((PlanError, OSError), match=policy or "RELAYOUT_TRUST is empty"):
+        is_ours(str(states / "signed"), is_asked_for=False)
+
+
+@pytest.mark.parametrize(("kind", "call"), [(fake_vllm, plugins.vllm), (fake_sglang, plugins.sglang)])
+def test_an_engine_that_is_not_as_expected_does_not_start_under_a_policy(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch, kind: Any, call: Callable[[], None]
+) -> None:
+    kind.install(monkeypatch, with_plugin=False)
+    monkeypatch.setattr(plugins, "import_module", lambda name: SimpleNamespace())
+    call()
+    monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
+    with pytest.raises(SystemExit, match="RELAYOUT_TRUST cannot be kept in this"):
+        call()

@@ -29,8 +29,6 @@ _MOST_AT_ONCE = 4.0
 """One touch that took longer than so many times the cost says no more: something came between."""
 _FORGOTTEN_SECONDS = 1.0
 """What was measured longer ago says nothing about the memory that is free now."""
-_DEAR_SECONDS = 1e-3
-"""A huge page that costs more comes from the host: clearing it takes a fifth of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +186,8 @@ def describe_pages() -> str:
         return "memory: small pages: the system has no huge ones"
     if huge is None or small is None:
         return "memory: not measured yet"
-    taken = "the host takes free memory back" if huge > _DEAR_SECONDS else "they are at hand"
-    figures = f"{huge * 1e3:.1f} ms a huge page, {small * 1e3:.1f} ms as many small ones"
-    if are_small():
-        return f"memory: small pages: {taken} ({figures})"
-    return f"memory: huge pages: {taken} ({figures})"
+    chosen = "small" if are_small() else "huge"
+    return f"memory: {chosen} pages ({huge * 1e3:.1f} ms a huge page, {small * 1e3:.1f} ms as many small ones)"
 
 
 def measured_pages() -> str:

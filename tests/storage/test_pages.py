@@ -96,12 +96,8 @@ def test_every_huge_page_is_touched_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("host", "better", "said"),
     [
-        ("at hand", mmap.MADV_HUGEPAGE, "memory: huge pages: they are at hand (0.2 ms a huge page"),
-        (
-            "taken back",
-            mmap.MADV_NOHUGEPAGE,
-            "memory: small pages: the host takes free memory back (4.5 ms a huge page",
-        ),
+        ("at hand", mmap.MADV_HUGEPAGE, "memory: huge pages (0.2 ms a huge page"),
+        ("taken back", mmap.MADV_NOHUGEPAGE, "memory: small pages (4.5 ms a huge page"),
     ],
 )
 def test_most_memory_gets_the_cheaper_pages(monkeypatch: pytest.MonkeyPatch, host: str, better: int, said: str) -> None:

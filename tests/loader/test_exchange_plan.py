@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import NOT_HELD, WHOLE, Slice, slice_transfers
-from relayout.loader.group.exchange_plan import CHUNK_NBYTES, Chunk, Divided, Division, Round, plan_exchange
+from relayout.loader.group.exchange_plan import (
+    CHUNK_NBYTES,
+    RECEIVED_NBYTES,
+    Chunk,
+    Divided,
+    Division,
+    Round,
+    plan_exchange,
+)
 
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32}
 Array = Any
@@ -198,3 +206,12 @@ def test_what_all_hold_is_sent_in_small_chunks() -> None:
     rounds = plan_exchange([Divided(0, 0, Division.of((whole,) * 8, 2**18))], 8)
     assert {chunk.extent.nbytes for each in rounds for chunk in each.chunks} == {CHUNK_NBYTES // 8}
     assert all(each.chunks[0].sizes == (CHUNK_NBYTES // 8,) * 8 for each in rounds)
+
+
+def test_a_member_that_holds_more_than_the_others_receives_no_more_at_once() -> None:
+    parts = [
+        slice_transfers("U8", (2**26,), Slice.along(0, [(0, 2**26 if not member else 100)])) for member in range(8)
+    ]
+    rounds = plan_exchange([Divided(0, 0, Division.of(tuple(parts), 2**18))], 8)
+    received = [sum(chunk.sizes[0] for chunk in each.chunks) for each in rounds]
+    assert (sum(received), max(received)) == (2**26, RECEIVED_NBYTES)

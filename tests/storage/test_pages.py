@@ -41,6 +41,10 @@ def test_the_choice_costs_at_most_a_fifth_more_than_the_better_constant(host: st
     assert spent <= 1.2 * min(sum(small for small, _ in seconds), sum(huge for _, huge in seconds))
 
 
+def test_one_touch_that_was_interrupted_changes_no_choice() -> None:
+    assert PageCosts(AT_HAND, SMALL).after(1.0, is_huge=True).are_huge_better
+
+
 class Kernel:
     """Stands in for madvise and for the clock: touching a page takes as long as the host says."""
 
@@ -91,6 +95,8 @@ def test_every_huge_page_is_touched_once(monkeypatch: pytest.MonkeyPatch) -> Non
     memory = touch(200, times=2)
     start = -pages.address_of(memory) % HUGE_PAGE
     assert kernel.num_touched == (len(memory) - start) // HUGE_PAGE
+    FreshMemory(memory, start + 4096, 3 * HUGE_PAGE).touch(0, 3 * HUGE_PAGE)
+    assert kernel.num_touched == (len(memory) - start) // HUGE_PAGE + 2, "whole ones only, and none beyond the part"
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,7 @@ class Saving:
                 exchange = Exchange(group, holders, mine, shards, nbytes)
                 planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token))
                 _check_equal(planned, group)
+                holders.check_replicas(group.all_gather(holders.digests(group.index, mine, threads)))
         except BaseException as error:
             group.fail(error)
             raise

@@ -15,10 +15,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from relayout.core.arguments import ranks_text
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import CutTensor
 from relayout.core.slices import Range as AxisRange
 from relayout.core.strided import Bytes, copy_runs
+from relayout.core.workers import each
 from relayout.errors import PlanError
 from relayout.loader.group.collectives import Group
 from relayout.saving.held import HeldTensor
@@ -56,12 +58,45 @@ class Holders:
         """
         overlapping = {parts for parts in set(self.parts) if _overlap(parts)}
         for head, parts in zip(self.heads, self.parts, strict=True):
+            if parts in overlapping:
+                raise PlanError("the members hold parts that overlap", tensor=head.name, code="unsupported")
             if sum(parts.sizes) != head.nbytes:
                 what = f"{sum(parts.sizes)} of {head.nbytes} bytes were given"
                 advice = "all processes that hold a part of it must save together, in one `group`"
                 raise PlanError(f"{what}: {advice}", tensor=head.name, code="missing")
-            if parts in overlapping:
-                raise PlanError("the members hold parts that overlap", tensor=head.name, code="unsupported")
+
+    def digests(self, member: int, held: Mapping[int, HeldTensor], threads: int) -> list[bytes]:
+        """A digest of each part that a member shares with others, by rising tensor."""
+        shared = [t for t in range(len(self.parts)) if any(member in members for members in self._shared(t))]
+        return each(lambda t: held[t].digest(), shared, threads)
+
+    def check_replicas(self, digests: Sequence[Sequence[bytes]]) -> None:
+        """Check that the members that hold the same part of a tensor have the same bytes of it.
+
+        Parts that are not the same have no elements in common, see `check`.
+
+        Args:
+            digests: `digests` of each member.
+
+        Raises:
+            PlanError: they have not.
+        """
+        of_member = [iter(column) for column in digests]
+        for t, head in enumerate(self.heads):
+            for members in self._shared(t):
+                versions: dict[bytes, list[int]] = {}
+                for member in members:
+                    versions.setdefault(next(of_member[member]), []).append(member)
+                if len(versions) > 1:
+                    who = " and ".join(map(ranks_text, versions.values()))
+                    what = f"the members {who} hold different values of the same elements, expected equal ones"
+                    raise PlanError(what, tensor=head.name, code="mismatch")
+
+    def _shared(self, t: int) -> list[tuple[int, ...]]:
+        """The members that hold the same part of a tensor, of each part that several hold and that has elements."""
+        parts = self.parts[t]
+        by_part = zip(parts.cut.holders, parts.sizes, strict=True)
+        return [members for members, nbytes in by_part if nbytes and len(members) > 1]
 
     def sent(self, piece: Piece, wanted: Sequence[Transfer], sender: int, receiver: int) -> Iterator[Transfer]:
         """What a member sends of bytes that another wants: transfers from the tensor to what the sender holds."""

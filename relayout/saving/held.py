@@ -10,8 +10,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
-from relayout.core.extents import Extent, Transfer, align_down, align_up
+from relayout.core.extents import Extent, Transfer, align_down, align_up, split
 from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, merged, positions
 from relayout.core.strided import Bytes, copy_runs
 from relayout.errors import PlanError
@@ -21,6 +22,8 @@ from relayout.saving.shards import TensorHead
 
 if TYPE_CHECKING:
     import torch
+
+_HASHED_NBYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +67,13 @@ class HeldTensor:
         is_cpu = self.data.device.type == "cpu"
         copied = torch.empty(self.data.shape, dtype=self.data.dtype, pin_memory=not is_cpu)
         return HeldTensor(self.head, self.part, copied.copy_(self.data))
+
+    def digest(self) -> bytes:
+        """XXH3-128 of the part's bytes, in dense order. Of what must be copied, a piece at a time is."""
+        running = xxhash.xxh3_128()
+        for piece in split(Extent(0, self.data.numel() * self.data.element_size()), _HASHED_NBYTES):
+            running.update(self.bytes_of(piece).data)
+        return running.digest()
 
     def bytes_of(self, extent: Extent) -> Bytes:
         """Some of the part's bytes, in dense order: a view where the memory has them so, else a copy on the host."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from relayout.core.extents import Extent
-from relayout.core.slices import WHOLE
+from relayout.core.slices import WHOLE, Cut
+from relayout.errors import PlanError
+from relayout.saving.exchange import Holders
 from relayout.saving.held import HeldTensor, part_of
 from relayout.saving.shards import TensorHead
 
@@ -35,3 +41,45 @@ def test_bytes_of_what_is_not_contiguous(order: list[int], offset: int, nbytes: 
     extent = Extent(offset, min(nbytes, len(dense) - offset))
     held = HeldTensor(TensorHead("x", "I32", tuple(tensor.shape)), WHOLE, tensor)
     assert held.bytes_of(extent).tobytes() == dense[extent.offset : extent.end]
+
+
+PLACEMENTS = st.sampled_from([Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)])
+
+
+def local_of(tensor: torch.Tensor, placements: list[Placement], mesh: list[int], at: tuple[int, ...]) -> torch.Tensor:
+    """What PyTorch gives a process of a mesh."""
+    for placement, count, index in zip(placements, mesh, at, strict=True):
+        if not isinstance(placement, Replicate):
+            tensor = placement._split_tensor(tensor, count, with_padding=False)[0][index]  # type: ignore[attr-defined]
+    return tensor.clone()
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), PLACEMENTS), max_size=3), st.booleans(), st.data())
+def test_replicas_that_differ_in_one_element_are_found_and_named(
+    axes: list[tuple[int, Placement]], is_strided: bool, data: st.DataObject
+) -> None:
+    mesh, placements = [count for count, _ in axes], [placement for _, placement in axes]
+    whole = torch.arange(30, dtype=torch.float32).reshape(6, 5)
+    members = list(product(*map(range, mesh)))
+    parts = [part_of("x", (6, 5), mesh, at, placements) for at in members]
+    locals_ = [local_of(whole, placements, mesh, at) for at in members]
+    head = TensorHead("x", "F32", (6, 5))
+    heads = [TensorHead("y", "F32", (0,)), head]
+    holders = Holders(heads, [Cut((WHOLE,) * len(parts)).tensor("F32", (0,)), Cut(tuple(parts)).tensor("F32", (6, 5))])
+
+    def check() -> None:
+        given = [local.t().contiguous().t() if is_strided else local for local in locals_]
+        held = [HeldTensor(head, part, local) for part, local in zip(parts, given, strict=True)]
+        holders.check_replicas([holders.digests(member, {1: one}, 2) for member, one in enumerate(held)])
+
+    check()
+    changed = data.draw(st.sampled_from([m for m, local in enumerate(locals_) if local.numel()]))
+    element = data.draw(st.integers(0, locals_[changed].numel() - 1))
+    locals_[changed].view(-1)[element] = -1
+    others = [m for m, part in enumerate(parts) if part == parts[changed] and m != changed]
+    if others:
+        with pytest.raises(PlanError, match=f"(members|and) {changed} .*hold different values") as caught:
+            check()
+        assert caught.value.tensor == "x"
+    else:
+        check()

@@ -154,6 +154,11 @@ def _member(folder: Path, url: str, number: int) -> None:
     halves = distribute_tensor(eight, square, [Shard(0), Replicate()])
     quarters = distribute_tensor(eight, line, [Shard(0)])
     seen.case("overlap", save("overlap", [{"x": halves}, {"x": quarters}, {"x": quarters}, {}][number]))
+    drifted = {"x": DTensor.from_local(eight[:4].clone() + (number == 3), square, [Replicate(), Shard(0)])}
+    seen.case("drift", save("drift", drifted, unmatched="replicate"))
+    buffer = eight + (number == 2)
+    seen.case("buffer", save("buffer", {**parts, "x": buffer}, unmatched="replicate"))
+    seen.case("part", save("part", {"x": eight if number == 0 else halves}, unmatched="replicate"))
     pieces = eight.reshape(4, 2)[number // 2 :: 2].reshape(-1)
     both = [_StridedShard(0, split_factor=2), Replicate()]
     place = {"shape": eight.shape, "stride": eight.stride(), "run_check": False}

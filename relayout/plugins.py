@@ -56,19 +56,28 @@ def sglang() -> None:
 class _AfterImport(MetaPathFinder):
     """Registers with vLLM once its loaders have been imported: to import them in every process would cost seconds."""
 
+    def __init__(self) -> None:
+        self._is_asking = False
+        """Whether the other finders are being asked."""
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The module as others find it; its import ends with `_register`."""
-        if fullname != _LOADERS:
+        if fullname != _LOADERS or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        self._is_asking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
+                if self in sys.meta_path:  # Not before: others may ask where the module is, and import nothing.
+                    sys.meta_path.remove(self)
                 _register("vllm", _observer)
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]

@@ -85,7 +85,8 @@ class Copier:
         whole = chunk.extent
         # Memory beyond the end of the file stays as it is.
         end = min(whole.end, self.job.files[chunk.file].nbytes)
-        for part in split(Extent(whole.offset, end - whole.offset), HUGE_PAGE):
+        most = min(HUGE_PAGE, self.job.budget.buffer_nbytes)
+        for part in split(Extent(whole.offset, end - whole.offset), most):
             view = reserve(bounce, align_up(part.nbytes, BLOCK))
             self.sources.read(chunk.file, part.offset, view)
             copy_runs(view, span, Transfer(0, part.offset - whole.offset, part.nbytes))

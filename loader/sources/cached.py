@@ -148,10 +148,7 @@ def _forget_damaged(lease: Lease, manifest: Manifest, blob: bytes) -> None:
     for name in {*small, *indices, CHUNKS_NAME, MANIFEST_NAME}.intersection(
         path.name for path in lease.folder.iterdir()
     ):
-        try:
-            check(name)
-        except FormatError:
-            (lease.folder / name).unlink(missing_ok=True)
+        lease.forget_damaged(name, partial(check, name))
 
 
 def keep(store: CachedStore, cache: Cache, names: Sequence[str], progress: Progress) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache as once
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.checkpoint.converted import (
@@ -33,7 +34,7 @@ from relayout.loader.sources.columns import Names, TensorColumns, select
 from relayout.loader.sources.stored import StoredFile, rank_files
 from relayout.progress import Progress
 from relayout.storage.protocols import Kind, Store
-from relayout.storage.stores import check_exists, find_input
+from relayout.storage.stores import check_exists, find_input, scheme_of
 
 if TYPE_CHECKING:
     from relayout.checkpoint.delta import Paths
@@ -272,8 +273,9 @@ def _kept(
 def _is_of_cache(error: RelayoutError | OSError, cache: Cache) -> bool:
     """Whether the cache has failed, and not the store behind it, whose errors are no different without a cache."""
     path = error.filename if isinstance(error, OSError) else error.path
-    folder = os.path.realpath(cache.folder)
-    return _is_full(error) or (path is not None and os.path.realpath(path).startswith(folder))
+    if _is_full(error) or path is None or scheme_of(path) is not None:
+        return _is_full(error)
+    return Path(path).resolve().is_relative_to(Path(cache.folder).resolve())
 
 
 def _is_full(error: RelayoutError | OSError) -> bool:

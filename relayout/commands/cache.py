@@ -51,7 +51,7 @@ def cache(
     folder = kept.folder
     if os.path.lexists(folder) and not os.path.isdir(folder):  # noqa: PTH112 (it never raises)
         raise PlanError("is not a folder", path=str(folder), code="missing")
-    entries = kept.entries() if os.path.lexists(folder) else []  # The first start makes it.
+    entries = kept.entries()
     names = [entry.name for entry in entries] if clear else [_name(entries, start, folder) for start in remove]
     in_use = tuple(name for name in names if not kept.remove(name))
     left = kept.entries() if names else entries

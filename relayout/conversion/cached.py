@@ -260,11 +260,11 @@ def plan_in(
 
 def _kept_plan(lease: Lease) -> Plan | None:
     """The plan in an entry; None: there is none. What is no plan is deleted."""
-    if not lease.has(_PLAN):
-        return None
     path = lease.folder / _PLAN
-    try:
+
+    def read() -> Plan:
         return Plan.from_json(parse_object(path.read_bytes(), str(path)))
-    except FormatError:
-        path.unlink(missing_ok=True)
-        return None
+
+    if lease.has(_PLAN):
+        lease.forget_damaged(_PLAN, read)
+    return read() if lease.has(_PLAN) else None

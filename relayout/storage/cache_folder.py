@@ -334,6 +334,17 @@ class Lease(Closable):
         with OpenFolder(self.folder) as folder:
             self.keep(name, lambda partial: folder.write(partial, content()), limit_seconds=limit_seconds)
 
+    def forget_damaged(self, name: str, check: Callable[[], object]) -> None:
+        """Delete a file of the entry for which `check` raises FormatError: it is made when it is needed next."""
+        try:
+            check()
+        except FormatError:
+            with locked_file(self.lock_file(name), what=f"checking {name}", growth=self.growth):
+                try:
+                    check()  # Again: another process may have made it anew.
+                except FormatError:
+                    (self.folder / name).unlink(missing_ok=True)
+
     @property
     def is_doubted(self) -> bool:
         """Whether a process has found damage in the entry."""

@@ -310,6 +310,8 @@ plugins.vllm()
 assert not {"torch", "vllm", "relayout.engines.vllm"} & set(sys.modules)
 assert len([finder for finder in sys.meta_path if type(finder).__module__ == "relayout.plugins"]) == 1
 import vllm
+from importlib.util import find_spec
+assert find_spec("vllm.model_executor.model_loader")  # As of somebody who only asks.
 from vllm.model_executor import model_loader
 print(list(model_loader._LOAD_FORMAT_TO_MODEL_LOADER))
 """

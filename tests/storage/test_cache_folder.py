@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from support.patience import PATIENCE
 
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.storage.cache_folder import Cache
 from relayout.storage.local import lock_file
 from relayout.storage.local.lock_file import locked_file
@@ -344,6 +344,21 @@ def test_what_a_process_left_that_was_killed_before_it_had_a_lease_is_deleted(tm
     (tmp_path / OWN / OTHER).mkdir()
     assert has_room(cache, 1000)
     assert not (tmp_path / OWN / OTHER).exists()
+
+
+def test_what_another_process_has_made_anew_is_not_deleted(tmp_path: Path) -> None:
+    with Cache(tmp_path).lease(NEW) as lease:
+        file = lease.folder / "file"
+        file.write_bytes(b"damaged")
+
+        def check() -> None:
+            found = file.read_bytes()
+            file.write_bytes(b"made anew")
+            if found == b"damaged":
+                raise FormatError("is damaged")
+
+        lease.forget_damaged("file", check)
+        assert file.read_bytes() == b"made anew"
 
 
 def test_an_entry_is_put_aside_when_no_process_uses_it_and_only_once(tmp_path: Path) -> None:

@@ -102,6 +102,26 @@ def engines() -> str:
     return "\n".join(rows)
 
 
+def seconds() -> str:
+    """Seconds of cold loads, as `tools/run bench load` has recorded them."""
+    rows = ["| seconds to load, cold cache | relayout | best peer | others |", "|---|---|---|---|"]
+    results = json.loads((_ROOT / "tools" / "results" / "load.json").read_text())
+    states = {"touched": "memory at hand", "idle": "memory taken back by the host"}
+    for scenario in (one for one in results["scenarios"] if one["state"] == "cold"):
+        taken = {name: peer["seconds"] for name, peer in scenario["peers"].items()}
+        own = taken.pop("relayout")
+        families: dict[str, float] = {}
+        for name, each in taken.items():
+            family = results["peers"][name]["family"]
+            families[family] = min(each, families.get(family, each))
+        best, *others = sorted(families.values())
+        cells = [f"**{one:.2f}**" if one <= min(own, best) else f"{one:.2f}" for one in (own, best)]
+        title = scenario["title"].replace("one rank of", "one rank of TP")
+        span = f"{others[0]:.2f} to {others[-1]:.1f}" if others else ""
+        rows.append(f"| {title}, {states[scenario.get('memory', 'touched')]} | {' | '.join(cells)} | {span} |")
+    return "\n".join(rows)
+
+
 def _release(versions: dict[str, str]) -> str:
     if "sglang" in versions:
         return f"SGLang {versions['sglang']}"
@@ -110,6 +130,7 @@ def _release(versions: dict[str, str]) -> str:
 
 
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "seconds": (_ROOT / "README.md", seconds),
     "families": (_ROOT / "relayout" / "plans" / "MODELS.md", families),
     "engines": (_ROOT / "relayout" / "engines" / "ENGINES.md", engines),
     "commands": (_ROOT / "relayout" / "cli" / "COMMANDS.md", commands),

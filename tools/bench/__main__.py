@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -44,11 +45,17 @@ OutOption = Annotated[Path | None, typer.Option("--out", help="Write the results
 
 
 @app.command()
-def convert(folder: DirOption = None, size: SizeOption = 5.6, runs: RunsOption = 5, out: OutOption = None) -> None:
+def convert(
+    folder: DirOption = None,
+    size: SizeOption = 5.6,
+    runs: RunsOption = 5,
+    out: OutOption = None,
+    idle: Annotated[float, typer.Option(help="Seconds to wait before each run: memory is left to the host.")] = 0.0,
+) -> None:
     """Time `relayout convert --tp 8`, `verify` and `restore` beside `cp -r` with `sync`, from a cold cache."""
     need_fio()
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
-        results = conversions.measure(Path(scratch), _make_source(Path(scratch), size), runs)
+        results = conversions.measure(Path(scratch), _make_source(Path(scratch), size), runs, idle)
         conversions.print_table(console, results)
         _write(out, results, Path(scratch))
 
@@ -67,6 +74,10 @@ def load(
         bool, typer.Option("--cold", help="Only from a cold page cache; default is cold and warm.")
     ] = False,
     warm: Annotated[bool, typer.Option("--warm", help="Only from a warm page cache.")] = False,
+    memory: Annotated[
+        str,
+        typer.Option(help="Comma-separated: touched (free memory is touched before each load), idle (6 s are waited)."),
+    ] = "touched",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     limit: Annotated[float, typer.Option(help="Seconds that a peer may take.")] = 600,
 ) -> None:
@@ -75,6 +86,8 @@ def load(
     unknown = set(scenario.split(",")) - set(loads.SCENARIOS)
     if unknown:
         raise SystemExit(f"no scenario {min(unknown)!r}, there are: {', '.join(loads.SCENARIOS)}")
+    if strange := set(memory.split(",")) - set(loads.IDLE_SECONDS):
+        raise SystemExit(f"no state of memory {min(strange)!r}, there are: {', '.join(loads.IDLE_SECONDS)}")
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
         place = Path(scratch)
         source, done, about = _make_source(place, size), [], describe(place)
@@ -92,15 +105,15 @@ def load(
             converted = place / f"tp{loads.SCENARIOS[name][0]}"
             if not converted.exists():
                 relayout.convert(source, converted, tp=loads.SCENARIOS[name][0])
-            for is_cold in (True, False):
-                if (cold or warm) and not (cold if is_cold else warm):
-                    continue
+            wanted = [is_cold for is_cold in (True, False) if not (cold or warm) or (cold if is_cold else warm)]
+            for is_cold, free in product(wanted, memory.split(",")):
                 found, kept = loads.measure(
                     source,
                     converted,
                     name,
                     chosen,
                     cold=is_cold,
+                    memory=free,
                     runs=runs,
                     device=device,
                     limit=limit,

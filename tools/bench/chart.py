@@ -29,7 +29,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib.patches import Patch
 
     scenarios: dict[str, States] = {}
-    for result in results["scenarios"]:
+    for result in (one for one in results["scenarios"] if one.get("memory", "touched") == "touched"):
         scenarios.setdefault(result["title"], {})[result["state"]] = result
     rows = {title: _rows(states, results["peers"]) for title, states in scenarios.items()}
     height = PANEL_TOP + 0.45 + ROW_HEIGHT * max(map(len, rows.values()))

@@ -20,8 +20,8 @@ from relayout.benchmark.machine import prepare
 from relayout.storage.memory import proc_nbytes
 
 
-def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
-    """Run everything so many times, in turns; medians."""
+def measure(scratch: Path, source: Path, runs: int, idle: float = 0.0) -> dict[str, Any]:
+    """Run everything so many times, in turns, each after so many seconds without work; medians."""
     target, other = scratch / "target", scratch / "other"
     nbytes = total_nbytes(source)
     command = [sys.executable, "-m", "relayout"]
@@ -43,6 +43,7 @@ def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
             files = files_of([source, target] if target.exists() else [source])
             # A copy fills the page cache with as much again; the others need next to no memory.
             prepare([], files, cold=True, needed_nbytes=2 * nbytes if way.startswith("cp") else 0)
+            time.sleep(idle)
             started = time.monotonic()
             peak = max(_run(command) for command in commands)
             seconds[way].append(time.monotonic() - started)
@@ -68,6 +69,7 @@ def measure(scratch: Path, source: Path, runs: int) -> dict[str, Any]:
         "drive_gb_per_s": limit,
         "source_nbytes": nbytes,
         "runs": runs,
+        "idle_seconds": idle,
     }
 
 

@@ -16,6 +16,8 @@ from relayout.benchmark.verdict import RankLoads, Timing
 TP = 8
 SCENARIOS = {"one": (TP, [3]), "all": (TP, list(range(TP))), "whole": (1, [0])}
 """The degree and the ranks of each."""
+IDLE_SECONDS = {"touched": 0.0, "idle": 6.0}
+"""Before each load, by the state of free memory: touched and freed just before, or left to the host for so long."""
 _KEYS = ("seconds", "cpu_seconds", "peak_minus_needed_nbytes", "nbytes")
 """What is kept of a load, as medians."""
 
@@ -39,6 +41,7 @@ def measure(
     peers: dict[str, Loader],
     *,
     cold: bool,
+    memory: str = "touched",
     runs: int,
     device: str,
     limit: float,
@@ -56,15 +59,19 @@ def measure(
         registry="bench.peers",
         devices=["cpu"] if device == "cpu" else [f"cuda:{number}" for number in range(num_gpus())],
         limit=limit,
+        idle_seconds=IDLE_SECONDS[memory],
         # As much as a peer may take that keeps all of the model, a copy of it, and pages of the cache.
         touched_nbytes=3 * total_nbytes(source),
     )
     files = group.folders.rank_files(ranks)
     limits = [direct_read(files) for _ in range(runs)] if cold else []
-    loads = group.measure(runs, tell)
+    found: list[RankLoads] = []
+    group.measure(runs, tell, found.append)
+    [loads] = found
     return loads, {
         "title": loads.title,
         "state": loads.state,
+        "memory": memory,
         "nbytes": sum(path.stat().st_size for path in files),
         "drive_gb_per_s": median(limits) if limits else None,
         "all_drive_gb_per_s": limits,

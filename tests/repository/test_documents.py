@@ -430,7 +430,7 @@ def test_every_argument_of_load_is_in_the_document() -> None:
 @pytest.mark.parametrize("name", documents.PARTS)
 def test_what_documents_take_from_the_program_is_up_to_date(name: str) -> None:
     path, make = documents.PARTS[name]
-    assert len(make()) > 300
+    assert make().count("\n") > 3
     assert documents.written(name) == path.read_text(), "tools/run documents"
 
 

@@ -167,6 +167,8 @@ def test_room_is_counted_once_for_a_file_and_until_it_is_there(tmp_path: Path) -
     assert second is not None, "two ranks want one file"
     (lease.folder / ".weights.partial").write_bytes(bytes(900))
     assert cache.reserve(lease, {"other": 101}) is None
+    with cache.reserve(lease, {"other": 100}) or pytest.fail("what is written counts as reserved, not once more"):
+        pass
     (lease.folder / ".weights.partial").rename(lease.folder / "weights")
     assert cache.reserve(lease, {"other": 101}) is None
     for one in (first, second):
@@ -189,6 +191,30 @@ def test_a_full_drive_has_no_room_whatever_the_limit_says(tmp_path: Path, monkey
     assert second.exists()
     assert not has_room(cache, 3001)
     assert not second.exists()
+    with cache.lease(NEW) as lease:
+        partial = lease.folder / ".weights.partial"
+        partial.touch()
+        os.truncate(partial, 2000)
+        assert cache.reserve(lease, {"weights": 3001}) is None, "a file with holes has no room of its own"
+
+
+def test_a_lease_is_a_use(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 1500)
+    for number, name in enumerate((OLD, OTHER)):
+        os.utime(fill(cache, name, 500) / ".lease", (number, number))
+    cache.lease(OLD).close()
+    assert [entry.name for entry in cache.entries()] == [OTHER, OLD]
+
+
+def test_a_fork_does_not_give_back_the_room_of_its_parent(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 1000)
+    lease = cache.lease(OLD)
+    with cache.reserve(lease, {"weights": 900}) or pytest.fail("no room") as room:
+        if (child := os.fork()) == 0:
+            room.close()
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        assert cache.reserve(lease, {"other": 101}) is None
 
 
 def test_what_can_never_fit_removes_nothing(tmp_path: Path) -> None:

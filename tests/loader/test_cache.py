@@ -298,14 +298,19 @@ def test_another_conversion_at_the_same_url_has_its_own_entry(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("what", ["a file", "the note of a reservation"])
 def test_a_drive_that_is_full_while_it_is_filled_is_no_room_and_no_failure(
-    server: Server, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    server: Server, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int
 ) -> None:
-    def full(fd: int, nbytes: int) -> None:
-        if nbytes > 2**16:
-            raise OSError(number, os.strerror(number))
+    """Also where the error names no file."""
 
-    monkeypatch.setattr(files, "allocate", full)
+    def full(fd: int, nbytes: int | bytes) -> int:
+        if isinstance(nbytes, bytes) or nbytes > 2**16:
+            raise OSError(number, os.strerror(number))
+        return 0
+
+    place, name = (files, "allocate") if what == "a file" else (os, "write")
+    monkeypatch.setattr(place, name, full)
     with pytest.warns(UserWarning, match="has no room for it: reading from the store"):
         expect(relayout.load(URL, 1, cache=tmp_path), converted)
     assert not kept(tmp_path) & set(files_of_rank(converted, 1))

@@ -152,6 +152,17 @@ def test_the_files_of_a_model_are_those_of_its_index_or_of_its_names(
     assert (source.index is None) == (not indices or ("model.safetensors" in names(source) and INDEX not in indices))
 
 
+@pytest.mark.parametrize(
+    "name", ["x.safetensors.bin", "x.safetensors/y", "d/x.safetensors", "../x.safetensors", ".x", 5]
+)
+def test_an_index_names_safetensors_files_beside_it(tmp_path: Path, name: Any) -> None:
+    write(tmp_path / "model.safetensors", {"a": A})
+    write_index(tmp_path / INDEX, {"a": name})
+    with pytest.raises(FormatError, match=r"is not the name of a \.safetensors file") as caught:
+        read_source(tmp_path)
+    assert caught.value.code == "field"
+
+
 @pytest.mark.parametrize("metadata", [{"total_size": 1}, {"total_size": 10**15}, {"total_size": "many"}, {}, None, 7])
 def test_a_wrong_total_size_is_ignored(tmp_path: Path, metadata: Any) -> None:
     write_shards(tmp_path, "x.safetensors", "y.safetensors")

@@ -517,11 +517,14 @@ def test_side_files_are_proven_before_an_engine_loads(
 
 
 def test_a_copy_of_all_ranks_keeps_its_signature_and_is_replaced_with_it(
-    signed: Path, keys: Keys, tmp_path: Path
+    signed: Path, other: Path, keys: Keys, tmp_path: Path
 ) -> None:
     for _ in range(2):
         relayout.copy(signed, tmp_path / "copied", trust=keys.policy, force=True)
     assert content(tmp_path / "copied") == content(signed)
+    shutil.copy(other / "model.sig", tmp_path / "copied")  # Of another manifest.
+    with pytest.raises(PlanError, match=r"holds files that relayout did not write.*model\.sig"):
+        relayout.copy(signed, tmp_path / "copied", force=True)
     (tmp_path / "copied" / "model.sig").write_text("notes of mine")
     with pytest.raises(PlanError, match=r"holds files that relayout did not write.*model\.sig"):
         relayout.copy(signed, tmp_path / "copied", force=True)
@@ -606,8 +609,12 @@ def test_a_policy_names_places_and_contents(signed: Path, keys: Keys, tmp_path: 
     policy = tmp_path / "policy.toml"
     content = hashlib.sha256((signed / "relayout.json").read_bytes()).hexdigest()
     stranger = make_keys(tmp_path, "stranger")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "link").symlink_to(signed)
+    (tmp_path / "link").symlink_to(signed.parent)
     for more, counts in (
         (f'prefixes = ["{signed.parent}"]', True),
+        (f'prefixes = ["{tmp_path}/link"]', True),
         (f'prefixes = ["{signed}"]', True),
         (f'prefixes = ["s3://models", "{signed}x", "{signed.parent}/../signed"]', False),
         (f'content = ["{content}"]', True),
@@ -620,6 +627,9 @@ def test_a_policy_names_places_and_contents(signed: Path, keys: Keys, tmp_path: 
         else:
             with pytest.raises(RelayoutError, match="policy"):
                 relayout.load(signed, 0, trust=policy)
+    policy.write_text(f'[[signer]]\npublic_key = "{keys.public}"\nprefixes = ["{tmp_path}/models"]\n')
+    with pytest.raises(PlanError, match="has no signer for this place"):
+        relayout.load(tmp_path / "models" / "link", 0, trust=policy)
 
 
 @pytest.mark.parametrize(

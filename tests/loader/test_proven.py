@@ -11,9 +11,12 @@ from support.bits import flip
 from support.loader_fixtures import MIB, assert_equal, mlp_model
 
 import relayout
+from relayout.checkpoint.converted import read_manifest
+from relayout.checkpoint.proven import Proven, proof_of
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.storage.local.files import holes
+from relayout.storage.stores import find_input
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,24 @@ def test_a_load_at_another_degree_is_verified(pristine: Path, folder: Path, kind
         load(1)
     assert_equal(load(0), relayout.load(pristine / "two", 0))
     assert relayout.load(folder, 1, tp=2)
+
+
+def test_reads_anywhere_give_the_bytes_of_the_file(folder: Path) -> None:
+    store, manifest = find_input(folder), read_manifest(find_input(folder))
+    file, blob = manifest.files[0], (folder / manifest.files[0].name).read_bytes()
+    opened = Proven(store.open(file.name), proof_of(store, manifest, 0, with_header=True), file.name)
+    start, chunk = file.data_start, manifest.chunk_nbytes
+    for offset, end in (
+        (0, 9),
+        (8, 60),
+        (60, start),
+        (start - 9, start + 9),
+        (9, len(blob)),
+        (start + chunk - 1, start + chunk + 1),
+    ):
+        found = memoryview(bytearray(end - offset))
+        opened.read(offset, found)
+        assert found == blob[offset:end]
 
 
 def test_a_backend_that_needs_descriptors_refuses_to_prove_chunks(folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,27 @@ def test_saves_in_the_background_are_put_in_line(tmp_path: Path) -> None:
     for future in [relayout.save(step, tmp_path / "latest", force=True, background=True) for step in steps]:
         future.result(PATIENCE)
     assert relayout.load(tmp_path / "latest", 0)["x"][0] == 2
+
+
+def test_a_save_waits_for_those_in_the_background_but_not_for_those_of_a_parent(tmp_path: Path) -> None:
+    may_end, tensors = threading.Event(), {"x": torch.ones(4)}
+    first = relayout.save(tensors, tmp_path / "out", background=True, progress=lambda *_: may_end.wait(PATIENCE))
+    second = threading.Thread(target=relayout.save, args=(tensors, tmp_path / "out"), kwargs={"force": True})
+    second.start()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(PATIENCE))
+        try:
+            relayout.save(tensors, tmp_path / "of-child")
+        finally:
+            os._exit(not (tmp_path / "of-child").exists())
+    assert os.waitpid(child, 0)[1] == 0
+    assert second.is_alive()
+    assert not (tmp_path / "out").exists()
+    may_end.set()
+    second.join(PATIENCE)
+    assert first.done()
+    assert relayout.load(tmp_path / "out", 0)["x"].sum() == 4
 
 
 @pytest.mark.parametrize("tensor", [torch._neg_view(torch.ones(64)), torch.full((64,), 1 + 2j).conj()])

@@ -135,6 +135,7 @@ def _member(folder: Path, url: str, number: int) -> None:
     seen.case("background", later.result)
     some = {key: tensor for key, tensor in parts.items() if number != 1 or "layers.0" not in key}
     seen.case("missing", save("missing", some))
+    seen.case("alone", save("alone", parts, group=None))
     seen.case("options", save("options", parts, tp=2 if number == 2 else 4))
     other = {**whole, "model.norm.weight": whole["model.norm.weight"].float()} if number == 3 else whole
     seen.case("dtypes", save("dtypes", other))

@@ -211,12 +211,15 @@ def iter_load(
         source = find_source(path, rank, tp, verify, cache, progress, deltas, trust)
         contents = source.contents(names)
         warn_if_slow(source)
-        tensors = stream(contents, options)
-        return tensors if lease_of(source) is None else _doubting(tensors, source)
+        return doubting(stream(contents, options), source)
+
+
+def doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors. If they are from a cache, the next load makes an entry again in which this one finds damage."""
+    return tensors if lease_of(source) is None else _doubting(tensors, source)
 
 
 def _doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, from a cache: the next load makes an entry again in which this one finds damage."""
     try:
         yield from tensors
     except FormatError as error:

@@ -295,7 +295,7 @@ class RankGroup:
 
     @property
     def names(self) -> list[str]:
-        """Of the loaders that can load these ranks."""
+        """Names of the loaders that can load these ranks."""
         return [name for name, loader in self.loaders.items() if len(self.ranks) > 1 or not loader.group]
 
     def measure(

@@ -27,12 +27,12 @@ from relayout.storage.local.mounts import filesystem_of
 from relayout.storage.protocols import FileStat, Store
 
 _NUM_BLOCKS = 4
-"""Of a large tensor: one in each third, at an offset that its name decides, and the last."""
+"""How many blocks of a large tensor are read: one in each third, at an offset that its name decides, and the last."""
 _WHOLE_NBYTES = _NUM_BLOCKS * BLOCK
 """Tensors up to this size are read whole."""
 _MAX_SAMPLES = 16_384
 _MAX_REMOTE_SAMPLES = 512
-"""Of a server, to which each is a request."""
+"""How many are read from a server, to which each is a request."""
 _RUN = 16
 """Samples that one thread reads in a row."""
 _NUM_THREADS = 8
@@ -51,7 +51,7 @@ class SourceIdentity:
 
     @property
     def here(self) -> str:
-        """Of both, for what is kept on this machine."""
+        """Digest of both: the identity of what is kept on this machine."""
         return digest_hex(compact_json([self.content, self.place]))
 
 

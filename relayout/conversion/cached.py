@@ -84,8 +84,7 @@ def cached_conversion(
     """The conversion of a plain checkpoint in a cache, made now if it is not there.
 
     An entry is of one source (`checkpoint.identity`), one plan and degree, the same ranks, and one version of the
-    format. Other processes that call this at the same time take part in making
-    it.
+    format. Other processes that call this at the same time take part in making it.
 
     Args:
         source: a folder, file or prefix, read by this process and by others that take part.

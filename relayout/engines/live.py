@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     """A converted folder, or its URL, and the deltas that were applied to it, in this order."""
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
-"""Of the whole tensors of a model, by name."""
+"""Shapes of the whole tensors of a model, by name."""
 _LOGGER = getLogger("vllm.relayout")
 
 

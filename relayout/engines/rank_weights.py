@@ -274,11 +274,12 @@ class RankWeights:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
+        from relayout.loader.api import doubting
         from relayout.loader.stream import stream
 
         source, contents, _ = self._found
         with about(path=self.path):
-            for _ in stream(contents, self._load_options()):
+            for _ in doubting(stream(contents, self._load_options()), source):
                 pass
         return digest_hex(read_manifest_blob(source.store))
 
@@ -289,15 +290,16 @@ class RankWeights:
             from relayout.loader.group.sharing import stream_together
 
             return stream_together(lambda: (source, contents, options), self.members)
+        from relayout.loader.api import doubting
         from relayout.loader.stream import stream
 
         if not self._maps(source, contents):
-            return stream(contents, options)
+            return doubting(stream(contents, options), source)
         from relayout.loader.mapped import map_tensors
         from relayout.loader.pack import pack
 
         if options.verify:
-            for _ in stream(contents, options):
+            for _ in doubting(stream(contents, options), source):
                 pass
         return iter(map_tensors(pack(contents)).items())
 
@@ -311,10 +313,11 @@ class RankWeights:
     def _found(self) -> tuple[RankSource, TensorColumns, set[str]]:
         """The source, what of it is read, and the names of what is given unread."""
         from relayout.loader.api import find_source
+        from relayout.loader.sources.checkpoint import lease_of
 
         verify, cache, deltas = self.options.verify, self.options.cache, self.deltas or ()
         source = find_source(self.path, self.rank, self.num_ranks, verify, cache, deltas=deltas)
-        self._lease = getattr(source.store, "lease", self._lease)
+        self._lease = lease_of(source) or self._lease
         contents = source.contents()
         rows = [row for row, name in enumerate(contents.names) if not self.is_skipped(name)]
         unused = {name for row in rows if contents.shapes[row] and self.is_unused(name := contents.names[row])}

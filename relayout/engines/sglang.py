@@ -47,17 +47,17 @@ class _Start:
 
     options: EngineOptions
     path: str = ""
-    """Of its weights, if relayout may load them."""
+    """Folder or URL of its weights, if relayout may load them."""
     num_layers: int | None = None
-    """Of the text model."""
+    """Number of layers of the text model."""
     marks: Marks | None = None
-    """In memory that was not looked at yet."""
+    """Marks in memory that was not looked at yet."""
     shapes: Shapes | None = None
-    """Of the weights that it has now, if relayout has seen them."""
+    """Shapes of the weights that it has now, if relayout has seen them."""
 
 
 _starts: WeakKeyDictionary[Any, _Start] = WeakKeyDictionary()
-"""Of the models of this process."""
+"""How each model of this process was made."""
 _updating: ContextVar[EngineOptions | None] = ContextVar("relayout_updating", default=None)
 """While a model's weights are updated: the options that it was started with."""
 _stock: set[str] = set()

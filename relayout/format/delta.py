@@ -159,7 +159,7 @@ class Index:
     offsets: npt.NDArray[np.int64]
     """Where each begins in the file of what changed; behind them, where the last one ends."""
     digests: npt.NDArray[np.uint8]
-    """Of each as stored, in binary form."""
+    """Digest of each as stored, in binary form."""
 
     def place(self, first: int, end: int) -> Extent:
         """Where the pieces from `first` to before `end` are."""
@@ -167,7 +167,7 @@ class Index:
         return Extent(start, stop - start)
 
     def digest(self, piece: int) -> str:
-        """Of a piece as stored."""
+        """The digest of a piece as stored."""
         return bytes(self.digests[piece]).hex()
 
 

@@ -289,7 +289,7 @@ class Lease(Closable):
         self._lock = lock
 
     def status(self) -> os.stat_result:
-        """Of the lease's file, by which one entry of a name is told from the next."""
+        """Status of the lease's file, by which one entry of a name is told from the next."""
         return os.fstat(self._lock.fd)
 
     def has(self, name: str, nbytes: int | None = None) -> bool:
@@ -426,7 +426,7 @@ def _reserved(own: Path, note: bytes) -> dict[Path, int]:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Of a file or folder, or of a link itself; None if there is nothing."""
+    """Status of a file or folder, or of a link itself; None if there is nothing."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return path.lstat()
     return None

@@ -87,18 +87,37 @@ class Group:
     def _gather(self, value: object) -> list[object]:
         import torch.distributed as dist
 
+        values: list[object] = [None] * self.num_members
+        with self._naming_missing():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def apart(self) -> ProcessGroup:
+        """A new group of the same processes, for messages from host memory that meet none of this one's.
+
+        Raises:
+            OSError: a member is gone, or has not called within the timeout of torch.distributed.
+        """
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks(self._group)
+        with self._naming_missing():
+            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return cast("ProcessGroup", made)
+
+    @contextmanager
+    def _naming_missing(self) -> Iterator[None]:
+        """A call that all members make: an error names those that have not come to it."""
         if self._number is None:
             self._meet()
-        values: list[object] = [None] * self.num_members
         try:
             with self._unbroken():
-                dist.all_gather_object(values, value, group=self._group)
+                yield
         except OSError as error:
             if missing := self._missing():
                 what = f"{error.strerror}; of {self.num_members} members these have not called: {ranks_text(missing)}"
                 raise OSError(error.errno, what) from error
             raise
-        return values
 
     def _meet(self) -> None:
         """Say in the group's store that this member has called, and name those in the log that do not for some seconds.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -50,6 +51,8 @@ DEFAULT_MEMORY = 2**27
 _ROUND_NBYTES = 2**25
 _SENT_NBYTES = 2**28
 """The most that a member of a group sends in a round, if it has all that the others want."""
+_running = threading.local()
+"""`is_inside` is true in a thread that carries out a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,9 @@ class Saving:
 
         An error of `hold` is raised by all members.
         """
+        if getattr(_running, "is_inside", False):
+            what = "save: called by the progress function of a save, which would wait for itself"
+            raise PlanError(what, code="unsupported")
         line = _line_of_process(os.getpid()) if group is None else _line_of(group)
         if not background:
             line.wait()
@@ -180,7 +186,11 @@ class Saving:
         return line.begin(partial(self._run, lambda _: copied, line.group))
 
     def _run(self, hold: Callable[[bool], Held], group: ProcessGroup | None) -> Summary:
-        return self._alone(hold(True)) if group is None else self._together(hold, Group(group))
+        _running.is_inside = True
+        try:
+            return self._alone(hold(True)) if group is None else self._together(hold, Group(group))
+        finally:
+            _running.is_inside = False
 
     def _alone(self, held: Held) -> Summary:
         heads, shards, index = self._shards([one.head for one in held.tensors.values()], held.index)
@@ -302,14 +312,11 @@ def _line_of(group: ProcessGroup) -> _Line:
 
     Raises:
         PlanError: this process is no member.
+        OSError: a member is gone, or does not come.
     """
-    from torch import distributed
-
     if group not in _lines:
-        Group(group)
-        ranks = distributed.get_process_group_ranks(group)
         # Not destroyed: torch 2.13 gives the next group of these ranks the same name, and it finds dead addresses.
-        _lines[group] = _Line(distributed.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        _lines[group] = _Line(Group(group).apart())
     return _lines[group]
 
 

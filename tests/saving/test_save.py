@@ -138,6 +138,21 @@ def test_a_save_waits_for_those_in_the_background_but_not_for_those_of_a_parent(
     assert relayout.load(tmp_path / "out", 0)["x"].sum() == 4
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_by_the_progress_function_of_another_is_refused(tmp_path: Path, background: bool) -> None:
+    def inner(done: int, total: int) -> None:
+        relayout.save({"x": torch.ones(4)}, tmp_path / "inner")
+
+    def outer() -> None:
+        saved = relayout.save({"x": torch.ones(4)}, tmp_path / "out", progress=inner, background=background)
+        saved.result(PATIENCE)
+
+    with pytest.raises(PlanError, match="would wait for itself"):
+        outer()
+    assert list(tmp_path.iterdir()) == []
+    relayout.save({"x": torch.ones(4)}, tmp_path / "out")
+
+
 @pytest.mark.parametrize("tensor", [torch._neg_view(torch.ones(64)), torch.full((64,), 1 + 2j).conj()])
 def test_signs_that_are_not_in_memory_yet_are_saved(tmp_path: Path, tensor: torch.Tensor) -> None:
     relayout.save({"x": tensor}, tmp_path / "out")

@@ -11,7 +11,7 @@ import torch
 from support import prestarted, s3_server
 from support.checkpoints import write_family
 from support.families import FAMILIES
-from support.group_worker import NUM_MEMBERS
+from support.group_worker import NUM_MEMBERS, seen_by_members
 from support.profile import sample
 from support.saving_worker import NAMES
 
@@ -157,6 +157,13 @@ def test_a_member_that_is_killed_fails_the_others(seen: list[dict[str, Any]]) ->
         assert kind == "ConnectionAbortedError"
         assert "a member may be gone" in message
     assert "killed" not in seen[3]
+
+
+def test_members_that_never_call_are_named(tmp_path: Path) -> None:
+    seen = seen_by_members(tmp_path, "from support.saving_worker import one_is_missing; one_is_missing()")
+    assert [member["all call"] for member in seen] == [None] * NUM_MEMBERS
+    for kind, message in (seen[number][case] for number in (0, 3) for case in ("the next", "the first")):
+        assert (kind, "of 4 members these have not called: 1-2" in message) == ("ConnectionAbortedError", True)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ models of transformers.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from support.profile import sample
 NAMES = ("llama", "qwen3_moe", "phi3")
 """Families: dense; experts; fused query, key and value."""
 SHARD = "300KB"
+CASE_SECONDS = 60
+"""The most that a case may take; it takes one."""
 
 
 def main() -> None:
@@ -60,6 +65,36 @@ def _is_killed(folder: Path, member: int, num_calls: int, number: int) -> None:
     relayout.save(whole, folder / "out", tp=8, group=dist.group.WORLD, **options)
 
 
+def one_is_missing() -> None:
+    """`FOLDER`: groups with a short timeout, of which the members 1 and 2 do not always call."""
+    codes = forked(partial(_one_is_missing, Path(sys.argv[1])))
+    assert codes == [0] * NUM_MEMBERS, codes
+
+
+def _one_is_missing(folder: Path, number: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import relayout
+    from relayout.loader.group import collectives
+
+    collectives._QUIET_SECONDS = 0.2
+    join(folder, number)
+    seen, groups = Seen(folder, number), [dist.new_group(range(NUM_MEMBERS)) for _ in range(2)]
+    dist.new_group = partial(dist.new_group, timeout=timedelta(seconds=3))
+
+    def case(name: str, group: Any) -> None:
+        options: dict[str, Any] = {"config": {"model_type": "llama"}, "tp": 1, "force": True, "group": group}
+        seen.case(name, lambda: relayout.save({"model.norm.weight": torch.ones(4)}, folder / "out", **options))
+
+    case("all call", groups[0])
+    if number in (1, 2):
+        time.sleep(10)
+    else:
+        case("the next", groups[0])
+        case("the first", groups[1])
+
+
 def models() -> list[str]:
     return sample(("llama", "tied", "qwen3_moe", "phi3", "gpt_oss"), ("tied", "qwen3_moe"))
 
@@ -78,11 +113,13 @@ class Seen:
         self._cases: dict[str, Any] = {}
 
     def case(self, name: str, save: Callable[[], object]) -> None:
+        faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)  # One that hangs says where, and fails soon.
         try:
             save()
             self._cases[name] = None
         except (Exception, KeyboardInterrupt) as error:
             self._cases[name] = [type(error).__name__, str(error)]
+        faulthandler.cancel_dump_traceback_later()
         self._file.write_text(json.dumps(self._cases))
 
 

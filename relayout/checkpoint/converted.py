@@ -122,9 +122,10 @@ def check_intact(folder: Store) -> None:
 
 
 def digests_of_small(manifest: Manifest) -> dict[str, str]:
-    """The small files whose digests are in the manifest, by name: rank tables and the source record."""
+    """The small files whose digests are in the manifest, by name: rank tables, source record, and stock index."""
     tables = {holder.table: holder.table_digest for holder in manifest.holders.values()}
-    return {**tables, SOURCE_RECORD_NAME: manifest.record_digest}
+    index = {} if manifest.hub_index_digest is None else {HUB_INDEX_NAME: manifest.hub_index_digest}
+    return {**tables, SOURCE_RECORD_NAME: manifest.record_digest, **index}
 
 
 def check_small(folder: Store, manifest: Manifest, name: str, digest: str) -> None:

@@ -95,6 +95,12 @@ ForceOption = Annotated[
         "--force", help="Replace an older output that relayout wrote; discard an interrupted attempt at another."
     ),
 ]
+IfMissingOption = Annotated[
+    bool,
+    typer.Option(
+        "--if-missing", help="If the output is there, complete, and the same, exit with 0. Another is still an error."
+    ),
+]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
 RankOption = Annotated[
@@ -258,7 +264,7 @@ def convert(
     source: SourceArgument,
     tp: Annotated[
         int | None,
-        typer.Option("--tp", metavar="N", help="Number of tensor-parallel ranks. Default: 1, which cuts no tensor."),
+        typer.Option("--tp", metavar="N", help="Number of tensor-parallel ranks, to be given; 1 cuts no tensor."),
     ] = None,
     align: Annotated[
         str, typer.Option(metavar="BYTES", help="Tensors start at multiples of this power of two, 512 to 16MiB.")
@@ -306,6 +312,7 @@ def convert(
     memory: MemoryOption = "512MiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
     force: ForceOption = False,
+    if_missing: IfMissingOption = False,
     unit: Annotated[
         str | None,
         typer.Option(
@@ -334,12 +341,18 @@ def convert(
     from relayout.cli import render
     from relayout.commands.convert import PlanOptions, plan_conversion
 
+    if tp is None:
+        raise PlanError(
+            "--tp N is missing, the number of ranks; --tp 1 converts for one, and cuts no tensor", code="option"
+        )
+    if ray is not None and if_missing:
+        raise PlanError("--ray cannot be combined with --if-missing", code="option")
     if ray is not None and (unit is not None or commit):
         raise PlanError("--ray cannot be combined with --unit or --commit: it does both", code="option")
     if unit is not None and commit:
         raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
     options: PlanOptions = {
-        "tp": 1 if tp is None else tp,
+        "tp": tp,
         "align": align,
         "plan": plan,
         "expert_parallel": expert_parallel,
@@ -367,10 +380,12 @@ def convert(
         return
     planned = plan_conversion(source, output, **options)
     progress = None if dry_run else out.work("converting")
-    if tp is None and not out.as_json and not out.quiet:
-        _tell("note: no --tp: the output is for 1 rank, and no tensor is cut; --tp N cuts for N ranks")
     if dry_run:
         out.show(planned.preview(), render.preview)
+    elif if_missing and planned.is_done(threads=threads, memory=memory):
+        from relayout.commands.copy import AlreadyThere
+
+        out.show(AlreadyThere(str(planned.output)), render.already_there)
     elif unit is not None:
         from relayout.conversion import jobs
 
@@ -540,6 +555,7 @@ def copy(
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     force: ForceOption = False,
+    if_missing: IfMissingOption = False,
 ) -> None:
     """Copy the files that ranks need between folders and stores.
 
@@ -547,7 +563,12 @@ def copy(
     interruption the same command resumes.
     """
     from relayout.cli import render
+    from relayout.commands.copy import AlreadyThere, is_copied
 
+    progress = out.work("copying")
+    if if_missing and is_copied(path, output, ranks=ranks, trust=trust):
+        out.show(AlreadyThere(output), render.already_there)
+        return
     done = relayout.copy(
         path,
         output,
@@ -556,7 +577,7 @@ def copy(
         trust=trust,
         threads=threads,
         memory=memory,
-        progress=out.work("copying"),
+        progress=progress,
     )
     out.show(done, render.copied)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench
     from relayout.benchmark.verdict import RankLoads
     from relayout.commands.cache import CacheListing
-    from relayout.commands.copy import Copied
+    from relayout.commands.copy import AlreadyThere, Copied
     from relayout.commands.delta import DeltaDone
     from relayout.commands.differences import Report
     from relayout.commands.plan_check import PlanCheck
@@ -63,6 +63,11 @@ def summary(done: Summary) -> Iterator[Block]:
             f"only you can read it, as with the source; for others: chmod -R a+rX {done.output}", "note", "yellow"
         )
     yield from _exceptions(done)
+
+
+def already_there(done: AlreadyThere) -> Iterator[Block]:
+    """Of `convert` and `copy` with `--if-missing`."""
+    yield Line(f"{done.output}: already there, complete and the same: nothing to do", "done", "bold green")
 
 
 def copied(done: Copied) -> Iterator[Block]:

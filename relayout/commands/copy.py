@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from relayout.checkpoint.converted import (
     CONVERTED,
+    check_intact,
     check_present,
+    find_manifest_blob,
     find_signature,
     names_of,
     read_chunk_digests,
@@ -24,7 +26,7 @@ from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memo
 from relayout.conversion.journal import Fingerprint, Journal, Written
 from relayout.conversion.resume import read_progress
 from relayout.conversion.run import num_readers_of
-from relayout.conversion.side_files import copy_side_file, modes_of
+from relayout.conversion.side_files import are_there, copy_side_file, modes_of
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm, OrderedDigests, digest_hex
 from relayout.core.extents import Extent, align_up, split
@@ -94,6 +96,14 @@ class Copied(Result):
     seconds: float
     peak_nbytes: int
     """The most memory that the process ever held (resident)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyThere(Result):
+    """Nothing was done, because the output is what would be made."""
+
+    output: str
+    already_there: bool = True
 
 
 def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:
@@ -177,6 +187,30 @@ def copy(
     """
     source = trusted(find_input(path).snapshot(), trust)
     return copy_from(source, [source], output, ranks, force, threads, memory, progress)
+
+
+def is_copied(
+    path: str | os.PathLike[str], output: str | os.PathLike[str], *, ranks: Ranks = None, trust: Trust = None
+) -> bool:
+    """Whether the output is there, complete, and what `copy` with these arguments would make.
+
+    The proof: its manifest, which has the digests of all else, and its signature are those of the copy byte for byte;
+    and what they name is there (`check_intact`), side files with their digests. Weights are not read: `verify` does.
+
+    Raises:
+        FormatError, PlanError, OSError: as `copy`, of `path`.
+    """
+    source, target = trusted(find_input(path).snapshot(), trust), find_store(output)
+    blob, manifest, kept = _kept(source, ranks)
+    wanted = blob if kept is manifest else dump_manifest(kept)
+    signature = find_signature(source, blob) if kept is manifest else None
+    try:
+        if find_manifest_blob(target) != wanted or find_signature(target, wanted) != signature:
+            return False
+        check_intact(target)
+        return are_there(target, read_record(target, kept).side_files, kept.digest)
+    except FormatError:
+        return False
 
 
 def copy_from(

@@ -1,26 +1,36 @@
-"""Resuming a conversion that was interrupted: what an earlier attempt has noted, and what of it is true."""
+"""What is done of a conversion: whether its output is there, or what an interrupted attempt has noted of it."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
 
+from relayout.checkpoint.converted import check_intact, read_manifest, read_record
 from relayout.checkpoint.identity import SourceIdentity, identity_of
 from relayout.checkpoint.source import SourceTensor
 from relayout.conversion.journal import Fingerprint, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion, RankFile
+from relayout.conversion.side_files import are_there, read_side_file
+from relayout.conversion.sidecar import source_record
 from relayout.core.digests import digest_hex
-from relayout.core.extents import Extent
+from relayout.core.extents import BLOCK, Extent, Transfer
+from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json
 from relayout.format.slices import dump_slice
+from relayout.format.source_record import dump_record
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.protocols import Access, Staging
+from relayout.storage.protocols import Access, Kind, Staging
 
 _AGAIN_NBYTES = 64 * 2**20
+_MAX_SAMPLES = 16_384
+_MAX_REMOTE_SAMPLES = 512
+"""Each is a request."""
+_RUN = 64
+"""Samples that one thread compares in a row."""
 
 
 def fingerprint_of(conversion: Conversion, source: str) -> Fingerprint:
@@ -65,6 +75,76 @@ def source_agrees(conversion: Conversion, noted: Written, threads: int) -> bool:
     extents = [[source.tensors[t].extent] for t in again.values()]
     found = hash_files([HashedFile(*one) for one in zip(opens, extents, strict=True)], threads)
     return [[noted.tensors[t].source] for t in again.values()] == found
+
+
+def is_done(conversion: Conversion, threads: int) -> bool:
+    """Whether the output is what this conversion would make: if not, or if anything is wrong with it, it is not.
+
+    The proof: all its files are there (`check_intact`); its record is the one that this source, plan and options have,
+    with the names, lengths and headers of shards, the index, and the digests of side files; of each shard a whole
+    tensor has the digest that is recorded; and of each slice, the first, middle and last bytes are those of the source.
+    Of very many slices, or from a server, not all are compared.
+
+    Raises:
+        FormatError, OSError: the source cannot be read.
+    """
+    output, source = conversion.output, conversion.source
+    if output.kind() is not Kind.FOLDER:
+        return False
+    sides = [read_side_file(source.folder, name, conversion.digest) for name in source.side_files]
+    try:
+        check_intact(output)
+        manifest = read_manifest(output)
+        record = read_record(output, manifest)
+        if not are_there(output, sides, conversion.digest):
+            return False
+    except FormatError:
+        return False
+    expected = source_record(conversion, record.digests, sides)
+    files = [(file.name, file.nbytes, file.data_start) for file in conversion.layout.files]
+    if (
+        (manifest.present, manifest.digest) != (conversion.ranks, conversion.digest)
+        or [(file.name, file.nbytes, file.data_start) for file in manifest.files] != files
+        or dump_record(record) != dump_record(expected)
+    ):
+        return False
+    noted = Written({t: TensorDigests(digest, ()) for t, digest in enumerate(record.digests)})
+    return source_agrees(conversion, noted, threads) and _samples_agree(conversion, threads)
+
+
+def _samples_agree(conversion: Conversion, threads: int) -> bool:
+    """Whether samples of the output are what the source has in their places."""
+    source, output = conversion.source, conversion.output
+    is_remote = source.folder.cost.is_remote or output.cost.is_remote
+    samples = [sample for index in range(len(conversion.layout.files)) for sample in _samples(conversion, index)]
+    samples = samples[:: -(-len(samples) // (_MAX_REMOTE_SAMPLES if is_remote else _MAX_SAMPLES)) or 1]
+
+    def agree(first: int) -> bool:
+        ours, theirs = bytearray(BLOCK), bytearray(BLOCK)
+        for t, index, part in samples[first : first + _RUN]:
+            shard, file = source.files[source.tensors[t].file], conversion.layout.files[index]
+            with source.folder.open(shard.name, shard.nbytes) as opened:
+                opened.read(source.tensors[t].extent.offset + part.source, memoryview(theirs)[: part.nbytes])
+            with output.open(file.name, file.nbytes) as opened:
+                opened.read(part.target, memoryview(ours)[: part.nbytes])
+            if ours[: part.nbytes] != theirs[: part.nbytes]:
+                return False
+        return True
+
+    return all(each(agree, range(0, len(samples), _RUN), threads))
+
+
+def _samples(conversion: Conversion, index: int) -> Iterator[tuple[int, int, Transfer]]:
+    """The first, middle and last bytes of each slice in a file: tensor, file, and whence in the tensor they came."""
+    file = conversion.layout.files[index]
+    for t, offset in zip(file.tensors, file.offsets, strict=True):
+        transfers = conversion.cut[t].rank_transfers(file.holder)
+        for part in range(3) if transfers else ():
+            transfer = transfers[(len(transfers) - 1) * part // 2]
+            nbytes, run = min(transfer.nbytes, BLOCK), (transfer.count - 1) * part // 2
+            skipped = (transfer.nbytes - nbytes) * part // 2
+            start = transfer.source + run * transfer.source_stride + skipped
+            yield t, index, Transfer(start, offset + transfer.target + run * transfer.target_stride + skipped, nbytes)
 
 
 def _rank_of(tensors: Sequence[SourceTensor], t: int) -> int:

@@ -17,6 +17,7 @@ from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import (
     check_unchanged,
     fingerprint_of,
+    is_done,
     read_progress,
     source_agrees,
     verified_progress,
@@ -93,6 +94,13 @@ class ConversionPlan(Conversion):
     ) -> Summary:
         """Carry out the plan; arguments, result and errors as for `convert`."""
         return carry_out(self, force=force, threads=threads, memory=memory, progress=progress)
+
+    def is_done(self, *, threads: int = DEFAULT_THREADS, memory: int | str = DEFAULT_MEMORY) -> bool:
+        """Whether the output is there, complete, of this source and these options; arguments and errors as of `run`.
+
+        Headers, small files and samples of all tensors are compared, not every byte: `verify` does that.
+        """
+        return is_done(self, num_readers_of(*share_memory(threads, memory, self.output)))
 
 
 def carry_out(

@@ -78,6 +78,15 @@ def read_side_file(folder: Store, name: str, algorithm: DigestAlgorithm) -> Side
     return SideFile(name, status.nbytes, digest.hexdigest(), status.mode)
 
 
+def are_there(folder: Store, files: Iterable[SideFile], algorithm: DigestAlgorithm) -> bool:
+    """Whether a folder has these files, with these digests.
+
+    Raises:
+        FormatError: one cannot be read.
+    """
+    return all(read_side_file(folder, file.name, algorithm).digest == file.digest for file in files)
+
+
 def _status(folder: Store, name: str) -> FileStat:
     status = folder.stat(name)
     if status is None:

@@ -89,7 +89,7 @@ def write_sidecar(
     source, options, digest = conversion.source, conversion.options, conversion.digest
     side_files = [copy_side_file(source.folder, staging, name, digest) for name in source.side_files]
     digests = digests_of_all(conversion, written.tensors)
-    record = _source_record(conversion, [tensor.source for tensor in digests], side_files)
+    record = source_record(conversion, [tensor.source for tensor in digests], side_files)
     conversion_id, plan_name = conversion_digest(record), "none" if record.plan is None else record.plan.full_name
     stored_record = compress(dump_record(record))
     staging.put(SOURCE_RECORD_NAME, [stored_record])
@@ -227,9 +227,10 @@ def _table(
     )
 
 
-def _source_record(
+def source_record(
     conversion: Conversion, digests: Sequence[str | None], side_files: Sequence[SideFile]
 ) -> SourceRecord:
+    """The record of a conversion, of which the digests of source tensors and the side files are known."""
     source = conversion.source
     tensors, family = source.tensors, conversion.plan.family
     return SourceRecord(

@@ -206,7 +206,7 @@ def test_a_source_whose_file_lies_elsewhere_is_refused(name: str, outside: Path,
     (folder / "config.json").write_text("{}")
     relayout.convert(folder, tmp_path / "first")
     move_out(folder, name, outside)
-    result = CliRunner().invoke(app, ["convert", str(folder), "-o", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["convert", str(folder), "--tp", "1", "-o", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert f"{name}: a symbolic link that leads out of the checkpoint" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "model", "outside"]

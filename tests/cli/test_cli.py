@@ -149,8 +149,8 @@ def put(path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("convert nothing", r"nothing: no such file or folder"),
-        ("convert no\nsuch\x1b[31m\x07thing", r"no.+such.+thing: no such file or folder"),
+        ("convert nothing --tp 1", r"nothing: no such file or folder"),
+        ("convert no\nsuch\x1b[31m\x07thing --tp 1", r"no.+such.+thing: no such file or folder"),
         ("inspect nothing", r"nothing: no such file or folder"),
         ("inspect modle", r"modle: no such file or folder; did you mean 'model'\?"),
         ("verify nothing", r"nothing: no such file or folder"),
@@ -170,17 +170,18 @@ def put(path: Path, text: str) -> None:
         ("doctor modle --rank 2", r"modle: no such file or folder; did you mean 'model'\?"),
         ("doctor model --rank 2", r"model: not converted, so it has no rank 2: set --tp N"),
         ("convert / --tp 2", r" /: the root folder has no folder beside it: name the folder to write with -o"),
+        ("convert model --dry-run", r"--tp N is missing, the number of ranks; --tp 1 converts"),
         ("convert model --tp 0", r"tp: 0, expected 1 to"),
         ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
-        ("convert model --align 3000", r"align: 3000 bytes, expected a power of two"),
-        ("convert model --align 32MiB", r"align: 33554432 bytes, expected a power of two from 512 to"),
-        ("convert model --align many", r"align: 'many' is not a size"),
+        ("convert model --align 3000 --tp 1", r"align: 3000 bytes, expected a power of two"),
+        ("convert model --align 32MiB --tp 1", r"align: 33554432 bytes, expected a power of two from 512 to"),
+        ("convert model --align many --tp 1", r"align: 'many' is not a size"),
         (f"convert model --tp 1 --memory {'9' * 5000}", r"is too large, expected at most 9223372036854775807 bytes"),
-        ("convert model --max-part-size 0", r"part size of 0 bytes"),
+        ("convert model --max-part-size 0 --tp 1", r"part size of 0 bytes"),
         ("convert model --tp 1 --threads 0", "threads: 0, expected 1 or more"),
         ("convert model --tp 1 --memory 1MiB", "memory: 1048576 bytes, expected 2097152"),
         (
-            "convert model --max-part-size lots",
+            "convert model --max-part-size lots --tp 1",
             r"max_part_nbytes \(--max-part-size\): 'lots' is not a size; write",
         ),
         ("convert s3:/bucket/model --tp 2", r"s3:/bucket/model: a URL has two slashes: s3://bucket/model"),
@@ -200,7 +201,7 @@ def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Pa
     [
         (
             lambda work: os.truncate(work / "model" / "model.safetensors", 1000),
-            "convert model",
+            "convert model --tp 1",
             r"model/model\.safetensors: .*truncated",
         ),
         (
@@ -263,7 +264,9 @@ def test_without_a_stderr_the_exit_codes_are_the_same(work: Path) -> None:
     # A daemon may have closed it; Python then has None for it.
     script = "import os, sys; os.close(2); sys.stderr = None; from relayout.__main__ import main; main()"
     for source, code in (("model", 0), ("nothing", 2)):
-        assert prestarted.run("convert", source, script=script, cwd=work, env=ENVIRONMENT).returncode == code
+        assert (
+            prestarted.run("convert", source, "--tp", "1", script=script, cwd=work, env=ENVIRONMENT).returncode == code
+        )
     assert (work / "model-tp1" / "relayout.json").is_file()
 
 
@@ -304,7 +307,7 @@ def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
     assert relayout.verify(work / "out", source=work / "back").ok
     flip(work / "out" / "model-rank-0-part-0.safetensors", -1)
     assert run_unread("verify", "out", *as_json, cwd=work, stderr=stderr).returncode == 1
-    assert run_unread("convert", "model", "-o", "out", *as_json, cwd=work, stderr=stderr).returncode == 2
+    assert run_unread("convert", "model", "--tp", "1", "-o", "out", *as_json, cwd=work, stderr=stderr).returncode == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
@@ -378,10 +381,15 @@ for place, words in json.loads(sys.argv.pop()):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops the superuser's rights by Linux's prctl")
 def test_what_cannot_be_read_or_written_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
     cases = [
-        ("model/model.safetensors", "convert model", 2, r"model\.safetensors: cannot be read: Permission denied"),
-        ("model/config.json", "convert model", 2, r"config\.json: cannot be read: Permission denied"),
-        ("model", "convert model", 2, r"model.*: cannot be read: Permission denied"),
-        ("model", "convert model/model.safetensors", 2, r"model\.safetensors: .*Permission denied"),
+        (
+            "model/model.safetensors",
+            "convert model --tp 1",
+            2,
+            r"model\.safetensors: cannot be read: Permission denied",
+        ),
+        ("model/config.json", "convert model --tp 1", 2, r"config\.json: cannot be read: Permission denied"),
+        ("model", "convert model --tp 1", 2, r"model.*: cannot be read: Permission denied"),
+        ("model", "convert model/model.safetensors --tp 1", 2, r"model\.safetensors: .*Permission denied"),
         ("mine.toml", "convert model --tp 2 --plan mine.toml", 2, r"mine\.toml: cannot be read: Permission denied"),
         ("model/model.safetensors", "inspect model", 2, r"model\.safetensors: cannot be read: Permission denied"),
         ("model/tokenizer.json", "convert model --tp 1", 2, r"tokenizer\.json: .*Permission denied"),
@@ -440,17 +448,19 @@ def test_the_default_output_lies_beside_the_source(here: Run, work: Path, cwd: s
     assert all(f"{path}/".startswith(f"{output}/") for path in new)
 
 
-def test_who_leaves_out_the_degree_is_told_before_a_byte_is_written(here: Run, work: Path) -> None:
-    told = "note: no --tp: the output is for 1 rank, and no tensor is cut; --tp N cuts for N ranks\n"
-    for options, says in (
-        (["--dry-run"], told),
-        (["--dry-run", "--json"], ""),
-        (["--quiet"], ""),
-        (["--force"], told),
-        (["--tp", "1", "--force"], ""),
-    ):
-        done = here("convert", "model", *options, cwd=work)
-        assert (done.returncode, done.stderr) == (0, says), options
+@pytest.mark.parametrize("command", ["convert model", "copy model-tp2 copied"])
+def test_if_missing_what_is_there_is_success_and_what_is_another_an_error(here: Run, work: Path, command: str) -> None:
+    here("convert", "model", "--tp", "2", cwd=work)
+    options = [*command.split(), *(["--tp", "2"] if "convert" in command else []), "--if-missing"]
+    assert here(*options, cwd=work).returncode == 0
+    before = tree(work)
+    again = here(*options, cwd=work)
+    assert (again.returncode, again.stderr, tree(work)) == (0, "", before)
+    assert "already there, complete and the same" in again.stdout
+    assert one_object(here(*options, "--json", cwd=work))["already_there"]
+    other = here(*options, "--ranks", "1", cwd=work)
+    assert (other.returncode, tree(work)) == (2, before)
+    assert "--force replaces" in other.stderr
 
 
 def one_object(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str, Any]:
@@ -502,7 +512,7 @@ def test_a_dry_run_foretells_the_conversion(here: Run, work: Path) -> None:
 
 def test_with_json_an_error_is_one_object_on_stderr(here: Run, work: Path) -> None:
     before = tree(work)
-    done = here("convert", "nothing", "--json", cwd=work)
+    done = here("convert", "nothing", "--tp", "1", "--json", cwd=work)
     assert (done.returncode, done.stdout, tree(work)) == (2, "", before)
     event = json.loads(done.stderr)
     assert event["message"].startswith("nothing: no such file or folder")
@@ -661,7 +671,7 @@ def seen_on_a_terminal(args: list[str], cwd: Path) -> tuple[str, str]:
     return done.stdout, seen
 
 
-@pytest.mark.parametrize(("command", "word"), [("convert model", "converting"), ("verify out", "verifying")])
+@pytest.mark.parametrize(("command", "word"), [("convert model --tp 1", "converting"), ("verify out", "verifying")])
 def test_progress_is_shown_on_a_terminal(work: Path, command: str, word: str) -> None:
     relayout.convert(work / "model", work / "out", tp=2)
     stdout, seen = seen_on_a_terminal(command.split(), work)
@@ -671,7 +681,7 @@ def test_progress_is_shown_on_a_terminal(work: Path, command: str, word: str) ->
 
 
 def test_with_json_a_terminal_sees_nothing(work: Path) -> None:
-    stdout, seen = seen_on_a_terminal(["convert", "model", "--json"], work)
+    stdout, seen = seen_on_a_terminal(["convert", "model", "--tp", "1", "--json"], work)
     assert (json.loads(stdout)["num_tensors"], seen) == (12, "")
 
 
@@ -700,7 +710,7 @@ def test_the_installed_script_is_the_same_command(work: Path) -> None:
     script = shutil.which("relayout", path=Path(sys.executable).parent)
     if script is None:
         pytest.skip("relayout is not installed as a script beside this Python")
-    done = subprocess.run([script, "convert", "nothing"], cwd=work, capture_output=True, text=True, env=ENVIRONMENT)
+    done = subprocess.run([script, "inspect", "nothing"], cwd=work, capture_output=True, text=True, env=ENVIRONMENT)
     assert_one_line(done, 2, "nothing: no such file or folder")
 
 
@@ -740,7 +750,7 @@ def test_a_file_name_that_is_no_utf_8_causes_no_traceback(work: Path, what: str)
         pytest.skip("this file system takes UTF-8 names only")
     before = tree(work)
     source = name if what == "source" else "model"
-    done = run("convert", source, "--json", cwd=work)
+    done = run("convert", source, "--tp", "1", "--json", cwd=work)
     assert "Traceback" not in done.stderr
     if done.returncode:
         assert_one_line(done, 2, "UTF-8")
@@ -752,7 +762,7 @@ def test_a_file_name_that_is_no_utf_8_causes_no_traceback(work: Path, what: str)
             assert any(word.startswith(name) for word in found["left_out"])
 
 
-@pytest.mark.parametrize("args", ["convert model", "convert model/{}", "inspect model"])
+@pytest.mark.parametrize("args", ["convert model --tp 1", "convert model/{} --tp 1", "inspect model"])
 def test_a_shard_whose_name_is_no_utf_8_is_refused_at_once(here: Run, work: Path, args: str) -> None:
     name = os.fsdecode(b"m\xff.safetensors")
     try:

@@ -75,7 +75,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def test_a_signal_while_modules_are_imported_is_one_line(work: Path) -> None:
-    words = ["convert", "model", "--dry-run"]
+    words = ["convert", "model", "--tp", "1", "--dry-run"]
     num_imports = int(python(AT_AN_IMPORT, "0", "0", *words, cwd=work).stdout.splitlines()[-1])
     assert num_imports > 50
     for which in (1, 2, num_imports // 3, num_imports):
@@ -142,7 +142,7 @@ def test_several_signals_stop_a_conversion_as_one_and_keep_what_is_done(big: Pat
 
 def resumed_nbytes(big: Path) -> int:
     """How much the same command takes over; nothing is left beside its output, which is right."""
-    done = prestarted.run("convert", "big", "--json", cwd=big)
+    done = prestarted.run("convert", "big", "--tp", "1", "--json", cwd=big)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
     found = relayout.verify(big / "big-tp1", source=big / "big")

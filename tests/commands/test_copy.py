@@ -522,3 +522,19 @@ def test_a_plain_checkpoint_has_no_ranks_to_copy(source: Path, tmp_path: Path) -
     for call in calls:
         with pytest.raises(FormatError, match=r"model: not a converted folder \(relayout\.json is missing\)"):
             call()
+
+
+def test_a_copy_is_known_by_its_manifest_and_files(source: Path, tmp_path: Path) -> None:
+    out, ranks = tmp_path / "out", "1-2"
+    assert not copy_module.is_copied(source / "ranks", out, ranks=ranks)
+    relayout.copy(source / "ranks", out, ranks=ranks)
+    assert copy_module.is_copied(source / "ranks", out, ranks=ranks)
+    assert not copy_module.is_copied(source / "ranks", out)
+    assert not copy_module.is_copied(source / "whole", out, ranks=ranks)
+    for file in [path for path in sorted(out.rglob("*")) if path.is_file()]:
+        stored = file.read_bytes()
+        for damage in (os.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)):
+            damage(file)
+            assert not copy_module.is_copied(source / "ranks", out, ranks=ranks), file.name
+            file.write_bytes(stored)
+    assert copy_module.is_copied(source / "ranks", out, ranks=ranks)

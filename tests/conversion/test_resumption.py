@@ -600,3 +600,55 @@ def test_what_the_journal_says_of_chunks_counts_only_for_a_file_of_which_all_is_
         flip(work / PARTIAL / "output" / file.name, start)
     go(work)
     assert relayout.verify(work / "out").ok
+
+
+# Whether a finished output is what would be made.
+
+OTHERWISE: list[dict[str, Any]] = [
+    {"tp": 1},
+    {"layout": "whole"},
+    {"align": 512},
+    {"digest": "sha256"},
+    {"max_part_nbytes": 10**6},
+    {"ranks": "1"},
+    {"unmatched": "replicate", "plan": "builtin:llama"},
+]
+
+
+def test_an_output_is_known_by_its_source_and_options_wherever_they_lie(work: Path) -> None:
+    assert not planned(work).is_done()
+    go(work)
+    assert planned(work).is_done()
+    assert [options for options in OTHERWISE if planned(work, **options).is_done()] == []
+    moved = work.rename(work.with_name("moved"))
+    shutil.copytree(source_of(moved), moved / "copy")
+    assert plan_conversion(moved / "copy", moved / "out", tp=2, plan=moved.parent / "plan.toml").is_done()
+
+
+@pytest.mark.parametrize("layout", ["ranks", "whole"])
+def test_a_model_of_equal_names_lengths_and_times_is_another(work: Path, layout: str) -> None:
+    go(work, layout=layout)
+    for shard in source_of(work).glob("*.safetensors"):
+        stored, status = shard.read_bytes(), shard.stat()
+        start = 8 + int.from_bytes(stored[:8], "little")
+        for name, entry in json.loads(stored[8:start]).items():
+            first, end = (start + offset for offset in entry["data_offsets"])
+            if first < end:  # A fine-tune that changed one tensor.
+                shard.write_bytes(stored[:first] + bytes(255 - byte for byte in stored[first:end]) + stored[end:])
+                os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+                assert not planned(work, layout=layout).is_done(), name
+        shard.write_bytes(stored)
+    assert planned(work, layout=layout).is_done()
+    (source_of(work) / "config.json").write_text('{"a": 2}')
+    assert not planned(work, layout=layout).is_done()
+
+
+@pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)])
+def test_an_output_that_lacks_anything_is_not_there(work: Path, damage: Callable[[Path], None]) -> None:
+    go(work)
+    for file in sorted((work / "out").iterdir()):
+        stored = file.read_bytes()
+        damage(file)
+        assert not planned(work).is_done(), file.name
+        file.write_bytes(stored)
+    assert planned(work).is_done()

@@ -171,9 +171,10 @@ def test_a_lock_that_is_taken_while_its_file_goes_away_is_taken_again(
     locked: list[int] = []
 
     def flock(fd: int, operation: int) -> None:
-        if not locked:
-            path.unlink()
-        locked.append(fd)
+        if operation & fcntl.LOCK_EX:
+            if not locked:
+                path.unlink()
+            locked.append(fd)
         true_flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)

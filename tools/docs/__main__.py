@@ -47,8 +47,13 @@ def _environment() -> str:
     python, stamp = _ENVIRONMENT / "bin" / "python", _ENVIRONMENT / "relayout-stamp"
     wanted = "\n".join(extras["docs"])
     if not stamp.exists() or stamp.read_text() != wanted:
+        if not stamp.exists() and any(_ENVIRONMENT.glob("*")):
+            sys.exit(f"docs: {_ENVIRONMENT} was not made by tools/docs, which erases only what it made: move it away")
         print(f"docs: making {_ENVIRONMENT} (once; a minute, 100 MB)", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", _ENVIRONMENT], check=True)
+        shutil.rmtree(_ENVIRONMENT, ignore_errors=True)
+        _ENVIRONMENT.mkdir(parents=True)
+        stamp.write_text("")  # It is ours from now on, also if this is interrupted.
+        subprocess.run([sys.executable, "-m", "venv", _ENVIRONMENT], check=True)
         install = ["-m", "pip", "install", "-qq", "--disable-pip-version-check"]
         subprocess.run([python, *install, *extras["docs"]], check=True)
         stamp.write_text(wanted)

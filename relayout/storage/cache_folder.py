@@ -388,9 +388,6 @@ class Lease(Closable):
         """Release the entry, which may then be removed."""
         self._lock.close()
 
-    def __del__(self) -> None:
-        self.close()
-
 
 def _leased(folder: Path) -> Lease | None:
     """A lease on an entry, which is made if need be; None: another process is removing it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import shutil
 import subprocess
@@ -370,6 +371,18 @@ def test_what_a_process_left_that_was_killed_before_it_had_a_lease_is_deleted(tm
     (tmp_path / OWN / OTHER).mkdir()
     assert has_room(cache, 1000)
     assert not (tmp_path / OWN / OTHER).exists()
+
+
+def test_a_drive_without_locks_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock_file.fcntl, "flock", refuse)
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(OSError, match="No locks"):
+        Cache(tmp_path).lease(NEW)
+    gc.collect()
+    assert set(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_what_another_process_has_made_anew_is_not_deleted(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ LIMIT_SECONDS = 10.0
 
 
 class HeldLock(Closable):
-    """An open file that may be locked. The lock ends with `close`, or with this process, whatever was forked.
+    """An open file that may be locked. The lock ends with `close`, with this object, or with this process.
 
     A fork has a copy of the descriptor, and would hold the lock with it: it closes the copy at once. A process that it
     was passed to on purpose holds the lock, too, until `close` here.
@@ -79,6 +79,9 @@ class HeldLock(Closable):
             with suppress(OSError):
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
         self.after_fork()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def holder_in(*paths: Path) -> str:

@@ -476,17 +476,18 @@ def test_a_forced_conversion_that_is_interrupted_keeps_the_old_folder_and_goes_o
     assert [path.name for path in work.iterdir()] == ["out"]
 
 
-def test_rules_that_two_tensors_have_exchanged_are_other_options(work: Path) -> None:
-    """The distinct cuts, and their order, are the same."""
+def test_rules_that_two_tensors_have_exchanged_and_another_axis_are_other_options(work: Path) -> None:
+    """The first two plans have the same distinct cuts in one order; the third cuts the same tensors otherwise."""
     plans = []
-    for second in (2, 3):
-        path = work.parent / str(second) / "plan.toml"
+    for number, (second, dim) in enumerate([(2, 0), (3, 0), (2, 1)]):
+        path = work.parent / str(number) / "plan.toml"
         path.parent.mkdir()
-        path.write_text(f'[cut]\n"large.{{0,{second}}}" = {{ dim = 0, by = "even" }}\n"**" = "whole"\n')
+        path.write_text(f'[cut]\n"large.{{0,{second}}}" = {{ dim = {dim}, by = "even" }}\n"**" = "whole"\n')
         plans.append(planned(work, plan=path))
-    assert (plans[0].plan.cuts, plans[0].options) == (plans[1].plan.cuts, plans[1].options)
-    one, other = (fingerprint_of(plan, "") for plan in plans)
-    assert one.options != other.options
+    assert plans[0].plan.cuts == plans[1].plan.cuts
+    assert plans[0].plan.cut_of == plans[2].plan.cut_of
+    assert plans[0].options == plans[1].options == plans[2].options
+    assert len({fingerprint_of(plan, "").options for plan in plans}) == 3
 
 
 def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:

@@ -167,7 +167,7 @@ def test_fine_tunes_of_equal_names_lengths_and_times_have_entries_of_their_own(
     expect(cache, other, num_entries=2)
 
 
-def test_an_observed_plan_is_of_one_list_of_tensors(model: Path, cache: Path) -> None:
+def test_an_observed_plan_is_of_one_list_of_tensors_and_degree(model: Path, cache: Path) -> None:
     """The tensors of a checkpoint decide, not its config alone; and only a missing plan is observed."""
     config = model / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
@@ -177,9 +177,9 @@ def test_an_observed_plan_is_of_one_list_of_tensors(model: Path, cache: Path) ->
         seen.append(len(checkpoint.tensors))
         return plan_by(checkpoint, 1, None)
 
-    def plan_of(folder: Path) -> Plan:
+    def plan_of(folder: Path, tp: int = 2) -> Plan:
         source = read_source(find_input(folder))
-        return cached.plan_in(Cache(cache), source, 2, expert_parallel=False, observe=lambda: ("engine 1", observe))
+        return cached.plan_in(Cache(cache), source, tp, expert_parallel=False, observe=lambda: ("engine 1", observe))
 
     other = Path(shutil.copytree(model, model.with_name("other")))
     save_file({"one.more": np.ones(2, np.float32)}, other / "model-of-one-more.safetensors")
@@ -191,6 +191,8 @@ def test_an_observed_plan_is_of_one_list_of_tensors(model: Path, cache: Path) ->
     assert len(seen) == 2
     assert len(plans[1].cut_of) == len(plans[0].cut_of) + 1
     assert plans[0] == plans[2]
+    plan_of(model, 4)
+    assert len(seen) == 3
 
 
 def test_only_a_missing_plan_is_observed(llama: Path, cache: Path) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.index import Read
 from relayout.loader.group.assign import Grid, Portion, Round, assign_reads
 from relayout.loader.group.received import prove_received
+from relayout.loader.group.sharing import Sharing
 from relayout.loader.sources.stored import StoredFile
 from relayout.storage.local.store import LocalStore
 
@@ -175,6 +176,14 @@ def test_a_chunk_of_which_two_members_have_read_parts_is_proven(tmp_path: Path, 
         prove_received([file], reads, [Round(0, portions)], memoryview(memory), 0, 1)
 
 
+@pytest.mark.parametrize("is_signed", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_what_must_be_proven_is_sent_to_host_memory_only(kind: str, is_signed: bool) -> None:
+    """A device's memory cannot be hashed: there each member reads all, and proves what it reads."""
+    sharing = Sharing(cast("Any", None), "", (), (), kind, is_signed)
+    assert sharing.is_sent == (kind == "cpu" or not is_signed)
+
+
 def test_at_another_degree_and_some_tensors_only(place: Path, group: list[dict[str, Any]]) -> None:
     whole = digests(stock_tensors(place / "source"))
     quarter = digests(relayout.load(place / "out", 2, tp=4))
@@ -219,6 +228,7 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
             assert member[case]["kind"] == "PlanError"
             assert f"member {number} loads rank {number // 3} of 2" in member[case]["error"]
             assert "all members of a group must load the same" in member[case]["error"]
+        assert "other tensors, or another version or conversion, of that" in member["streamed, other names"]["error"]
         assert member["another conversion"]["kind"] == "PlanError"
         assert "foreign" in member["another conversion"]["error"]
 

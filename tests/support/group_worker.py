@@ -254,6 +254,7 @@ def _member(folder: Path, number: int) -> None:
     case("streamed, four ranks", rank=2, by=stream, tp=4)
     case("streamed, some", by=stream, names="**.0.mlp.**")
     case("streamed, another rank", rank=number // 3, by=stream)
+    case("streamed, other names", by=stream, names=f"**.{number // 3}.mlp.**")
     case("streamed, verified by one", by=stream, verify=number == 0)
     case("streamed, bad option", by=stream, memory="1" if number == 1 else None)
     check_same = sharing.check_same

@@ -105,6 +105,7 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("config", "FileNotFoundError", "nothing"),
         ("copy", "RuntimeError", "the device is on fire"),
         ("notes", "OSError", "the drive is on fire"),
+        ("space", "PlanError", "GB too few"),
         ("full", "OSError", "No space left on device"),
     ],
 )

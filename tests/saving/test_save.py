@@ -209,6 +209,7 @@ def test_an_interrupted_conversion_is_not_discarded_without_force(tmp_path: Path
         ({"x": torch.ones(2, device="meta")}, "expected one with memory"),
         ({"x": torch.ones(2, 2).to_sparse()}, "expected one with memory"),
         ({"x": torch.ones(2, dtype=torch.complex128)}, "cannot be saved"),
+        ({"x": torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, "cannot be saved"),
         ({}, "no tensors"),
         ({"\ud800": torch.ones(2)}, "not valid Unicode"),
         ({1: torch.ones(2)}, "expected text"),

@@ -96,6 +96,8 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("options", "PlanError", "the members of the group save with different options"),
         ("dtypes", "PlanError", "expected BF16"),
         ("sums", "PlanError", "a DTensor with partial sums"),
+        ("order", "PlanError", "a DTensor that is cut in another order than its mesh has"),
+        ("shape", "PlanError", "a DTensor whose shard has shape [3], expected [2]"),
         ("layout", "PlanError", "a group writes all ranks, and layout='ranks'"),
         ("ranks", "PlanError", "a group writes all ranks, and layout='ranks'"),
         ("overlap", "PlanError", "parts that overlap"),
@@ -118,6 +120,14 @@ def test_what_fails_one_fails_all(seen: list[dict[str, Any]], case: str, kind: s
 def test_a_member_may_hold_several_ranges_of_an_axis(place: Path, seen: list[dict[str, Any]]) -> None:
     assert [member["strided"] for member in seen] == [None] * NUM_MEMBERS
     assert relayout.load(place / "strided", 0)["x"].tolist() == list(range(8))
+
+
+def test_layer_10_comes_behind_layer_2_for_all_members(place: Path, seen: list[dict[str, Any]]) -> None:
+    assert [member["numbers"] for member in seen] == [None] * NUM_MEMBERS
+    loaded = relayout.load(place / "numbers", 0)
+    assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
+        f"layers.{n}.x": list(range(4 * n)) for n in (1, 2, 10)
+    }
 
 
 def test_only_the_first_member_reads_the_configuration(seen: list[dict[str, Any]]) -> None:

@@ -128,6 +128,7 @@ def _member(folder: Path, url: str, number: int) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
     from torch.distributed.tensor.placement_types import _StridedShard
 
     import relayout
@@ -204,6 +205,12 @@ def _member(folder: Path, url: str, number: int) -> None:
     place = {"shape": eight.shape, "stride": eight.stride(), "run_check": False}
     of_pieces = {"x": DTensor.from_local(pieces, square, both, **place)}
     seen.case("strided", save("strided", of_pieces, unmatched="replicate"))
+    other_order = distribute_tensor(eight, square, [Shard(0), Shard(0)])
+    other_order._spec.shard_order = (ShardOrderEntry(0, (1, 0)),)
+    seen.case("order", save("order", {"x": other_order}))
+    seen.case("shape", save("shape", {"x": DTensor.from_local(eight[:3], line, [Shard(0)], **place)}))
+    layers = {f"layers.{n}.x": distribute_tensor(torch.arange(4.0 * n), line, [Shard(0)]) for n in (1, 2, 10)}
+    seen.case("numbers", save("numbers", layers, unmatched="replicate"))
     with _failing(f"{held}.copy", RuntimeError("the device is on fire"), number == 1):
         seen.case("copy", save("copy", parts, tp=1))  # This member only sends.
     with _failing("relayout.conversion.journal.Journal.add", OSError(errno.EIO, "the drive is on fire"), number == 0):

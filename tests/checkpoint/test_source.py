@@ -22,8 +22,11 @@ from support.rights import drop_superuser_rights
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint, model_order
+from relayout.checkpoint.source import read_source as source_of
 from relayout.commands.convert import convert
 from relayout.errors import FormatError, PlanError
+from relayout.saving.folder import MemoryFolder
+from relayout.saving.shards import TensorHead, lay_out_shards
 from relayout.storage.local.store import LocalStore
 
 Array = npt.NDArray[Any]
@@ -412,6 +415,13 @@ for name in sys.argv[2:]:
     assert done.returncode == 0, done.stderr
     refusals = [f"FormatError {name}: cannot be read: Permission denied" for name in names]
     assert done.stdout.splitlines() == ["1", *refusals]
+
+
+def test_weights_of_a_store_that_has_no_versions_are_refused() -> None:
+    [shard], _ = lay_out_shards([TensorHead("a", "U8", (4,))], [[0]], {})
+    folder = MemoryFolder({}, {shard.name: shard}, lambda *_: None, version="")
+    with pytest.raises(FormatError, match="neither ETag nor Last-Modified"):
+        source_of(folder)
 
 
 def test_a_converted_folder_is_refused(tmp_path: Path) -> None:

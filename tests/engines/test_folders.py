@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +10,14 @@ from typing import Any
 import pytest
 from support import fake_sglang, fake_vllm
 from support.fake_vllm import Model, Tensors
-from support.signing import Keys, make_keys
+from support.signing import UNTRUSTED, Keys, make_keys, write_states
 
-import relayout
 from relayout import FormatError, PlanError, plugins
 from relayout.engines.folders import is_ours
 from relayout.errors import RelayoutError
 
 HUB = "org/model"
-STATES = ("plain", "unsigned", "by another", "without relayout.json", "without model.sig", "damaged", HUB)
-"""What a policy refuses: folders, and a repository of the hub that the engine finds by itself."""
+"""A repository that the engine finds by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +29,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 def states(folders: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A signed llama, and what is not that."""
     root = tmp_path_factory.mktemp("states")
-    shutil.copytree(folders / "llama", root / "plain")
-    for name in ("signed", "unsigned", "by another"):
-        relayout.convert(folders / "llama", root / name, tp=2, digest="sha256")
-    relayout.sign(root / "signed", key=keys.key)
-    relayout.sign(root / "by another", key=make_keys(root, "stranger").key)
-    for name in ("relayout.json", "model.sig"):
-        shutil.copytree(root / "signed", root / f"without {name}")
-        (root / f"without {name}" / name).unlink()
-    shutil.copytree(root / "signed", root / "damaged")
-    for file in (root / "damaged").glob("*.safetensors"):
-        blob = bytearray(file.read_bytes())
-        blob[-1000] ^= 1
-        file.write_bytes(blob)
+    write_states(folders / "llama", root, keys)
     return root
 
 
@@ -104,7 +89,7 @@ def test_under_a_policy_only_what_is_signed_gets_into_an_engine(
     monkeypatch.setattr(kind, "Path", lambda path: states / "plain" if str(path) == HUB else Path(path))
     engine, signed = kind.install(monkeypatch), str(states / "signed")
     let_in, unexplained = [], []
-    for state in (*STATES, *["signed"] * (way in NEVER)):
+    for state in (HUB, *UNTRUSTED, *["signed"] * (way in NEVER)):
         for rank in range(2):
             model = Model(whole, rank, 2)
             try:

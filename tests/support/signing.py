@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,6 +11,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+import relayout
+
+UNTRUSTED = ("plain", "unsigned", "by another", "without relayout.json", "without model.sig", "damaged")
+"""What `write_states` writes beside what is signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,23 @@ def make_keys(folder: Path, name: str = "signer") -> Keys:
     keys.certificate.write_bytes(_certificate(key, authority, is_root=False))
     keys.policy.write_text(f'[[signer]]\npublic_key = "{keys.public.name}"\n')
     return keys
+
+
+def write_states(source: Path, root: Path, keys: Keys) -> None:
+    """A checkpoint, converted for two ranks: signed by these keys, and what no policy lets in."""
+    shutil.copytree(source, root / "plain")
+    for name in ("signed", "unsigned", "by another"):
+        relayout.convert(source, root / name, tp=2, digest="sha256")
+    relayout.sign(root / "signed", key=keys.key)
+    relayout.sign(root / "by another", key=make_keys(root, "stranger").key)
+    for name in ("relayout.json", "model.sig"):
+        shutil.copytree(root / "signed", root / f"without {name}")
+        (root / f"without {name}" / name).unlink()
+    shutil.copytree(root / "signed", root / "damaged")
+    for file in (root / "damaged").glob("*.safetensors"):
+        blob = bytearray(file.read_bytes())
+        blob[-1000] ^= 1
+        file.write_bytes(blob)
 
 
 def stock_accepts(folder: Path, keys: Keys) -> bool:

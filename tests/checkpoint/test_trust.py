@@ -26,11 +26,13 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout import FormatError, PlanError
+from relayout.checkpoint.trust import trusted
 from relayout.cli.app import app
 from relayout.engines.folders import find_folder
 from relayout.errors import RelayoutError
 from relayout.storage.local.files import InputFile
 from relayout.storage.protocols import LOCAL_COST
+from relayout.storage.stores import find_input
 
 NUM_RANKS = 2
 
@@ -555,10 +557,38 @@ def test_only_what_is_as_it_was_written_is_signed(copy_of: Path, keys: Keys) -> 
     (copy_of / "model.sig").unlink()
     for name in [*FILES[:3], "relayout.chunks", "relayout.rank-0.json.zst"]:
         before = (copy_of / name).read_bytes()
-        edit(copy_of, name, flip(0.9))
-        with pytest.raises(FormatError):
+        for place in (0, 0.9):
+            edit(copy_of, name, flip(place))
+            with pytest.raises(FormatError):
+                relayout.sign(copy_of, key=keys.key)
+            (copy_of / name).write_bytes(before)
+            assert not (copy_of / "model.sig").exists()
+
+
+def test_a_changed_header_is_not_signed_and_not_handed_out(copy_of: Path, keys: Keys) -> None:
+    """A space of it: nothing that is read of it has changed."""
+    name = "model-rank-1-part-0.safetensors"
+    start = 8 + int.from_bytes((copy_of / name).read_bytes()[:8], "little")
+    edit(copy_of, name, lambda blob: blob[: start - 1] + b"\n" + blob[start:])
+    store = trusted(find_input(copy_of), keys.policy)
+    with store.open(name) as opened, pytest.raises(FormatError, match="its header does not match the manifest"):
+        opened.read(0, memoryview(bytearray(16)))
+    with pytest.raises(FormatError, match="its header does not match the manifest"):
+        relayout.sign(copy_of, key=keys.key)
+
+
+def test_what_cannot_be_named_or_is_no_file_is_not_signed(copy_of: Path, keys: Keys) -> None:
+    (copy_of / "model.sig").unlink()
+    for name, make, says in (
+        (os.fsdecode(b"name-\xff"), Path.touch, "its name is not UTF-8"),
+        ("pipe", os.mkfifo, "not a regular file"),
+        ("folder", lambda path: path.symlink_to(copy_of.parent), "a link that leads out of the checkpoint"),
+    ):
+        make(copy_of / name)
+        with pytest.raises(FormatError, match=says) as error:
             relayout.sign(copy_of, key=keys.key)
-        (copy_of / name).write_bytes(before)
+        assert error.value.code == "unsafe"
+        (copy_of / name).unlink()
         assert not (copy_of / "model.sig").exists()
 
 
@@ -586,9 +616,27 @@ def test_a_signature_by_the_stock_package_counts(copy_of: Path, source: Path, ke
     shutil.move(copy_of.parent / "model.sig", copy_of / "model.sig")
     assert_rank(relayout.load(copy_of, 1, trust=keys.policy), read_tensors(source), 1, NUM_RANKS)
     other = hashing.Config().use_shard_serialization().set_ignored_paths(paths=[copy_of / "model.sig"])
-    signer.set_hashing_config(other).sign(copy_of, copy_of / "model.sig")
-    with pytest.raises(FormatError, match="other digests are signed"):
-        relayout.load(copy_of, 1, trust=keys.policy)
+    blake = hashing.Config().use_file_serialization(hashing_algorithm="blake2")
+    for hashed in (other, blake.set_ignored_paths(paths=[copy_of / "model.sig"])):
+        signer.set_hashing_config(hashed).sign(copy_of, copy_of / "model.sig")
+        with pytest.raises(FormatError, match="other digests are signed"):
+            relayout.load(copy_of, 1, trust=keys.policy)
+
+
+def test_a_weight_file_that_the_signer_left_out_is_not_there(copy_of: Path, keys: Keys) -> None:
+    """The manifest, which is signed, proves its bytes; the signer did not want it."""
+    from model_signing import hashing
+    from model_signing.signing import Config
+
+    left_out = hashing.Config().set_ignored_paths(
+        paths=[copy_of / "model.sig", copy_of / "model-rank-1-part-0.safetensors"]
+    )
+    signer = Config().use_elliptic_key_signer(private_key=keys.key)
+    signer.set_hashing_config(left_out).sign(copy_of, copy_of / "model.sig")
+    assert len(relayout.load(copy_of, 0, trust=keys.policy)) > 5
+    store = trusted(find_input(copy_of), keys.policy)
+    with pytest.raises(FormatError, match="is not signed"):
+        store.open("model-rank-1-part-0.safetensors")
 
 
 def test_a_certificate_counts_if_the_policy_has_its_root(copy_of: Path, keys: Keys, tmp_path: Path) -> None:
@@ -648,6 +696,7 @@ def test_a_policy_names_places_and_contents(signed: Path, keys: Keys, tmp_path: 
         ('[[signer]]\nidentity = "x"', "a signer needs"),
         ('other = 1\n[[signer]]\npublic_key = "x"', "and nothing else"),
         ("[[signer", "not a policy"),
+        ("[[signer]]\n" + "a." * 257 + "b = 1", "a line with more than 256 dots"),
         pytest.param("#" * (2**20 + 1), "more than 1048576 bytes", id="a large file"),
     ],
 )

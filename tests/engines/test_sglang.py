@@ -202,3 +202,16 @@ def test_a_class_without_pipeline_parallelism_is_called_that(folders: Path, engi
     staged = Model(whole, 1, 2, stage=lambda name: ".layers." not in name or ".layers.1." in name, score=3)
     with pytest.raises(PlanError, match=r"nothing was loaded into score\.weight: the checkpoint lacks"):
         engine.load(folders / "llama-tp2", staged)
+
+
+def test_experts_of_another_placement_are_not_converted(
+    folders: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two groups of two ranks each own half of them: no conversion is so."""
+    monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Filling, "start", lambda filling: pytest.fail("is converted"))
+    engine.parallel.moe_ep_size = 2
+    assert (
+        dict(engine.weights(folders / "moe", 0, 4, load_format="relayout")).keys()
+        == stock_tensors(folders / "moe").keys()
+    )

@@ -343,3 +343,10 @@ def test_a_process_that_loads_nothing_imports_nothing_and_one_that_does_knows_th
     assert done.stdout.strip() == str(["auto", "relayout"][:formats])
     assert said in done.stderr
     assert bool(said) == bool(done.stderr)
+
+
+def test_the_option_source_names_the_weights_of_the_model_and_not_those_of_its_draft(engine: Engine) -> None:
+    options = {"source": "s3://bucket/model"}
+    loader = engine.formats["relayout"](LoadConfig(model_loader_extra_config=options))
+    assert loader.source_of(model_config("model")) == "s3://bucket/model"
+    assert loader.source_of(model_config("draft", draft=True)) == "draft"

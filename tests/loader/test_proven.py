@@ -145,3 +145,17 @@ def test_zeros_that_belong_there_may_be_a_hole(tmp_path: Path) -> None:
     with file.open("rb") as copy:
         assert list(holes(copy.fileno(), Extent(0, len(blob))))
     assert_equal(relayout.load(tmp_path / "out", 0), weights)
+
+
+def test_parts_of_chunks_are_of_the_chunk_that_is_asked_for(folder: Path) -> None:
+    """In any order: some chunks are kept."""
+    store = find_input(folder)
+    manifest = read_manifest(store)
+    file, stored = manifest.files[0], (folder / manifest.files[0].name).read_bytes()
+    assert file.nbytes > file.data_start + 2 * manifest.chunk_nbytes
+    with store.open(file.name) as opened:
+        proven = Proven(opened, proof_of(store, manifest, 0), file.name)
+        for chunk in (1, 0, 1, 0):
+            offset, part = file.data_start + chunk * manifest.chunk_nbytes + 64, bytearray(256)
+            proven.read(offset, memoryview(part))
+            assert part == stored[offset : offset + 256]

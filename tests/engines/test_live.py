@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,13 @@ from support.checkpoints import write_family
 from support.conversions import stock_tensors
 from support.fake_vllm import put_modules
 from support.families import FAMILIES
+from support.signing import make_keys
+from support.toy_store import shelf
 from support.updates_worker import TP, write_steps
 
 import relayout
 from relayout.core.digests import digest_hex
-from relayout.engines.live import _check_padding, _pack_tied
+from relayout.engines.live import _check_padding, _pack_tied, _update
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
 
@@ -142,3 +145,19 @@ def test_weights_that_two_layers_share_are_packed_again_for_both() -> None:
     head, other = Layer(embedding.weight), Layer(torch.nn.Parameter(torch.ones(2, 2)))
     _pack_tied(torch.nn.ModuleList([head, other, embedding, torch.nn.Linear(2, 2)]))
     assert packed == [head, embedding]
+
+
+def test_a_policy_is_asked_before_anything_is_requested(
+    tmp_path: Path, updated_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller names the place."""
+    keys = make_keys(tmp_path)
+    keys.policy.write_text(f'[[signer]]\npublic_key = "{keys.public}"\nprefixes = ["{tmp_path}"]\n')
+    monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
+    parallel = SimpleNamespace(data_parallel_size=1)
+    worker = SimpleNamespace(_relayout_is_mixed=False, vllm_config=SimpleNamespace(parallel_config=parallel))
+    group: Any = SimpleNamespace(collective=nullcontext)
+    for source in ("toy://live/step-1", str(updated_folders / "delta-1")):
+        with pytest.raises(PlanError, match="has no signer for this place"):
+            _update(worker, source, group)
+    assert not shelf("live").log

@@ -34,11 +34,14 @@ class HeldTensor:
     part: Slice
     """Of one or more ranges along each axis that is cut."""
     data: torch.Tensor
-    """The elements of that part, on any device."""
+    """The elements of that part, on any device. They are cast to the dtype of the head while they are read."""
 
     @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> HeldTensor:
+    def of(name: str, tensor: torch.Tensor, floating: torch.dtype | None = None) -> HeldTensor:
         """What a plain tensor holds, or this process's shard of a DTensor.
+
+        Args:
+            floating: the dtype to save floating-point tensors as. Default: their own.
 
         Raises:
             PlanError: it is no dense tensor, has a name or dtype that safetensors lacks, or is a DTensor whose elements
@@ -50,7 +53,7 @@ class HeldTensor:
         if not isinstance(tensor, torch.Tensor):
             raise PlanError(f"a {type(tensor).__name__}, expected a tensor", tensor=name, code="unsupported")
         shape = tuple(tensor.shape)
-        dtype = dtype_name(tensor.dtype)
+        dtype = dtype_name(floating if floating is not None and tensor.is_floating_point() else tensor.dtype)
         if dtype is None or dtype == "F4":
             raise PlanError(f"{tensor.dtype} cannot be saved", tensor=name, code="unsupported")
         is_distributed = hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
@@ -65,7 +68,7 @@ class HeldTensor:
         import torch
 
         is_cpu = self.data.device.type == "cpu"
-        copied = torch.empty(self.data.shape, dtype=self.data.dtype, pin_memory=not is_cpu)
+        copied = torch.empty(self.data.shape, dtype=self._dtype, pin_memory=not is_cpu)
         return HeldTensor(self.head, self.part, copied.copy_(self.data))
 
     def digest(self) -> bytes:
@@ -92,24 +95,29 @@ class HeldTensor:
         if dense is not None:
             memory[:] = dense[extent.offset : extent.end]
             return
-        item, target = self.data.element_size(), torch.from_numpy(memory)
+        item, target = self._dtype.itemsize, torch.from_numpy(memory)
         low, high = align_up(extent.offset, item), align_down(extent.end, item)
         if low < high:
-            inside = torch.from_numpy(memory[low - extent.offset : high - extent.offset]).view(self.data.dtype)
+            inside = torch.from_numpy(memory[low - extent.offset : high - extent.offset]).view(self._dtype)
             _copy_elements(self.data, low // item, inside)
         for start, end in ((extent.offset, min(low, extent.end)), (max(low, high), extent.end)):
             if start < end:  # A part of one element.
-                element = torch.empty(1, dtype=self.data.dtype)
+                element = torch.empty(1, dtype=self._dtype)
                 _copy_elements(self.data, start // item, element)
                 part = element.view(torch.uint8)[start % item : start % item + end - start]
                 target[start - extent.offset : end - extent.offset] = part
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch_dtype(self.head.name, self.head.dtype)
 
     def _dense(self) -> Bytes | None:
         """The bytes as they lie in host memory; None if that has them in another way."""
         import torch
 
         data = self.data
-        if data.device.type != "cpu" or not data.is_contiguous() or data.is_conj() or data.is_neg():
+        is_plain = data.device.type == "cpu" and data.dtype == self._dtype
+        if not is_plain or not data.is_contiguous() or data.is_conj() or data.is_neg():
             return None
         found: Bytes = data.reshape(-1).view(torch.uint8).numpy()
         return found

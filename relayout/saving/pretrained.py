@@ -7,18 +7,15 @@ checkpoint then is known as a view of one of the model's, and each process gives
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import product
 from math import prod
-from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
-
-import numpy as np
 
 from relayout.commands.convert import PlanOptions, with_options
 from relayout.conversion.copy import DEFAULT_MEMORY
@@ -26,6 +23,7 @@ from relayout.conversion.run import Summary
 from relayout.core.arguments import integer, size
 from relayout.core.slices import NOT_HELD, Range, Slice, positions
 from relayout.errors import PlanError
+from relayout.loader.tensors import torch_dtype
 from relayout.progress import Progress
 from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Index, Saving, files_of
 from relayout.saving.held import HeldTensor
@@ -40,6 +38,7 @@ def save_pretrained(
     model: Any,
     output: str | os.PathLike[str],
     *,
+    dtype: torch.dtype | None = None,
     background: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
     force: bool = False,
@@ -55,7 +54,8 @@ def save_pretrained(
     written; the files of a tokenizer are not.
 
     Args:
-        model: of transformers 5; not quantized, and without adapters.
+        model: of transformers 5; not quantized, and without adapters. All processes give the same one, not stages.
+        dtype: the floating-point dtype to write, as if the model had been moved `to` it before; it keeps its own.
         output, background, max_shard_size, force, threads, memory, progress, options: as for `relayout.save`.
 
     Raises:
@@ -66,15 +66,15 @@ def save_pretrained(
 
     is_distributed = distributed.is_initialized() and distributed.get_world_size() > 1
     max_shard_nbytes = size(max_shard_size, "max_shard_size")
-
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise PlanError(f"dtype is {dtype!r}, expected a floating-point dtype of torch", code="option")
     model = getattr(model, "_orig_mod", model)  # Of torch.compile.
 
     def hold(is_first: bool) -> Held:
-        state = _state_of(model)
-        views, index = _checkpoint_of(model, state, max_shard_nbytes)
-        whole = {name: HeldTensor.of(name, tensor) for name, tensor in state.items()}
+        whole = {name: HeldTensor.of(name, tensor, dtype) for name, tensor in _state_of(model).items()}
+        views, index = _checkpoint_of(model, [one.head for one in whole.values()], max_shard_nbytes)
         tensors = {name: view.of(name, whole[view.origin]) for name, view in views.items()}
-        return Held(tensors, _small_files(model) if is_first else {}, index)
+        return Held(tensors, _small_files(model, dtype or model.dtype) if is_first else {}, index)
 
     saving = Saving(
         output=output,
@@ -118,16 +118,17 @@ def _state_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: state[name] for name in remove_tied_weights_from_state_dict(stand_ins, model)}
 
 
-def _small_files(model: Any) -> dict[str, bytes]:
+def _small_files(model: Any, dtype: torch.dtype) -> dict[str, bytes]:
     """config.json and what else `save_pretrained` writes beside the weights, by the same steps."""
     from transformers.dynamic_module_utils import custom_object_save
 
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         if model.is_remote_code():
-            custom_object_save(model, folder, config=model.config)
-        model.config.save_pretrained(folder)
+            custom_object_save(model, folder, config=config)
+        config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         return files_of(Path(folder))
@@ -176,9 +177,7 @@ def _met(ranges: Sequence[Range], first: int, length: int) -> list[tuple[int, in
     return found
 
 
-def _checkpoint_of(
-    model: Any, state: Mapping[str, torch.Tensor], max_shard_nbytes: int
-) -> tuple[dict[str, View], Index]:
+def _checkpoint_of(model: Any, heads: Sequence[TensorHead], max_shard_nbytes: int) -> tuple[dict[str, View], Index]:
     """The tensors of the checkpoint, in its order, and how they are grouped into shards.
 
     Raises:
@@ -206,7 +205,7 @@ def _checkpoint_of(
             return made
 
     with FakeTensorMode(), Recorder():  # type: ignore[no-untyped-call]
-        fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in state.items()}
+        fakes = {one.name: torch.empty(one.shape, dtype=torch_dtype(one.name, one.dtype)) for one in heads}
         origins.update((_storage(fake), name) for name, fake in fakes.items())
         reverted = revert_weight_conversion(model, dict(fakes))
         split = split_state_dict_into_shards_factory(
@@ -239,54 +238,78 @@ def _view_of(
         PlanError: it is no box of one.
     """
     shape = tuple(tensor.shape)
+    storage, base, steps = _origin_of(tensor, copies) or (0, 0, [])
+    origin = origins.get(storage)
     refused = PlanError(
         "is no part of one of the model's tensors: use the model's own save_pretrained, and convert",
         tensor=name,
         code="unsupported",
     )
-    if not prod(shape):
-        raise refused
-    corners = list(product(*((0, length - 1) if length > 1 else (0,) for length in shape)))
-    (storage, base), *others = (_origin_of(tensor, corner, copies) for corner in corners)
-    origin = origins.get(storage)
-    if origin is None or tensor.dtype != fakes[origin].dtype:
+    if origin is None or tensor.dtype != fakes[origin].dtype or not prod(shape):
         raise refused
     whole = tuple(fakes[origin].shape)
     dense = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
-    steps = []
-    for axis, length in enumerate(shape):
-        unit = [int(axis == other) for other in range(len(shape))]
-        steps.append(_origin_of(tensor, unit, copies)[1] - base if length > 1 else 0)
-    expected = [(storage, base + sum(map(mul, corner, steps))) for corner in corners[1:]]
-    if _storage(tensor) in copies:  # A copy may have permuted elements between the corners.
-        for axis, place in ((axis, place) for axis, length in enumerate(shape) for place in _probes(length)):
-            index = [place if axis == other else 0 for other in range(len(shape))]
-            others.append(_origin_of(tensor, index, copies))
-            expected.append((storage, base + place * steps[axis]))
     axis_of = {stride: axis for axis, (stride, length) in enumerate(zip(dense, whole, strict=True)) if length > 1}
     axes = tuple(axis_of.get(step) if length > 1 else None for step, length in zip(steps, shape, strict=True))
     starts = tuple(base // stride % length for stride, length in zip(dense, whole, strict=True))
     sizes = {axis: length for axis, length in zip(axes, shape, strict=True) if axis is not None}
     fits = all(starts[axis] + length <= whole[axis] for axis, length in sizes.items())
-    if others != expected or prod(sizes.values()) != prod(shape) or not fits:
+    if prod(sizes.values()) != prod(shape) or not fits:
         raise refused
     return View(origin, shape, axes, starts)
 
 
-def _probes(length: int) -> set[int]:
-    """Positions along an axis that show a permutation of blocks: powers of two, and so far from the end."""
-    powers = [2**power for power in range((length - 1).bit_length())]
-    return {place for power in powers for place in (power, length - 1 - power) if 0 < place < length}
-
-
 def _origin_of(
-    tensor: torch.Tensor, index: Sequence[int], copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[int, int]:
-    """Where an element comes from: storage, and position in it."""
-    while True:
-        position = int(tensor.storage_offset()) + sum(map(mul, index, tensor.stride()))
-        known = copies.get(_storage(tensor))
-        if known is None:
-            return _storage(tensor), position
-        tensor = known[0]
-        index = list(map(int, np.unravel_index(position, tensor.shape)))
+    tensor: torch.Tensor, copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[int, int, list[int]] | None:
+    """Where elements come from: storage, position of the first, and steps along each axis; None if steps vary."""
+    storage, base, steps = _storage(tensor), int(tensor.storage_offset()), list(tensor.stride())
+    while storage in copies:
+        source, _ = copies[storage]
+        found = _through(tuple(tensor.shape), base, steps, source)
+        if found is None or source.dtype != tensor.dtype:
+            return None
+        storage, (base, steps) = _storage(source), found
+    return storage, base, steps
+
+
+def _through(
+    shape: Sequence[int], base: int, steps: Sequence[int], source: torch.Tensor
+) -> tuple[int, list[int]] | None:
+    """Positions in the dense copy of a tensor, as positions in its own storage; None if steps there are not constant.
+
+    A position in the copy is a number whose digits are the index in the source. Steps are constant where each changes
+    one digit, and all together carry over none.
+    """
+    digits = _digits(source)
+    found, moved, limits = int(source.storage_offset()), [0] * len(shape), list[int]()
+    for unit, count, stride in digits:
+        digit = base // unit % count
+        found += digit * stride
+        limits.append(count - digit)
+    for axis, (length, step) in enumerate(zip(shape, steps, strict=True)):
+        if length > 1 and step:
+            fitting = [d for d, (unit, count, _) in enumerate(digits) if unit <= step < unit * count]
+            if not fitting or step % digits[fitting[0]][0]:
+                return None
+            unit, _, stride = digits[fitting[0]]
+            limits[fitting[0]] -= (length - 1) * (step // unit)
+            moved[axis] = step // unit * stride
+    return (found, moved) if all(limit > 0 for limit in limits) else None
+
+
+def _digits(source: torch.Tensor) -> list[tuple[int, int, int]]:
+    """The axes of a tensor, last first, as those of its dense copy: step there, length, and stride in its storage.
+
+    Axes that lie as one are one.
+    """
+    digits = list[tuple[int, int, int]]()
+    unit = 1
+    for length, stride in zip(reversed(source.shape), reversed(source.stride()), strict=True):
+        if length > 1 and digits and stride == digits[-1][1] * digits[-1][2]:
+            last, count, inner = digits[-1]
+            digits[-1] = (last, count * length, inner)
+        elif length > 1:
+            digits.append((unit, length, stride))
+        unit *= length
+    return digits

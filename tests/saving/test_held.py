@@ -39,7 +39,7 @@ def test_bytes_of_what_is_not_contiguous(order: list[int], offset: int, nbytes: 
     dense = tensor.numpy().tobytes()
     offset %= len(dense)
     extent = Extent(offset, min(nbytes, len(dense) - offset))
-    held = HeldTensor(TensorHead("x", "I32", tuple(tensor.shape)), WHOLE, tensor)
+    held = HeldTensor(TensorHead("x", {"int32": "I32", "uint8": "U8"}[dtype], tuple(tensor.shape)), WHOLE, tensor)
     assert held.bytes_of(extent).tobytes() == dense[extent.offset : extent.end]
 
 

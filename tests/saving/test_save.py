@@ -185,6 +185,16 @@ def test_an_output_is_replaced_only_by_force(tmp_path: Path) -> None:
     assert relayout.load(tmp_path / "out", 0)["x"].sum() == 0
 
 
+def test_of_a_save_that_fails_on_the_way_nothing_is_left(tmp_path: Path) -> None:
+    def fail(done: int, total: int) -> None:
+        if done == total:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        relayout.save(llama(), tmp_path / "out", config=CONFIG, tp=2, progress=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_interrupted_conversion_is_not_discarded_without_force(tmp_path: Path) -> None:
     partial = tmp_path / ".out.relayout-partial"
     source = write_family(FAMILIES["llama"], tmp_path / "source")

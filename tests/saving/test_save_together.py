@@ -94,6 +94,7 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("missing", "PlanError", "all processes that hold a part of it must save together"),
         ("alone", "PlanError", "all processes that hold a part of it must save together"),
         ("options", "PlanError", "the members of the group save with different options"),
+        ("outputs", "PlanError", "the members of the group save with different options"),
         ("dtypes", "PlanError", "expected BF16"),
         ("sums", "PlanError", "a DTensor with partial sums"),
         ("order", "PlanError", "a DTensor that is cut in another order than its mesh has"),
@@ -115,6 +116,11 @@ def test_what_fails_one_fails_all(seen: list[dict[str, Any]], case: str, kind: s
     for found_kind, message in errors_of(seen, case):
         assert found_kind == kind
         assert what in message
+
+
+def test_an_output_that_appears_meanwhile_is_not_replaced(place: Path, seen: list[dict[str, Any]]) -> None:
+    assert all("appears" in message for _, message in errors_of(seen, "appears"))
+    assert weights(place / "appears") == weights(place / "one-rank")
 
 
 def test_a_member_may_hold_several_ranges_of_an_axis(place: Path, seen: list[dict[str, Any]]) -> None:
@@ -144,6 +150,8 @@ def test_nothing_is_left_of_a_save_that_failed(place: Path, seen: list[dict[str,
     for case in (
         "missing",
         "options",
+        "outputs",
+        "others",
         "dtypes",
         "sums",
         "whole",

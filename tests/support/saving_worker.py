@@ -11,6 +11,7 @@ import errno
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -175,11 +176,18 @@ def _member(folder: Path, url: str, number: int) -> None:
     seen.case("missing", save("missing", some))
     seen.case("alone", save("alone", parts, group=None))
     seen.case("options", save("options", parts, tp=2 if number == 2 else 4))
+    seen.case("outputs", save("outputs" if number == 2 else "others", parts))
     other = {**whole, "model.norm.weight": whole["model.norm.weight"].float()} if number == 3 else whole
     seen.case("dtypes", save("dtypes", other))
     sum_of = DTensor.from_local(whole["model.norm.weight"], line, [Partial()])
     sums = {**parts, "model.norm.weight": sum_of if number == 1 else whole["model.norm.weight"]}
     seen.case("sums", save("sums", sums))
+
+    def appear(done: int, total: int) -> None:
+        if not (folder / "appears").exists():
+            shutil.copytree(folder / "one-rank", folder / "appears")
+
+    seen.case("appears", save("appears", parts, progress=appear))
     with _failing("os.pwrite", OSError(errno.ENOSPC, "No space left on device"), number == 2):
         seen.case("full", save("full", parts))
     with patch("relayout.saving.together.needed_nbytes", return_value=2**60) if number == 0 else nullcontext():

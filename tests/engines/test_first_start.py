@@ -422,5 +422,43 @@ def test_weights_in_a_store_are_named_by_an_option(
             vllm.load(model, mine, source=place.url("weights"))
             mine.assert_holds_what_it_cuts_of(tensors)
     assert said(caplog, "relayout: converting") == (0 if is_converted else 1)
-    with pytest.raises(PlanError, match=r"source is '.*', expected a URL such as s3://BUCKET/PREFIX"):
-        EngineOptions.parse({"source": str(whole)}, "options")
+    for source in (str(whole), "hf://org/model"):
+        with pytest.raises(PlanError, match=r"source is '.*', expected a URL such as s3://BUCKET/PREFIX"):
+            EngineOptions.parse({"source": source}, "options")
+
+
+@pytest.mark.parametrize(("tp", "ranks", "kept"), [(2, (1,), "1"), (1, None, "")])
+def test_what_is_in_a_store_is_kept_for_the_ranks_of_this_node(
+    folders: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tp: int,
+    ranks: tuple[int, ...] | None,
+    kept: str,
+) -> None:
+    """Also for one rank alone, which would have to download it again."""
+    with ground("toy", tmp_path, monkeypatch) as place:
+        for file in (folders / "llama").iterdir():
+            place.kind.write(place.store("weights"), file.name, file.read_bytes())
+        options = EngineOptions()
+        assert first_start(place.url("weights"), tp, options, "vLLM", logging.getLogger(), ranks=ranks)[0] is not None
+    assert [entry.ranks for entry in relayout.Cache(cache).entries()] == [kept]
+
+
+def test_what_converts_behind_a_start_holds_the_right_to_fill_the_cache_too(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no second one begins where the engine was killed and this one has not ended yet."""
+    copies: list[int] = []
+
+    def started(*arguments: str, pass_fds: tuple[int, ...] = (), **streams: Any) -> Any:
+        copies.extend(map(os.dup, pass_fds))
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("relayout.engines.first_start.start_child", started)
+    _, filling = first_start(str(model), 2, EngineOptions(), "vLLM", logging.getLogger())
+    assert filling is not None
+    filling.start()
+    assert [Path(f"/proc/self/fd/{one}").readlink().is_relative_to(cache) for one in copies] == [True]
+    list(map(os.close, copies))

@@ -13,7 +13,7 @@ from support.fake_vllm import Model, Tensors
 from support.signing import UNTRUSTED, Keys, make_keys, write_states
 
 from relayout import FormatError, PlanError, plugins
-from relayout.engines.folders import is_ours
+from relayout.engines.folders import is_ours, source_url
 from relayout.errors import RelayoutError
 
 HUB = "org/model"
@@ -96,7 +96,7 @@ def test_under_a_policy_only_what_is_signed_gets_into_an_engine(
                 run(engine, HUB if state == HUB else str(states / state), signed, model)
                 let_in.append((state, rank))
             except RelayoutError as error:
-                if state != "damaged" and str(keys.policy) not in str(error):
+                if state not in ("damaged", "another config") and str(keys.policy) not in str(error):
                     unexplained.append(error)
     assert (let_in, unexplained) == ([], [])
     if way in WAYS:
@@ -114,6 +114,19 @@ def test_without_a_policy_the_engine_loads_what_is_plain(states: Path, monkeypat
     assert not is_ours(str(states / "nothing"), is_asked_for=False)
     with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
         is_ours(str(states / "without relayout.json"), is_asked_for=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "url"),
+    [(HUB, f"hf://{HUB}@v2"), ("here/model", "here/model"), ("/org/model", "/org/model"), ("s3://a/b", "s3://a/b")],
+)
+def test_a_name_is_of_the_hub_unless_there_is_such_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here", "model").mkdir(parents=True)
+    assert source_url(model, "v2") == url
+    assert source_url(model, None) == url.removesuffix("@v2")
 
 
 @pytest.mark.parametrize("policy", ["", "missing.toml"])

@@ -144,6 +144,14 @@ def test_what_is_written_to_views_of_the_slice_is_seen_by_others(
     assert torch.equal(values(tensor), whole), name
 
 
+def test_what_is_written_to_elements_that_were_moved_is_seen_in_all_of_them() -> None:
+    case = make([4, 6], 0, [(2, 2)])
+    moved, expected = case.tensor.flip(0), case.whole.flip(0)
+    moved[:2].fill_(-1)
+    expected[:2] = -1
+    assert torch.equal(values(moved), expected)
+
+
 def test_views_of_the_slice_share_its_memory() -> None:
     case = make([4, 6], 0, [(2, 2)], strict=True)
     for view in (
@@ -232,6 +240,8 @@ def test_it_has_no_address_and_cannot_be_moved() -> None:
         case.tensor.data_ptr()
     with pytest.raises(PlanError, match=r"'w'.*: t_ writes to elements"):
         case.tensor.t_()
+    with pytest.raises(PlanError, match=r"'w'.*: add writes to elements"):
+        torch.add(case.whole, 1, out=case.tensor)
 
 
 def test_tolist_and_numpy_have_the_whole_tensor() -> None:
@@ -240,6 +250,8 @@ def test_tolist_and_numpy_have_the_whole_tensor() -> None:
         warnings.simplefilter("ignore")
         assert case.tensor.tolist() == case.whole.tolist()
         assert case.tensor.numpy().tolist() == case.whole.tolist()
+        case.tensor.numpy().fill(-1)
+        assert case.tensor.tolist() == case.whole.tolist(), "the array is not this tensor's memory"
 
 
 def test_a_slice_of_another_shape_is_refused() -> None:
@@ -247,9 +259,12 @@ def test_a_slice_of_another_shape_is_refused() -> None:
         GlobalTensor.of("w", torch.zeros(3, 6), [4, 6], 0, [(0, 2)], lambda: torch.zeros(4, 6), Usage())
 
 
-def test_a_whole_tensor_of_another_shape_is_refused() -> None:
-    tensor = GlobalTensor.of("w", torch.zeros(2, 6), [4, 6], 0, [(0, 2)], lambda: torch.zeros(3, 6), Usage())
-    with pytest.warns(UserWarning, match="'w'"), pytest.raises(PlanError, match=r"tensor 'w': read as \[3, 6\]"):
+@pytest.mark.parametrize(("shape", "dtype"), [((3, 6), torch.float32), ((4, 6), torch.float16)])
+def test_a_whole_tensor_of_another_shape_or_dtype_is_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    read = torch.zeros(shape, dtype=dtype)
+    tensor = GlobalTensor.of("w", torch.zeros(2, 6), [4, 6], 0, [(0, 2)], lambda: read, Usage())
+    says = rf"tensor 'w': read as \[{shape[0]}, 6\] {dtype}, expected \[4, 6\]"
+    with pytest.warns(UserWarning, match="'w'"), pytest.raises(PlanError, match=says):
         tensor.sum()
 
 

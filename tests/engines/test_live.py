@@ -21,7 +21,7 @@ from support.updates_worker import TP, write_steps
 
 import relayout
 from relayout.core.digests import digest_hex
-from relayout.engines.live import _check_padding, _pack_tied, _update
+from relayout.engines.live import Shapes, _check_padding, _pack_tied, _update, check_same_model
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
 
@@ -108,6 +108,22 @@ def test_what_a_rank_does_not_hold_is_read_through_the_deltas_too(updated_folder
             assert torch.equal(opened.get_tensor(name), tensor)
     older = stock_tensors(updated_folders / "model-0")
     assert not any(torch.equal(older[name], whole[name]) for name in whole)
+
+
+def test_a_layout_tells_slices_of_the_same_shape_apart(updated_folders: Path) -> None:
+    """So an update is refused in which the rank has other ones."""
+    first, second = (
+        RankWeights(str(updated_folders / "step-0"), rank, TP, EngineOptions()).layout() for rank in range(TP)
+    )
+    assert [row[:2] for row in first.values()] == [row[:2] for row in second.values()]
+    assert first["lm_head.weight"] != second["lm_head.weight"]
+
+
+@pytest.mark.parametrize("new", [{}, {"a": (3,)}, {"b": (2,)}, {"a": (2,), "b": (2,)}])
+def test_a_model_is_the_same_only_with_the_same_tensors(new: Shapes) -> None:
+    check_same_model({"a": (2,)}, "folder", {"a": (2,)})
+    with pytest.raises(PlanError, match="is not for the model that the engine has"):
+        check_same_model({"a": (2,)}, "folder", new)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +17,13 @@ from support.bits import flip
 from support.conversions import stock_tensors
 from support.fake_sglang import Engine, install
 from support.fake_vllm import Model, Tensors
+from support.signing import make_keys
 
 import relayout
 from relayout import plugins
 from relayout.commands.cache import add
 from relayout.engines.first_start import Filling
-from relayout.engines.sglang import _of_other_stages
+from relayout.engines.sglang import _of_other_stages, choose_loader, update_weights, weights_iterator
 from relayout.errors import PlanError
 
 
@@ -74,14 +78,57 @@ def test_an_sglang_that_is_not_as_expected_is_left_alone(
     assert "takes ['config', 'strictly'], expected ['self'] first" in caplog.text
 
 
-def test_a_loader_that_is_not_as_expected_is_an_error_only_where_relayout_is_asked_for(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_loader_that_is_not_as_expected_is_an_error_only_where_relayout_is_asked_for_or_a_policy_is(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(engine.loader, "_get_weights_iterator")
     engine.load_config("auto", {}, None)
     assert "this SGLang does not recognize converted folders and" in caplog.text
     with pytest.raises(AttributeError, match="_get_weights_iterator"):
         engine.load_config("relayout", {}, None)
+    monkeypatch.setenv("RELAYOUT_TRUST", str(make_keys(tmp_path).policy))
+    with pytest.raises(AttributeError, match="_get_weights_iterator"):
+        engine.load_config("auto", {}, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantize", "is_quantized", "is_let_in"),
+    [
+        ("DefaultModelLoader", None, False, True),
+        ("DefaultModelLoader", "fp8", False, False),
+        ("ModelOptModelLoader", None, True, True),
+        ("ModelOptModelLoader", None, False, False),
+        ("ModelOptModelLoader", "fp8", True, False),
+    ],
+)
+def test_under_a_policy_no_loader_reads_weights_in_a_way_of_its_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    quantize: str | None,
+    is_quantized: bool,
+    is_let_in: bool,
+) -> None:
+    monkeypatch.setenv("RELAYOUT_TRUST", str(make_keys(tmp_path).policy))
+    loader = type(kind, (), {})()
+    model = SimpleNamespace(modelopt_quant=quantize, _is_already_quantized=lambda: is_quantized)
+    given: tuple[Any, ...] = (lambda *_: loader, SimpleNamespace(load_format="auto"), model)
+    if is_let_in:
+        assert choose_loader(*given) is loader
+    else:
+        with pytest.raises(PlanError, match=rf"\({kind}\) is not loaded by relayout"):
+            choose_loader(*given)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tp2"])
+def test_a_prefix_is_put_before_names_once(folders: Path, engine: Engine, whole: Tensors, name: str) -> None:
+    def of_sglang(loader: Any, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((source.prefix + name, tensor) for name, tensor in whole.items())
+
+    loader = SimpleNamespace(load_config=engine.load_config("relayout", {}, None))
+    config = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=3))
+    source = SimpleNamespace(model_or_path=str(folders / name), prefix="part.", model_config=config)
+    assert {name for name, _ in weights_iterator(of_sglang, loader, source)} == {f"part.{name}" for name in whole}
 
 
 def test_what_the_engine_has_loaded_itself_is_looked_at_when_it_comes_from_the_cache(
@@ -172,6 +219,18 @@ def test_an_update_that_fails_on_its_way_says_that_the_weights_are_a_mixture(
     assert "its weights are a mixture now" in answer
     assert "its bytes have digest" in answer
     assert engine.updated.model_path == str(start)
+
+
+def test_an_update_that_sglang_refuses_leaves_the_path_as_it_was() -> None:
+    model, config = torch.nn.Module(), SimpleNamespace(model_path="old")
+    updater = SimpleNamespace(get_model=lambda: model, model_config=config)
+
+    def refuse(updater: Any, path: str, load_format: str) -> tuple[bool, str]:
+        config.model_path = path
+        return False, "no"
+
+    assert update_weights(refuse, updater, "new", "auto") == (False, "no")
+    assert config.model_path == "old"
 
 
 def test_updates_of_what_sglang_reads_itself_are_its_own(

@@ -89,8 +89,10 @@ def test_memory_beside_a_parameter_and_placeholders_are_not_looked_at() -> None:
         lambda: torch.empty(64, 640).t(),
         lambda: torch.empty(0, 8),
         lambda: torch.empty(8, device="meta"),
+        lambda: torch.empty(4000, 64)[1000:3000],
     )
     model.get_parameter("0").data.fill_(2)
+    model.get_parameter("4").data.fill_(2)
     assert unwritten(model) == ["1"]
     model.get_parameter("1").data.fill_(2)
     assert unwritten(model) == []
@@ -146,6 +148,12 @@ def test_memory_that_was_given_up_or_is_read_as_another_dtype_is_left_alone() ->
     marks.give_back(model)
     assert torch.equal(model.packed.data, expected)
     assert bool((model.moved == 2).all())
+
+
+def test_random_values_of_what_is_no_parameter_are_kept() -> None:
+    with Marks():
+        noise = torch.empty(64).normal_()
+    assert not noise.isnan().any()
 
 
 def test_values_that_a_view_shares_are_not_marked() -> None:

@@ -62,7 +62,7 @@ def test_damage_of_a_draft_model_is_an_error_if_digests_are_compared(
     folder = shutil.copytree(folders / "llama-tp2", tmp_path / "out")
     file = folder / "model-rank-1-part-0.safetensors"
     flip(file, file.stat().st_size - 9)
-    with pytest.raises(FormatError, match="digest"):
+    with pytest.raises(FormatError, match=rf"{file.name}.* digest"):
         engine.load(folder, Model(whole, 1, 2), draft=True, verify=True)
 
 
@@ -150,6 +150,18 @@ def test_a_pipeline_stage_reads_only_what_it_has(folders: Path, engine: Engine, 
     not_read = elsewhere[:1] if tied else elsewhere
     assert report.nbytes == sum(one.nbytes for name, one in held.items() if not name.startswith(not_read))
     assert report.num_tensors == sum(not name.startswith(elsewhere[0]) for name in whole)
+
+
+def test_a_pipeline_stage_is_given_no_experts_of_other_stages(folders: Path, engine: Engine) -> None:
+    """Nor where each rank is given all experts, since it owns whole ones and the folder has them cut."""
+    elsewhere, whole = "model.layers.1.", stock_tensors(folders / "moe")
+    engine.own_experts()
+    engine.parallel.pipeline_parallel_size = 2
+    model = Model(whole, 0, 2, stage=lambda name: not name.startswith(elsewhere), experts_by_rank=True)
+    model.missing = {elsewhere.rstrip("."): PPMissingLayer()}
+    with warnings.catch_warnings(action="ignore"):
+        report = engine.load(folders / "moe-tp2", model)._weights.report()
+    assert report.num_tensors == sum(not name.startswith(elsewhere) for name in whole)
 
 
 def test_layers_for_speculation_are_given_unread(folders: Path, engine: Engine, whole: Tensors) -> None:

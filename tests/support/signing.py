@@ -14,7 +14,15 @@ from cryptography.x509.oid import NameOID
 
 import relayout
 
-UNTRUSTED = ("plain", "unsigned", "by another", "without relayout.json", "without model.sig", "damaged")
+UNTRUSTED = (
+    "plain",
+    "unsigned",
+    "by another",
+    "without relayout.json",
+    "without model.sig",
+    "damaged",
+    "another config",
+)
 """What `write_states` writes beside what is signed."""
 
 
@@ -58,6 +66,8 @@ def write_states(source: Path, root: Path, keys: Keys) -> None:
         blob = bytearray(file.read_bytes())
         blob[-1000] ^= 1
         file.write_bytes(blob)
+    shutil.copytree(root / "signed", root / "another config")
+    (root / "another config" / "config.json").write_text("{}")
 
 
 def stock_accepts(folder: Path, keys: Keys) -> bool:

@@ -47,6 +47,7 @@ def test_layers_of_the_vision_part_are_in_each_stage(folders: Path, engine: Engi
     vars(engine.parallel).update(pp_rank=0, pp_size=2)
     is_skipped = _of_other_stages(engine.parallel, 40)
     assert [n for n in range(40) if is_skipped(f"language_model.model.layers.{n}.mlp.weight")] == [*range(20, 40)]
+    assert not is_skipped("model.layers.40.mlp.weight"), "layers for speculation are of no stage"
     assert not any(is_skipped(f"vision_tower.transformer.layers.{n}.attention.weight") for n in range(40))
 
 

@@ -166,6 +166,12 @@ def test_views_of_the_slice_share_its_memory() -> None:
         assert torch.equal(view, case.whole[2:])
 
 
+def test_views_of_views_and_views_with_a_step_are_those_of_the_whole_tensor() -> None:
+    case = make([4, 6], 0, [(2, 2)], strict=True)
+    assert torch.equal(case.tensor[:, 3:].narrow(0, 2, 2), case.whole[2:, 3:])
+    assert torch.equal(case.tensor[2:4:2], case.whole[2:4:2])
+
+
 def test_dtype_views_of_the_slice_share_its_memory() -> None:
     case = make([4, 6], 1, [(2, 2)], dtype=torch.int16, strict=True)
     whole = case.whole

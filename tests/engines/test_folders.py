@@ -89,7 +89,7 @@ def test_under_a_policy_only_what_is_signed_gets_into_an_engine(
     monkeypatch.setattr(kind, "Path", lambda path: states / "plain" if str(path) == HUB else Path(path))
     engine, signed = kind.install(monkeypatch), str(states / "signed")
     let_in, unexplained = [], []
-    for state in (HUB, *UNTRUSTED, *["signed"] * (way in NEVER)):
+    for state in (HUB, *UNTRUSTED, "another config", *["signed"] * (way in NEVER)):
         for rank in range(2):
             model = Model(whole, rank, 2)
             try:

@@ -23,7 +23,7 @@ UNTRUSTED = (
     "damaged",
     "another config",
 )
-"""What `write_states` writes beside what is signed."""
+"""What `write_states` writes beside what is signed; and "another config", which only those see who read that file."""
 
 
 @dataclass(frozen=True, slots=True)

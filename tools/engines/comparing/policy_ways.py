@@ -115,7 +115,7 @@ def outcome(way: Way, folder: str, signed: str, policy: str) -> str:
         try:
             way(folder, signed, rank)
         except RelayoutError as error:
-            if policy not in str(error) and not folder.endswith(("damaged", "another config")):
+            if policy not in str(error) and not folder.endswith("damaged"):
                 return f"{type(error).__name__}: {error}"
         except Exception as error:
             return f"{type(error).__name__}: {error}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from relayout.checkpoint.config import CONFIG_NAME
+from relayout.checkpoint.config import CONFIG_NAME, parse_config
 from relayout.checkpoint.identity import identity_of
 from relayout.checkpoint.shards import find_side_files
-from relayout.checkpoint.source import model_order, read_source
+from relayout.checkpoint.source import MAX_INDEX_NBYTES, model_order, read_source
 from relayout.commands.convert import PlanOptions, plan_checkpoint, with_options
 from relayout.conversion.copy import share_memory
 from relayout.conversion.resume import fingerprint_of
@@ -82,9 +83,10 @@ def save(
 ) -> Summary | Future[Summary]:
     """Write tensors in memory, such as a model in training, as the folder that `convert` makes of their checkpoint.
 
-    The weight files are byte for byte those that `convert` writes, and `restore` gives the checkpoint that
-    `save_pretrained` of transformers 5 writes of this state dict. Nothing is gathered: no process needs more than
-    512 MiB beside the tensors.
+    The weight files are byte for byte those that `convert` writes, and `restore` gives a checkpoint with these tensors,
+    by these names. Models of transformers 5 may have others than their checkpoints, such as merged experts, which are
+    refused, or both names of tied weights: `relayout.transformers.save_pretrained` writes those of the checkpoint.
+    Nothing is gathered: no process needs more than 512 MiB beside the tensors.
 
     Args:
         tensors: by name, on any device. Of a DTensor (FSDP2, tensor-parallel, or both), this process gives its shard.
@@ -106,7 +108,7 @@ def save(
 
     Raises:
         FormatError: config.json is damaged.
-        PlanError: the tensors cannot be saved like this; elements are missing.
+        PlanError: the tensors cannot be saved like this; elements are missing; experts are merged.
         OSError: writing failed, or a member of the group is gone.
 
     If it fails, nothing is left: a later process has other tensors.
@@ -129,7 +131,9 @@ def save(
 
     def hold(is_first: bool) -> Held:
         files = files_of(config) if is_first and config is not None else {}
-        return Held({name: HeldTensor.of(name, tensor) for name, tensor in tensors.items()}, files)
+        held = {name: HeldTensor.of(name, tensor) for name, tensor in tensors.items()}
+        _check_names(held, files.get(CONFIG_NAME, b"{}"), config)
+        return Held(held, files)
 
     return saving.start(hold, group, background)
 
@@ -218,7 +222,10 @@ class Saving:
             held = given.tensors
             token, files = group.all_gather((os.urandom(16).hex(), given.files))[0]
             with group.collective():
-                heads, shards, index = self._shards(_union(held, group), given.index)
+                union = _union(held, group)
+                if given.index is not None:
+                    _check_whole(held, union, group)
+                heads, shards, index = self._shards(union, given.index)
                 holders = Holders(heads, _cut(heads, _parts(held, heads, group)))
                 holders.check()
                 threads, chunk_nbytes = share_memory(self.threads, self.memory)
@@ -338,6 +345,68 @@ def _union(held: Mapping[str, HeldTensor], group: Group) -> list[TensorHead]:
                 expected = f"expected {known.dtype} {list(known.shape)}, as another member has"
                 raise PlanError(f"{what}, {expected}", tensor=head.name, code="mismatch")
     return list(heads.values())
+
+
+def _check_whole(held: Mapping[str, HeldTensor], union: Sequence[TensorHead], group: Group) -> None:
+    """Check that this member gives a whole model, as the others do.
+
+    Raises:
+        PlanError: it lacks a tensor that another member has.
+    """
+    lacking = next((head.name for head in union if head.name not in held), None)
+    if lacking is not None:
+        what = f"member {group.index} has a model without it: a pipeline stage is no whole model"
+        raise PlanError(
+            f"{what}; give its tensors, by their names in the checkpoint, to `relayout.save`",
+            tensor=lacking,
+            code="unsupported",
+        )
+
+
+def _check_names(
+    names: Iterable[str], content: bytes, config: Mapping[str, Any] | str | os.PathLike[str] | None
+) -> None:
+    """Check that no tensor has experts as models of transformers 5 merge them, if the checkpoint names each expert.
+
+    Some checkpoints have merged experts: the index of the folder `config` tells. Without a model of transformers in
+    this process, nobody has merged them, and nothing is checked.
+
+    Args:
+        names: of the tensors.
+        content: of config.json.
+
+    Raises:
+        FormatError: config.json or the index is damaged.
+        PlanError: a tensor has.
+    """
+    mapping = sys.modules.get("transformers.conversion_mapping")
+    if mapping is None:
+        return
+    whole = parse_config(content, CONFIG_NAME)
+    model_types = [one.get("model_type") for one in (whole, whole.get("text_config")) if isinstance(one, dict)]
+    endings = tuple(
+        target
+        for model_type in model_types
+        if isinstance(model_type, str)
+        for conversion in mapping.get_checkpoint_conversion_mapping(model_type) or ()
+        if any(isinstance(step, mapping.MergeModulelist) for step in getattr(conversion, "operations", ()))
+        for target in conversion.target_patterns
+    )
+    merged = next((name for name in names if name.endswith(endings)), None)
+    if merged is not None and merged not in _names_in_index(config):
+        what = "has the experts that transformers has merged, and the checkpoint has them one by one"
+        how = "`relayout.transformers.save_pretrained(model, ...)` writes the names of the hub"
+        more = f"if the hub has this name, let config be a folder whose {INDEX_NAME} has it"
+        raise PlanError(f"{what}: {how}; {more}", tensor=merged, code="unsupported")
+
+
+def _names_in_index(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Container[str]:
+    """The tensors that the index in a folder names; none if there is no folder or no index."""
+    folder = None if config is None or isinstance(config, Mapping) else find_input(config)
+    if folder is None or folder.kind() is Kind.FILE or folder.stat(INDEX_NAME) is None:
+        return ()
+    named = parse_config(folder.read(INDEX_NAME, MAX_INDEX_NBYTES), folder.location(INDEX_NAME)).get("weight_map")
+    return named if isinstance(named, dict) else ()
 
 
 def _parts(held: Mapping[str, HeldTensor], heads: Sequence[TensorHead], group: Group) -> list[list[Slice]]:

@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support import prestarted
+from support.group_worker import NUM_MEMBERS
 
 import relayout
 from relayout.errors import PlanError
@@ -154,3 +156,49 @@ def test_weights_are_cast_as_by_the_model(tmp_path: Path, background: bool, is_t
     assert json.loads(stock["config.json"])["dtype"] == "bfloat16"
     with pytest.raises(PlanError, match="expected a floating-point dtype"):
         relayout.transformers.save_pretrained(model, tmp_path / "int", dtype=torch.int8, tp=1)
+
+
+def merged_experts(folder: Path) -> dict[str, Any]:
+    """The options of a save of a state dict with merged experts; its checkpoint is in `folder`."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts, vocab_size=64, num_hidden_layers=1))
+    model.save_pretrained(folder, max_shard_size="10KB")
+    return {"tensors": model.state_dict(), "config": folder, "tp": 2}
+
+
+MERGED = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def test_merged_experts_of_a_checkpoint_that_names_each_are_refused(tmp_path: Path) -> None:
+    options = merged_experts(tmp_path / "stock")
+    config = json.loads((tmp_path / "stock" / "config.json").read_text())
+    nested = {"model_type": "a-new-one", "text_config": config}
+    for given_config in (options["config"], config, nested):
+        with pytest.raises(PlanError, match=r"experts.*one by one.*transformers.save_pretrained") as refused:
+            relayout.save(**{**options, "config": given_config}, output=tmp_path / "out")
+        assert refused.value.code == "unsupported"
+    assert not (tmp_path / "out").exists()
+
+
+def test_merged_experts_that_the_checkpoint_has_are_saved(tmp_path: Path) -> None:
+    options = merged_experts(tmp_path / "stock")
+    index = {"weight_map": dict.fromkeys(options["tensors"], "model.safetensors")}
+    (tmp_path / "stock" / "model.safetensors.index.json").write_text(json.dumps(index))
+    relayout.save(**options, output=tmp_path / "out")
+    assert MERGED in names(tmp_path / "out")
+
+
+def test_pipeline_stages_are_refused_as_no_whole_model(tmp_path: Path) -> None:
+    done = prestarted.run(
+        tmp_path, script="from support.saving_worker import of_stages; of_stages()", imports=prestarted.TRANSFORMERS
+    )
+    assert done.returncode == 0, done.stderr
+    for number in range(NUM_MEMBERS):
+        [(kind, what)] = json.loads((tmp_path / f"member-{number}.json").read_text()).values()
+        assert kind == "PlanError"
+        assert f"tensor 'model.layers.{1 - min(number, 1)}." in what
+        assert "a pipeline stage is no whole model" in what

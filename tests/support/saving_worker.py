@@ -45,6 +45,12 @@ def of_models() -> None:
     assert codes == [0] * NUM_MEMBERS, codes
 
 
+def of_stages() -> None:
+    """`FOLDER`: each process has one of two layers, and saves it as if it were the model."""
+    codes = forked(partial(_saves_a_stage, Path(sys.argv[1])))
+    assert codes == [0] * NUM_MEMBERS, codes
+
+
 def killed() -> None:
     """`FOLDER MEMBER CALLS`: all save FOLDER/llama, and MEMBER (-1: every process) is killed after so many calls."""
     folder, member, num_calls = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -300,3 +306,14 @@ def _saves_models(folder: Path, number: int) -> None:
             name,
             partial(relayout.transformers.save_pretrained, model, folder / f"{name}-saved", tp=4, max_shard_size=SHARD),
         )
+
+
+def _saves_a_stage(folder: Path, number: int) -> None:
+    import torch
+
+    import relayout
+
+    join(folder, number)
+    model = model_of("llama")
+    model.model.layers[1 - min(number, 1)] = torch.nn.Identity()
+    Seen(folder, number).case("stage", partial(relayout.transformers.save_pretrained, model, folder / "out", tp=2))

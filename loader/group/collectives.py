@@ -21,6 +21,8 @@ Value = TypeVar("Value")
 
 _QUIET_SECONDS = 3.0
 """How long members may be late without a word."""
+_CONNECT_SECONDS = 60.0
+"""How long members that have all called may take to connect. It takes a second; one that is killed then never does."""
 
 
 def _as_of(member: int, error: BaseException) -> Exception:
@@ -99,11 +101,17 @@ class Group:
             OSError: a member is gone, or has not called within the timeout of torch.distributed.
         """
         import torch.distributed as dist
+        from torch.distributed.constants import default_pg_timeout as usual
 
         ranks = dist.get_process_group_ranks(self._group)
         with self._naming_missing():
-            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return cast("ProcessGroup", made)
+            connecting = usual
+            if (store := self._store) is not None:  # A late member is waited for here; to connect, all are there.
+                store.wait([self._key(member) for member in range(self.num_members)], usual)
+                connecting = timedelta(seconds=_CONNECT_SECONDS)
+            made = cast("ProcessGroup", dist.new_group(ranks, connecting, "gloo", use_local_synchronization=True))
+        made.set_timeout(usual)
+        return made
 
     @contextmanager
     def _naming_missing(self) -> Iterator[None]:

@@ -110,7 +110,9 @@ class Cache:
         while True:
             with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
                 status = _status(entry / _LEASE)
-                if status is None or not os.path.samestat(status, held) or self._remove(own, entry):
+                if status is None or not os.path.samestat(status, held):
+                    return  # Another process has put it aside, and said so.
+                if self._remove(own, entry):
                     getLogger("relayout").warning("relayout: %s: %s: made again in the cache", entry, why)
                     return
             if time.monotonic() >= end:

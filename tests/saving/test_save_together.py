@@ -185,6 +185,17 @@ def test_members_that_never_call_are_named(tmp_path: Path) -> None:
         assert (kind, "of 4 members these have not called: 1-2" in message) == ("ConnectionAbortedError", True)
 
 
+def test_a_member_that_is_killed_before_it_connects_fails_the_others_and_a_late_one_does_not(tmp_path: Path) -> None:
+    given = {"script": "from support.saving_worker import connecting; connecting()", "imports": prestarted.GROUP}
+    done = prestarted.run(tmp_path, env=prestarted.ONE_THREAD, **given)
+    assert done.returncode == 0, done.stderr
+    for number in (0, 1, 3):
+        seen = json.loads((tmp_path / f"member-{number}.json").read_text())
+        kind, message = seen.pop("killed")
+        assert seen == {"late for the first": None, "late for the next": None}
+        assert (kind, "a member may be gone" in message) == ("ConnectionAbortedError", True)
+
+
 @pytest.mark.parametrize(
     ("member", "num_calls"),
     sample(

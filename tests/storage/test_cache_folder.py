@@ -400,7 +400,9 @@ def test_what_another_process_has_made_anew_is_not_deleted(tmp_path: Path) -> No
         assert file.read_bytes() == b"made anew"
 
 
-def test_an_entry_is_put_aside_when_no_process_uses_it_and_only_once(tmp_path: Path) -> None:
+def test_an_entry_is_put_aside_when_no_process_uses_it_and_only_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = Cache(tmp_path)
     entry = fill(cache, OLD, 2000)
     first, second, other = cache.lease(OLD), cache.lease(OLD), cache.lease(OLD)
@@ -412,8 +414,10 @@ def test_an_entry_is_put_aside_when_no_process_uses_it_and_only_once(tmp_path: P
     other.close()
     cache.put_aside(second, "is torn")
     assert not entry.exists()
+    assert caplog.text.count("is torn: made again in the cache") == 1
     with cache.lease(OLD) as old:
         entry.rename(tmp_path / "elsewhere")
         fill(cache, OLD, 2000)
         cache.put_aside(old, "is torn")
         assert (entry / "sub" / "weights").exists(), "another process has made it again meanwhile"
+    assert caplog.text.count("is torn: made again in the cache") == 1

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_copies_that_were_made_without_our_knowledge_are_unlocked_too(tmp_path: 
         copy = os.dup(lock.fd)
     assert is_free(tmp_path / "lock")
     os.close(copy)
+
+
+def test_a_lock_that_two_threads_close_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = HeldLock(open_ours(tmp_path / "lock", os.O_CREAT))
+    assert lock.try_lock(what="testing")
+    true = os.ftruncate
+
+    def meanwhile(fd: int, length: int) -> None:
+        monkeypatch.undo()
+        other = threading.Thread(target=lock.close)
+        other.start()
+        other.join()
+        true(fd, length)
+
+    monkeypatch.setattr(os, "ftruncate", meanwhile)
+    lock.close()
+    assert lock.fd == -1
+    assert not (tmp_path / "lock").read_bytes()
+    assert is_free(tmp_path / "lock")
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ def one_is_missing() -> None:
 def _one_is_missing(folder: Path, number: int) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import constants
 
     import relayout
     from relayout.loader.group import collectives
@@ -88,7 +89,7 @@ def _one_is_missing(folder: Path, number: int) -> None:
     collectives._QUIET_SECONDS = 0.2
     join(folder, number)
     seen, groups = Seen(folder, number), [dist.new_group(range(NUM_MEMBERS)) for _ in range(2)]
-    dist.new_group = partial(dist.new_group, timeout=timedelta(seconds=3))
+    constants.default_pg_timeout = timedelta(seconds=3)
 
     def case(name: str, group: Any) -> None:
         options: dict[str, Any] = {"config": {"model_type": "llama"}, "tp": 1, "force": True, "group": group}
@@ -100,6 +101,36 @@ def _one_is_missing(folder: Path, number: int) -> None:
     else:
         case("the next", groups[0])
         case("the first", groups[1])
+
+
+def connecting() -> None:
+    """`FOLDER`: members have little time to connect; one is late, and then one is killed when it is about to."""
+    codes = forked(partial(_connecting, Path(sys.argv[1])))
+    assert codes == [0, 0, -signal.SIGKILL, 0], codes
+
+
+def _connecting(folder: Path, number: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import relayout
+    from relayout.loader.group import collectives
+
+    collectives._QUIET_SECONDS, collectives._CONNECT_SECONDS = 0.2, 2.0
+    join(folder, number)
+    seen, groups = Seen(folder, number), [dist.new_group(range(NUM_MEMBERS)) for _ in range(2)]
+    options: dict[str, Any] = {"config": {"model_type": "llama"}, "tp": 1, "force": True}
+
+    def case(name: str, group: Any) -> None:
+        time.sleep(4 * (number == 1 and name.startswith("late")))
+        save = partial(relayout.save, {"model.norm.weight": torch.ones(4)}, folder / "out", group=group, **options)
+        seen.case(name, save)
+
+    case("late for the first", groups[0])
+    case("late for the next", groups[0])
+    if number == 2:
+        dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    case("killed", groups[1])
 
 
 def models() -> list[str]:

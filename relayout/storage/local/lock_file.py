@@ -41,9 +41,11 @@ class HeldLock(Closable):
     was passed to on purpose holds the lock, too, until `close` here.
     """
 
+    fd: int = -1
+    """-1: closed. An open one is the object's own attribute."""
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        """-1: closed."""
         self._has_note = False
         remake_in_child(self)
 
@@ -66,19 +68,23 @@ class HeldLock(Closable):
 
     def after_fork(self) -> None:
         """Give up the copy of the descriptor, without unlocking."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
+        if (fd := self._take()) >= 0:
             os.close(fd)
 
     def close(self) -> None:
-        """Unlock, for all copies of the descriptor, and close."""
-        if self.fd >= 0:
+        """Unlock, for all copies of the descriptor, and close. Thread-safe."""
+        if (fd := self._take()) >= 0:
             with suppress(OSError):
                 if self._has_note:
-                    os.ftruncate(self.fd, 0)
+                    os.ftruncate(fd, 0)
             with suppress(OSError):
-                fcntl.flock(self.fd, fcntl.LOCK_UN)
-        self.after_fork()
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+    def _take(self) -> int:
+        """The descriptor, which one caller alone gets, as `pop` is atomic; -1: somebody else has got it."""
+        descriptor: int = vars(self).pop("fd", -1)
+        return descriptor
 
     def __del__(self) -> None:
         self.close()

@@ -136,14 +136,14 @@ def _load(
 ) -> dict[str, torch.Tensor]:
     if into is None:
         plan = source.arena(names)
-        warn_if_slow(source)
+        warn_if_slow(source, stacklevel=4)
         return load_arena(plan, options)
     if not into and names is None:
         raise PlanError("into: no tensors to fill; leave it out to load into new memory", code="option")
     from relayout.loader.into import load_into
 
     contents = source.contents()
-    warn_if_slow(source)
+    warn_if_slow(source, stacklevel=4)
     return load_into(contents, into, names, options)
 
 
@@ -255,7 +255,7 @@ def find_source(
     return source.verified() if verify else source
 
 
-def warn_if_slow(source: RankSource) -> None:
-    """Warn, at the line of the caller's caller, if there is a faster way to load."""
+def warn_if_slow(source: RankSource, stacklevel: int = 3) -> None:
+    """Warn, by default at the line of the caller's caller, if there is a faster way to load."""
     if source.slow_because is not None:
-        warnings.warn(source.slow_because, stacklevel=3)
+        warnings.warn(source.slow_because, stacklevel=stacklevel)

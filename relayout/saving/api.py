@@ -291,18 +291,27 @@ class _Line:
         self.group = group
         """Of the same processes as the caller's, for messages from host memory that meet no others."""
         self.is_first = group is None or Group(group).index == 0
-        self._executor = ThreadPoolExecutor(1, "relayout-save")
+        self._lock = threading.Lock()
         self._last: Future[Summary] | None = None
 
     def begin(self, run: Callable[[], Summary]) -> Future[Summary]:
-        """Run a save behind those that were begun before."""
-        self._last = self._executor.submit(run)
-        return self._last
+        """Run a save behind those that were begun before, in a thread that ends with it."""
+        with self._lock:
+            executor = ThreadPoolExecutor(1, "relayout-save")
+            self._last = executor.submit(_run_after, self._last, run)
+            executor.shutdown(wait=False)
+            return self._last
 
     def wait(self) -> None:
         """Wait for all that were begun, however they end."""
         if self._last is not None:
             wait([self._last])
+
+
+def _run_after(earlier: Future[Summary] | None, run: Callable[[], Summary]) -> Summary:
+    if earlier is not None:
+        wait([earlier])
+    return run()
 
 
 @cache

@@ -248,7 +248,8 @@ def test_what_is_complete_is_neither_read_nor_sent_again(server: Server, expecte
     assert done.resumed_nbytes == done.source_nbytes
     again = server.requests[before:]
     assert [one.key for one in again if is_part(one)] == ["out/tokenizer.json"] * 3
-    assert sum(one.sent_nbytes for one in again if "llama/model-0" in one.key) < SHARDS_NBYTES // 50
+    # Samples of all tensors, and one finished tensor of each shard, tell that the source is the same.
+    assert sum(one.sent_nbytes for one in again if "llama/model-0" in one.key) < SHARDS_NBYTES // 5
     assert there(server) == expected
 
 

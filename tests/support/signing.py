@@ -14,15 +14,7 @@ from cryptography.x509.oid import NameOID
 
 import relayout
 
-UNTRUSTED = (
-    "plain",
-    "unsigned",
-    "by another",
-    "without relayout.json",
-    "without model.sig",
-    "damaged",
-    "another config",
-)
+UNTRUSTED = ("plain", "unsigned", "by another", "without relayout.json", "without model.sig", "damaged")
 """What `write_states` writes beside what is signed; and "another config", which only those see who read that file."""
 
 

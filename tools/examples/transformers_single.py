@@ -16,6 +16,7 @@ checkpoint: Llama, Mistral, Qwen and their like.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -48,8 +49,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=16)
     arguments = parser.parse_args()
 
-    # Stock loaders find an index of the tensors in folders of one rank only.
-    is_stock = (arguments.folder / "model.safetensors.index.json").exists()
+    # The index of a folder of several ranks names a file that is not there, which stops stock loaders.
+    index = json.loads((arguments.folder / "model.safetensors.index.json").read_text())
+    is_stock = all((arguments.folder / name).exists() for name in index["weight_map"].values())
     model = load_stock(arguments.folder) if is_stock else load_whole_tensors(arguments.folder)
     prompt = torch.tensor([arguments.prompt])
     tokens = model.generate(prompt, max_new_tokens=arguments.new_tokens, do_sample=False)

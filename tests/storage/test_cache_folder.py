@@ -378,6 +378,7 @@ def test_a_drive_without_locks_leaves_no_file_open(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock_file.fcntl, "flock", refuse)
+    gc.collect()  # What other tests have left is theirs.
     before = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(OSError, match="No locks"):
         Cache(tmp_path).lease(NEW)

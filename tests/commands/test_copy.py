@@ -453,7 +453,7 @@ def test_threads_that_finish_pieces_of_one_file_at_once_complete_it(
 
     workers = copy_module.Workers
     monkeypatch.setattr(copy_module, "Workers", slow_workers)
-    monkeypatch.setattr(copy_module, "split", lambda extent, nbytes: split(extent, 2**14))
+    monkeypatch.setattr(copy_module, "split", lambda extent, nbytes: split(extent, 2**16))
     relayout.copy(source / "ranks", tmp_path / "out", threads=8)
     assert content(tmp_path / "out") == content(source / "ranks")
 

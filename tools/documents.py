@@ -1,4 +1,4 @@
-"""Writes the parts of the documents that are made: families, commands, packages, engines.
+"""Writes the parts of the documents that are made: families, commands, packages, codes, engines.
 
 `tools/run documents` rewrites them; the tests compare. A part lies between two comments, `<!-- NAME: ... -->` and
 `<!-- end -->`.
@@ -15,13 +15,15 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from support.layers import LAYERS
+from support.layers import EXCEPTIONS, LAYERS
 from typer.main import get_command
 
 from relayout.cli.app import app
+from relayout.errors import FormatError, PlanError
 from relayout.plans.family import builtin_families, builtin_text
 
 _ROOT = Path(__file__).parents[1]
+_REFERENCE = _ROOT / "docs" / "reference"
 _WIDTH = 120
 
 
@@ -79,7 +81,21 @@ def packages() -> str:
         module = importlib.import_module(f"relayout.{name}")
         what = str(module.__doc__).splitlines()[0].removesuffix(".")
         rows.append(f"| `{name}` | {what} | {', '.join(imports) or '-'} |")
+    for name, imports in EXCEPTIONS.items():
+        module = importlib.import_module(f"relayout.{name}")
+        what = str(module.__doc__).splitlines()[0].removesuffix(".")
+        rows.append(f"| `{name}` alone | {what} | and {', '.join(imports)} |")
     return "\n".join(rows)
+
+
+def codes() -> str:
+    """The codes of each family of errors, with what its docstring says of them."""
+    parts = []
+    for family in (FormatError, PlanError):
+        rows = re.findall(r"`(\w+)` \((.*?)\)[,.]", " ".join(str(family.__doc__).partition("Codes: ")[2].split()))
+        table = ["| code | when |", "|---|---|", *(f"| `{code}` | {when} |" for code, when in rows)]
+        parts.append("\n".join([f"## {family.__name__}", "", *table]))
+    return "\n\n".join(parts)
 
 
 def engines() -> str:
@@ -131,10 +147,11 @@ def _release(versions: dict[str, str]) -> str:
 
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "seconds": (_ROOT / "README.md", seconds),
-    "families": (_ROOT / "relayout" / "plans" / "MODELS.md", families),
-    "engines": (_ROOT / "relayout" / "engines" / "ENGINES.md", engines),
-    "commands": (_ROOT / "relayout" / "cli" / "COMMANDS.md", commands),
-    "packages": (_ROOT / ".github" / "CONTRIBUTING.md", packages),
+    "families": (_REFERENCE / "MODELS.md", families),
+    "engines": (_REFERENCE / "ENGINES.md", engines),
+    "commands": (_REFERENCE / "COMMANDS.md", commands),
+    "codes": (_REFERENCE / "ERRORS.md", codes),
+    "packages": (_ROOT / "docs" / "CONTRIBUTING.md", packages),
 }
 
 

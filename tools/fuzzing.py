@@ -399,7 +399,7 @@ def _change(data: bytes) -> None:
 @cache
 def _decoder() -> Callable[[bytes], bytes]:
     names: dict[str, Any] = {}
-    text = (ROOT / "relayout" / "FORMAT.md").read_text().partition("## 15. Deltas")[2]
+    text = (ROOT / "docs" / "FORMAT.md").read_text().partition("## 15. Deltas")[2]
     exec(text.partition("```python\n")[2].partition("```")[0], names)
     decoded: Callable[[bytes], bytes] = names["decoded"]
     return decoded

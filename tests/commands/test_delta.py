@@ -145,7 +145,7 @@ def test_a_delta_of_five_percent_is_small_and_of_nothing_nearly_empty(steps: Pat
 
 def test_the_decoder_in_the_format_document_makes_each_file(steps: Path) -> None:
     """And what is said there of the index of a delta's files."""
-    text = (Path(relayout.__file__).parent / "FORMAT.md").read_text().partition("## 15. Deltas")[2]
+    text = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text().partition("## 15. Deltas")[2]
     names: dict[str, Any] = {}
     exec(text.partition("```python\n")[2].partition("```")[0], names)
     delta = json.loads((steps / "0-to-1" / "relayout.json").read_text())

@@ -15,16 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.layers import LAYERS
+from support.layers import EXCEPTIONS, LAYERS
 from support.patience import PATIENCE
 
 import relayout
 
 PACKAGE = Path(relayout.__file__).parent
 ROOT = PACKAGE.parent
-SLICING = {f"relayout.loader.{name}" for name in ("sources.plain", "sources.resharded")}
-"""What slices or converts plain checkpoints, or joins the slices of several ranks: these need the plans for it."""
-
 WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "unwritten")} | {
     f"relayout.observe.{name}" for name in ("stand_ins", "tracing")
 }
@@ -242,7 +239,7 @@ def test_each_package_imports_only_those_below_it() -> None:
         if not one.target.startswith("relayout") or "" in (package, imported) or package == imported:
             continue
         seen.add((package, imported))
-        allowed = {*LAYERS[package], "errors", *(["plans", "conversion"] if one.source in SLICING else [])}
+        allowed = {*LAYERS[package], "errors", *EXCEPTIONS.get(one.source.removeprefix("relayout."), ())}
         assert imported in allowed, f"{one.source}, line {one.line}: {one.target}"
     assert ("conversion", "plans") in seen
     assert ("loader", "storage") in seen

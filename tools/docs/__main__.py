@@ -16,7 +16,7 @@ from pathlib import Path
 
 from docs.pages import ROOT, pages
 
-_HERE, _ENVIRONMENT = ROOT / "tools" / "docs", ROOT / ".venv" / "docs"
+_DOCS, _ENVIRONMENT = ROOT / "docs", ROOT / ".venv" / "docs"
 
 
 def main() -> int:
@@ -31,10 +31,9 @@ def build(contents: Iterable[tuple[str, bytes]], out: Path) -> int:
     for page, content in contents:
         (sources / page).parent.mkdir(parents=True, exist_ok=True)
         (sources / page).write_bytes(content)
-    for name in ("api.md", "site.css"):
-        shutil.copy(_HERE / name, sources)
+    shutil.copy(_DOCS / "site.css", sources)
     # Not with --quiet: it would make warnings no errors.
-    command = [python, "-m", "mkdocs", "build", "--strict", "-f", _HERE / "mkdocs.yml", "-d", out / "site"]
+    command = [python, "-m", "mkdocs", "build", "--strict", "-f", _DOCS / "mkdocs.yml", "-d", out / "site"]
     built = subprocess.run(command, env={**os.environ, "RELAYOUT_PAGES": str(sources), "NO_MKDOCS_2_WARNING": "1"})
     if built.returncode == 0:
         print(f"to read it: python3 -m http.server -d {out / 'site'}")  # Search needs a server.

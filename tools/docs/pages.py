@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_NAMES = {"README.md": "index.md", "relayout/commands/MEASURING.md": "bench.md"}
-"""Pages that are not called like their documents: the first, and the second of two of one name."""
+_NAMES = {"docs/README.md": "index.md", "README.md": "overview.md"}
+"""Pages that are not called like their documents."""
 _LINK = re.compile(r"(\]\()(?!https?:)([^)#\s]+)(#[^)\s]*)?\)")
 _SHOWN = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".cff": "yaml"}
 """Files that become pages of code, by their suffixes; others are copied."""
@@ -20,16 +20,16 @@ def documents() -> list[str]:
     """The documents of the repository, by their paths."""
     names = ["ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     listed = subprocess.run(["git", *names], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    return [name for name in listed if not name.startswith(("tests/", "tools/docs/", ".github/upstream/"))]
+    return [name for name in listed if name == "README.md" or name.startswith("docs/")]
 
 
 def page_of(name: str) -> str:
     """The page that a file of the repository becomes."""
-    path = Path(name)
-    if path.suffix != ".md":
-        return f"files/{name.replace('/.', '/').lstrip('.')}" + (".md" if path.suffix in _SHOWN else "")
-    guides = "guides/" if path.parent.name == "howto" else ""
-    return _NAMES.get(name, f"{guides}{path.name.lower()}")
+    if name in _NAMES:
+        return _NAMES[name]
+    if name.startswith("docs/"):
+        return name.removeprefix("docs/").lower()
+    return f"files/{name.replace('/.', '/').lstrip('.')}" + (".md" if Path(name).suffix in _SHOWN else "")
 
 
 def pages() -> Iterator[tuple[str, bytes]]:

@@ -21,7 +21,7 @@ RESULTS = ROOT / "tools" / "results"
 OBSERVED_RESULTS = RESULTS / "observed.jsonl"
 BUILTIN_RESULTS = RESULTS / "builtin_plans.jsonl"
 SLICES = ROOT / "tests" / "plans" / "observed.jsonl.xz"
-TABLE_FILE = ROOT / "relayout" / "plans" / "OBSERVED.md"
+TABLE_FILE = ROOT / "docs" / "reference" / "OBSERVED.md"
 
 
 def observe_registry(environment: Environment, home: Path) -> None:

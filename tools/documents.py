@@ -10,7 +10,7 @@ import argparse
 import importlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -118,23 +118,47 @@ def engines() -> str:
     return "\n".join(rows)
 
 
-def seconds() -> str:
-    """Seconds of cold loads, as `tools/run bench load` has recorded them."""
-    rows = ["| seconds to load, cold cache | relayout | best peer | others |", "|---|---|---|---|"]
+_STATES = {"touched": "memory at hand", "idle": "memory taken back by the host"}
+
+
+def _cold_loads() -> Iterator[tuple[str, dict[str, Any], list[tuple[str, dict[str, Any]]]]]:
+    """What `tools/run bench load` has recorded of cold loads: title, relayout, and peers by title, fastest first."""
     results = json.loads((_ROOT / "tools" / "results" / "load.json").read_text())
-    states = {"touched": "memory at hand", "idle": "memory taken back by the host"}
     for scenario in (one for one in results["scenarios"] if one["state"] == "cold"):
-        taken = {name: peer["seconds"] for name, peer in scenario["peers"].items()}
-        own = taken.pop("relayout")
-        families: dict[str, float] = {}
-        for name, each in taken.items():
-            family = results["peers"][name]["family"]
-            families[family] = min(each, families.get(family, each))
-        best, *others = sorted(families.values())
-        cells = [f"**{one:.2f}**" if one <= min(own, best) else f"{one:.2f}" for one in (own, best)]
+        loads = dict(scenario["peers"])
+        own = loads.pop("relayout")
+        families: dict[str, tuple[str, dict[str, Any]]] = {}
+        for name, load in sorted(loads.items(), key=lambda item: item[1]["seconds"]):
+            families.setdefault(results["peers"][name]["family"], (results["peers"][name]["title"], load))
         title = scenario["title"].replace("one rank of", "one rank of TP")
+        yield f"{title}, {_STATES[scenario['memory']]}", own, list(families.values())
+
+
+def seconds() -> str:
+    """Seconds of cold loads."""
+    rows = ["| seconds to load, cold cache | relayout | best peer | others |", "|---|---|---|---|"]
+    for title, own, peers in _cold_loads():
+        best, *others = [load["seconds"] for _, load in peers]
+        mine = own["seconds"]
+        cells = [f"**{one:.2f}**" if one <= min(mine, best) else f"{one:.2f}" for one in (mine, best)]
         span = f"{others[0]:.2f} to {others[-1]:.1f}" if others else ""
-        rows.append(f"| {title}, {states[scenario.get('memory', 'touched')]} | {' | '.join(cells)} | {span} |")
+        rows.append(f"| {title} | {' | '.join(cells)} | {span} |")
+    return "\n".join(rows)
+
+
+def loads() -> str:
+    """What cold loads take: seconds and their spread, CPU seconds, and memory."""
+    rows = ["| load, cold cache | by | s (all runs) | CPU s | MiB beyond the tensors |", "|---|---|---|---|---|"]
+    for title, own, peers in _cold_loads():
+        for by, load in [("**relayout**", own), *peers]:
+            first, *_, last = sorted(load["all_seconds"])
+            cells = (
+                f"{load['seconds']:.2f} ({first:.2f} to {last:.2f})",
+                f"{load['cpu_seconds']:.2f}",
+                f"{load['peak_minus_needed_nbytes'] / 2**20:,.0f}",
+            )
+            rows.append(f"| {title} | {by} | {' | '.join(cells)} |")
+            title = ""
     return "\n".join(rows)
 
 
@@ -147,6 +171,7 @@ def _release(versions: dict[str, str]) -> str:
 
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "seconds": (_ROOT / "README.md", seconds),
+    "loads": (_ROOT / "docs" / "MEASURING.md", loads),
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),
     "commands": (_REFERENCE / "COMMANDS.md", commands),

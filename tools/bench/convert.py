@@ -22,13 +22,15 @@ from relayout.storage.memory import proc_nbytes
 
 def measure(scratch: Path, source: Path, runs: int, idle: float = 0.0) -> dict[str, Any]:
     """Run everything so many times, in turns, each after so many seconds without work; medians."""
-    target, other = scratch / "target", scratch / "other"
+    target, other, cache = scratch / "target", scratch / "other", scratch / "cache"
     nbytes = total_nbytes(source)
     command = [sys.executable, "-m", "relayout"]
     ways: dict[str, list[list[str]]] = {
         "relayout convert --tp 8": [[*command, "convert", str(source), "--tp", "8", "--json", "-o", str(target)]],
         "relayout verify": [[*command, "verify", str(target), "--json"]],
         "relayout restore": [[*command, "restore", str(target), "-o", str(other), "--json"]],
+        # What a first start leaves to a process of low priority.
+        "relayout cache --add": [[*command, "cache", str(cache), "--add", str(source), "--tp", "8"]],
         "cp -r, sync": [["cp", "-r", str(source), str(other)], ["sync"]],
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -37,7 +39,7 @@ def measure(scratch: Path, source: Path, runs: int, idle: float = 0.0) -> dict[s
     for _ in range(runs):
         limits.append({"mixed": fio_mixed(scratch), "read": direct_read(list(source.glob("*.safetensors")))})
         for way, commands in ways.items():
-            for leftover in [other, target] if way.startswith("relayout convert") else [other]:
+            for leftover in [other, cache, *([target] if way.startswith("relayout convert") else [])]:
                 shutil.rmtree(leftover, ignore_errors=True)
             os.sync()
             files = files_of([source, target] if target.exists() else [source])

@@ -224,7 +224,9 @@ def _doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -
         yield from tensors
     except FormatError as error:
         doubt_cache(source)
-        error.what = f"{error.what}; the next load makes this entry of the cache again (`relayout cache` lists them)"
+        error.amend(
+            what=f"{error.what}; the next load makes this entry of the cache again (`relayout cache` lists them)"
+        )
         raise
 
 

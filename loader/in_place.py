@@ -18,7 +18,7 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError, PlanError
-from relayout.format.chunks import chunks_over
+from relayout.format.index import chunks_over
 from relayout.format.delta import NEW, OLD, are_alike
 from relayout.format.index import Manifest, RankTable
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget

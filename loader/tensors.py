@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:

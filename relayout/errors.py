@@ -2,10 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from reprlib import Repr
+from typing import Literal, TypeAlias
+
+
+FormatCode: TypeAlias = Literal[
+    "truncated",
+    "syntax",
+    "field",
+    "coverage",
+    "limit",
+    "version",
+    "missing",
+    "unsafe",
+    "owner",
+    "digest",
+    "signature",
+    "mismatch",
+    "invalid",
+]
+PlanCode: TypeAlias = Literal[
+    "option",
+    "no_plan",
+    "no_rule",
+    "indivisible",
+    "config",
+    "unsupported",
+    "limit",
+    "exists",
+    "busy",
+    "space",
+    "missing",
+    "mismatch",
+    "invalid",
+]
+Code: TypeAlias = FormatCode | PlanCode
+"""The kinds of errors, by the names on which programs match. They are listed here only; mypy checks each use."""
+
+FORMAT_CODES: Mapping[FormatCode, str] = {
+    "truncated": "shorter than declared",
+    "syntax": "not UTF-8, JSON, TOML or zstd",
+    "field": "a field is missing, or has a wrong type or value",
+    "coverage": "holes, overlaps, or bytes behind the end",
+    "limit": "exceeds a size or depth limit",
+    "version": "an unknown version of the format",
+    "missing": "a file or tensor is missing",
+    "unsafe": "a link or path that leaves the folder, or no regular file",
+    "owner": "belongs to another rank or conversion",
+    "digest": "bytes have changed",
+    "signature": "not signed as the trust policy wants",
+    "mismatch": "two files disagree",
+    "invalid": "all else",
+}
+"""What each code of a `FormatError` means."""
+
+PLAN_CODES: Mapping[PlanCode, str] = {
+    "option": "an argument has an invalid value",
+    "no_plan": "there is no plan for the model",
+    "no_rule": "the plan has no rule for a tensor",
+    "indivisible": "a tensor cannot be divided at this degree",
+    "config": "config.json lacks a size, or contradicts the tensors",
+    "unsupported": "a method, dtype or system that is not supported, or a package that is not installed",
+    "limit": "exceeds a limit",
+    "exists": "the output exists",
+    "busy": "another process uses it",
+    "space": "not enough space",
+    "missing": "a file, tensor or rank is missing",
+    "mismatch": "the members of a group, or two arguments, contradict each other",
+    "invalid": "all else",
+}
+"""What each code of a `PlanError` means."""
+
+Where: TypeAlias = str | PathLike[str] | None
+"""The file or folder that an error is about, as the caller named it, or the name of a part of a file."""
 
 
 class RelayoutError(Exception):
@@ -27,10 +99,10 @@ class RelayoutError(Exception):
         self,
         what: str,
         *,
-        path: str | PathLike[str] | None = None,
+        path: Where = None,
         tensor: str | None = None,
         offset: int | None = None,
-        code: str = "invalid",
+        code: Code = "invalid",
     ) -> None:
         super().__init__(what)
         self.what = what
@@ -41,48 +113,85 @@ class RelayoutError(Exception):
         """The tensor's name."""
         self.offset = offset
         """Absolute byte offset in the file, if known."""
-        self.code = code
-        """The kind of error: one of the codes listed in the docstring of the class."""
+        self.code: Code = code
+        """The kind of error: a key of `FORMAT_CODES` or `PLAN_CODES`."""
+
+    @property
+    def text(self) -> str:
+        """The text without the file."""
+        if self.tensor is None:
+            return self.what
+        name = f"{self.tensor!r}" if len(self.tensor) <= 4096 else f"{self.tensor[:64]!r}..."
+        return f"tensor {name}: {self.what}"
 
     def __str__(self) -> str:
-        parts = [] if self.path is None else [str(self.path)]
-        if self.tensor is not None:
-            parts.append(f"tensor {self.tensor!r}" if len(self.tensor) <= 4096 else f"tensor {self.tensor[:64]!r}...")
-        return ": ".join([*parts, self.what])
+        return self.text if self.path is None else f"{self.path}: {self.text}"
+
+    def amend(
+        self,
+        *,
+        what: str | None = None,
+        path: Where = None,
+        tensor: str | None = None,
+        code: Literal["missing"] | None = None,
+    ) -> None:
+        """Replace the fields that are given, before the error is raised again: the caller knows them better."""
+        self.what = self.what if what is None else what
+        self.path = self.path if path is None else path
+        self.tensor = self.tensor if tensor is None else tensor
+        self.code = self.code if code is None else code
 
 
 class FormatError(RelayoutError):
-    """A file violates its format.
+    """A file violates its format. `FORMAT_CODES` lists the codes."""
 
-    Codes: `truncated` (shorter than declared), `syntax` (not UTF-8, JSON, TOML or zstd), `field` (a field is missing
-    or has a wrong type or value), `coverage` (holes, overlaps, trailing bytes), `limit` (exceeds a size or depth
-    limit), `version` (unknown format version), `missing` (a file or tensor), `unsafe` (a link or path that leaves the
-    folder, or not a regular file), `owner` (belongs to another rank or conversion), `digest` (bytes have changed),
-    `signature` (not signed as the trust policy wants), `mismatch` (two files disagree), `invalid` (all else).
-    """
+    code: FormatCode
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: Where = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+        code: FormatCode = "invalid",
+    ) -> None:
+        super().__init__(what, path=path, tensor=tensor, offset=offset, code=code)
 
 
 class PlanError(RelayoutError, ValueError):
     """The request is invalid, or cannot be carried out on this checkpoint: what Python calls a ValueError.
 
-    Codes: `option` (an argument has an invalid value), `no_plan` (for the model), `no_rule` (for a tensor),
-    `indivisible` (at this degree), `config` (config.json lacks a size or contradicts the tensors), `unsupported` (a
-    method, dtype or system), `limit` (exceeds a limit), `exists` (the output exists), `busy` (another process uses
-    it), `space` (not enough space), `missing` (a file, tensor or rank), `invalid` (all else).
+    `PLAN_CODES` lists the codes.
     """
+
+    code: PlanCode
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: Where = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+        code: PlanCode = "invalid",
+    ) -> None:
+        super().__init__(what, path=path, tensor=tensor, offset=offset, code=code)
 
 
 @contextmanager
 def about(
-    *, path: str | PathLike[str] | None = None, tensor: str | None = None, part: str | None = None
+    *, path: Where = None, tensor: str | None = None, part: str | None = None
 ) -> Iterator[None]:
     """Add `path` and `tensor` to errors of the block that lack them; put `part` before the text."""
     try:
         yield
     except RelayoutError as error:
-        error.path = path if error.path is None else error.path
-        error.tensor = tensor if error.tensor is None else error.tensor
-        error.what = error.what if part is None else f"{part}: {error.what}"
+        error.amend(
+            what=None if part is None else f"{part}: {error.what}",
+            path=path if error.path is None else None,
+            tensor=tensor if error.tensor is None else None,
+        )
         raise
 
 

@@ -1,6 +1,6 @@
 """Measures what deltas take: of BF16 elements that change anywhere, and of steps of AdamW on a small model.
 
-Each row compares forms of the same change: relayout's (format/sparse.py), planes of bytes with zstd, and zstd alone.
+Each row compares forms of the same change: relayout's (format/delta.py), planes of bytes with zstd, and zstd alone.
 Speeds are of one thread, on 1 MiB chunks, in bytes of the weights. Of xdelta3, where the
 machine has it, they are of the first MiB: it is slow.
 """
@@ -22,7 +22,7 @@ import zstandard
 from rich.console import Console
 from rich.table import Table
 
-from relayout.format.sparse import encode, xor_into
+from relayout.format.delta import encode, xor_into
 
 if TYPE_CHECKING:
     import torch

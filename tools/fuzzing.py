@@ -25,12 +25,12 @@ import safetensors
 from support.vector_edits import BASES, changed_files, vectors
 from zstandard import ZstdDecompressor, ZstdError
 
-from relayout.checkpoint.config import parse_config
+from relayout.checkpoint.folder import parse_config
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, parse_index
 from relayout.commands.restore import recorded_source
 from relayout.conversion.layout import stored_conversion
 from relayout.core.digests import digest_hex
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from relayout.core.extents import Extent
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
@@ -42,7 +42,7 @@ from relayout.format.manifest import compact_json, compress, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
-from relayout.format.sparse import encode, xor_into
+from relayout.format.delta import encode, xor_into
 from relayout.plans.family import dump_rules, parse_family, parse_rules
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by, plan_for

@@ -50,7 +50,7 @@ print("loaded")
 LOWEST = """
 import json, os, pathlib, sys, relayout
 sys.path.append(sys.argv[1])
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from support import hub_server
 header, end = {}, 0
 for dtype, bits in BITS.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from relayout.core.extents import BLOCK, Extent, Transfer, align_up, split
-from relayout.core.strided import copy_runs
+from relayout.core.extents import copy_runs
 from relayout.core.workers import Workers
 from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
 from relayout.loader.backends.base import Backend, Choice, Factory, Memory, ReadJob, Request

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from relayout.checkpoint import identity
 from relayout.core.digests import digest_hex
 from relayout.core.slices import CutTensor, number_cuts
-from relayout.core.strided import Bytes, copy_runs
+from relayout.core.extents import Bytes, copy_runs
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
 from relayout.loader.backends.base import Arena, ReadJob, RunningJob

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from relayout.checkpoint.proven import check_chunk
+from relayout.checkpoint.converted import check_chunk
 from relayout.core.extents import Extent, Transfer
-from relayout.core.strided import copy_runs
+from relayout.core.extents import copy_runs
 from relayout.core.workers import each
-from relayout.format.chunks import chunks_over
+from relayout.format.index import chunks_over
 from relayout.format.index import Read
 from relayout.loader.group.assign import Round
 from relayout.loader.sources.stored import StoredFile

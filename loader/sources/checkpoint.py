@@ -22,7 +22,7 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.trust import TrustedStore, refuse_deltas, trusted
 from relayout.core.arguments import at_least_one, integer
-from relayout.core.dtypes import num_bytes
+from relayout.core.slices import num_bytes
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE
 from relayout.errors import PlanError, RelayoutError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from relayout.core.extents import Transfer
 from relayout.core.slices import Slice, positions, row_runs
 from relayout.errors import PlanError

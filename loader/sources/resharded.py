@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 
-from relayout.checkpoint.config import find_config
+from relayout.checkpoint.folder import find_config
 from relayout.checkpoint.converted import check_present, read_record, read_table
 from relayout.checkpoint.source import agreed_metadata
 from relayout.core.arguments import ranks_text
-from relayout.core.children import remake_in_child
+from relayout.core.workers import remake_in_child
 from relayout.core.slices import WHOLE, Slice, slice_transfers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
@@ -22,7 +22,7 @@ from relayout.loader.sources.columns import Names, TensorColumns, select
 from relayout.loader.sources.reshard import Holder, gather
 from relayout.loader.sources.stored import files_of, rank_files
 from relayout.plans.plan import TensorInfo, TensorList
-from relayout.plans.recorded import recorded_plan
+from relayout.plans.planner import recorded_plan
 from relayout.storage.protocols import Store
 
 
@@ -178,10 +178,10 @@ class Ranks:
                 holders = [Holder(WHOLE, count, 0)]
             return gather(record.dtypes[t], record.shapes[t], wanted, holders)
         except PlanError as error:
-            error.path, error.tensor = str(self.store), record.names[t]
+            error.amend(path=str(self.store), tensor=record.names[t])
             if not self.manifest.has_all:
-                error.what += f": of {count} ranks the folder has only {ranks_text(self.manifest.present)}"
-                error.code = "missing"
+                has = f"of {count} ranks the folder has only {ranks_text(self.manifest.present)}"
+                error.amend(what=f"{error.what}: {has}", code="missing")
             raise
 
     def _has(self, holder: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from relayout.checkpoint.proven import FileProof, Proven, proof_of
+from relayout.checkpoint.converted import FileProof, Proven, proof_of
 from relayout.core.arguments import ranks_text
 from relayout.core.extents import Extent, split
 from relayout.core.workers import each
@@ -99,7 +99,7 @@ def check_hole(file: StoredFile, hole: Extent) -> None:
                 opened.read(piece.offset, memoryview(bytearray(piece.nbytes)))
             except FormatError as error:
                 if error.code == "digest" and error.path == file.where:
-                    error.what = f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?"
+                    error.amend(what=f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?")
                 raise
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relayout.core.dtypes import num_bytes
+from relayout.core.slices import num_bytes
 from relayout.format.safetensors import TensorEntry, build_header
 
 LAYER_NBYTES, EMBEDDING_NBYTES = 436_224_000, 2_101_355_000

@@ -18,7 +18,7 @@ from typing import IO
 
 from relayout.benchmark.job import Job, Loader
 from relayout.benchmark.machine import NotPrepared, cpu_seconds, num_cpus
-from relayout.core.children import PIPE, Child, start_child
+from relayout.core.workers import PIPE, Child, start_child
 
 # Settings in the environment must not change the result.
 _SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")

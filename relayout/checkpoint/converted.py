@@ -1,29 +1,52 @@
-"""Reads the sidecar files of a converted checkpoint: manifest, rank tables, source record."""
+"""Reads a converted checkpoint: manifest, rank tables, source record, and weight files, proven chunk by chunk."""
 
 from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.workers import each
-from relayout.errors import FormatError, PlanError, about
-from relayout.format.chunks import CHUNKS_NAME, places_of_digests
-from relayout.format.fields import Fields, parse_object
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest, RankTable
-from relayout.format.manifest import (
-    MAX_MANIFEST_NBYTES,
-    MAX_TABLE_NBYTES,
-    SOURCE_RECORD_NAME,
-    decompress,
-    header_prefix,
-    parse_manifest,
-)
+from relayout.errors import FormatError
+from relayout.errors import PlanError
+from relayout.errors import about
+from relayout.format.index import CHUNKS_NAME
+from relayout.format.index import places_of_digests
+from relayout.format.fields import Fields
+from relayout.format.fields import parse_object
+from relayout.format.index import HUB_INDEX_NAME
+from relayout.format.index import MANIFEST_NAME
+from relayout.format.index import SIGNATURE_NAME
+from relayout.format.index import Manifest
+from relayout.format.index import RankTable
+from relayout.format.manifest import MAX_MANIFEST_NBYTES
+from relayout.format.manifest import MAX_TABLE_NBYTES
+from relayout.format.manifest import SOURCE_RECORD_NAME
+from relayout.format.manifest import decompress
+from relayout.format.manifest import header_prefix
+from relayout.format.manifest import parse_manifest
 from relayout.format.rank_table import parse_table
-from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
-from relayout.storage.protocols import Kind, Replaceable, Store, if_there
+from relayout.format.safetensors import LENGTH_NBYTES
+from relayout.format.safetensors import refuse_lfs_pointer
+from relayout.storage.protocols import Kind
+from relayout.storage.protocols import Replaceable
+from relayout.storage.protocols import Store
+from relayout.storage.protocols import if_there
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from relayout.core.extents import BLOCK
+from relayout.core.extents import Extent
+from relayout.core.extents import align_up
+from relayout.format.index import chunks_over
+from relayout.storage.buffers import Buffer
+from relayout.storage.protocols import Closable
+from relayout.storage.protocols import Entry
+from relayout.storage.protocols import ReadableFile
+from relayout.storage.protocols import RequestCost
+from relayout.storage.read_only import ReadOnlyStore
 
 if TYPE_CHECKING:
     from relayout.format.source_record import SourceRecord
@@ -248,3 +271,167 @@ def check_head(start: memoryview, content: str, data_start: int, where: str) -> 
     if stored_start != data_start:
         what = f"its data section starts at {stored_start}, {MANIFEST_NAME} says {data_start}"
         raise FormatError(what, path=where, code="mismatch")
+
+
+_NUM_KEPT, _MAX_KEPT_NBYTES = 4, 2**20
+"""Chunks that an open file keeps, and how large they may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileProof:
+    """What proves that a file holds what the manifest says."""
+
+    content: str
+    """The digest that its first bytes name."""
+    data_start: int
+    """Absolute offset of its data section."""
+    chunk_nbytes: int
+    chunk_digests: Callable[[], bytes]
+    """Reads the digests of the chunks of its data section. FormatError: they are damaged."""
+    digest: DigestAlgorithm
+    header_digest: str | None = None
+    """Digest of the bytes before the data section, where these are to be proven, too."""
+
+
+def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool = False) -> FileProof:
+    """The proof of a file of a converted checkpoint, by its position in the manifest; of its header, too, if asked."""
+    file = manifest.files[index]
+    digests = partial(read_chunk_digests, folder, manifest, index)
+    header_digest = file.header_digest if with_header else None
+    return FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests, manifest.digest, header_digest)
+
+
+def index_of(manifest: Manifest, name: str) -> int | None:
+    """The position of a weight file in a manifest; None: it is another file."""
+    return next((index for index, file in enumerate(manifest.files) if file.name == name), None)
+
+
+class Proven(Closable):
+    """Reads whole chunks, and compares their digests. Thread-safe."""
+
+    def __init__(self, file: ReadableFile, proof: FileProof, where: str) -> None:
+        """`where` names the file in messages. Where its alignment is a block, its data section starts at one."""
+        self._file = file
+        self._proof = proof
+        self._where = where
+        self._digests = proof.chunk_digests()
+        self._recent: tuple[tuple[int, memoryview], ...] = ()
+        """Chunks that were read in part, with their numbers."""
+        self._head: memoryview | None = None
+        """The header, if it is proven."""
+
+    @property
+    def nbytes(self) -> int:
+        return self._file.nbytes
+
+    @property
+    def version(self) -> str:
+        return self._file.version
+
+    @property
+    def alignment(self) -> int:
+        return self._file.alignment
+
+    def fileno(self) -> None:
+        return
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """Fill `view`; for errors see `ReadableFile.read`. FormatError: also if a digest differs."""
+        start, end = self._proof.data_start, min(offset + view.nbytes, self.nbytes)
+        if offset < start:
+            self._read_head(offset, view[: min(start, end) - offset])
+        first = max(offset, start)
+        wanted = Extent(first, max(0, end - first))
+        touched = list(chunks_over(wanted, start, self.nbytes, self._proof.chunk_nbytes))
+        complete = [chunk for _, chunk, part in touched if part == chunk]
+        if complete:  # All in one request: a store may be remote.
+            until = align_up(complete[-1].end, self.alignment)
+            self._file.read(complete[0].offset, view[complete[0].offset - offset : until - offset])
+        for index, chunk, part in touched:
+            target = view[part.offset - offset : part.end - offset]
+            if part == chunk:
+                check_chunk(self._proof.digest.hex(target), self._digests, index, chunk, self._where)
+            else:
+                target[:] = self._whole(index, chunk)[part.offset - chunk.offset : part.end - chunk.offset]
+
+    def _whole(self, index: int, chunk: Extent) -> memoryview:
+        """Prove and keep a whole chunk where a part of it is wanted: its other parts are often wanted next."""
+        whole = next((kept for number, kept in self._recent if number == index), None)
+        if whole is None:
+            whole = self._read_alone(chunk)
+            check_chunk(self._proof.digest.hex(whole), self._digests, index, chunk, self._where)
+            if chunk.nbytes <= _MAX_KEPT_NBYTES:  # Threads replace the tuple: one that is lost is read again.
+                self._recent = (*self._recent[1 - _NUM_KEPT :], (index, whole))
+        return whole
+
+    def _read_head(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with a part of the header: as it is, if the manifest's other digests are enough."""
+        if self._proof.header_digest is None:
+            self._file.read(offset, view)
+            return
+        head = self._head
+        if head is None:
+            head = self._read_alone(Extent(0, self._proof.data_start))
+            check_header(head, self._proof.header_digest, self._proof.digest, self._where)
+            self._head = head
+        view[:] = head[offset : offset + view.nbytes]
+
+    def _read_alone(self, extent: Extent) -> memoryview:
+        """An extent in memory of its own, as direct I/O wants it."""
+        blocks = Buffer().reserve(align_up(extent.nbytes, BLOCK))
+        view = blocks[: extent.nbytes]
+        self._file.read(extent.offset, view if self.alignment == 1 else blocks)
+        return view
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: str) -> None:
+    """Raise FormatError unless the digest of a chunk, by its index, is among those of all chunks of its file.
+
+    Args:
+        digests: of all chunks, one after the other, in binary form.
+        where: the file's name in messages.
+    """
+    nbytes = len(digest) // 2
+    expected = digests[nbytes * index : nbytes * (index + 1)].hex()
+    if digest != expected:
+        raise FormatError(
+            f"bytes {chunk.offset} to {chunk.end} do not match digest {expected}: damaged",
+            path=where,
+            offset=chunk.offset,
+            code="digest",
+        )
+
+
+def check_header(header: bytes | memoryview, digest: str, algorithm: DigestAlgorithm, where: str) -> None:
+    """Raise FormatError unless a file's header has the digest of the manifest. `where` names the file in messages."""
+    if algorithm.hex(header) != digest:
+        raise FormatError("its header does not match the manifest: damaged", path=where, code="digest")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOver(ReadOnlyStore):
+    """What stores over another one have in common."""
+
+    base: Store
+
+    @property
+    def cost(self) -> RequestCost:
+        return self.base.cost
+
+    def __str__(self) -> str:
+        return str(self.base)
+
+    def location(self, name: str) -> str:
+        return self.base.location(name)
+
+    def not_found_message(self) -> str:
+        return self.base.not_found_message()
+
+    def parent(self) -> tuple[Store, str]:
+        return self.base.parent()
+
+    def walk(self) -> Iterator[Entry]:
+        return self.base.walk()

@@ -1,4 +1,4 @@
-"""A converted checkpoint that is a base and deltas: a store like any other, whose files are made as they are read."""
+"""A converted checkpoint that is a base and deltas: a store like any other, which makes its files as they are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache as once
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import find_manifest_blob, names_of_index, names_of_output, read_manifest
-from relayout.checkpoint.proven import Proven, StoreOver, check_header, index_of, proof_of
+from relayout.checkpoint.converted import Proven, StoreOver, check_header, index_of, proof_of
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, about
@@ -31,7 +31,7 @@ from relayout.format.fields import parse_object
 from relayout.format.index import MANIFEST_NAME, IndexedFile, Manifest, RankTable
 from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, parse_manifest
 from relayout.format.rank_table import parse_table
-from relayout.format.sparse import xor_into
+from relayout.format.delta import xor_into
 from relayout.storage.protocols import (
     Access,
     Closable,
@@ -49,12 +49,12 @@ Paths: TypeAlias = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A delta in a chain. Methods raise FormatError if a file of it is missing or damaged."""
+    """A delta in a chain. Methods raise FormatError if a file of the delta is missing or damaged."""
 
     store: Store
     manifest: DeltaManifest
     position: int
-    """In the chain, from 1; 0: it is alone. Errors name it."""
+    """Position in the chain, from 1, which errors name; 0: the delta is alone."""
 
     def changes(
         self, index: int, file: IndexedFile, num_pieces: int, pieces: Callable[[], Sequence[Extent]]
@@ -75,9 +75,9 @@ class Delta:
 
     link: Link
     old: Manifest
-    """Of the base."""
+    """The manifest of the base."""
     new: Manifest
-    """Of what it makes."""
+    """The manifest of what the delta makes."""
 
     def table(self, side: str, rank: int) -> RankTable:
         """The table of a rank or of another holder, `OLD` or `NEW`."""
@@ -106,7 +106,7 @@ class Changes:
     def __init__(
         self, link: Link, file: IndexedFile, stored: DeltaFile, num_pieces: int, pieces: Callable[[], Sequence[Extent]]
     ) -> None:
-        """As `Link.changes`, of a file that has changed. FormatError: its index is damaged."""
+        """Open the changes of a file, see `Link.changes`. FormatError: their index is damaged."""
         self._link, self._nbytes = link, stored.nbytes
         self._name = delta_name(file.name)
         self._where = link.store.location(self._name)
@@ -262,11 +262,11 @@ class DeltaStore(StoreOver):
     """What deltas make of their base. Thread-safe. All bytes of weight files are proven when they are read."""
 
     links: tuple[Link, ...]
-    """The deltas, of which the last has all small files but the side files that only others have."""
+    """The deltas. The last has all small files, but for side files that only others have."""
     old: Manifest
-    """Of the base."""
+    """The manifest of the base."""
     new: Manifest
-    """Of what the last delta makes. All between them have the same layout."""
+    """The manifest of what the last delta makes. All between them have the same layout."""
 
     def __str__(self) -> str:
         last = self.links[-1].store

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from relayout.checkpoint.config import Config, find_config
+from relayout.checkpoint.folder import Config, find_config
 from relayout.checkpoint.converted import is_converted
-from relayout.checkpoint.shards import (
+from relayout.checkpoint.folder import (
     advice_without_shards,
     check_name,
     choose_shards,
@@ -26,7 +26,7 @@ from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import MANIFEST_NAME
-from relayout.format.names import check_apart, check_path
+from relayout.format.fields import check_apart, check_path
 from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
 from relayout.storage.protocols import Kind, ReadableFile, Store, unversioned
 from relayout.storage.stores import check_exists
@@ -75,7 +75,7 @@ class SourceCheckpoint:
     """The folder or single file that the caller gave."""
     files: tuple[SourceFile, ...]
     tensors: tuple[SourceTensor, ...]
-    """In model order: by name, numbers compared as numbers."""
+    """All tensors in model order: by name, numbers compared as numbers."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """`__metadata__` entries on which all shards agree."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -159,12 +159,12 @@ def read_shard(folder: Store, name: str) -> tuple[SourceFile, Header]:
 
 
 def _read_shard(folder: Store, name: str, index_name: str | None) -> tuple[SourceFile, Header]:
-    """As `read_shard`, of a file that an index names."""
+    """Read the header of a file that an index names; otherwise as `read_shard`."""
     try:
         return read_shard(folder, name)
     except FormatError as error:
         if error.code == "missing" and index_name is not None:
-            error.what = f"is missing, but {index_name} names it: is the download complete?"
+            error.amend(what=f"is missing, but {index_name} names it: is the download complete?")
         raise
 
 

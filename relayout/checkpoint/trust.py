@@ -1,4 +1,4 @@
-"""Trust: a policy that names signers, the proof of a signature, and a store of which every byte is proven.
+"""Trust: a policy that names signers, the proof of a signature, and a store that proves every byte.
 
 The package model-signing makes and verifies signatures (OpenSSF Model Signing), which list the SHA-256 of every file.
 That of relayout.json proves all that is read of a rank, chunk by chunk, if its own digests are SHA-256.
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, names_of_index
-from relayout.checkpoint.proven import Proven, StoreOver, index_of, proof_of
+from relayout.checkpoint.converted import Proven, StoreOver, index_of, proof_of
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
-from relayout.format.chunks import CHUNKS_NAME
+from relayout.format.index import CHUNKS_NAME
 from relayout.format.fields import decode, parse_toml
 from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
@@ -32,9 +32,9 @@ Trust: TypeAlias = str | os.PathLike[str] | None
 _VARIABLE = "RELAYOUT_TRUST"
 _MAX_POLICY_NBYTES = 2**20
 _MAX_SMALL_NBYTES = 2**30
-"""Of a file that is proven whole, in memory: all but weight files."""
+"""The largest file that is proven whole, in memory: all but weight files."""
 _KINDS = ({"public_key"}, {"certificates"}, {"identity", "issuer"})
-"""Keys of a signer, of which it has one set."""
+"""The sets of keys that a signer may have; it has one of them."""
 _OPTIONAL = {"prefixes", "content"}
 
 
@@ -70,10 +70,10 @@ class Signer:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Whose signatures count."""
+    """The signers whose signatures count."""
 
     path: str
-    """Of its file, for messages."""
+    """Path of the policy's file, for messages."""
     signers: tuple[Signer, ...]
 
 
@@ -149,7 +149,7 @@ def _place(path: str) -> str:
 
 
 def trusted(store: Store, trust: Trust) -> Store:
-    """The store of a converted checkpoint, of which only proven bytes are handed out; as it is without a policy.
+    """Wrap the store of a converted checkpoint so that it hands out proven bytes only. Without a policy, do nothing.
 
     Raises:
         FormatError: it is not signed as the policy says.
@@ -275,7 +275,7 @@ class TrustedStore(StoreOver):
     signed: Signed
 
     def over(self, other: Store) -> TrustedStore:
-        """The same, of a copy of the folder, such as in a cache."""
+        """Prove a copy of the folder, such as in a cache, by the same signature."""
         return TrustedStore(other, self.signed)
 
     def prove_side_files(self) -> None:

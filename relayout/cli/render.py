@@ -14,7 +14,7 @@ from relayout.cli.console import Block, Line, Listing, Table
 from relayout.cli.tables import Column, unbroken
 from relayout.commands.inspect import Inspection
 from relayout.core.arguments import ranks_text
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:

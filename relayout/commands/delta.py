@@ -20,7 +20,7 @@ from relayout.checkpoint.converted import (
     read_table,
 )
 from relayout.checkpoint.delta import DELTA_OUTPUT, DeltaStore, Paths, read_deltas, with_deltas
-from relayout.checkpoint.proven import check_chunk, check_header
+from relayout.checkpoint.converted import check_chunk, check_header
 from relayout.checkpoint.source import read_shard
 from relayout.checkpoint.trust import refuse_deltas
 from relayout.commands.copy import Copied, copy_from, put_index, put_tables
@@ -28,7 +28,7 @@ from relayout.commands.restore import refuse_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.side_files import modes_of
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from relayout.core.extents import Extent, align_down
 from relayout.core.workers import each
 from relayout.errors import PlanError
@@ -48,7 +48,7 @@ from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
-from relayout.format.sparse import encode
+from relayout.format.delta import encode
 from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.buffers import Buffer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.checkpoint.source import read_source
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 from relayout.errors import PlanError
 from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.plans.planner import matching_plans, plan_for, without_rule

@@ -18,10 +18,10 @@ from relayout.core.arguments import at_least_one, size
 from relayout.core.digests import EMPTY_DIGEST, OrderedDigests
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.slices import CutTensor
-from relayout.core.strided import copy_runs
+from relayout.core.extents import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
-from relayout.format.chunks import DIGESTED_NBYTES, chunks_of, chunks_over
+from relayout.format.index import DIGESTED_NBYTES, chunks_of, chunks_over
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files

@@ -30,7 +30,7 @@ from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
 from relayout.errors import FormatError, PlanError
-from relayout.format.chunks import DIGESTED_NBYTES, num_chunks
+from relayout.format.index import DIGESTED_NBYTES, num_chunks
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     MAX_ALIGNMENT,

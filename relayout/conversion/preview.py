@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from relayout.conversion.layout import Conversion
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 from relayout.core.slices import Cut, CutTensor
 from relayout.results import Result
 

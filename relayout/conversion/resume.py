@@ -20,7 +20,7 @@ from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json
-from relayout.format.slices import dump_slice
+from relayout.format.fields import dump_slice
 from relayout.format.source_record import dump_record
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Access, Kind, Staging

@@ -13,13 +13,13 @@ from relayout.conversion.side_files import copy_side_file
 from relayout.core.digests import EMPTY_DIGEST
 from relayout.core.extents import Transfer
 from relayout.format.arena import place, plan_arena
-from relayout.format.chunks import CHUNKS_NAME, DIGESTED_NBYTES
+from relayout.format.index import CHUNKS_NAME, DIGESTED_NBYTES
 from relayout.format.index import (
     HUB_INDEX_NAME,
     MANIFEST_NAME,
     SLICES_ONLY,
     IndexedFile,
-    Kind,
+    TensorKind,
     Manifest,
     RankEntry,
     RankTable,
@@ -217,7 +217,7 @@ def _table(
     which = {kind: kind.cut.which[holder] for kind in kinds}
     return RankTable(
         rank=holder,
-        kinds=[Kind(kind.dtype, kind.rank_shape(holder), kind.shape, kind.cut.slices[holder]) for kind in kinds],
+        kinds=[TensorKind(kind.dtype, kind.rank_shape(holder), kind.shape, kind.cut.slices[holder]) for kind in kinds],
         kind_of=[index_of[cut[t]] for t in order],
         names=[tensors[t].name for t in order],
         files=[row.file for row in rows],

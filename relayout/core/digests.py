@@ -14,7 +14,7 @@ from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped
 
 DIGEST_NBYTES = 16
-"""Of an XXH3-128 in its binary form: the canonical one, big-endian."""
+"""Bytes of an XXH3-128 in its binary form, which is the canonical one, big-endian."""
 
 EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 """Digest of zero bytes."""
@@ -45,7 +45,7 @@ class DigestAlgorithm(Enum):
 
     @property
     def nbytes(self) -> int:
-        """Of a digest in its binary form."""
+        """Bytes of a digest in its binary form."""
         return DIGEST_NBYTES if self is DigestAlgorithm.XXH3_128 else 32
 
     def new(self) -> Hash:

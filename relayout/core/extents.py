@@ -1,12 +1,23 @@
-"""Integer arithmetic on bytes: extents of files, groups of them, and strided transfers between two byte spaces."""
+"""Integer arithmetic on bytes: extents of files, groups of them, and strided transfers between two byte spaces.
+
+`copy_runs` carries out a transfer between two buffers in memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Item = TypeVar("Item")
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 BLOCK = 4096
 """Bytes. Offset, length and address of a direct transfer are multiples of this: the largest logical block in
@@ -85,7 +96,7 @@ class Transfer:
         return self.target + (self.count - 1) * self.target_stride + self.nbytes
 
     def shifted(self, *, source: int = 0, target: int = 0) -> Transfer:
-        """The same runs with `source` and `target` added to their offsets."""
+        """Add `source` and `target` to the offsets of the runs."""
         return Transfer(
             self.source + source,
             self.target + target,
@@ -96,11 +107,11 @@ class Transfer:
         )
 
     def inverted(self) -> Transfer:
-        """The same runs with source and target exchanged."""
+        """Exchange source and target."""
         return Transfer(self.target, self.source, self.nbytes, self.count, self.target_stride, self.source_stride)
 
     def normalized(self) -> Transfer:
-        """The same bytes as one run, if the runs are contiguous in both spaces; else unchanged."""
+        """Make one run of runs that are contiguous in both spaces; other transfers stay as they are."""
         if self.count == 1 or self.nbytes == self.source_stride == self.target_stride:
             return Transfer(self.source, self.target, self.total_nbytes)
         return self
@@ -135,7 +146,10 @@ class Transfer:
         return [*before, whole, *after]
 
     def within(self, other: Transfer) -> Iterator[Transfer]:
-        """The part of whose source bytes `other` reads, too. The runs of each are apart, and rise."""
+        """Yield the part of this transfer that `other` reads, too: bytes that both have in the space read from.
+
+        The runs of each transfer rise and do not overlap.
+        """
         if other.count == 1:
             yield from self.clipped(other.source, other.source_end)
         elif self.count == 1:
@@ -172,11 +186,11 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Group(Generic[Item]):
-    """Items that one request serves."""
+class Coalesced(Generic[Item]):
+    """Items that one request serves, and the extent of that request."""
 
     extent: Extent
-    """From the first byte of all items to the last."""
+    """What the request covers: all from the first byte of the items to the last."""
     items: tuple[Item, ...]
 
 
@@ -186,7 +200,7 @@ def coalesce(
     *,
     max_gap_nbytes: int = 0,
     max_nbytes: int | None = None,
-) -> Iterator[Group[Item]]:
+) -> Iterator[Coalesced[Item]]:
     """Group consecutive items whose extents overlap, touch, or are separated by a small gap.
 
     Args:
@@ -205,17 +219,41 @@ def coalesce(
             and low <= offset <= high + max_gap_nbytes
             and (max_nbytes is None or end - low <= max_nbytes)
         ):
-            yield Group(Extent(low, high - low), tuple(group))
+            yield Coalesced(Extent(low, high - low), tuple(group))
             group = []
         if not group:
             key, low, end = item_key, offset, item_end
         group.append(item)
         high = end
     if group:
-        yield Group(Extent(low, high - low), tuple(group))
+        yield Coalesced(Extent(low, high - low), tuple(group))
 
 
 def split(extent: Extent, max_nbytes: int) -> Iterator[Extent]:
     """Split the extent into pieces of `max_nbytes`; the last may be shorter. An empty extent has no pieces."""
     for offset in range(extent.offset, extent.end, max_nbytes):
         yield Extent(offset, min(max_nbytes, extent.end - offset))
+
+
+_SMALL_NBYTES = 2**15
+"""Bytes. A single run up to this size is copied by a slice assignment, which has less overhead but keeps the GIL."""
+
+
+def copy_runs(
+    source: memoryview | Bytes, target: memoryview | Bytes, transfer: Transfer, origin: int = 0, target_origin: int = 0
+) -> None:
+    """Copy a transfer's runs. Its offsets are relative to `origin` in the source and `target_origin` in the target.
+
+    Releases the GIL, except for small copies.
+    """
+    start, end = origin + transfer.source, target_origin + transfer.target
+    is_small = transfer.count == 1 and transfer.nbytes <= _SMALL_NBYTES
+    if is_small and isinstance(target, memoryview) and isinstance(source, memoryview):
+        target[end : end + transfer.nbytes] = source[start : start + transfer.nbytes]
+        return
+    import numpy as np  # Here: the command line is quick to show its help.
+
+    has_one = transfer.count == 1
+    shape = (transfer.nbytes,) if has_one else (transfer.count, transfer.nbytes)
+    to, by = (None, None) if has_one else ((transfer.target_stride, 1), (transfer.source_stride, 1))
+    np.copyto(np.ndarray(shape, np.uint8, target, end, to), np.ndarray(shape, np.uint8, source, start, by))

@@ -1,15 +1,53 @@
-"""Slices and cuts: which elements of a tensor each rank holds, and which bytes they are. Pure."""
+"""Dtypes, slices and cuts: which elements of a tensor each rank holds, and which bytes they are. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
-
-from relayout.core.dtypes import BITS
-from relayout.core.extents import Extent, Transfer, align_down, align_up, coalesce
+from collections.abc import Container
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from functools import cached_property
+from relayout.core.extents import Extent
+from relayout.core.extents import Transfer
+from relayout.core.extents import align_down
+from relayout.core.extents import align_up
+from relayout.core.extents import coalesce
 from relayout.errors import PlanError
+
+BITS: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+"""Bits of one element, by the name used in file headers."""
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
+    """Bytes of a dense tensor; None if its bits are not a multiple of 8 (possible for dtypes below 8 bits)."""
+    bits = prod(shape) * BITS[dtype]
+    return bits // 8 if bits % 8 == 0 else None
+
 
 Range = tuple[int, int]
 """(start, length) in elements along one dimension."""
@@ -18,7 +56,7 @@ Range = tuple[int, int]
 _MAX_NAMED = 4
 """Ranges of a slice that are named in words."""
 _MAX_TRANSFERS = 2**20
-"""Of one slice. No plan comes near; a table that others wrote may."""
+"""The most runs of one slice. No plan comes near; a table that others wrote may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +161,8 @@ class Slice:
         return tuple(sizes)
 
     def canonical(self, shape: tuple[int, ...]) -> Slice:
-        """The same elements in the same order, as FORMAT.md spells them: ranges that follow each other are one, and an
-        axis of which the slice has everything is not named. The slice is inside of the tensor."""
+        """The slice as FORMAT.md spells it, with the same elements in the same order: ranges that follow each other are
+        one, and an axis along which the slice has everything is not named. The slice must be inside of the tensor."""
         joined = ((axis, merged(ranges)) for axis, ranges in self.by_axis or ())
         axes = tuple((axis, ranges) for axis, ranges in joined if ranges != ((0, shape[axis]),) and shape[axis])
         return Slice(axes) if self.is_held else self
@@ -145,7 +183,7 @@ NOT_HELD = Slice(None)
 
 
 def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same elements in the same order; ranges that follow each other are made one."""
+    """Join ranges that follow each other. The elements and their order stay the same."""
     joined: list[Range] = []
     for start, length in ranges:
         if joined and sum(joined[-1]) == start:
@@ -244,7 +282,7 @@ class CutTensor:
     cut: Cut
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -294,7 +332,7 @@ class Cut:
     """How a tensor is divided: the slice of each rank."""
 
     slices: tuple[Slice, ...]
-    """By rank."""
+    """The slice of each rank."""
     distinct: tuple[Slice, ...] = field(init=False, repr=False, compare=False)
     """The distinct slices, in order of the first rank that holds them."""
     which: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -332,7 +370,7 @@ class Cut:
         return self.distinct == (WHOLE,)
 
     def only(self, ranks: Container[int]) -> Cut:
-        """The same slices of these ranks; the others do not hold the tensor."""
+        """Keep the slices of these ranks; the others do not hold the tensor."""
         return Cut(tuple(part if rank in ranks else NOT_HELD for rank, part in enumerate(self.slices)))
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> CutTensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
-from relayout.core.children import PIPE, QUIET, Child, start_child
+from relayout.core.workers import PIPE, QUIET, Child, start_child
 from relayout.engines.folders import loads_itself
 from relayout.errors import PlanError
 from relayout.storage.cache_folder import Cache, cache_of

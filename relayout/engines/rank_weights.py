@@ -237,13 +237,10 @@ class RankWeights:
         cached = cached_nbytes(contents.files)
         warn_if_slow(source)
         columns, left = source.columns(), set(contents.names)
-        try:
+        with about(path=self.path):  # An engine has more than one folder: a draft model's, adapters.
             for name, tensor in self._slices(columns, self._tensors(source, contents, options)):
                 left.discard(name)
                 yield name, tensor
-        except FormatError as error:
-            error.path = error.path or self.path  # An engine has more than one folder: a draft model's, adapters.
-            raise
         if left:
             raise FormatError(f"{listed(sorted(left))}: read, but not passed to the engine", path=self.path)
         yield from self._unread(columns, unused)

@@ -14,8 +14,8 @@ _DIRECT_NBYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
-    """Where a rank's bytes lie in memory."""
+class ArenaLayout:
+    """The layout of an arena: which read puts which bytes of a rank where in memory."""
 
     nbytes: int
     reads: tuple[Read, ...]
@@ -23,7 +23,7 @@ class Arena:
     """For each file: the arena offset of each of its slices, in file order."""
 
 
-def plan_arena(files: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Arena:
+def plan_arena(files: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> ArenaLayout:
     """Lay out the arena for files given as (data start, offsets, sizes) of their slices in file order.
 
     The bulk of a file is one read, congruent with its file offset modulo a block, so that it can go directly to its
@@ -53,19 +53,19 @@ def plan_arena(files: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> Are
             end += count * pitch
             position += count
         columns.append(tuple(column))
-    return Arena(align_up(end, BLOCK), tuple(reads), tuple(columns))
+    return ArenaLayout(align_up(end, BLOCK), tuple(reads), tuple(columns))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """An arena for some tensors."""
+    """An arena for some tensors, and where in it each lies."""
 
     nbytes: int
     """Bytes of the arena, a multiple of the block."""
     offsets: tuple[int, ...]
     """Arena offset of each tensor, a multiple of `ARENA_ALIGNMENT`."""
     reads: tuple[Read, ...]
-    """They do not overlap in the arena."""
+    """What fills the arena. Targets do not overlap."""
 
 
 def place(tensors: Sequence[tuple[Read, ...]], sizes: Sequence[int], start: int = 0) -> Placement:

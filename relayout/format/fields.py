@@ -1,14 +1,23 @@
-"""Typed access to JSON that others wrote."""
+"""Typed access to JSON and TOML that others wrote, and to the slices and file names in it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
-
-from relayout.errors import FormatError, about
-from relayout.format.safetensors import refuse_lfs_pointer, strict_json
-
+from typing import Any
+from typing import NoReturn
+from typing import TypeVar
+from relayout.errors import FormatError
+from relayout.errors import about
+from relayout.format.safetensors import refuse_lfs_pointer
+from relayout.format.safetensors import strict_json
+from relayout.core.slices import NOT_HELD
+from relayout.core.slices import Slice
+from relayout.errors import PlanError
+from relayout.errors import shown
+from relayout.format.safetensors import MAX_AXES
+from collections.abc import Iterable
+from itertools import pairwise
 
 def parse_object(blob: bytes, where: str) -> dict[str, Any]:
     """Parse one JSON object in UTF-8.
@@ -67,7 +76,7 @@ def decode(blob: bytes) -> str:
 
 
 _MAX_DOTS = 256
-"""In one line: the time that tomllib takes for a dotted key grows with their square."""
+"""The most dots in a line: the time that tomllib takes for a dotted key grows with their square."""
 MAX_SIZE = 2**53 - 1
 """Sizes are not larger, so that every reader of JSON has them exactly (RFC 8259, section 6)."""
 
@@ -139,3 +148,83 @@ class Fields:
 
     def _refuse(self, name: str, expected: str) -> NoReturn:
         raise FormatError(f"{name!r} is missing or not {expected}", path=self.where, code="field")
+
+
+MAX_RANGES = 2**16
+"""The most ranges of a slice along one axis."""
+
+
+def dump_slice(part: Slice) -> dict[str, list[list[int]]] | None:
+    """A slice as axis -> ranges: `{}` for the whole tensor, None for what the rank does not hold.
+
+    Raises:
+        PlanError: it has too many ranges to be read again.
+    """
+    if part.by_axis is None:
+        return None
+    most = max((len(ranges) for _, ranges in part.by_axis), default=0)
+    if most > MAX_RANGES:
+        raise PlanError(f"a slice of {most} ranges along one dim, limit {MAX_RANGES}", code="limit")
+    return {str(axis): list(map(list, ranges)) for axis, ranges in part.by_axis}
+
+
+def parse_slice(value: Any) -> Slice:
+    """The inverse of `dump_slice`.
+
+    Raises:
+        FormatError: it is not a slice.
+    """
+    if value is None:
+        return NOT_HELD
+    if not isinstance(value, dict) or not all(isinstance(ranges, list) for ranges in value.values()):
+        raise FormatError(f"{shown(value)} is not a slice", code="field")
+    axes = [int(axis) if axis.isdecimal() and len(axis) <= 2 else MAX_AXES for axis in value]
+    # Rising, and each as it is written: "0", not "00" or another script's digit.
+    if [str(axis) for axis in sorted(set(axes))] != list(value) or any(axis >= MAX_AXES for axis in axes):
+        raise FormatError(f"{shown(list(value))} are not dims in rising order, below {MAX_AXES}", code="field")
+    longest = max(map(len, value.values()), default=0)
+    if longest > MAX_RANGES:
+        raise FormatError(f"a slice of {longest} ranges along one dim, limit {MAX_RANGES}", code="limit")
+    for item in (item for ranges in value.values() for item in ranges):
+        is_pair = isinstance(item, list) and len(item) == 2 and type(item[0]) is type(item[1]) is int
+        if not (is_pair and item[0] >= 0 and item[1] > 0 and sum(item) <= MAX_SIZE):
+            raise FormatError(f"{shown(item)} in {shown(value)} is not a range", code="field")
+    ranges = (tuple((start, length) for start, length in ranges) for ranges in value.values())
+    return Slice(tuple(zip(axes, ranges, strict=True)))
+
+
+_MAX_PATH_LENGTH, _MAX_PART_NBYTES = 4095, 255
+"""Linux has no longer paths, and file systems no longer names."""
+
+
+def is_plain_path(name: str) -> bool:
+    """Whether a name, with "/" between its parts, can be that of a file in a folder, everywhere."""
+    parts = name.split("/")
+    return not (
+        {"", ".", ".."} & set(parts)
+        or any(character < " " or "\x7f" <= character < "\xa0" for character in name)
+        or len(name) > _MAX_PATH_LENGTH
+        or max(len(part.encode(errors="surrogateescape")) for part in parts) > _MAX_PART_NBYTES
+    )
+
+
+def check_path(name: str) -> None:
+    """Check that a name leads to a place in the folder. `where` names what has it.
+
+    Raises:
+        FormatError: it leads elsewhere, or nowhere.
+    """
+    # No hidden ones, which a conversion does not take along either: they may steer other programs.
+    if not is_plain_path(name) or any(part.startswith(".") for part in name.split("/")):
+        raise FormatError(f"{shown(name)} is not the name of a file inside the checkpoint", code="unsafe")
+
+
+def check_apart(names: Iterable[str]) -> None:
+    """Check that no two files want one place, as files or as folders.
+
+    Raises:
+        FormatError: two do.
+    """
+    for path, next_path in pairwise(sorted(f"{name}/" for name in names)):
+        if next_path.startswith(path):
+            raise FormatError(f"{shown(path[:-1])} is used for two files or folders", code="field")

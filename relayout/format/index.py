@@ -6,31 +6,41 @@ that fill an arena. The rank table, which can be large, says which tensor lies w
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar, overload
-
+from collections.abc import Container
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from typing import TypeVar
+from typing import overload
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Transfer
-from relayout.core.slices import Slice, slice_transfers
+from relayout.core.slices import Slice
+from relayout.core.slices import slice_transfers
+from itertools import accumulate
+from relayout.core.extents import Extent
+from relayout.core.extents import split
 
 MANIFEST_NAME = "relayout.json"
 """Its presence makes a folder a converted checkpoint."""
 
 SIGNATURE_NAME = "model.sig"
-"""Of a signature of all files, beside them. `model_signing sign` writes that name by default."""
+"""The file with a signature of all files beside it. `model_signing sign` writes that name by default."""
 
 HUB_INDEX_NAME = "model.safetensors.index.json"
 """What stock loaders read to find out which tensor lies in which file."""
 
 SLICES_ONLY = "relayout: this folder has slices of tensors only"
-"""In its weight_map, the name of what is in a file that is not there: loaders that go by it stop."""
+"""What that index names in place of tensors, if the folder has none that are whole. The file for it does not exist, so
+that loaders that go by the index stop."""
 
 FORMAT_VERSION = 1
-"""Of manifest, rank tables and source record."""
+"""The version of manifest, rank tables and source record."""
 
 FILE_VERSION = 1
-"""Of the rules of rank files alone."""
+"""The version of the rules of rank files."""
 
 ARENA_ALIGNMENT = 16
 """Bytes. Every tensor starts at a multiple of this in the arena."""
@@ -40,7 +50,7 @@ RANKS, WHOLE_TENSORS = "ranks", "whole"
 """The layouts: each rank's slices in files of its own, or whole tensors, and what of a rank is not contiguous there."""
 
 MIN_ALIGNMENT, MAX_ALIGNMENT = 512, 16 * 2**20
-"""Bytes. Between them a conversion's alignment is a power of two."""
+"""The least and the greatest alignment of a conversion, in bytes. It is a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,7 @@ class Read:
     file: int
     """Position in the rank's list of files."""
     transfer: Transfer
-    """From the file (absolute offsets) to the arena."""
+    """The bytes to move, from absolute offsets in the file to the arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +122,16 @@ class Manifest:
     hub_index_digest: str | None
     """Digest of model.safetensors.index.json, which is for stock loaders."""
     chunk_nbytes: int
-    """Bytes of a file of which relayout.chunks has one digest."""
+    """Bytes of a chunk: relayout.chunks has one digest for so many bytes of a file."""
     files: tuple[IndexedFile, ...]
     """All that hold tensors."""
     ranks: tuple[RankEntry | None, ...]
-    """None for a rank that the folder does not have."""
+    """The entry of each rank; None for a rank that the folder does not have."""
     digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
-    """Of stored bytes: of this file, tables, record, headers, chunks and side files. What names content (`content`,
-    `conversion`, digests of tensors and slices) is always XXH3-128."""
+    """The algorithm for stored bytes: those of this file, tables, record, headers, chunks and side files. What names
+    content (`content`, `conversion`, digests of tensors and slices) is always XXH3-128."""
     whole: RankEntry | None = None
-    """In the `whole` layout, the whole tensors, as if they were a rank's."""
+    """The whole tensors, as if they were a rank's; None but in the `whole` layout."""
     holders: Mapping[int, RankEntry] = field(init=False, repr=False, compare=False)
     """The ranks that the folder has, and behind them the whole tensors of the `whole` layout, as `num_ranks`."""
 
@@ -171,20 +181,20 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What many tensors of a rank have in common."""
+class TensorKind:
+    """What many tensors of a rank have in common: dtype, shapes and slice."""
 
     dtype: str
     shape: tuple[int, ...]
-    """Of the slice, in elements."""
+    """Shape of the slice, in elements."""
     source_shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     part: Slice
     """Which part of the whole tensor the slice is."""
 
     @property
     def in_whole(self) -> tuple[Transfer, ...]:
-        """From the whole tensor to the slice; for errors see `slice_transfers`."""
+        """The transfers from the whole tensor to the slice; for errors see `slice_transfers`."""
         return slice_transfers(self.dtype, self.source_shape, self.part)
 
 
@@ -219,7 +229,7 @@ class RankTable:
     """The tensors of one rank, in columns of equal length, in file order."""
 
     rank: int
-    kinds: Sequence[Kind]
+    kinds: Sequence[TensorKind]
     kind_of: Sequence[int]
     """Position in `kinds`."""
     names: Sequence[str]
@@ -230,21 +240,21 @@ class RankTable:
     arena_offsets: Sequence[int]
     """Byte offset in the arena."""
     digests: Sequence[str]
-    """Of the stored bytes."""
+    """Digest of the stored bytes of each tensor, in hex."""
 
     @property
     def dtypes(self) -> Sequence[str]:
-        """Of each tensor."""
+        """Dtype of each tensor."""
         return OfKinds([kind.dtype for kind in self.kinds], self.kind_of)
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
-        """Of each slice, in elements."""
+        """Shape of each slice, in elements."""
         return OfKinds([kind.shape for kind in self.kinds], self.kind_of)
 
     @property
     def source_shapes(self) -> Sequence[tuple[int, ...]]:
-        """Of each whole tensor."""
+        """Shape of each whole tensor."""
         return OfKinds([kind.source_shape for kind in self.kinds], self.kind_of)
 
     @property
@@ -256,3 +266,40 @@ class RankTable:
 def missing_shard_name(num_ranks: int) -> str:
     """The file that the index of a folder with slices only names, and that is not there: loaders say this name."""
     return f"this-folder-is-converted-for-{num_ranks}-ranks-and-needs-relayout.safetensors"
+
+
+CHUNKS_NAME = "relayout.chunks"
+"""The file with the chunk digests of all files, in the order of the manifest."""
+
+DIGESTED_NBYTES = 2**20
+"""The size of chunks that relayout writes."""
+
+MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES = 2**16, 2**30
+"""The smallest and the largest size of chunks. It is a power of two."""
+
+
+def chunks_of(data_start: int, nbytes: int, chunk_nbytes: int) -> list[Extent]:
+    """The chunks of a file of `nbytes`: they cover its data section; the last may be shorter."""
+    return list(split(Extent(data_start, nbytes - data_start), chunk_nbytes))
+
+
+def chunks_over(piece: Extent, data_start: int, nbytes: int, chunk_nbytes: int) -> Iterator[tuple[int, Extent, Extent]]:
+    """The chunks that a piece of the data section touches: number, the chunk, and what of it is in the piece."""
+    if not piece.nbytes:
+        return
+    for index in range((piece.offset - data_start) // chunk_nbytes, -(-(piece.end - data_start) // chunk_nbytes)):
+        start = data_start + index * chunk_nbytes
+        chunk = Extent(start, min(chunk_nbytes, nbytes - start))
+        low = max(piece.offset, start)
+        yield index, chunk, Extent(low, min(piece.end, chunk.end) - low)
+
+
+def num_chunks(data_start: int, nbytes: int, chunk_nbytes: int) -> int:
+    """How many chunks a file of `nbytes` has."""
+    return -(-(nbytes - data_start) // chunk_nbytes)
+
+
+def places_of_digests(files: Sequence[IndexedFile], chunk_nbytes: int, digest: DigestAlgorithm) -> list[Extent]:
+    """Where the chunk digests of each file lie in relayout.chunks."""
+    sizes = [digest.nbytes * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
+    return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]

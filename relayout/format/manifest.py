@@ -14,7 +14,7 @@ from relayout.core.digests import DigestAlgorithm, digest_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError, about, shown
-from relayout.format.chunks import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES
+from relayout.format.index import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES
 from relayout.format.fields import MAX_SIZE, Fields, parse_object
 from relayout.format.index import (
     ARENA_ALIGNMENT,
@@ -28,7 +28,7 @@ from relayout.format.index import (
     Read,
 )
 from relayout.format.safetensors import LENGTH_NBYTES, MAX_AXES, MAX_HEADER_NBYTES, json_text
-from relayout.format.slices import dump_slice
+from relayout.format.fields import dump_slice
 
 SOURCE_RECORD_NAME = "relayout.source.json.zst"
 
@@ -36,9 +36,10 @@ MAX_MANIFEST_NBYTES = 64 * 2**20
 MAX_TABLE_NBYTES = 2**27
 """Limit of a table's JSON, uncompressed."""
 _MIN_ENTRY_NBYTES = 48
-"""Of a tensor's entry in a header."""
+"""Bytes that a tensor's entry in a header takes at least."""
 _PIECE_NBYTES = 2**12
-"""Of a zstd frame, at a time: what this expands to, at most 32,000 times as much, may be too much already."""
+"""Bytes of a zstd frame that are expanded at a time: what they expand to, at most 32,000 times as much, may be too much
+already."""
 
 DELTA = "delta"
 """What the manifest of a delta requires of its readers; that of a converted checkpoint requires nothing."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from relayout.core.dtypes import BITS, num_bytes
+from relayout.core.slices import BITS, num_bytes
 from relayout.core.extents import Transfer
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, parse_object
@@ -19,7 +19,7 @@ from relayout.format.index import (
     ARENA_ALIGNMENT,
     FORMAT_VERSION,
     MANIFEST_NAME,
-    Kind,
+    TensorKind,
     Manifest,
     RankEntry,
     RankTable,
@@ -32,7 +32,7 @@ from relayout.format.manifest import (
     parse_shapes,
 )
 from relayout.format.safetensors import check_name, refuse_lfs_pointer
-from relayout.format.slices import dump_slice, parse_slice
+from relayout.format.fields import dump_slice, parse_slice
 
 Column = npt.NDArray[np.int64]
 
@@ -103,7 +103,7 @@ def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> Rank
     return table
 
 
-def _parse_kinds(fields: Fields) -> list[Kind]:
+def _parse_kinds(fields: Fields) -> list[TensorKind]:
     dtypes = fields.column("dtype", str)
     count = len(dtypes)
     shapes = parse_shapes(fields.column("shape", list, count))
@@ -111,7 +111,7 @@ def _parse_kinds(fields: Fields) -> list[Kind]:
     slices = [parse_slice(value) for value in fields.column("slice", dict, count)]
     source_shapes = [shape if value is None else value for shape, value in zip(shapes, whole, strict=True)]
     columns = (dtypes, shapes, parse_shapes(source_shapes), slices)
-    kinds = [Kind(*row) for row in zip(*columns, strict=True)]
+    kinds = [TensorKind(*row) for row in zip(*columns, strict=True)]
     for kind in kinds:
         if kind.dtype not in BITS:
             what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is not a stored tensor"
@@ -147,7 +147,7 @@ def _check_places(table: RankTable, manifest: Manifest, sizes: Column) -> None:
     """
 
     def refuse(wrong: npt.NDArray[np.bool_], what: Callable[[int], str], code: str, rows: Column | None = None) -> None:
-        """Refuse the first tensor of which something is wrong, or of these rows the first."""
+        """Refuse the first tensor that is wrong; `rows` are those of the tensors, where `wrong` is about others."""
         for index in np.flatnonzero(wrong)[:1]:
             name = table.names[index if rows is None else rows[index]]
             raise FormatError(what(index), tensor=name, code=code)
@@ -190,7 +190,7 @@ def _check_places(table: RankTable, manifest: Manifest, sizes: Column) -> None:
 
 
 def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> Column:
-    """The contiguous pieces of which tensors consist in their files: rows, file offsets, arena offsets and bytes.
+    """The contiguous pieces of tensors in their files, in columns: rows, file offsets, arena offsets and bytes.
 
     Raises:
         FormatError: a slice in a file of whole tensors is not one contiguous piece for each of its ranges.
@@ -212,7 +212,7 @@ def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> Column:
     return np.concatenate([whole[:, ~is_split], np.array(pieces, np.int64).T], axis=1) if pieces else whole
 
 
-def _ranges_in_whole(kind: Kind, name: str) -> tuple[Transfer, ...]:
+def _ranges_in_whole(kind: TensorKind, name: str) -> tuple[Transfer, ...]:
     """The contiguous pieces of a slice in its whole tensor."""
     try:
         transfers = kind.in_whole

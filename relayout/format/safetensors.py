@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import isinf
 from typing import Any, NoReturn
 
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from relayout.core.extents import align_up
 from relayout.errors import FormatError, PlanError, about, shown
 
@@ -191,7 +191,7 @@ def entries_text(rows: Iterable[tuple[str, str, int, int]]) -> str:
 
 
 def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> bytes:
-    """As `build_header`, with entries that `entries_text` has written."""
+    """Build the header of entries that `entries_text` has written; the rest as for `build_header`."""
     parts = [f"{json_text(_METADATA_KEY)}:{json_text(dict(metadata))}"] if metadata else []
     text = f"{{{','.join([*parts, entries] if entries else parts)}}}".encode()
     padded = align_up(LENGTH_NBYTES + len(text), alignment) - LENGTH_NBYTES

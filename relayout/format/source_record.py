@@ -7,19 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from relayout.core.digests import digest_hex
-from relayout.core.dtypes import BITS, num_bytes
+from relayout.core.slices import BITS, num_bytes
 from relayout.core.slices import Cut
 from relayout.errors import FormatError, about, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, parse_shapes
-from relayout.format.names import check_apart, check_path
+from relayout.format.fields import check_apart, check_path
 from relayout.format.safetensors import LENGTH_NBYTES, check_name
-from relayout.format.slices import dump_slice, parse_slice
+from relayout.format.fields import dump_slice, parse_slice
 
 _ORIGINS = ("builtin", "file", "transformers", "vllm")
 _MAX_RULES_NBYTES = 2**20
-"""Of a plan as compact JSON: a plan file of 2^18 bytes, and the plan that it extends, take less than half of it."""
+"""The largest plan as compact JSON: a plan file of 2^18 bytes, and the plan that it extends, take less than half of
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class RecordedPlan:
     """The plan by which the source was cut, and by which other degrees are cut."""
 
     name: str
-    """Of the built-in plan or the plan file, or the model type, or the engine's version and class."""
+    """Name of the built-in plan or the plan file, or the model type, or the engine's version and class."""
     origin: str
     """"builtin", "file", "transformers" or "vllm"."""
     rules: Mapping[str, Any]
@@ -89,19 +90,19 @@ class SourceRecord:
 
     options: ConversionOptions
     plan: RecordedPlan | None
-    """None: there was none, as one rank needs none."""
+    """The plan by which the source was cut; None: there was none, as one rank needs none."""
     names: Sequence[str]
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     digests: Sequence[str | None]
-    """Of each source tensor's bytes; None: unknown, as only some ranks were converted."""
+    """Digest of each source tensor's bytes; None: unknown, as only some ranks were converted."""
     cuts: tuple[Cut, ...]
     cut_of: tuple[int, ...]
-    """Of each source tensor: position in `cuts`."""
+    """For each source tensor: position in `cuts`."""
     file_of: Sequence[int]
-    """Of each source tensor: position in `files`."""
+    """For each source tensor: position in `files`."""
     offsets: Sequence[int]
-    """Of each source tensor: absolute offset in its file."""
+    """For each source tensor: absolute offset in its file."""
     files: tuple[RecordedFile, ...]
     index: tuple[str, bytes] | None
     """Name and bytes of the index.json, where there was one."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.observe.elements import elements_along, joined
@@ -26,7 +26,7 @@ from relayout.plans.family import (
     SizeSource,
 )
 from relayout.plans.plan import PlannedCheckpoint, PlannedTensor
-from relayout.plans.plan_text import as_toml
+from relayout.plans.family import as_toml
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.core.children import QUIET, WITH_STDOUT, start_child, wait_for_child
-from relayout.core.dtypes import num_bytes
+from relayout.core.workers import QUIET, WITH_STDOUT, start_child, wait_for_child
+from relayout.core.slices import num_bytes
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts
 from relayout.errors import PlanError
 from relayout.format.safetensors import TensorEntry, build_header
-from relayout.format.slices import parse_slice
+from relayout.format.fields import parse_slice
 from relayout.observe.elements import completed
 from relayout.plans.division import ragged_ranges
 from relayout.plans.family import VLLM, Family

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
-from relayout.core.patterns import compile_glob
+from relayout.core.arguments import compile_glob
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.observe.elements import completed, same_elements

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from relayout.core.slices import Slice
-from relayout.format.slices import dump_slice
+from relayout.format.fields import dump_slice
 from relayout.observe.observation import JsonObject
 
 _MAX_PROCESSES = 4

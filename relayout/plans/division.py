@@ -1,4 +1,4 @@
-"""Divides a dimension among ranks. Pure integer arithmetic.
+"""Divides dimensions, and experts, among ranks. Pure integer arithmetic.
 
 The rules follow the engines (vLLM 0.33 `model_executor/layers/linear.py` and `vocab_parallel_embedding.py`,
 SGLang 0.5 for a vocabulary that is not a multiple).
@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relayout.core.extents import align_up
-from relayout.core.slices import Range, merged
+from relayout.core.slices import Cut, Range, Slice, merged
 from relayout.errors import PlanError
-from relayout.plans.family import EVEN, HEAD_DIM, KV_HEADS, RAGGED, SHARED, VOCABULARY, Rule, SizeSource
+from relayout.plans.family import EVEN, EXPERTS, HEAD_DIM, KV_HEADS, RAGGED, SHARED, VOCABULARY, Family, Rule, SizeSource
+from relayout.plans.plan import PlannedTensor
+from relayout.plans.quantization import INPUT_SCALES
 
 VOCABULARY_MULTIPLE = 64
 """Engines pad the vocabulary to a multiple of this before they divide it (vLLM DEFAULT_VOCAB_PADDING_SIZE)."""
@@ -164,6 +166,57 @@ def owner_ranges(count: int, num_ranks: int) -> list[Range]:
     (vLLM 0.33 `fused_moe/expert_map_manager.py`, linear placement)."""
     base, rest = divmod(count, num_ranks)
     return [(rank * base + min(rank, rest), base + (rank < rest)) for rank in range(num_ranks)]
+
+
+def checked_cut(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> Cut:
+    """The cut, its slices in canonical form, checked to divide the tensor at whole bytes.
+
+    Raises:
+        PlanError: a slice starts or ends inside a byte.
+    """
+    cut = Cut(tuple(part.canonical(shape) for part in slices))
+    _ = cut.tensor(dtype, shape).transfers
+    return cut
+
+
+class Experts:
+    """Assigns experts to ranks."""
+
+    def __init__(self, family: Family, sizes: Sizes, whole: Cut) -> None:
+        self._family = family
+        self._sizes = sizes
+        self._whole = whole
+        self._num_ranks = len(whole.slices)
+        self._owned: dict[int, Cut] = {}
+
+    def owners(self, tensor: PlannedTensor) -> Cut | None:
+        """The cut of the tensor; None: it does not belong to an expert.
+
+        Raises:
+            PlanError: config.json lacks the number of experts, or contradicts the tensor.
+        """
+        expert = self._family.expert(tensor.name)
+        if expert is not None:
+            if tensor.name.rpartition(".")[2] in INPUT_SCALES:
+                return self._whole
+            count = self._sizes.get(EXPERTS)
+            if expert >= count:
+                raise PlanError(f"expert {expert}, but config.json declares {count} experts", code="config")
+            return self._owned_by(owner(expert, count, self._num_ranks))
+        if tensor.shape and self._family.stacks_experts(tensor.name):
+            declared = self._sizes.find(EXPERTS)
+            if declared not in (None, tensor.shape[0]):
+                raise PlanError(
+                    f"{tensor.shape[0]} experts along dim 0, but config.json declares {declared}", code="config"
+                )
+            slices = tuple(Slice.along(0, (part,)) for part in owner_ranges(tensor.shape[0], self._num_ranks))
+            return checked_cut(tensor.dtype, tensor.shape, slices)
+        return None
+
+    def _owned_by(self, rank: int) -> Cut:
+        if rank not in self._owned:
+            self._owned[rank] = self._whole.only((rank,))
+        return self._owned[rank]
 
 
 def _ceil_ranges(size: int, share: int, num_ranks: int) -> list[Range]:

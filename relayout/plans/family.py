@@ -6,17 +6,31 @@ A plan is text in TOML (a plan file), or an object with the same keys in the sou
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import KW_ONLY
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
-
-from relayout.core.patterns import MAX_PATTERNS, compile_glob, depends_on_numbers, invalid_because, slow_because
-from relayout.errors import FormatError, PlanError, about, did_you_mean, escape_controls, shown
+from relayout.core.arguments import MAX_PATTERNS
+from relayout.core.arguments import compile_glob
+from relayout.core.arguments import depends_on_numbers
+from relayout.core.arguments import invalid_because
+from relayout.core.arguments import slow_because
+from relayout.errors import FormatError
+from relayout.errors import PlanError
+from relayout.errors import about
+from relayout.errors import did_you_mean
+from relayout.errors import escape_controls
+from relayout.errors import shown
 from relayout.format.fields import parse_toml
 from relayout.storage.local.files import read_small
+import json
+from textwrap import wrap
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units without a size. Any other unit is the name of a size: the number of groups, such as heads."""
@@ -90,7 +104,7 @@ class Family:
     sizes: Mapping[str, tuple[SizeSource, ...]] = field(default_factory=dict)
     """Sizes that rules need, and their sources; the first source that has a value is used."""
     rules: tuple[Rule, ...] = ()
-    """In order; the first that matches a tensor is used."""
+    """How tensors are cut: the first rule that matches a tensor is used."""
     experts_each: tuple[str, ...] = ()
     """Patterns of tensors of one expert, whose number is at `#`."""
     experts_stacked: tuple[str, ...] = ()
@@ -225,7 +239,7 @@ def parse_rules(rules: Mapping[str, Any], where: str, name: str, origin: str) ->
 
 
 def dump_rules(family: Family) -> dict[str, Any]:
-    """What `parse_rules` takes: an object with the keys of a plan file, of which the order of `cut` counts."""
+    """What `parse_rules` takes: an object with the keys of a plan file. The order of entries in `cut` counts."""
     top = {
         "model_types": list(family.model_types),
         "quantization": family.quantization,
@@ -427,3 +441,55 @@ def _strings(value: Any, what: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
         raise FormatError(f"{what}: {shown(value)}, expected a string or a list of strings", code="field")
     return tuple(values)
+
+
+_WIDTH = 120
+"""The longest line of a plan file."""
+
+
+def as_toml(family: Family, *comments: str, extends: str = "") -> str:
+    """The text of a plan file.
+
+    Args:
+        comments: the first lines.
+        extends: the built-in plan whose rules come behind these.
+    """
+    rules = dump_rules(family)
+    lines = [f"# {line}" for comment in comments for line in wrap(comment, _WIDTH - 2)]
+    top = {"model_types": rules.get("model_types"), "extends": extends}
+    top["language_prefixes"] = rules.get("language_prefixes")
+    lines += [f"{key} = {_toml(value)}" for key, value in top.items() if value]
+    for table in ("sizes", "cut", "experts"):
+        entries = rules.get(table, {})
+        if entries:
+            lines += ["", f"[{table}]"]
+        for key, value in entries.items():
+            lines.append(_short_lines(f"{_toml(key) if table == 'cut' else key} = ", _toml(_short(value))))
+    return "\n".join(lines) + "\n"
+
+
+def _short_lines(before: str, value: str) -> str:
+    """The value behind what comes before; if that is too long for a line, the value's list on lines of its own."""
+    opening, bracket, rest = value.rpartition("[") if len(before + value) > _WIDTH else (value, "", "")
+    values, _, closing = rest.rpartition("]")
+    if not bracket or "=" in values:
+        return before + value
+    # Words that belong together are kept so: no break in a string.
+    inside = wrap(f"{values},".replace(", ", ",\n").replace(" ", "\0").replace("\n", " "), _WIDTH - 4)
+    return f"{before}{opening}[\n" + "".join(f"    {part}\n".replace("\0", " ") for part in inside) + f"]{closing}"
+
+
+def _short(value: Any) -> Any:
+    """Lists of one element as that element."""
+    if isinstance(value, list) and len(value) == 1:
+        return _short(value[0])
+    return {key: _short(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    # JSON's, but for a character that TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

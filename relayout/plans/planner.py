@@ -7,27 +7,46 @@ the weight is cut.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
+from typing import get_args
+from relayout.core.arguments import collapse_numbers
+from relayout.core.slices import WHOLE
+from relayout.core.slices import Cut
+from relayout.core.slices import Range
+from relayout.core.slices import Slice
+from relayout.core.slices import number_cuts
+from relayout.errors import PlanError
+from relayout.errors import about
+from relayout.errors import shown
+from relayout.plans.division import Sizes
+from relayout.plans.division import divide
+from relayout.plans.division import owner
+from relayout.plans.division import owner_ranges
+from relayout.plans.family import BUILTIN
 
-from relayout.core.patterns import collapse_numbers
-from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
-from relayout.errors import PlanError, about, shown
-from relayout.plans.division import Sizes, divide, owner, owner_ranges
-from relayout.plans.family import (
-    BUILTIN,
-    EXPERTS,
-    FILE,
-    TRANSFORMERS,
-    Family,
-    Rule,
-    builtin_families,
-    find_family,
-    read_family,
-)
-from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
-from relayout.plans.quantization import INPUT_SCALES, Scheme, Weight, find_scheme, is_cache_scale
+from relayout.plans.family import FILE
+from relayout.plans.family import TRANSFORMERS
+from relayout.plans.family import Family
+from relayout.plans.family import Rule
+from relayout.plans.family import builtin_families
+from relayout.plans.family import find_family
+from relayout.plans.family import read_family
+from relayout.plans.plan import Plan
+from relayout.plans.plan import PlannedCheckpoint
+from relayout.plans.plan import PlannedTensor
+from relayout.plans.quantization import INPUT_SCALES
+from relayout.plans.quantization import Scheme
+from relayout.plans.quantization import QuantizedWeight
+from relayout.plans.quantization import find_scheme
+from relayout.plans.quantization import is_cache_scale
+from relayout.errors import FormatError
+from relayout.format.manifest import SOURCE_RECORD_NAME
+from relayout.format.source_record import SourceRecord
+from relayout.plans.family import VLLM
+from relayout.plans.family import parse_rules
 
 MAX_RANKS = 1024
 
@@ -109,10 +128,10 @@ def _make_plan(
     scheme = _scheme(checkpoint)
     sizes = Sizes(family.sizes, checkpoint.config)
     whole = Cut((WHOLE,) * num_ranks)
-    finder = _KindFinder(checkpoint, family, scheme)
-    experts = _Experts(family, sizes, whole)
-    kinds: dict[_Kind, str] = {}
-    column: list[_Kind | Cut] = []
+    finder = _CutKindFinder(checkpoint, family, scheme)
+    experts = Experts(family, sizes, whole)
+    kinds: dict[_CutKind, str] = {}
+    column: list[_CutKind | Cut] = []
     unmatched_names = []
     has_experts = False
     for tensor in checkpoint.tensors:
@@ -145,7 +164,7 @@ def _make_plan(
             code="no_rule",
         )
     cuts = _apply(kinds, sizes, num_ranks, scheme)
-    numbered = number_cuts(cuts[kind] if isinstance(kind, _Kind) else kind for kind in column)
+    numbered = number_cuts(cuts[kind] if isinstance(kind, _CutKind) else kind for kind in column)
     return Plan(family.full_name, num_ranks, *numbered, expert_parallel, tuple(unmatched_names), family=family)
 
 
@@ -162,7 +181,7 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None, num_ranks: i
             return find_family(checkpoint.model_type, None if scheme is None else scheme.name)
         except PlanError as error:
             if num_ranks > 1:
-                error.what = _advice(checkpoint, error.what, num_ranks)
+                error.amend(what=_advice(checkpoint, error.what, num_ranks))
             raise
     if plan == TRANSFORMERS:
         # Imports the transformers package.
@@ -211,7 +230,7 @@ def matching_plans(checkpoint: PlannedCheckpoint, num_ranks: int) -> list[str]:
     for family in sorted(builtin_families(), key=lambda family: (-len(family.model_types), family.name)):
         if family.quantization not in (None, None if scheme is None else scheme.name):
             continue
-        finder = _KindFinder(checkpoint, family, scheme)
+        finder = _CutKindFinder(checkpoint, family, scheme)
         if not all(map(finder.find, few)):  # Quick.
             continue
         try:
@@ -234,7 +253,7 @@ def without_rule(checkpoint: PlannedCheckpoint, family: Family | None) -> list[t
         PlanError: the checkpoint is quantized by a method whose tensors cannot be cut.
     """
     scheme = _scheme(checkpoint)
-    finder = _KindFinder(checkpoint, family or Family("none", FILE), scheme)
+    finder = _CutKindFinder(checkpoint, family or Family("none", FILE), scheme)
     missing = []
     for tensor in checkpoint.tensors:
         if finder.find(tensor) is None:
@@ -245,16 +264,16 @@ def without_rule(checkpoint: PlannedCheckpoint, family: Family | None) -> list[t
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _CutKind:
     """Everything that determines how a tensor is cut. Tensors of equal kind have the same cut."""
 
     rule: Rule
     dtype: str
     shape: tuple[int, ...]
-    weights: tuple[Weight, ...] = ()
-    """If the tensor is one of several that store a quantized weight: the possible forms of that weight."""
+    weights: tuple[QuantizedWeight, ...] = ()
+    """The possible forms of the quantized weight that this tensor and others store; (): it belongs to none."""
     suffix: str = ""
-    """Last part of the name of such a tensor."""
+    """Last part of the tensor's name, if it belongs to a quantized weight."""
     is_expert: bool = False
     """Whether the weight belongs to one expert. Engines load experts whose slice ends inside a block or group of scales
     (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`; `quantization/moe_wna16.py`), and refuse this
@@ -291,9 +310,9 @@ class _Kind:
             raise errors[0]
         with about(part=f"dim {dim} of {list(self.shape)}"):
             ranges = self._divide(dim, self.shape, sizes, num_ranks)
-        return _checked(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))
+        return checked_cut(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))
 
-    def _carry(self, scheme: Scheme, weight: Weight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
+    def _carry(self, scheme: Scheme, weight: QuantizedWeight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
         shape = (weight.rows, weight.columns)
         with about(part=f"dim {dim} of a quantized weight {list(shape)}"):
@@ -303,7 +322,7 @@ class _Kind:
         if carried is None:
             return Cut((WHOLE,) * num_ranks)
         own, ranges = carried
-        return _checked(self.dtype, self.shape, tuple(Slice.along(own, parts) for parts in ranges))
+        return checked_cut(self.dtype, self.shape, tuple(Slice.along(own, parts) for parts in ranges))
 
     def _divide(self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
         if dim >= len(shape):
@@ -311,18 +330,7 @@ class _Kind:
         return divide(self.rule, shape[dim], sizes, num_ranks)
 
 
-def _checked(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> Cut:
-    """The cut, its slices in canonical form, checked to divide the tensor at whole bytes.
-
-    Raises:
-        PlanError: a slice starts or ends inside a byte.
-    """
-    cut = Cut(tuple(part.canonical(shape) for part in slices))
-    _ = cut.tensor(dtype, shape).transfers
-    return cut
-
-
-class _KindFinder:
+class _CutKindFinder:
     """Finds the kind of each tensor. Looks up names that differ only in numbers once, where rules allow."""
 
     def __init__(self, checkpoint: PlannedCheckpoint, family: Family, scheme: Scheme | None) -> None:
@@ -333,7 +341,7 @@ class _KindFinder:
         self._experts: dict[str, bool] = {}
         self._modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         """For each quantized module: last part of the tensor name -> dtype, shape."""
-        self._weights: dict[str, tuple[Weight, ...]] = {}
+        self._weights: dict[str, tuple[QuantizedWeight, ...]] = {}
         """For each quantized module: the possible forms of its weight."""
         if scheme is not None:
             for tensor in checkpoint.tensors:
@@ -341,7 +349,7 @@ class _KindFinder:
                 if suffix in scheme.tensors:
                     self._modules.setdefault(module, {})[suffix] = (tensor.dtype, tensor.shape)
 
-    def find(self, tensor: PlannedTensor) -> _Kind | None:
+    def find(self, tensor: PlannedTensor) -> _CutKind | None:
         """The kind of the tensor; None: no rule matches it."""
         module, _, suffix = tensor.name.rpartition(".")
         stored = self._modules.get(module, {})
@@ -354,7 +362,7 @@ class _KindFinder:
             if rule is not None and weights:
                 if self._family.is_transposed and rule.dim in (0, 1):
                     rule = replace(rule, dim=1 - rule.dim)
-                return _Kind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))
+                return _CutKind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))
         rule = self._rule(tensor.name, is_quantized)
         if rule is None and suffix == "bias" and is_quantized:
             # Some tools add a bias, mostly zeros, to every quantized layer. It is cut like the rows.
@@ -363,7 +371,7 @@ class _KindFinder:
             rule = replace(rule, dim=0) if rule is not None and is_rows else Rule(tensor.name, None)
         if rule is None and self._scheme is not None and is_cache_scale(suffix, tensor.shape):
             rule = Rule(tensor.name, None)
-        return None if rule is None else _Kind(rule, tensor.dtype, tensor.shape)
+        return None if rule is None else _CutKind(rule, tensor.dtype, tensor.shape)
 
     def _is_expert(self, name: str) -> bool:
         key = self._key(name)
@@ -384,47 +392,7 @@ class _KindFinder:
         return Rule(rule.pattern, None) if is_quantized and rule is not None and rule.or_whole else rule
 
 
-class _Experts:
-    """Assigns experts to ranks."""
-
-    def __init__(self, family: Family, sizes: Sizes, whole: Cut) -> None:
-        self._family = family
-        self._sizes = sizes
-        self._whole = whole
-        self._num_ranks = len(whole.slices)
-        self._owned: dict[int, Cut] = {}
-
-    def owners(self, tensor: PlannedTensor) -> Cut | None:
-        """The cut of the tensor; None: it does not belong to an expert.
-
-        Raises:
-            PlanError: config.json lacks the number of experts, or contradicts the tensor.
-        """
-        expert = self._family.expert(tensor.name)
-        if expert is not None:
-            if tensor.name.rpartition(".")[2] in INPUT_SCALES:
-                return self._whole
-            count = self._sizes.get(EXPERTS)
-            if expert >= count:
-                raise PlanError(f"expert {expert}, but config.json declares {count} experts", code="config")
-            return self._owned_by(owner(expert, count, self._num_ranks))
-        if tensor.shape and self._family.stacks_experts(tensor.name):
-            declared = self._sizes.find(EXPERTS)
-            if declared not in (None, tensor.shape[0]):
-                raise PlanError(
-                    f"{tensor.shape[0]} experts along dim 0, but config.json declares {declared}", code="config"
-                )
-            slices = tuple(Slice.along(0, (part,)) for part in owner_ranges(tensor.shape[0], self._num_ranks))
-            return _checked(tensor.dtype, tensor.shape, slices)
-        return None
-
-    def _owned_by(self, rank: int) -> Cut:
-        if rank not in self._owned:
-            self._owned[rank] = self._whole.only((rank,))
-        return self._owned[rank]
-
-
-def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> dict[_Kind, Cut]:
+def _apply(kinds: Mapping[_CutKind, str], sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> dict[_CutKind, Cut]:
     """The cut of each kind; `kinds` maps it to the name of a tensor, for errors.
 
     Raises:
@@ -440,6 +408,62 @@ def _apply(kinds: Mapping[_Kind, str], sizes: Sizes, num_ranks: int, scheme: Sch
         for other in (kind, *kinds):  # That which refuses first: it leaves few degrees to try with the others.
             degrees = [degree for degree in degrees if degree == 1 or other.can_be_cut(sizes, degree, scheme)]
         ranks = "rank" if len(degrees) == 1 else "ranks"
-        error.what += f" (this checkpoint can be cut for {', '.join(map(str, degrees))} {ranks})"
+        error.amend(what=f"{error.what} (this checkpoint can be cut for {', '.join(map(str, degrees))} {ranks})")
         raise
     return cuts
+
+
+def recorded_plan(checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks: int) -> Plan:
+    """Who holds what at another degree.
+
+    Args:
+        checkpoint: the record's tensors, and the folder's config.json.
+        record: has the rules; one rank needs none.
+        num_ranks: the degree.
+
+    Raises:
+        FormatError: the rules are damaged, or do not cut the tensors as the record says.
+        PlanError: there are no rules, or they cannot be applied at this degree.
+    """
+    if num_ranks == 1:
+        return plan_by(checkpoint, 1, None)
+    return _apply_recorded(proven_rules(checkpoint, record), checkpoint, record, num_ranks)
+
+
+def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
+    """The rules of a record, which cut the tensors at its own degree as they are cut; arguments and errors as above."""
+    options, where = record.options, str(checkpoint.root)
+    if record.plan is None:
+        raise PlanError(
+            "converted without a plan, so it can be loaded whole or at its own degree only:"
+            " convert it again, with --plan FILE",
+            path=where,
+            code="no_plan",
+        )
+    if record.plan.origin == VLLM:
+        raise PlanError(
+            f"its slices were observed from vLLM {record.plan.name} at {options.num_ranks} ranks, so it can be"
+            " loaded whole or at that degree only: convert it again",
+            path=where,
+            code="no_plan",
+        )
+    rules = f"{where}/{SOURCE_RECORD_NAME}: plan"
+    family = parse_rules(record.plan.rules, rules, record.plan.name, record.plan.origin)
+    plan = _apply_recorded(family, checkpoint, record, options.num_ranks)
+    pairs = set(zip(plan.cut_of, record.cut_of, strict=True))
+    if any(plan.cuts[planned] != record.cuts[recorded] for planned, recorded in pairs):
+        raise FormatError(
+            f"plan {options.plan!r} does not reproduce the stored slices: config.json has changed, or another"
+            " version of relayout converted the source; it can only be loaded at its own degree,"
+            f" {options.num_ranks}",
+            path=where,
+            code="mismatch",
+        )
+    return family
+
+
+def _apply_recorded(family: Family, checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks: int) -> Plan:
+    # A conversion to one rank has not asked whether each tensor has a rule.
+    unmatched: Unmatched | None = None if record.options.num_ranks == 1 else "replicate"
+    expert_parallel = record.options.expert_parallel
+    return plan_by(checkpoint, num_ranks, family, expert_parallel=expert_parallel, unmatched=unmatched)

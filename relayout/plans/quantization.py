@@ -62,7 +62,7 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class QuantizedWeight:
     """Shape and storage of a quantized weight, counted in values."""
 
     rows: int
@@ -91,18 +91,18 @@ class Scheme:
     values: tuple[Values, ...] = (Values(8),)
     """The possible storages of values in this checkpoint."""
 
-    def weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Weight, ...]:
+    def weights(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[QuantizedWeight, ...]:
         """The possible forms of the weight that these tensors (last part of the name -> dtype, shape) store.
 
         Usually one. Several if the checkpoint has several storages of values that the shapes do not distinguish. Empty
         if the tensors do not store a quantized matrix.
         """
-        weights: dict[Weight, None] = {}
+        weights: dict[QuantizedWeight, None] = {}
         for values in self.values:
             rows = self._size(0, self.rows_of, tensors, values.bits)
             columns = self._size(1, self.columns_of, tensors, values.bits)
             if rows is not None and columns is not None and self._fits(columns, values, tensors):
-                weights[Weight(rows, columns, values)] = None
+                weights[QuantizedWeight(rows, columns, values)] = None
         return tuple(weights)
 
     def _fits(self, columns: int, values: Values, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
@@ -132,7 +132,7 @@ class Scheme:
         axis: int,
         suffix: str,
         shape: tuple[int, ...],
-        weight: Weight,
+        weight: QuantizedWeight,
         ranges: Sequence[tuple[Range, ...]],
         *,
         may_split_blocks: bool = False,
@@ -200,7 +200,7 @@ def _smallest_group(group: int) -> int:
 
 
 def _values_per_elements(dim: int, shape: tuple[int, ...], own: int, shared: int | None, bits: int) -> tuple[int, int]:
-    """So many of `dim` values of a weight are in so many elements along dimension `own` of a tensor.
+    """How many of `dim` values of a weight are in how many elements along dimension `own` of a tensor.
 
     These are the values that share a scale (the last group may be smaller), or that are packed in words.
     """

@@ -28,7 +28,7 @@ _EXPERTS_AXES = {
     "gate_up_proj": {"packed_colwise": 1, "packed_rowwise": 2},
     "down_proj": {"rowwise": 2, "colwise": 1},
 }
-"""For the tensors of all experts: style -> the dimension that it cuts."""
+"""The dimension that a style cuts, for the tensors of all experts."""
 
 _EXPERTS_STORED = {"gate_up_proj": "{gate_proj,up_proj,w1,w3}", "down_proj": "{down_proj,w2}"}
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,10 +14,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from relayout.checkpoint.config import CONFIG_NAME, parse_config
+from relayout.checkpoint.folder import CONFIG_NAME, parse_config
 from relayout.checkpoint.identity import identity_of
-from relayout.checkpoint.shards import find_side_files
-from relayout.checkpoint.source import MAX_INDEX_NBYTES, model_order, read_source
+from relayout.checkpoint.source import model_order, read_source
 from relayout.commands.convert import PlanOptions, plan_checkpoint, with_options
 from relayout.conversion.copy import share_memory
 from relayout.conversion.resume import fingerprint_of
@@ -29,23 +26,22 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
 from relayout.errors import PlanError
-from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.loader.group.collectives import Group
 from relayout.progress import Progress
-from relayout.saving.exchange import Exchange, Holders
+from relayout.saving.together import Exchange, MemberParts
 from relayout.saving.folder import MemoryFolder
 from relayout.saving.held import HeldTensor, in_stored_order
-from relayout.saving.shards import INDEX_NAME, Shard, TensorHead, lay_out_shards, share_out
+from relayout.saving.folder import MemoryShard, TensorHead, check_names, files_of, lay_out_shards, second_names, share_out
+from relayout.format.index import HUB_INDEX_NAME
 from relayout.saving.together import save_together
-from relayout.storage.protocols import Kind, read_whole
-from relayout.storage.stores import find_input, find_store
+from relayout.storage.stores import find_store
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
 DEFAULT_SHARD_NBYTES = 50 * 10**9
-"""As transformers 5 (`max_shard_size` of `save_pretrained`)."""
+"""The size of shards in transformers 5 (`max_shard_size` of `save_pretrained`)."""
 
 DEFAULT_THREADS = 4
 DEFAULT_MEMORY = 2**27
@@ -57,13 +53,13 @@ _running = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class Sharding:
     """How tensors are grouped into the shards of the checkpoint that `restore` gives back."""
 
     shards: Sequence[Sequence[str]]
     """Names of the tensors of each."""
     metadata: Mapping[str, int]
-    """Of the index.json, if there are several."""
+    """The `metadata` of the index.json, which is there if there are several shards."""
 
 
 @with_options
@@ -84,8 +80,9 @@ def save(
     """Write tensors in memory, such as a model in training, as the folder that `convert` makes of their checkpoint.
 
     The weight files are byte for byte those that `convert` writes, and `restore` gives a checkpoint with these tensors,
-    by these names. Models of transformers 5 may have others than their checkpoints, such as merged experts, which are
-    refused, or both names of tied weights: `relayout.transformers.save_pretrained` writes those of the checkpoint.
+    by these names. If config.json says `tie_word_embeddings`, and two names are one embedding in memory, the first is
+    saved. Models of transformers 5 may have other names than their checkpoints, such as those of merged experts, which
+    are refused: `relayout.transformers.save_pretrained` writes the names of the checkpoint.
     Nothing is gathered: no process needs more than 512 MiB beside the tensors.
 
     Args:
@@ -132,30 +129,38 @@ def save(
     def hold(is_first: bool) -> Held:
         files = files_of(config) if is_first and config is not None else {}
         held = {name: HeldTensor.of(name, tensor) for name, tensor in tensors.items()}
-        _check_names(held, files.get(CONFIG_NAME, b"{}"), config)
-        return Held(held, files)
+        content = files.get(CONFIG_NAME, b"{}")
+        check_names(held, content, config)
+        return Held(held, files, left_out=second_names(held, content, config))
 
     return saving.start(hold, group, background)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process gives to a save."""
+    """The tensors and small files that a process gives to a save."""
 
     tensors: Mapping[str, HeldTensor]
     files: Mapping[str, bytes]
     """Small files beside the weights; of a group, those of the first member count."""
-    index: Index | None = None
-    """None: by the order of the tensors, and `max_shard_nbytes`."""
+    index: Sharding | None = None
+    """How tensors are grouped into shards; None: by their order, and `max_shard_nbytes`."""
+    left_out: frozenset[str] = frozenset()
+    """Names that are not saved, as another name has the tensor; of a group, those of the first member count."""
 
     def on_host(self) -> Held:
-        """With copies of the tensors in host memory."""
-        return replace(self, tensors={name: one.on_host() for name, one in self.tensors.items()})
+        """Copy the tensors to host memory, where those that share memory share it again."""
+        copies: dict[tuple[object, ...], HeldTensor] = {}
+        for one in self.tensors.values():
+            if one.memory not in copies:
+                copies[one.memory] = one.on_host()
+        on_host = {name: replace(copies[one.memory], head=one.head) for name, one in self.tensors.items()}
+        return replace(self, tensors=on_host)
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A save, but for what the processes give."""
+    """The options of a save, which all processes of a group give alike."""
 
     output: str | os.PathLike[str]
     max_shard_nbytes: int
@@ -197,9 +202,10 @@ class Saving:
             _running.is_inside = False
 
     def _alone(self, held: Held) -> Summary:
-        heads, shards, index = self._shards([one.head for one in held.tensors.values()], held.index)
+        saved = [one for name, one in held.tensors.items() if name not in held.left_out]
+        heads, shards, index = self._shards([one.head for one in saved], held.index)
         tensors = [held.tensors[head.name] for head in heads]
-        Holders(heads, _cut(heads, [[one.part for one in tensors]])).check()
+        MemberParts(heads, _cut(heads, [[one.part for one in tensors]])).check()
 
         def fill(file: str, extent: Extent, view: memoryview) -> None:
             memory = np.frombuffer(view, np.uint8)
@@ -219,14 +225,14 @@ class Saving:
     def _together(self, hold: Callable[[bool], Held], group: Group) -> Summary:
         try:
             given = hold(group.index == 0)
-            held = given.tensors
-            token, files = group.all_gather((os.urandom(16).hex(), given.files))[0]
+            token, files, left_out = group.all_gather((os.urandom(16).hex(), given.files, given.left_out))[0]
+            held = {name: one for name, one in given.tensors.items() if name not in left_out}
             with group.collective():
                 union = _union(held, group)
                 if given.index is not None:
                     _check_whole(held, union, group)
                 heads, shards, index = self._shards(union, given.index)
-                holders = Holders(heads, _cut(heads, _parts(held, heads, group)))
+                holders = MemberParts(heads, _cut(heads, _parts(held, heads, group)))
                 holders.check()
                 threads, chunk_nbytes = share_memory(self.threads, self.memory)
                 nbytes = min(_ROUND_NBYTES, _SENT_NBYTES // group.num_members)
@@ -250,8 +256,8 @@ class Saving:
         )
 
     def _shards(
-        self, heads: Sequence[TensorHead], groups: Index | None
-    ) -> tuple[list[TensorHead], dict[str, Shard], dict[str, bytes]]:
+        self, heads: Sequence[TensorHead], groups: Sharding | None
+    ) -> tuple[list[TensorHead], dict[str, MemoryShard], dict[str, bytes]]:
         """The tensors in model order, as the checkpoint has them; the shards by name; the index.json if there is one.
 
         Args:
@@ -274,7 +280,7 @@ class Saving:
         position = {head.name: t for t, head in enumerate(ordered)}
         stored = [in_stored_order(ordered, [position[name] for name in group]) for group in names]
         shards, index = lay_out_shards(ordered, stored, totals)
-        return ordered, {shard.name: shard for shard in shards}, {} if index is None else {INDEX_NAME: index}
+        return ordered, {shard.name: shard for shard in shards}, {} if index is None else {HUB_INDEX_NAME: index}
 
     def _planned(self, folder: MemoryFolder) -> ConversionPlan:
         return plan_checkpoint(read_source(folder), find_store(self.output), **self.options)
@@ -289,7 +295,7 @@ class _Line:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
-        """Of the same processes as the caller's, for messages from host memory that meet no others."""
+        """A group of the same processes as the caller's, for messages from host memory that meet no others."""
         self.is_first = group is None or Group(group).index == 0
         self._lock = threading.Lock()
         self._last: Future[Summary] | None = None
@@ -372,54 +378,8 @@ def _check_whole(held: Mapping[str, HeldTensor], union: Sequence[TensorHead], gr
         )
 
 
-def _check_names(
-    names: Iterable[str], content: bytes, config: Mapping[str, Any] | str | os.PathLike[str] | None
-) -> None:
-    """Check that no tensor has experts as models of transformers 5 merge them, if the checkpoint names each expert.
-
-    Some checkpoints have merged experts: the index of the folder `config` tells. Without a model of transformers in
-    this process, nobody has merged them, and nothing is checked.
-
-    Args:
-        names: of the tensors.
-        content: of config.json.
-
-    Raises:
-        FormatError: config.json or the index is damaged.
-        PlanError: a tensor has.
-    """
-    mapping = sys.modules.get("transformers.conversion_mapping")
-    if mapping is None:
-        return
-    whole = parse_config(content, CONFIG_NAME)
-    model_types = [one.get("model_type") for one in (whole, whole.get("text_config")) if isinstance(one, dict)]
-    endings = tuple(
-        target
-        for model_type in model_types
-        if isinstance(model_type, str)
-        for conversion in mapping.get_checkpoint_conversion_mapping(model_type) or ()
-        if any(isinstance(step, mapping.MergeModulelist) for step in getattr(conversion, "operations", ()))
-        for target in conversion.target_patterns
-    )
-    merged = next((name for name in names if name.endswith(endings)), None)
-    if merged is not None and merged not in _names_in_index(config):
-        what = "has the experts that transformers has merged, and the checkpoint has them one by one"
-        how = "`relayout.transformers.save_pretrained(model, ...)` writes the names of the hub"
-        more = f"if the hub has this name, let config be a folder whose {INDEX_NAME} has it"
-        raise PlanError(f"{what}: {how}; {more}", tensor=merged, code="unsupported")
-
-
-def _names_in_index(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Container[str]:
-    """The tensors that the index in a folder names; none if there is no folder or no index."""
-    folder = None if config is None or isinstance(config, Mapping) else find_input(config)
-    if folder is None or folder.kind() is Kind.FILE or folder.stat(INDEX_NAME) is None:
-        return ()
-    named = parse_config(folder.read(INDEX_NAME, MAX_INDEX_NBYTES), folder.location(INDEX_NAME)).get("weight_map")
-    return named if isinstance(named, dict) else ()
-
-
 def _parts(held: Mapping[str, HeldTensor], heads: Sequence[TensorHead], group: Group) -> list[list[Slice]]:
-    """Of each member, what it holds of each tensor."""
+    """Tell what each member holds of each tensor."""
     same: dict[Slice, Slice] = {}  # Equal ones are sent once.
     parts = [held[head.name].part if head.name in held else NOT_HELD for head in heads]
     return group.all_gather([same.setdefault(part, part) for part in parts])
@@ -441,24 +401,3 @@ def _check_equal(planned: ConversionPlan, group: Group) -> None:
     fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
     if len(set(group.all_gather((str(planned.output), fingerprint)))) > 1:
         raise PlanError("the members of the group save with different options", code="option")
-
-
-def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, bytes]:
-    """The small files beside the weights, by name.
-
-    Raises:
-        FormatError: one cannot be read.
-        PlanError: there is no such folder, or the content is not of JSON.
-    """
-    if isinstance(config, Mapping):
-        try:
-            return {CONFIG_NAME: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"config is no content of a JSON file: {error}", code="option") from error
-    folder = find_input(config)
-    if folder.kind() is Kind.FILE:
-        beside, name = folder.parent()
-        return {CONFIG_NAME: beside.read(name, MAX_TABLE_NBYTES)}
-    entries = sorted(folder.walk(), key=lambda entry: entry.name.split("/"))
-    names, _ = find_side_files(folder, entries)
-    return {name: read_whole(folder.open(name), folder.location(name), MAX_TABLE_NBYTES) for name in names}

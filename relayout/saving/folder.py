@@ -1,25 +1,148 @@
-"""A checkpoint folder that was never written: small files, and shards whose tensors are in memory."""
+"""The checkpoint folder that tensors in memory would be saved as: its shards, their headers, its index, and its bytes.
+
+A save converts this folder, which is never written. What is beside its shards comes from the argument `config`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-
+from itertools import accumulate
+from relayout.core.slices import num_bytes
 from relayout.core.extents import Extent
-from relayout.errors import FormatError
-from relayout.saving.shards import Shard
-from relayout.storage.protocols import (
-    LOCAL_COST,
-    Access,
-    Entry,
-    FileStat,
-    Modes,
-    ReadableFile,
-    RequestCost,
-    Store,
-    read_whole,
-)
+from relayout.format.safetensors import entries_text
+from relayout.format.safetensors import entry_head
+from relayout.format.safetensors import join_header
+from relayout.format.safetensors import json_text
+from collections.abc import Callable
+from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME, find_side_files, parse_config
+from relayout.checkpoint.source import MAX_INDEX_NBYTES
+from relayout.errors import FormatError, PlanError
+from relayout.format.index import HUB_INDEX_NAME
+from relayout.format.manifest import MAX_TABLE_NBYTES
+from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Iterable
+from relayout.storage.protocols import LOCAL_COST
+from relayout.storage.protocols import Access
+from relayout.storage.protocols import Entry
+from relayout.storage.protocols import FileStat, Kind
+from relayout.storage.stores import find_input
+from relayout.storage.protocols import Modes
+from relayout.storage.protocols import ReadableFile
+from relayout.storage.protocols import RequestCost
+from relayout.storage.protocols import Store
+from relayout.storage.protocols import read_whole
 from relayout.storage.read_only import ReadOnlyStore
+
+if TYPE_CHECKING:
+    from relayout.saving.held import HeldTensor
+
+_METADATA = {"format": "pt"}
+"""The metadata that transformers and huggingface_hub save."""
+_HEADER_ALIGNMENT = 8
+"""What the data section is aligned to (safetensors 0.8.0, `src/tensor.rs`, `prepare`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """What a header says of a tensor, but for its place."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        nbytes = num_bytes(self.dtype, self.shape)
+        assert nbytes is not None
+        return nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShard:
+    """A shard that is never written."""
+
+    name: str
+    header: bytes
+    """The bytes before the data section."""
+    tensors: tuple[int, ...]
+    """Positions of its tensors, in the order of the file."""
+    starts: tuple[int, ...]
+    """Absolute file offset of each, and of the end of the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the whole file."""
+        return self.starts[-1]
+
+    def parts(self, extent: Extent) -> Iterator[tuple[int, Extent, int]]:
+        """What an extent of the file has of tensors: (position, bytes of the tensor, where in the extent they are)."""
+        first = max(0, bisect_right(self.starts, extent.offset) - 1)
+        for t, start, end in zip(self.tensors[first:], self.starts[first:], self.starts[first + 1 :], strict=False):
+            if start >= extent.end:
+                return
+            low, high = max(start, extent.offset), min(end, extent.end)
+            if low < high:
+                yield t, Extent(low - start, high - low), low - extent.offset
+
+
+def share_out(sizes: Sequence[int], max_shard_nbytes: int) -> list[list[int]]:
+    """Which tensors each shard has, as positions, from their bytes.
+
+    As huggingface_hub 2.4 does (`serialization/_base.py`, `split_state_dict_into_shards_factory`): in the given order;
+    a tensor above the limit is a shard of its own.
+    """
+    shards: list[list[int]] = []
+    current: list[int] = []
+    filled = 0
+    for index, nbytes in enumerate(sizes):
+        if nbytes > max_shard_nbytes:
+            shards.append([index])
+            continue
+        if filled + nbytes > max_shard_nbytes:
+            shards.append(current)
+            current, filled = [], 0
+        current.append(index)
+        filled += nbytes
+    return [*shards, current] if current else shards
+
+
+def lay_out_shards(
+    heads: Sequence[TensorHead], shared_out: Sequence[Sequence[int]], totals: Mapping[str, int]
+) -> tuple[list[MemoryShard], bytes | None]:
+    """The shards, and the index.json of several.
+
+    Args:
+        shared_out: positions of each shard's tensors, in the order of the file.
+        totals: the `metadata` of the index.
+    """
+    names = [f"model-{index + 1:05}-of-{len(shared_out):05}.safetensors" for index in range(len(shared_out))]
+    if len(names) == 1:
+        names = [SINGLE_NAME]
+    shards = [_shard(name, heads, tensors) for name, tensors in zip(names, shared_out, strict=True)]
+    if len(shards) == 1:
+        return shards, None
+    weight_map = {heads[t].name: shard.name for shard in shards for t in shard.tensors}
+    top = {"metadata": totals, "weight_map": weight_map}
+    return shards, (json.dumps(top, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _shard(name: str, heads: Sequence[TensorHead], tensors: Sequence[int]) -> MemoryShard:
+    ends = list(accumulate((heads[t].nbytes for t in tensors), initial=0))
+    entries = (
+        (json_text(heads[t].name), entry_head(heads[t].dtype, heads[t].shape), start, end)
+        for t, start, end in zip(tensors, ends, ends[1:], strict=False)
+    )
+    header = join_header(entries_text(entries), _METADATA, _HEADER_ALIGNMENT)
+    return MemoryShard(name, header, tuple(tensors), tuple(len(header) + end for end in ends))
+
 
 Fill = Callable[[str, Extent, memoryview], None]
 """Fills memory with an extent of a shard, given by name. Bytes of its header, or behind its end, are left alone."""
@@ -31,10 +154,10 @@ class MemoryFolder(ReadOnlyStore):
 
     files: Mapping[str, bytes]
     """Small files."""
-    shards: Mapping[str, Shard]
+    shards: Mapping[str, MemoryShard]
     fill: Fill
     version: str
-    """Of all files."""
+    """The version of all files."""
 
     @property
     def cost(self) -> RequestCost:
@@ -106,3 +229,99 @@ class _MemoryFile(ReadableFile):
 
     def close(self) -> None:
         pass
+
+
+def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, bytes]:
+    """The small files beside the weights, by name.
+
+    Raises:
+        FormatError: one cannot be read.
+        PlanError: there is no such folder, or the content is not of JSON.
+    """
+    if isinstance(config, Mapping):
+        try:
+            return {CONFIG_NAME: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"config is no content of a JSON file: {error}", code="option") from error
+    folder = find_input(config)
+    if folder.kind() is Kind.FILE:
+        beside, name = folder.parent()
+        return {CONFIG_NAME: beside.read(name, MAX_TABLE_NBYTES)}
+    entries = sorted(folder.walk(), key=lambda entry: entry.name.split("/"))
+    names, _ = find_side_files(folder, entries)
+    return {name: read_whole(folder.open(name), folder.location(name), MAX_TABLE_NBYTES) for name in names}
+
+
+def check_names(
+    names: Iterable[str], content: bytes, config: Mapping[str, Any] | str | os.PathLike[str] | None
+) -> None:
+    """Check that no tensor has experts as models of transformers 5 merge them, if the checkpoint names each expert.
+
+    Some checkpoints have merged experts: the index of the folder `config` tells. Without a model of transformers in
+    this process, nobody has merged them, and nothing is checked.
+
+    Args:
+        names: of the tensors.
+        content: of config.json.
+
+    Raises:
+        FormatError: config.json or the index is damaged.
+        PlanError: a tensor has.
+    """
+    mapping = sys.modules.get("transformers.conversion_mapping")
+    if mapping is None:
+        return
+    whole = parse_config(content, CONFIG_NAME)
+    model_types = [one.get("model_type") for one in (whole, whole.get("text_config")) if isinstance(one, dict)]
+    endings = tuple(
+        target
+        for model_type in model_types
+        if isinstance(model_type, str)
+        for conversion in mapping.get_checkpoint_conversion_mapping(model_type) or ()
+        if any(isinstance(step, mapping.MergeModulelist) for step in getattr(conversion, "operations", ()))
+        for target in conversion.target_patterns
+    )
+    merged = next((name for name in names if name.endswith(endings)), None)
+    if merged is not None and merged not in _names_in_index(config):
+        what = "has the experts that transformers has merged, and the checkpoint has them one by one"
+        how = "`relayout.transformers.save_pretrained(model, ...)` writes the names of the hub"
+        more = f"if the hub has this name, let config be a folder whose {HUB_INDEX_NAME} has it"
+        raise PlanError(f"{what}: {how}; {more}", tensor=merged, code="unsupported")
+
+
+def second_names(
+    held: Mapping[str, HeldTensor], content: bytes, config: Mapping[str, Any] | str | os.PathLike[str] | None
+) -> frozenset[str]:
+    """The names to leave out: those of an embedding that has a name before, where config.json says that they are tied.
+
+    That both are one is told by their memory, not by their values. A name that the index of the folder `config` has is
+    kept. The first name is the embedding's, as in the checkpoints that transformers writes.
+
+    Args:
+        content: of config.json.
+
+    Raises:
+        FormatError: config.json or the index is damaged.
+    """
+    whole = parse_config(content, CONFIG_NAME)
+    parts = [one for one in (whole, whole.get("text_config")) if isinstance(one, dict)]
+    if not any(one.get("tie_word_embeddings") is True for one in parts):
+        return frozenset()
+    vocabularies = [one.get("vocab_size") for one in parts]
+    known = set[tuple[object, ...]]()
+    second = []
+    for name, one in held.items():
+        if len(one.head.shape) == 2 and one.head.shape[0] in vocabularies:
+            second += [name] if one.memory in known else []
+            known.add(one.memory)
+    named = _names_in_index(config) if second else ()
+    return frozenset(name for name in second if name not in named)
+
+
+def _names_in_index(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Container[str]:
+    """The tensors that the index in a folder names; none if there is no folder or no index."""
+    folder = None if config is None or isinstance(config, Mapping) else find_input(config)
+    if folder is None or folder.kind() is Kind.FILE or folder.stat(HUB_INDEX_NAME) is None:
+        return ()
+    named = parse_config(folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES), folder.location(HUB_INDEX_NAME)).get("weight_map")
+    return named if isinstance(named, dict) else ()

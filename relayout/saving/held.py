@@ -14,11 +14,11 @@ import xxhash
 
 from relayout.core.extents import Extent, Transfer, align_down, align_up, split
 from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, merged, positions
-from relayout.core.strided import Bytes, copy_runs
+from relayout.core.extents import Bytes, copy_runs
 from relayout.errors import PlanError
 from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.loader.tensors import dtype_name, torch_dtype
-from relayout.saving.shards import TensorHead
+from relayout.saving.folder import TensorHead
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class HeldTensor:
 
     head: TensorHead
     part: Slice
-    """Of one or more ranges along each axis that is cut."""
+    """The part that this process holds: one or more ranges along each axis that is cut."""
     data: torch.Tensor
     """The elements of that part, on any device. They are cast to the dtype of the head while they are read."""
 
@@ -62,6 +62,12 @@ class HeldTensor:
             what = f"a tensor of layout {local.layout} on device {local.device.type}, expected one with memory"
             raise PlanError(what, tensor=name, code="unsupported")
         return HeldTensor(TensorHead(name, dtype, shape), part, local)
+
+    @property
+    def memory(self) -> tuple[object, ...]:
+        """Equal for tensors that are the same elements of the same memory, as tied weights are, even without elements."""
+        data = self.data
+        return (data.untyped_storage()._cdata, data.storage_offset(), data.stride(), self.head.shape, self.part)
 
     def on_host(self) -> HeldTensor:
         """A copy in host memory, pinned if it comes from a device."""
@@ -218,7 +224,7 @@ def _chunks(length: int, count: int) -> list[Range]:
 
 
 def _taken(ranges: Sequence[Range], first: int, length: int) -> list[Range]:
-    """Those of the elements of ranges that have positions from `first` on."""
+    """Pick the elements that have positions from `first` on among all elements of the ranges."""
     found = []
     for start, size, position in positions(ranges):
         low, high = max(position, first), min(position + size, first + length)

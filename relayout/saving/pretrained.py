@@ -25,9 +25,10 @@ from relayout.core.slices import NOT_HELD, Range, Slice, positions
 from relayout.errors import PlanError
 from relayout.loader.tensors import torch_dtype
 from relayout.progress import Progress
-from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Index, Saving, files_of
+from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding
 from relayout.saving.held import HeldTensor
-from relayout.saving.shards import SINGLE_NAME, TensorHead
+from relayout.checkpoint.folder import SINGLE_NAME
+from relayout.saving.folder import TensorHead, files_of
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ def _state_of(model: Any) -> dict[str, torch.Tensor]:
     try:
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
     except ImportError:
-        raise PlanError("needs transformers 5: `pip install -U transformers`", code="missing_package") from None
+        raise PlanError("needs transformers 5: `pip install -U transformers`", code="unsupported") from None
     for attribute, what in (("hf_quantizer", "is quantized"), ("_hf_peft_config_loaded", "has adapters")):
         if getattr(model, attribute, None):
             raise PlanError(f"the model {what}: use its own save_pretrained, and convert", code="unsupported")
@@ -136,15 +137,15 @@ def _small_files(model: Any, dtype: torch.dtype) -> dict[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of the checkpoint as a part of one of the model's."""
+    """A tensor of the checkpoint as a part of one of the model's tensors."""
 
     origin: str
-    """Name of that."""
+    """Name of the model's tensor."""
     shape: tuple[int, ...]
     axes: tuple[int | None, ...]
-    """The axis of the origin that each axis is; None: it has one element."""
+    """The axis of the model's tensor that each axis is; None for an axis of one element."""
     starts: tuple[int, ...]
-    """Where it begins along each axis of the origin."""
+    """Where the part begins along each axis of the model's tensor."""
 
     def of(self, name: str, held: HeldTensor) -> HeldTensor:
         """What a process holds of it, from what it holds of the origin."""
@@ -177,7 +178,7 @@ def _met(ranges: Sequence[Range], first: int, length: int) -> list[tuple[int, in
     return found
 
 
-def _checkpoint_of(model: Any, heads: Sequence[TensorHead], max_shard_nbytes: int) -> tuple[dict[str, View], Index]:
+def _checkpoint_of(model: Any, heads: Sequence[TensorHead], max_shard_nbytes: int) -> tuple[dict[str, View], Sharding]:
     """The tensors of the checkpoint, in its order, and how they are grouped into shards.
 
     Raises:
@@ -190,9 +191,9 @@ def _checkpoint_of(model: Any, heads: Sequence[TensorHead], max_shard_nbytes: in
     from transformers.core_model_loading import revert_weight_conversion
 
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    """By the identity of a storage: the tensor that was copied there, and the copy."""
+    """The tensor that was copied to a storage, and the copy, by the identity of the storage."""
     origins: dict[int, str] = {}
-    """By the identity of a storage: the tensor of the model that it is of."""
+    """The name of the model's tensor that a storage belongs to, by the identity of the storage."""
 
     class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -217,7 +218,7 @@ def _checkpoint_of(model: Any, heads: Sequence[TensorHead], max_shard_nbytes: in
         )
     views = {name: _view_of(name, tensor, copies, origins, fakes) for name, tensor in reverted.items()}
     totals = {"total_parameters": model.num_parameters(), **split.metadata}
-    return views, Index(list(split.filename_to_tensors.values()), totals)
+    return views, Sharding(list(split.filename_to_tensors.values()), totals)
 
 
 def _storage(tensor: torch.Tensor) -> int:

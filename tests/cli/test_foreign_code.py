@@ -20,8 +20,8 @@ from support.traps import caught_in, set_traps
 
 import relayout
 from relayout.cli import app
-from relayout.core import children
-from relayout.core.children import PIPE, start_child, wait_for_child
+from relayout.core import workers
+from relayout.core.workers import PIPE, start_child, wait_for_child
 from relayout.errors import PlanError
 from relayout.observe import observation
 
@@ -132,7 +132,7 @@ def test_a_command_runs_nothing_of_the_folder_in_which_it_is_started(ran: Path, 
 @pytest.mark.parametrize("inherited", [[], ["-I", "-E", "-s"], ["-E"], ["-s"]])
 def test_a_child_is_as_isolated_as_its_parent(inherited: list[str]) -> None:
     flags = inherited[:1]  # The first means the others.
-    script = "from relayout.core.children import _inherited_flags as flags; print(*flags())"
+    script = "from relayout.core.workers import _inherited_flags as flags; print(*flags())"
     done = subprocess.run([sys.executable, *flags, "-c", script], stdout=PIPE, text=True, check=True)
     assert done.stdout.split() == inherited
 
@@ -172,7 +172,7 @@ def test_only_one_module_starts_children() -> None:
         "os.popen",
     )
     found = {path.relative_to(root).as_posix() for path in files if any(one in path.read_text() for one in starters)}
-    assert found == {"core/children.py"}
+    assert found == {"core/workers.py"}
 
 
 STUCK = """
@@ -194,13 +194,13 @@ def test_a_process_that_observes_and_says_nothing_more_is_ended_with_all_that_it
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     started = []
 
-    def start(module: str, *args: str, **streams: Any) -> children.Child:
+    def start(module: str, *args: str, **streams: Any) -> workers.Child:
         started.append(start_child("stuck", **streams))
         return started[0]
 
     monkeypatch.setattr(observation, "start_child", start)
     monkeypatch.setattr(observation, "_SILENCE_SECONDS", 1)
-    monkeypatch.setattr(children, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(workers, "_LOG_POLL_SECONDS", 0.05)
     with pytest.raises(PlanError, match="observes vLLM wrote nothing for 1 s: vLLM is imported"):
         observation.run_in_child([{}])
     forked = Path(f"/proc/{(tmp_path / 'forked').read_text()}/stat")
@@ -216,7 +216,7 @@ def test_a_child_that_speaks_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         "import time\nfor n in range(8): print(n, flush=True); time.sleep(0.2)\nexit(3)"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(children, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(workers, "_LOG_POLL_SECONDS", 0.05)
     log = tmp_path / "log"
     with log.open("wb") as output:
         assert wait_for_child(start_child("speaks", stdout=output), log, 1) == 3

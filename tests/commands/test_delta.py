@@ -35,7 +35,7 @@ from relayout.cli.app import app
 from relayout.commands import copy as copying
 from relayout.errors import FormatError, PlanError
 from relayout.format.manifest import sealed
-from relayout.format.sparse import encode
+from relayout.format.delta import encode
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import find_input
 

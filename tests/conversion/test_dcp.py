@@ -21,7 +21,7 @@ from support.local_stores import read_manifest, read_table
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 
 QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 FUSED = {

@@ -25,7 +25,7 @@ from support.store_contract import ground
 import relayout
 from relayout import planning
 from relayout.commands.cache import add
-from relayout.core.children import PIPE, start_child
+from relayout.core.workers import PIPE, start_child
 from relayout.engines.first_start import first_start
 from relayout.engines.rank_weights import EngineOptions
 from relayout.errors import PlanError
@@ -150,7 +150,7 @@ if "relayout.observe.vllm" in sys.orig_argv:
 
 ENGINE = """
 import os, sys, time
-from relayout.core.children import PIPE, start_child
+from relayout.core.workers import PIPE, start_child
 child = start_child("relayout", "cache", *sys.argv[1:], stdin=PIPE)
 os.fork()
 time.sleep(600)

@@ -104,7 +104,7 @@ def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
     folders: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reads: str
 ) -> None:
     calls: list[str] = []
-    plans = "relayout.loader.sources.plain.plan_for" if folder == "llama" else "relayout.plans.recorded.plan_by"
+    plans = "relayout.loader.sources.plain.plan_for" if folder == "llama" else "relayout.plans.planner.plan_by"
     for one in (f"relayout.loader.sources.{reads}", plans):
         module, _, name = one.rpartition(".")
         original = getattr(import_module(module), name)

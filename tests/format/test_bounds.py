@@ -14,7 +14,7 @@ NBYTES = 2 * 2**20
 SCRIPT = """
 import resource, sys
 from relayout.checkpoint.source import parse_index
-from relayout.checkpoint.config import parse_config
+from relayout.checkpoint.folder import parse_config
 from relayout.errors import FormatError
 from relayout.format.safetensors import parse_header
 from relayout.format.manifest import parse_manifest

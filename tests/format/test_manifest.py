@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from relayout.core.extents import Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError
-from relayout.format.arena import Arena, plan_arena
-from relayout.format.index import IndexedFile, Kind, Manifest, RankEntry, RankTable, Read
+from relayout.format.arena import ArenaLayout, plan_arena
+from relayout.format.index import IndexedFile, TensorKind, Manifest, RankEntry, RankTable, Read
 from relayout.format.manifest import decompress, dump_manifest, parse_manifest
 from relayout.format.rank_table import dump_table, parse_table
 
@@ -70,7 +70,7 @@ def contents(files: Files) -> list[Bytes]:
     ]
 
 
-def simulate(arena: Arena, stored: list[Bytes]) -> tuple[Bytes, npt.NDArray[np.int64]]:
+def simulate(arena: ArenaLayout, stored: list[Bytes]) -> tuple[Bytes, npt.NDArray[np.int64]]:
     """The arena's bytes when all reads are done, and how often each was written."""
     memory, times = np.zeros(arena.nbytes, np.uint8), np.zeros(arena.nbytes, np.int64)
     for read in arena.reads:
@@ -135,7 +135,7 @@ def test_the_arena_is_little_larger_than_its_tensors(files: Files) -> None:
 
 def test_an_arena_by_hand() -> None:
     files: Files = [(512, [512, 1024, 1040, 1045], [512, 16, 5, 5]), (4096, [4096, 8192], [4096, 3])]
-    assert plan_arena(files) == Arena(
+    assert plan_arena(files) == ArenaLayout(
         nbytes=16384,
         reads=(
             Read(0, Transfer(512, 512, 528)),
@@ -152,10 +152,10 @@ def test_an_arena_by_hand() -> None:
 TABLE = RankTable(
     rank=0,
     kinds=[
-        Kind("BF16", (32, 64), (64, 64), Slice.along(0, ((0, 32),))),
-        Kind("F32", (3, 4), (3, 8), Slice.along(1, ((0, 2), (4, 2)))),
-        Kind("I16", (3,), (3,), Slice()),
-        Kind("F16", (3, 1), (3, 1), Slice()),
+        TensorKind("BF16", (32, 64), (64, 64), Slice.along(0, ((0, 32),))),
+        TensorKind("F32", (3, 4), (3, 8), Slice.along(1, ((0, 2), (4, 2)))),
+        TensorKind("I16", (3,), (3,), Slice()),
+        TensorKind("F16", (3, 1), (3, 1), Slice()),
     ],
     kind_of=[0, 1, 2, 2, 3],
     names=["größe", "b", "c", "d", "scale"],

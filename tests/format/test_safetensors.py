@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.bits import pattern
 from support.headers import entry, file_of
 
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from relayout.errors import FormatError, PlanError
 from relayout.format.safetensors import (
     Header,

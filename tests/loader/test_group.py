@@ -20,7 +20,7 @@ from support.remote import HEAD
 from support.signing import make_keys
 
 import relayout
-from relayout.checkpoint.proven import FileProof
+from relayout.checkpoint.converted import FileProof
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, Transfer
 from relayout.errors import FormatError, PlanError

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reads import carried_out
 
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE, Range, Slice
 from relayout.errors import PlanError

@@ -20,7 +20,7 @@ from support.models import as_integers
 from support.profile import IS_LONG
 
 import relayout
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 from relayout.errors import FormatError, PlanError
 from relayout.loader.view import CheckpointView
 

@@ -21,7 +21,7 @@ from relayout.checkpoint.source import read_source
 from relayout.cli.app import app
 from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import PlanError
-from relayout.format.slices import dump_slice
+from relayout.format.fields import dump_slice
 from relayout.observe.observation import observe, parse, write_stand_in
 from relayout.observe.plan_file import observe_plan
 from relayout.storage.stores import find_store

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from support.local_stores import read_source
 
 from relayout.errors import FormatError, PlanError
-from relayout.plans.quantization import Values, Weight, find_scheme, is_cache_scale
+from relayout.plans.quantization import Values, QuantizedWeight, find_scheme, is_cache_scale
 
 Stored = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -176,7 +176,7 @@ STORED: dict[str, tuple[dict[str, Any], Stored, Values]] = {
 def test_tensors_tell_the_weight_that_they_store(name: str) -> None:
     config, stored, values = STORED[name]
     assert stored.keys() <= find_scheme(config).tensors.keys()
-    assert Weight(64, 256, values) in find_scheme(config).weights(stored)
+    assert QuantizedWeight(64, 256, values) in find_scheme(config).weights(stored)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_one_scale_of_the_cache_is_known_by_name_and_shape(suffix: str, shape: t
 
 
 def test_of_a_weight_that_the_last_ranks_hold_nothing_of_they_hold_no_scales() -> None:
-    weight = Weight(300, 512, find_scheme(FP8_BLOCKS).values[0])
+    weight = QuantizedWeight(300, 512, find_scheme(FP8_BLOCKS).values[0])
     found = find_scheme(FP8_BLOCKS).carry(0, "weight_scale_inv", (3, 4), weight, [((0, 300),), ((300, 0),)])
     assert found == (0, [((0, 3),), ((3, 0),)])
 
@@ -281,7 +281,7 @@ def test_with_other_scales_than_groups_of_columns_it_is_no_such_weight(num_group
 def test_a_border_inside_a_block_group_or_word_is_refused(
     config: dict[str, Any], axis: int, suffix: str, shape: tuple[int, ...], size: tuple[int, int], at: int, message: str
 ) -> None:
-    weight, dim = Weight(*size, find_scheme(config).values[0]), size[axis]
+    weight, dim = QuantizedWeight(*size, find_scheme(config).values[0]), size[axis]
     with pytest.raises(PlanError, match=f"^the cut at {message} stored together$"):
         find_scheme(config).carry(axis, suffix, shape, weight, [((0, at),), ((at, dim - at),)])
 
@@ -340,7 +340,7 @@ def test_the_quantization_config_is_found(
 def test_what_older_tools_wrote_is_a_scheme_too(tmp_path: Path) -> None:
     found = read_source(checkpoint(tmp_path, {}, quant_config=AUTO_AWQ)).config["quantization_config"]
     stored = STORED["awq"][1]
-    assert find_scheme(found).weights(stored) == (Weight(64, 256, Values(4, 128)),)
+    assert find_scheme(found).weights(stored) == (QuantizedWeight(64, 256, Values(4, 128)),)
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config", "quantize_config", "quant_config"])

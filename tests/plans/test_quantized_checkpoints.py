@@ -40,7 +40,7 @@ from support.rebuilding import assert_ranks_give_back
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for

@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from relayout.errors import FormatError
 from relayout.plans.division import Sizes, divide
 from relayout.plans.family import SizeSource, parse_family, parse_rules

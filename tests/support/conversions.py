@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan

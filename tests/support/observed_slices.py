@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 from relayout.core.slices import Slice
-from relayout.format.slices import dump_slice, parse_slice
+from relayout.format.fields import dump_slice, parse_slice
 
 
 class Tensor(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from support.observed_slices import Checkpoint
 
-from relayout.core.patterns import collapse_numbers
+from relayout.core.arguments import collapse_numbers
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.observe.elements import elements_along, joined, same_elements

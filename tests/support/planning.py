@@ -9,7 +9,7 @@ from typing import Any
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.layout import Conversion
-from relayout.core.dtypes import BITS
+from relayout.core.slices import BITS
 from relayout.core.extents import Extent
 from relayout.core.slices import Cut, Slice, number_cuts
 from relayout.errors import PlanError

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
 
-from relayout.core.children import remake_in_child
+from relayout.core.workers import remake_in_child
 from relayout.errors import PlanError, shown
 from relayout.storage.local.open_folder import OpenFolder, with_path
 from relayout.storage.protocols import Closable

@@ -10,12 +10,12 @@ from pathlib import Path
 from support.observed_slices import Checkpoint
 from support.plan_comparing import BESIDE, differences
 
-from relayout.core.patterns import collapse_numbers, depends_on_numbers
+from relayout.core.arguments import collapse_numbers, depends_on_numbers
 from relayout.observe.fitting import SIZES, Example, fit
 from relayout.plans import family as families
 from relayout.plans.division import Sizes, language_config
 from relayout.plans.family import Family, Rule, SizeSource, builtin_families
-from relayout.plans.plan_text import as_toml
+from relayout.plans.family import as_toml
 
 BUILTIN = Path(families.__file__).parent / "builtin"
 

@@ -10,7 +10,7 @@ from safetensors.torch import save
 
 from relayout.core.extents import Extent
 from relayout.saving.held import HeldTensor, in_stored_order
-from relayout.saving.shards import Shard, lay_out_shards, share_out
+from relayout.saving.folder import MemoryShard, lay_out_shards, share_out
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8, torch.float16]
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(
@@ -30,7 +30,7 @@ def test_shards_are_filled_as_huggingface_hub_does(sizes: list[int], limit: int)
     assert share_out(sizes, limit) == expected
 
 
-def shards_of(tensors: dict[str, torch.Tensor]) -> tuple[list[Shard], list[HeldTensor]]:
+def shards_of(tensors: dict[str, torch.Tensor]) -> tuple[list[MemoryShard], list[HeldTensor]]:
     held = [HeldTensor.of(name, tensor) for name, tensor in tensors.items()]
     heads = [one.head for one in held]
     shards, _ = lay_out_shards(heads, [in_stored_order(heads, range(len(heads)))], {})

@@ -1,4 +1,4 @@
-"""relayout.plans.coverage: what no slice has, by numpy."""
+"""relayout.plans.plan: what no slice has, by numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relayout.core.slices import WHOLE, Slice
 from relayout.errors import PlanError
-from relayout.plans.coverage import missing_element
+from relayout.plans.plan import missing_element
 
 
 @st.composite

@@ -36,6 +36,13 @@ def llama() -> dict[str, torch.Tensor]:
     return {"model.norm.weight": torch.randn(128), **tensors}
 
 
+def tied(**config: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A model with one embedding of two names, and another tensor of its shape in the same memory."""
+    embedding = torch.randn(32, 128)
+    both = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.detach()}
+    return {**llama(), **both}, {**CONFIG, "vocab_size": 32, **config}
+
+
 def files(folder: Path, *suffixes: str) -> dict[str, bytes]:
     """All files, or those with a suffix."""
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix in suffixes or not suffixes}
@@ -263,7 +270,7 @@ def test_of_a_save_to_a_full_drive_nothing_is_left(tmp_path: Path) -> None:
 
 _SAVES = """
 import sys
-from saving.test_save import CONFIG, llama
+from saving.test_api import CONFIG, llama
 from support.saving_worker import kill_after
 import relayout
 tensors = llama()
@@ -286,3 +293,33 @@ def test_of_a_save_that_is_killed_there_is_the_old_folder_or_the_new(tmp_path: P
     relayout.save(tensors, output, config=CONFIG, tp=2, force=True)
     assert weights(output) == weights(tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def names_saved(tensors: dict[str, torch.Tensor], config: Any, output: Path, **options: Any) -> set[str]:
+    done = relayout.save(tensors, output, config=config, tp=2, **options)
+    if options:
+        done.result(PATIENCE)  # type: ignore[union-attr]
+    with relayout.safe_open(output) as view:
+        return set(view.keys())
+
+
+@pytest.mark.parametrize("options", [{}, {"background": True}])
+def test_tied_embeddings_are_saved_by_their_first_name(tmp_path: Path, options: dict[str, Any]) -> None:
+    tensors, config = tied(tie_word_embeddings=True)
+    assert tensors.keys() - names_saved(tensors, config, tmp_path / "out", **options) == {"lm_head.weight"}
+    nested = {**CONFIG, "text_config": {"vocab_size": 32, "tie_word_embeddings": True}}
+    assert "lm_head.weight" not in names_saved(tensors, nested, tmp_path / "nested", **options)
+
+
+def test_what_is_not_proven_to_be_tied_is_saved_by_each_name(tmp_path: Path) -> None:
+    tensors, config = tied(tie_word_embeddings=False)
+    assert names_saved(tensors, config, tmp_path / "untied") == tensors.keys()
+    _, config = tied(tie_word_embeddings=True)
+    copied = {**tensors, "lm_head.weight": tensors["lm_head.weight"].clone()}
+    assert names_saved(copied, config, tmp_path / "copied") == tensors.keys()
+    assert names_saved(tensors, {**config, "vocab_size": 33}, tmp_path / "other") == tensors.keys()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert names_saved(tensors, tmp_path / "base", tmp_path / "named") == tensors.keys()

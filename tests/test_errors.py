@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from safetensors.numpy import save_file
 from support.models import SIZES
 
 import relayout
-from relayout.errors import FormatError, PlanError, about
+from relayout.errors import FORMAT_CODES, PLAN_CODES, FormatCode, FormatError, PlanCode, PlanError, about
 
 
 def test_the_text_says_where_then_what() -> None:
@@ -33,6 +35,20 @@ def test_what_an_error_names_already_is_not_named_again() -> None:
         about(tensor="inner", part="dim 0"),
     ):
         raise PlanError("uneven")
+
+
+def test_each_code_is_explained_once() -> None:
+    """That no error has another code, mypy proves."""
+    assert tuple(FORMAT_CODES) == get_args(FormatCode)
+    assert tuple(PLAN_CODES) == get_args(PlanCode)
+
+
+def test_only_one_function_changes_an_error_that_was_raised() -> None:
+    package = Path(relayout.__file__).parent
+    files = [path for folder in (package, package.parent / "loader") for path in folder.rglob("*.py")]
+    assert len(files) > 50
+    changing = re.compile(r"\b(error|caught|failure)\.(what|path|tensor|offset|code) [+]?= ")
+    assert [path for path in files if changing.search(path.read_text())] == []
 
 
 def test_a_bad_header_is_told_by_kind_file_tensor_and_offset(tmp_path: Path) -> None:

@@ -296,20 +296,12 @@ class CutTensor:
 
     @cached_property
     def transfers(self) -> list[tuple[Transfer, ...]]:
-        """Transfers of each distinct slice, see `slice_transfers`.
-
-        Raises:
-            PlanError: as `slice_transfers` does.
-        """
+        """Transfers of each distinct slice; for errors see `slice_transfers`."""
         return [slice_transfers(self.dtype, self.shape, part) for part in self.cut.distinct]
 
     @cached_property
     def extents(self) -> tuple[Extent, ...]:
-        """The bytes of the whole tensor that any slice needs, rising and apart; where columns are cut, whole rows.
-
-        Raises:
-            PlanError: as `slice_transfers` does.
-        """
+        """The bytes of the whole tensor that any slice needs, rising and apart; where columns are cut, whole rows."""
         nbytes = prod(self.shape) * BITS[self.dtype] // 8
         ends = sorted(_rows(transfer, nbytes) for transfers in self.transfers for transfer in transfers)
         return tuple(group.extent for group in coalesce(ends, lambda pair: (None, *pair)))

@@ -18,9 +18,8 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import chunks_over
 from relayout.format.delta import NEW, OLD, are_alike
-from relayout.format.index import Manifest, RankTable
+from relayout.format.index import Manifest, RankTable, chunks_over
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.into import bump_versions, check_tensors, sharing_memory

@@ -8,7 +8,6 @@ from os import PathLike
 from reprlib import Repr
 from typing import Literal, TypeAlias
 
-
 FormatCode: TypeAlias = Literal[
     "truncated",
     "syntax",
@@ -180,9 +179,7 @@ class PlanError(RelayoutError, ValueError):
 
 
 @contextmanager
-def about(
-    *, path: Where = None, tensor: str | None = None, part: str | None = None
-) -> Iterator[None]:
+def about(*, path: Where = None, tensor: str | None = None, part: str | None = None) -> Iterator[None]:
     """Add `path` and `tensor` to errors of the block that lack them; put `part` before the text."""
     try:
         yield

@@ -30,11 +30,10 @@ from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, parse_ind
 from relayout.commands.restore import recorded_source
 from relayout.conversion.layout import stored_conversion
 from relayout.core.digests import digest_hex
-from relayout.core.slices import BITS
 from relayout.core.extents import Extent
-from relayout.core.slices import Slice
+from relayout.core.slices import BITS, Slice
 from relayout.errors import FormatError, PlanError
-from relayout.format.delta import DeltaFile, DeltaManifest, dump_delta, parse_delta
+from relayout.format.delta import DeltaFile, DeltaManifest, dump_delta, encode, parse_delta, xor_into
 from relayout.format.delta import parse_index as parse_delta_index
 from relayout.format.fields import parse_object
 from relayout.format.index import Manifest
@@ -42,7 +41,6 @@ from relayout.format.manifest import compact_json, compress, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
-from relayout.format.delta import encode, xor_into
 from relayout.plans.family import dump_rules, parse_family, parse_rules
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by, plan_for

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache as once
 from typing import TYPE_CHECKING
 
-from relayout.core.extents import BLOCK, Transfer
-from relayout.core.extents import Bytes
+from relayout.core.extents import BLOCK, Bytes, Transfer
 from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.arena import scatter

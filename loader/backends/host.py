@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from relayout.core.extents import BLOCK, Extent, Transfer, align_up, split
-from relayout.core.extents import copy_runs
+from relayout.core.extents import BLOCK, Extent, Transfer, align_up, copy_runs, split
 from relayout.core.workers import Workers
 from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
 from relayout.loader.backends.base import Backend, Choice, Factory, Memory, ReadJob, Request

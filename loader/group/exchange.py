@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint import identity
 from relayout.core.digests import digest_hex
-from relayout.core.slices import CutTensor, number_cuts
 from relayout.core.extents import Bytes, copy_runs
+from relayout.core.slices import CutTensor, number_cuts
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
 from relayout.loader.backends.base import Arena, ReadJob, RunningJob

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from relayout.checkpoint.converted import check_chunk
-from relayout.core.extents import Extent, Transfer
-from relayout.core.extents import copy_runs
+from relayout.core.extents import Extent, Transfer, copy_runs
 from relayout.core.workers import each
-from relayout.format.index import chunks_over
-from relayout.format.index import Read
+from relayout.format.index import Read, chunks_over
 from relayout.loader.group.assign import Round
 from relayout.loader.sources.stored import StoredFile
 from relayout.storage.protocols import Access

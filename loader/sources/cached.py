@@ -23,8 +23,7 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError
-from relayout.format.index import CHUNKS_NAME
-from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
 from relayout.loader.sources.stored import StoredFile, files_of

@@ -22,9 +22,8 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.trust import TrustedStore, refuse_deltas, trusted
 from relayout.core.arguments import at_least_one, integer
-from relayout.core.slices import num_bytes
 from relayout.core.extents import Transfer
-from relayout.core.slices import WHOLE
+from relayout.core.slices import WHOLE, num_bytes
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable, Read
 from relayout.format.manifest import parse_manifest

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from relayout.core.slices import num_bytes
 from relayout.core.arguments import compile_glob, invalid_because
-from relayout.core.slices import Slice
+from relayout.core.slices import Slice, num_bytes
 from relayout.errors import PlanError, did_you_mean
 from relayout.format.index import Read
 from relayout.loader.sources.stored import StoredFile

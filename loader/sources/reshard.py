@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from relayout.core.slices import BITS
 from relayout.core.extents import Transfer
-from relayout.core.slices import Slice, positions, row_runs
+from relayout.core.slices import BITS, Slice, positions, row_runs
 from relayout.errors import PlanError
 from relayout.format.index import Read
 from relayout.loader.sources.columns import TensorColumns

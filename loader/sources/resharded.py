@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 
-from relayout.checkpoint.folder import find_config
 from relayout.checkpoint.converted import check_present, read_record, read_table
+from relayout.checkpoint.folder import find_config
 from relayout.checkpoint.source import agreed_metadata
 from relayout.core.arguments import ranks_text
-from relayout.core.workers import remake_in_child
 from relayout.core.slices import WHOLE, Slice, slice_transfers
+from relayout.core.workers import remake_in_child
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.safetensors import parse_header

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-from relayout.core.arguments import ranks_text
-from relayout.core.digests import DigestAlgorithm
-from relayout.core.workers import each
-from relayout.errors import FormatError
-from relayout.errors import PlanError
-from relayout.errors import about
-from relayout.format.index import CHUNKS_NAME
-from relayout.format.index import places_of_digests
-from relayout.format.fields import Fields
-from relayout.format.fields import parse_object
-from relayout.format.index import HUB_INDEX_NAME
-from relayout.format.index import MANIFEST_NAME
-from relayout.format.index import SIGNATURE_NAME
-from relayout.format.index import Manifest
-from relayout.format.index import RankTable
-from relayout.format.manifest import MAX_MANIFEST_NBYTES
-from relayout.format.manifest import MAX_TABLE_NBYTES
-from relayout.format.manifest import SOURCE_RECORD_NAME
-from relayout.format.manifest import decompress
-from relayout.format.manifest import header_prefix
-from relayout.format.manifest import parse_manifest
-from relayout.format.rank_table import parse_table
-from relayout.format.safetensors import LENGTH_NBYTES
-from relayout.format.safetensors import refuse_lfs_pointer
-from relayout.storage.protocols import Kind
-from relayout.storage.protocols import Replaceable
-from relayout.storage.protocols import Store
-from relayout.storage.protocols import if_there
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from relayout.core.extents import BLOCK
-from relayout.core.extents import Extent
-from relayout.core.extents import align_up
-from relayout.format.index import chunks_over
+from typing import TYPE_CHECKING
+
+from relayout.core.arguments import ranks_text
+from relayout.core.digests import DigestAlgorithm
+from relayout.core.extents import BLOCK, Extent, align_up
+from relayout.core.workers import each
+from relayout.errors import FormatError, PlanError, about
+from relayout.format.fields import Fields, parse_object
+from relayout.format.index import (
+    CHUNKS_NAME,
+    HUB_INDEX_NAME,
+    MANIFEST_NAME,
+    SIGNATURE_NAME,
+    Manifest,
+    RankTable,
+    chunks_over,
+    places_of_digests,
+)
+from relayout.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    MAX_TABLE_NBYTES,
+    SOURCE_RECORD_NAME,
+    decompress,
+    header_prefix,
+    parse_manifest,
+)
+from relayout.format.rank_table import parse_table
+from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
 from relayout.storage.buffers import Buffer
-from relayout.storage.protocols import Closable
-from relayout.storage.protocols import Entry
-from relayout.storage.protocols import ReadableFile
-from relayout.storage.protocols import RequestCost
+from relayout.storage.protocols import Closable, Entry, Kind, ReadableFile, Replaceable, RequestCost, Store, if_there
 from relayout.storage.read_only import ReadOnlyStore
 
 if TYPE_CHECKING:

@@ -9,8 +9,17 @@ from dataclasses import dataclass
 from functools import cache as once
 from typing import TypeAlias
 
-from relayout.checkpoint.converted import find_manifest_blob, names_of_index, names_of_output, read_manifest
-from relayout.checkpoint.converted import Proven, StoreOver, check_header, index_of, proof_of
+from relayout.checkpoint.converted import (
+    Proven,
+    StoreOver,
+    check_header,
+    find_manifest_blob,
+    index_of,
+    names_of_index,
+    names_of_output,
+    proof_of,
+    read_manifest,
+)
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, about
@@ -26,12 +35,12 @@ from relayout.format.delta import (
     parse_index,
     pieces_of,
     place_of_index,
+    xor_into,
 )
 from relayout.format.fields import parse_object
 from relayout.format.index import MANIFEST_NAME, IndexedFile, Manifest, RankTable
 from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, parse_manifest
 from relayout.format.rank_table import parse_table
-from relayout.format.delta import xor_into
 from relayout.storage.protocols import (
     Access,
     Closable,

@@ -1,29 +1,22 @@
-"""What the files of a checkpoint folder are: config.json, the shards of the model, what goes along, what is left out."""
+"""Tells the files of a checkpoint folder: config.json, shards of the model, what goes along, what is left out."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-from relayout.errors import FormatError
-from relayout.errors import about
-from relayout.format.fields import decode
-from relayout.format.safetensors import check_depth
-from relayout.format.safetensors import refuse_surrogates
-from relayout.storage.protocols import Store
 import errno
+import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
-from relayout.errors import PlanError
-from relayout.errors import shown
-from relayout.format.index import HUB_INDEX_NAME
-from relayout.format.index import MANIFEST_NAME
-from relayout.storage.protocols import Entry
+from typing import Any
+
+from relayout.errors import FormatError, PlanError, about, shown
+from relayout.format.fields import decode
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
+from relayout.format.safetensors import check_depth, refuse_surrogates
+from relayout.storage.protocols import Entry, Store
 
 _MAX_CONFIG_NBYTES = 16 * 2**20
 CONFIG_NAME = "config.json"

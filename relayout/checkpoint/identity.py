@@ -17,9 +17,9 @@ from pathlib import Path
 import xxhash
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
+from relayout.core.arguments import collapse_numbers
 from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Extent
-from relayout.core.arguments import collapse_numbers
 from relayout.core.workers import each
 from relayout.errors import FormatError
 from relayout.format.manifest import compact_json

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from relayout.checkpoint.folder import Config, find_config
 from relayout.checkpoint.converted import is_converted
 from relayout.checkpoint.folder import (
+    Config,
     advice_without_shards,
     check_name,
     choose_shards,
+    find_config,
     find_index,
     find_side_files,
     other_shards,
@@ -24,9 +25,8 @@ from relayout.checkpoint.folder import (
 from relayout.core.extents import Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, shown
-from relayout.format.fields import Fields, parse_object
+from relayout.format.fields import Fields, check_apart, check_path, parse_object
 from relayout.format.index import MANIFEST_NAME
-from relayout.format.fields import check_apart, check_path
 from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
 from relayout.storage.protocols import Kind, ReadableFile, Store, unversioned
 from relayout.storage.stores import check_exists

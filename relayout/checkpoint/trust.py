@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, names_of_index
-from relayout.checkpoint.converted import Proven, StoreOver, index_of, proof_of
+from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, Proven, StoreOver, index_of, names_of_index, proof_of
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
-from relayout.format.index import CHUNKS_NAME
 from relayout.format.fields import decode, parse_toml
-from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
+from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
 from relayout.storage.head_file import HeadFile
 from relayout.storage.local.page_cache import resident_nbytes

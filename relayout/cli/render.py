@@ -13,8 +13,7 @@ from rich.filesize import decimal
 from relayout.cli.console import Block, Line, Listing, Table
 from relayout.cli.tables import Column, unbroken
 from relayout.commands.inspect import Inspection
-from relayout.core.arguments import ranks_text
-from relayout.core.arguments import collapse_numbers
+from relayout.core.arguments import collapse_numbers, ranks_text
 from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from relayout.commands.differences import Culprit, Report
 from relayout.conversion.layout import file_metadata, rows_of_files
 from relayout.conversion.side_files import read_side_file
 from relayout.core.digests import DigestAlgorithm
-from relayout.core.slices import num_bytes
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.core.slices import num_bytes
 from relayout.errors import FormatError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from relayout.checkpoint.converted import (
     CONVERTED,
+    check_chunk,
+    check_header,
     check_intact,
     check_present,
     find_manifest_blob,
@@ -19,7 +21,6 @@ from relayout.checkpoint.converted import (
     read_manifest_blob,
     read_record,
 )
-from relayout.checkpoint.converted import check_chunk, check_header
 from relayout.checkpoint.source import MAX_INDEX_NBYTES
 from relayout.checkpoint.trust import Trust, trusted
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
@@ -32,8 +33,16 @@ from relayout.core.digests import DigestAlgorithm, OrderedDigests, digest_hex
 from relayout.core.extents import Extent, align_up, split
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
-from relayout.format.index import CHUNKS_NAME, chunks_of, chunks_over
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, IndexedFile, Manifest
+from relayout.format.index import (
+    CHUNKS_NAME,
+    HUB_INDEX_NAME,
+    MANIFEST_NAME,
+    SIGNATURE_NAME,
+    IndexedFile,
+    Manifest,
+    chunks_of,
+    chunks_over,
+)
 from relayout.format.manifest import (
     MAX_TABLE_NBYTES,
     SOURCE_RECORD_NAME,

@@ -14,13 +14,14 @@ import numpy as np
 
 from relayout import __version__
 from relayout.checkpoint.converted import (
+    check_chunk,
+    check_header,
     read_chunk_digests,
     read_manifest_blob,
     read_record,
     read_table,
 )
 from relayout.checkpoint.delta import DELTA_OUTPUT, DeltaStore, Paths, read_deltas, with_deltas
-from relayout.checkpoint.converted import check_chunk, check_header
 from relayout.checkpoint.source import read_shard
 from relayout.checkpoint.trust import refuse_deltas
 from relayout.commands.copy import Copied, copy_from, put_index, put_tables
@@ -28,8 +29,8 @@ from relayout.commands.restore import refuse_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.side_files import modes_of
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
-from relayout.core.slices import BITS
 from relayout.core.extents import Extent, align_down
+from relayout.core.slices import BITS
 from relayout.core.workers import each
 from relayout.errors import PlanError
 from relayout.format.delta import (
@@ -41,6 +42,7 @@ from relayout.format.delta import (
     delta_name,
     dump_delta,
     dump_index,
+    encode,
     layout_difference,
     pieces_of,
 )
@@ -48,7 +50,6 @@ from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
-from relayout.format.delta import encode
 from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.buffers import Buffer

@@ -16,9 +16,8 @@ from relayout.checkpoint.converted import (
     read_table,
 )
 from relayout.checkpoint.source import SourceCheckpoint, read_source
-from relayout.core.arguments import at_least_one, integer
+from relayout.core.arguments import at_least_one, collapse_numbers, integer
 from relayout.core.slices import num_bytes
-from relayout.core.arguments import collapse_numbers
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import Manifest
 from relayout.plans.planner import plan_for
@@ -191,8 +190,8 @@ def _amplification(source: SourceCheckpoint, tp: int) -> Amplification:
     try:
         plan = plan_for(source, tp)
     except RelayoutError as error:
-        # A FormatError is about a file, which it names.
-        return Amplification(tp, None, None, whole, None, None, error.text if isinstance(error, PlanError) else str(error))
+        why = error.text if isinstance(error, PlanError) else str(error)  # Others are about a file, which they name.
+        return Amplification(tp, None, None, whole, None, None, why)
     needed, by_rows, apart = [0] * tp, [0] * tp, 0
     alike = Counter(
         (plan.cuts[cut].tensor(tensor.dtype, tensor.shape), tensor.extent.nbytes)

@@ -6,23 +6,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from relayout.checkpoint.folder import find_config
 from relayout.checkpoint.converted import read_record
+from relayout.checkpoint.folder import find_config
 from relayout.checkpoint.source import SourceCheckpoint, model_order
 from relayout.commands.consistency import check_copy
 from relayout.commands.differences import Report
 from relayout.commands.restore import recorded_source
 from relayout.conversion.layout import not_for_dcp_because
-from relayout.core.slices import num_bytes
-from relayout.core.slices import WHOLE
+from relayout.core.slices import WHOLE, num_bytes
 from relayout.errors import FormatError, PlanError, shown
+from relayout.format.fields import dump_slice
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, WHOLE_TENSORS, Manifest, RankTable
 from relayout.format.manifest import SOURCE_RECORD_NAME
-from relayout.format.fields import dump_slice
 from relayout.format.source_record import SourceRecord, conversion_digest
-from relayout.plans.plan import check_all_held
 from relayout.plans.family import VLLM
-from relayout.plans.plan import Plan
+from relayout.plans.plan import Plan, check_all_held
 from relayout.plans.planner import proven_rules
 from relayout.storage.protocols import Store
 

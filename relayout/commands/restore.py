@@ -23,9 +23,8 @@ from relayout.conversion.layout import Conversion, as_one_rank, stored_conversio
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
 from relayout.core.digests import OrderedDigests
+from relayout.core.extents import Extent, copy_runs
 from relayout.core.slices import num_bytes
-from relayout.core.extents import Extent
-from relayout.core.extents import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable

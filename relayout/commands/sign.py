@@ -13,22 +13,23 @@ from typing import Any
 
 from relayout.checkpoint.converted import (
     MAX_SIGNATURE_NBYTES,
+    Proven,
+    index_of,
     names_of,
     names_of_index,
+    proof_of,
     read_chunk_digests,
     read_manifest_blob,
     read_record,
 )
-from relayout.checkpoint.converted import Proven, index_of, proof_of
 from relayout.checkpoint.trust import package_missing
 from relayout.commands.copy import sizes_of
 from relayout.core.arguments import integer
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, shown
-from relayout.format.index import CHUNKS_NAME
 from relayout.format.fields import parse_object
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
+from relayout.format.index import CHUNKS_NAME, HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import SOURCE_RECORD_NAME, parse_manifest
 from relayout.progress import Progress, reporting
 from relayout.results import Result

@@ -20,12 +20,11 @@ from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm
-from relayout.core.slices import num_bytes
 from relayout.core.extents import Extent
+from relayout.core.slices import num_bytes
 from relayout.core.workers import each
 from relayout.errors import FormatError
-from relayout.format.index import CHUNKS_NAME, chunks_of
-from relayout.format.index import SIGNATURE_NAME, Manifest, RankTable
+from relayout.format.index import CHUNKS_NAME, SIGNATURE_NAME, Manifest, RankTable, chunks_of
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
 from relayout.storage.hashing import HashedFile, hash_files, sha256_hex

@@ -16,9 +16,8 @@ from relayout.conversion.layout import Conversion
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, SourceRange, Span, Step, Target
 from relayout.core.arguments import at_least_one, size
 from relayout.core.digests import EMPTY_DIGEST, OrderedDigests
-from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.core.extents import BLOCK, Extent, align_down, align_up, copy_runs
 from relayout.core.slices import CutTensor
-from relayout.core.extents import copy_runs
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
 from relayout.format.index import DIGESTED_NBYTES, chunks_of, chunks_over

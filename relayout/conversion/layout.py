@@ -30,15 +30,16 @@ from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import DIGESTED_NBYTES, num_chunks
 from relayout.format.index import (
     ARENA_ALIGNMENT,
+    DIGESTED_NBYTES,
     MAX_ALIGNMENT,
     MIN_ALIGNMENT,
     RANKS,
     WHOLE_TENSORS,
     Manifest,
     RankTable,
+    num_chunks,
 )
 from relayout.format.manifest import content_digest, content_head, relayout_entry
 from relayout.format.safetensors import entries_text, entry_head, join_header, json_text

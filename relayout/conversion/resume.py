@@ -18,9 +18,9 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Extent, Transfer
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
+from relayout.format.fields import dump_slice
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json
-from relayout.format.fields import dump_slice
 from relayout.format.source_record import dump_record
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Access, Kind, Staging

@@ -13,17 +13,18 @@ from relayout.conversion.side_files import copy_side_file
 from relayout.core.digests import EMPTY_DIGEST
 from relayout.core.extents import Transfer
 from relayout.format.arena import place, plan_arena
-from relayout.format.index import CHUNKS_NAME, DIGESTED_NBYTES
 from relayout.format.index import (
+    CHUNKS_NAME,
+    DIGESTED_NBYTES,
     HUB_INDEX_NAME,
     MANIFEST_NAME,
     SLICES_ONLY,
     IndexedFile,
-    TensorKind,
     Manifest,
     RankEntry,
     RankTable,
     Read,
+    TensorKind,
     missing_shard_name,
 )
 from relayout.format.manifest import SOURCE_RECORD_NAME, WHOLE_TABLE_NAME, compress, dump_manifest, table_name

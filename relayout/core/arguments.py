@@ -5,12 +5,10 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable
-from itertools import groupby
-from relayout.errors import PlanError
-from relayout.errors import shown
 from functools import lru_cache
-from itertools import pairwise
-from itertools import zip_longest
+from itertools import groupby, pairwise, zip_longest
+
+from relayout.errors import PlanError, shown
 
 _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 

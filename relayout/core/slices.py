@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
-from collections.abc import Container
-from collections.abc import Iterable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from relayout.core.extents import Extent
-from relayout.core.extents import Transfer
-from relayout.core.extents import align_down
-from relayout.core.extents import align_up
-from relayout.core.extents import coalesce
+from math import prod
+
+from relayout.core.extents import Extent, Transfer, align_down, align_up, coalesce
 from relayout.errors import PlanError
 
 BITS: dict[str, int] = {

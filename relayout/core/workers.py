@@ -6,27 +6,19 @@ parent does, and nothing from the working folder, which may be an untrusted chec
 
 from __future__ import annotations
 
+import atexit
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-from typing import Protocol
-from typing import TypeAlias
-import atexit
-import errno
-import threading
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from typing import Generic
-from typing import TypeVar
-from typing import cast
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 Child: TypeAlias = subprocess.Popen[bytes]
 PIPE, QUIET, WITH_STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT

@@ -6,34 +6,20 @@ changed: of each piece, which is the file's header or a chunk, the XOR of its tw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from relayout.errors import FormatError
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
-from relayout.core.digests import DIGEST_NBYTES
-from relayout.core.digests import DigestAlgorithm
-from relayout.core.digests import digest_hex
+
+from relayout.core.digests import DIGEST_NBYTES, DigestAlgorithm, digest_hex
 from relayout.core.extents import Extent
-from relayout.errors import about
-from relayout.format.index import chunks_of
-from relayout.format.index import num_chunks
-from relayout.format.fields import Fields
-from relayout.format.fields import parse_object
-from relayout.format.index import FORMAT_VERSION
-from relayout.format.index import IndexedFile
-from relayout.format.index import Manifest
-from relayout.format.index import RankTable
-from relayout.format.manifest import DELTA
-from relayout.format.manifest import check_top
-from relayout.format.manifest import digest_field
-from relayout.format.manifest import sealed
-from relayout.format.fields import check_apart
-from relayout.format.fields import check_path
+from relayout.errors import FormatError, about
+from relayout.format.fields import Fields, check_apart, check_path, parse_object
+from relayout.format.index import FORMAT_VERSION, IndexedFile, Manifest, RankTable, chunks_of, num_chunks
+from relayout.format.manifest import DELTA, check_top, digest_field, sealed
 
 Array = npt.NDArray[np.uint8]
 

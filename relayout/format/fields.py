@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-from typing import NoReturn
-from typing import TypeVar
-from relayout.errors import FormatError
-from relayout.errors import about
-from relayout.format.safetensors import refuse_lfs_pointer
-from relayout.format.safetensors import strict_json
-from relayout.core.slices import NOT_HELD
-from relayout.core.slices import Slice
-from relayout.errors import PlanError
-from relayout.errors import shown
-from relayout.format.safetensors import MAX_AXES
-from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any, NoReturn, TypeVar
+
+from relayout.core.slices import NOT_HELD, Slice
+from relayout.errors import FormatError, PlanError, about, shown
+from relayout.format.safetensors import MAX_AXES, refuse_lfs_pointer, strict_json
+
 
 def parse_object(blob: bytes, where: str) -> dict[str, Any]:
     """Parse one JSON object in UTF-8.

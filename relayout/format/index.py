@@ -6,22 +6,14 @@ that fill an arena. The rank table, which can be large, says which tensor lies w
 
 from __future__ import annotations
 
-from collections.abc import Container
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
-from typing import TypeVar
-from typing import overload
-from relayout.core.digests import DigestAlgorithm
-from relayout.core.extents import Transfer
-from relayout.core.slices import Slice
-from relayout.core.slices import slice_transfers
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from relayout.core.extents import Extent
-from relayout.core.extents import split
+from typing import TypeVar, overload
+
+from relayout.core.digests import DigestAlgorithm
+from relayout.core.extents import Extent, Transfer, split
+from relayout.core.slices import Slice, slice_transfers
 
 MANIFEST_NAME = "relayout.json"
 """Its presence makes a folder a converted checkpoint."""

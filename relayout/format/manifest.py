@@ -14,21 +14,21 @@ from relayout.core.digests import DigestAlgorithm, digest_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError, about, shown
-from relayout.format.index import MAX_CHUNK_NBYTES, MIN_CHUNK_NBYTES
-from relayout.format.fields import MAX_SIZE, Fields, parse_object
+from relayout.format.fields import MAX_SIZE, Fields, dump_slice, parse_object
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     FILE_VERSION,
     FORMAT_VERSION,
     MAX_ALIGNMENT,
+    MAX_CHUNK_NBYTES,
     MIN_ALIGNMENT,
+    MIN_CHUNK_NBYTES,
     IndexedFile,
     Manifest,
     RankEntry,
     Read,
 )
 from relayout.format.safetensors import LENGTH_NBYTES, MAX_AXES, MAX_HEADER_NBYTES, json_text
-from relayout.format.fields import dump_slice
 
 SOURCE_RECORD_NAME = "relayout.source.json.zst"
 

@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from relayout.core.slices import BITS, num_bytes
 from relayout.core.extents import Transfer
+from relayout.core.slices import BITS, num_bytes
 from relayout.errors import FormatError, PlanError, about, shown
-from relayout.format.fields import Fields, parse_object
+from relayout.format.fields import Fields, dump_slice, parse_object, parse_slice
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     FORMAT_VERSION,
     MANIFEST_NAME,
-    TensorKind,
     Manifest,
     RankEntry,
     RankTable,
+    TensorKind,
 )
 from relayout.format.manifest import (
     check_version,
@@ -32,7 +32,6 @@ from relayout.format.manifest import (
     parse_shapes,
 )
 from relayout.format.safetensors import check_name, refuse_lfs_pointer
-from relayout.format.fields import dump_slice, parse_slice
 
 Column = npt.NDArray[np.int64]
 

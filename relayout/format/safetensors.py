@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import isinf
 from typing import Any, NoReturn
 
-from relayout.core.slices import BITS
 from relayout.core.extents import align_up
+from relayout.core.slices import BITS
 from relayout.errors import FormatError, PlanError, about, shown
 
 MAX_HEADER_NBYTES = 100_000_000

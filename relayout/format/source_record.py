@@ -7,15 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from relayout.core.digests import digest_hex
-from relayout.core.slices import BITS, num_bytes
-from relayout.core.slices import Cut
+from relayout.core.slices import BITS, Cut, num_bytes
 from relayout.errors import FormatError, about, shown
-from relayout.format.fields import Fields, parse_object
+from relayout.format.fields import Fields, check_apart, check_path, dump_slice, parse_object, parse_slice
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, parse_shapes
-from relayout.format.fields import check_apart, check_path
 from relayout.format.safetensors import LENGTH_NBYTES, check_name
-from relayout.format.fields import dump_slice, parse_slice
 
 _ORIGINS = ("builtin", "file", "transformers", "vllm")
 _MAX_RULES_NBYTES = 2**20

@@ -9,9 +9,8 @@ from typing import Any
 from relayout.checkpoint.converted import check_lengths, check_present, read_manifest, read_record, read_table
 from relayout.commands.restore import recorded_source
 from relayout.conversion.layout import Conversion, stored_conversion
-from relayout.core.slices import num_bytes
 from relayout.core.arguments import collapse_numbers
-from relayout.core.slices import CutTensor
+from relayout.core.slices import CutTensor, num_bytes
 from relayout.format.index import RankTable
 from relayout.html_report.kinds import KINDS, kind_of
 from relayout.storage.protocols import Store

@@ -24,9 +24,9 @@ from relayout.plans.family import (
     Family,
     Rule,
     SizeSource,
+    as_toml,
 )
 from relayout.plans.plan import PlannedCheckpoint, PlannedTensor
-from relayout.plans.family import as_toml
 
 
 @dataclass(frozen=True, slots=True)

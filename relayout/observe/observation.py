@@ -11,12 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from relayout.checkpoint.source import SourceCheckpoint
+from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, num_bytes, number_cuts
 from relayout.core.workers import QUIET, WITH_STDOUT, start_child, wait_for_child
-from relayout.core.slices import num_bytes
-from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts
 from relayout.errors import PlanError
-from relayout.format.safetensors import TensorEntry, build_header
 from relayout.format.fields import parse_slice
+from relayout.format.safetensors import TensorEntry, build_header
 from relayout.observe.elements import completed
 from relayout.plans.division import ragged_ranges
 from relayout.plans.family import VLLM, Family

@@ -12,7 +12,18 @@ from typing import Any
 from relayout.core.extents import align_up
 from relayout.core.slices import Cut, Range, Slice, merged
 from relayout.errors import PlanError
-from relayout.plans.family import EVEN, EXPERTS, HEAD_DIM, KV_HEADS, RAGGED, SHARED, VOCABULARY, Family, Rule, SizeSource
+from relayout.plans.family import (
+    EVEN,
+    EXPERTS,
+    HEAD_DIM,
+    KV_HEADS,
+    RAGGED,
+    SHARED,
+    VOCABULARY,
+    Family,
+    Rule,
+    SizeSource,
+)
 from relayout.plans.plan import PlannedTensor
 from relayout.plans.quantization import INPUT_SCALES
 

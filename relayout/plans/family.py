@@ -5,32 +5,20 @@ A plan is text in TOML (a plan file), or an object with the same keys in the sou
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import KW_ONLY
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
-from relayout.core.arguments import MAX_PATTERNS
-from relayout.core.arguments import compile_glob
-from relayout.core.arguments import depends_on_numbers
-from relayout.core.arguments import invalid_because
-from relayout.core.arguments import slow_because
-from relayout.errors import FormatError
-from relayout.errors import PlanError
-from relayout.errors import about
-from relayout.errors import did_you_mean
-from relayout.errors import escape_controls
-from relayout.errors import shown
+
+from relayout.core.arguments import MAX_PATTERNS, compile_glob, depends_on_numbers, invalid_because, slow_because
+from relayout.errors import FormatError, PlanError, about, did_you_mean, escape_controls, shown
 from relayout.format.fields import parse_toml
 from relayout.storage.local.files import read_small
-import json
-from textwrap import wrap
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units without a size. Any other unit is the name of a size: the number of groups, such as heads."""

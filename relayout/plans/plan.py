@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from typing import Protocol
-from relayout.core.slices import Cut
-from relayout.errors import FormatError
-from relayout.format.fields import dump_slice
-from relayout.format.fields import parse_slice
-from relayout.plans.family import VLLM
-from relayout.plans.family import Family
-from relayout.plans.family import dump_rules
-from relayout.plans.family import parse_rules
-from collections.abc import Iterable
 from math import prod
+from typing import Any, Protocol
+
 import numpy as np
 import numpy.typing as npt
-from relayout.core.slices import Slice
-from relayout.errors import PlanError
+
+from relayout.core.slices import Cut, Slice
+from relayout.errors import FormatError, PlanError
+from relayout.format.fields import dump_slice, parse_slice
+from relayout.plans.family import VLLM, Family, dump_rules, parse_rules
+
 
 class PlannedTensor(Protocol):
     """What planning asks of a tensor."""

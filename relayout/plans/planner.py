@@ -7,46 +7,30 @@ the weight is cut.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
-from typing import get_args
-from relayout.core.arguments import collapse_numbers
-from relayout.core.slices import WHOLE
-from relayout.core.slices import Cut
-from relayout.core.slices import Range
-from relayout.core.slices import Slice
-from relayout.core.slices import number_cuts
-from relayout.errors import PlanError
-from relayout.errors import about
-from relayout.errors import shown
-from relayout.plans.division import Sizes
-from relayout.plans.division import divide
-from relayout.plans.division import owner
-from relayout.plans.division import owner_ranges
-from relayout.plans.family import BUILTIN
+from typing import Literal, get_args
 
-from relayout.plans.family import FILE
-from relayout.plans.family import TRANSFORMERS
-from relayout.plans.family import Family
-from relayout.plans.family import Rule
-from relayout.plans.family import builtin_families
-from relayout.plans.family import find_family
-from relayout.plans.family import read_family
-from relayout.plans.plan import Plan
-from relayout.plans.plan import PlannedCheckpoint
-from relayout.plans.plan import PlannedTensor
-from relayout.plans.quantization import INPUT_SCALES
-from relayout.plans.quantization import Scheme
-from relayout.plans.quantization import QuantizedWeight
-from relayout.plans.quantization import find_scheme
-from relayout.plans.quantization import is_cache_scale
-from relayout.errors import FormatError
+from relayout.core.arguments import collapse_numbers
+from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
+from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.source_record import SourceRecord
-from relayout.plans.family import VLLM
-from relayout.plans.family import parse_rules
+from relayout.plans.division import Experts, Sizes, checked_cut, divide
+from relayout.plans.family import (
+    BUILTIN,
+    FILE,
+    TRANSFORMERS,
+    VLLM,
+    Family,
+    Rule,
+    builtin_families,
+    find_family,
+    parse_rules,
+    read_family,
+)
+from relayout.plans.plan import Plan, PlannedCheckpoint, PlannedTensor
+from relayout.plans.quantization import QuantizedWeight, Scheme, find_scheme, is_cache_scale
 
 MAX_RANKS = 1024
 

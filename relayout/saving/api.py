@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from relayout.checkpoint.folder import CONFIG_NAME, parse_config
+from relayout.checkpoint.folder import CONFIG_NAME
 from relayout.checkpoint.identity import identity_of
 from relayout.checkpoint.source import model_order, read_source
 from relayout.commands.convert import PlanOptions, plan_checkpoint, with_options
@@ -26,14 +26,21 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
 from relayout.errors import PlanError
+from relayout.format.index import HUB_INDEX_NAME
 from relayout.loader.group.collectives import Group
 from relayout.progress import Progress
-from relayout.saving.together import Exchange, MemberParts
-from relayout.saving.folder import MemoryFolder
+from relayout.saving.folder import (
+    MemoryFolder,
+    MemoryShard,
+    TensorHead,
+    check_names,
+    files_of,
+    lay_out_shards,
+    second_names,
+    share_out,
+)
 from relayout.saving.held import HeldTensor, in_stored_order
-from relayout.saving.folder import MemoryShard, TensorHead, check_names, files_of, lay_out_shards, second_names, share_out
-from relayout.format.index import HUB_INDEX_NAME
-from relayout.saving.together import save_together
+from relayout.saving.together import Exchange, MemberParts, save_together
 from relayout.storage.stores import find_store
 
 if TYPE_CHECKING:

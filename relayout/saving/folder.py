@@ -9,36 +9,33 @@ import json
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from relayout.core.slices import num_bytes
-from relayout.core.extents import Extent
-from relayout.format.safetensors import entries_text
-from relayout.format.safetensors import entry_head
-from relayout.format.safetensors import join_header
-from relayout.format.safetensors import json_text
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME, find_side_files, parse_config
 from relayout.checkpoint.source import MAX_INDEX_NBYTES
+from relayout.core.extents import Extent
+from relayout.core.slices import num_bytes
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.manifest import MAX_TABLE_NBYTES
-from typing import TYPE_CHECKING, Any
-from collections.abc import Container, Iterable
-from relayout.storage.protocols import LOCAL_COST
-from relayout.storage.protocols import Access
-from relayout.storage.protocols import Entry
-from relayout.storage.protocols import FileStat, Kind
-from relayout.storage.stores import find_input
-from relayout.storage.protocols import Modes
-from relayout.storage.protocols import ReadableFile
-from relayout.storage.protocols import RequestCost
-from relayout.storage.protocols import Store
-from relayout.storage.protocols import read_whole
+from relayout.format.safetensors import entries_text, entry_head, join_header, json_text
+from relayout.storage.protocols import (
+    LOCAL_COST,
+    Access,
+    Entry,
+    FileStat,
+    Kind,
+    Modes,
+    ReadableFile,
+    RequestCost,
+    Store,
+    read_whole,
+)
 from relayout.storage.read_only import ReadOnlyStore
+from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:
     from relayout.saving.held import HeldTensor
@@ -323,5 +320,6 @@ def _names_in_index(config: Mapping[str, Any] | str | os.PathLike[str] | None) -
     folder = None if config is None or isinstance(config, Mapping) else find_input(config)
     if folder is None or folder.kind() is Kind.FILE or folder.stat(HUB_INDEX_NAME) is None:
         return ()
-    named = parse_config(folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES), folder.location(HUB_INDEX_NAME)).get("weight_map")
+    index = folder.read(HUB_INDEX_NAME, MAX_INDEX_NBYTES)
+    named = parse_config(index, folder.location(HUB_INDEX_NAME)).get("weight_map")
     return named if isinstance(named, dict) else ()

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from relayout.core.extents import Extent, Transfer, align_down, align_up, split
+from relayout.core.extents import Bytes, Extent, Transfer, align_down, align_up, copy_runs, split
 from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, merged, positions
-from relayout.core.extents import Bytes, copy_runs
 from relayout.errors import PlanError
 from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.loader.tensors import dtype_name, torch_dtype
@@ -65,7 +64,7 @@ class HeldTensor:
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """Equal for tensors that are the same elements of the same memory, as tied weights are, even without elements."""
+        """What is equal for tensors with the same elements of the same memory, as tied weights have, even if these are none."""
         data = self.data
         return (data.untyped_storage()._cdata, data.storage_offset(), data.stride(), self.head.shape, self.part)
 

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from relayout.checkpoint.folder import SINGLE_NAME
 from relayout.commands.convert import PlanOptions, with_options
 from relayout.conversion.copy import DEFAULT_MEMORY
 from relayout.conversion.run import Summary
@@ -26,9 +27,8 @@ from relayout.errors import PlanError
 from relayout.loader.tensors import torch_dtype
 from relayout.progress import Progress
 from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding
-from relayout.saving.held import HeldTensor
-from relayout.checkpoint.folder import SINGLE_NAME
 from relayout.saving.folder import TensorHead, files_of
+from relayout.saving.held import HeldTensor
 
 if TYPE_CHECKING:
     import torch

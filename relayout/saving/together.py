@@ -1,70 +1,49 @@
-"""A save by all processes of a group: they exchange tensors in rounds, each writes the files of some ranks, one publishes."""
+"""A save by a group: its members exchange tensors in rounds, each writes the files of some ranks, one publishes."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
-from typing import TypeVar
-import numpy as np
-import numpy.typing as npt
-from relayout.core.arguments import ranks_text
-from relayout.core.extents import Extent
-from relayout.core.extents import Transfer
-from relayout.core.slices import CutTensor
-from relayout.core.slices import Range
-from relayout.core.extents import Bytes
-from relayout.core.extents import copy_runs
-from relayout.core.workers import each
-from relayout.errors import PlanError
-from relayout.loader.group.collectives import Group
-from relayout.saving.held import HeldTensor
-from relayout.saving.folder import MemoryShard
-from relayout.saving.folder import TensorHead
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 import xxhash
+
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.identity import identity_of
 from relayout.conversion.copy import run_unit
 from relayout.conversion.jobs import complete_parts
-from relayout.conversion.journal import Journal
-from relayout.conversion.journal import TensorDigests
-from relayout.conversion.journal import Written
-from relayout.conversion.journal import read_journal
+from relayout.conversion.journal import Journal, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import ConversionPlan
-from relayout.conversion.run import Summary
-from relayout.conversion.run import needed_nbytes
-from relayout.conversion.run import summary_of
+from relayout.conversion.run import ConversionPlan, Summary, needed_nbytes, summary_of
 from relayout.conversion.side_files import output_modes
-from relayout.conversion.sidecar import HeaderWriter
-from relayout.conversion.sidecar import digests_of_all
-from relayout.conversion.steps import CopyPlan
-from relayout.conversion.steps import Step
+from relayout.conversion.sidecar import HeaderWriter, digests_of_all
+from relayout.conversion.steps import CopyPlan, Step
+from relayout.core.arguments import ranks_text
 from relayout.core.digests import EMPTY_DIGEST
-from relayout.core.extents import split
-from relayout.errors import FormatError
-from relayout.progress import Progress
-from relayout.progress import reporting
-from relayout.storage.protocols import LIVE
-from relayout.storage.protocols import Staging
+from relayout.core.extents import Bytes, Extent, Transfer, copy_runs, split
+from relayout.core.slices import CutTensor, Range
+from relayout.core.workers import each
+from relayout.errors import FormatError, PlanError
+from relayout.loader.group.collectives import Group
+from relayout.progress import Progress, reporting
+from relayout.saving.folder import MemoryShard, TensorHead
+from relayout.saving.held import HeldTensor
+from relayout.storage.protocols import LIVE, Staging
 
 Item = TypeVar("Item")
 ShardRange = tuple[str, Extent]
 """What one read covers: of a shard, by name."""
 Wanted = Callable[[int, int], Sequence[Transfer]]
-"""What a member wants of a tensor, (member, position): transfers from the tensor's bytes. Their targets do not matter."""
+"""What a member wants of a tensor, (member, position): transfers from its bytes. Their targets do not matter."""
 
 
 class TensorRange(NamedTuple):
@@ -155,7 +134,12 @@ class Exchange:
     """This member's part in rounds. Steps of one pass are delivered to any number of threads, one round at a time."""
 
     def __init__(
-        self, group: Group, holders: MemberParts, held: Mapping[int, HeldTensor], shards: Mapping[str, MemoryShard], nbytes: int
+        self,
+        group: Group,
+        holders: MemberParts,
+        held: Mapping[int, HeldTensor],
+        shards: Mapping[str, MemoryShard],
+        nbytes: int,
     ) -> None:
         """`held` are the parts of tensors that this member has, by position. A round delivers about `nbytes`."""
         self._group = group
@@ -220,7 +204,8 @@ class Exchange:
                         self._held[piece.tensor].copy(part, buffer, origin + part.source, part.source_stride)
                     else:
                         received[sender].append((part, buffer, origin))
-        asked: list[tuple[list[TensorRange], bool]] = self._group.all_gather(([piece for piece, _, _ in places], is_last))
+        mine = [piece for piece, _, _ in places]
+        asked: list[tuple[list[TensorRange], bool]] = self._group.all_gather((mine, is_last))
         self._swap([[] if other == me else pieces for other, (pieces, _) in enumerate(asked)], received, wanted)
         with self._lock:
             for one, buffer in zip(ranges, buffers, strict=True):

@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 from relayout.checkpoint import identity
 from relayout.checkpoint.identity import SourceIdentity, identity_of, place_of, samples_of
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, read_source
-from relayout.core.extents import Extent
 from relayout.core.arguments import collapse_numbers
+from relayout.core.extents import Extent
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import FileStat
 

@@ -34,8 +34,8 @@ from relayout.checkpoint.delta import read_deltas, with_deltas
 from relayout.cli.app import app
 from relayout.commands import copy as copying
 from relayout.errors import FormatError, PlanError
-from relayout.format.manifest import sealed
 from relayout.format.delta import encode
+from relayout.format.manifest import sealed
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import find_input
 

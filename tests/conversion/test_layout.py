@@ -15,9 +15,8 @@ from support.planning import all_slices, conversion_of, plan_of
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.layout import Conversion, HeaderBuilder, check_alignment, not_for_dcp_because
-from relayout.core.slices import BITS
 from relayout.core.extents import Extent
-from relayout.core.slices import NOT_HELD, WHOLE, Slice
+from relayout.core.slices import BITS, NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.format.safetensors import parse_header
 from relayout.plans.plan import Plan

@@ -21,9 +21,8 @@ from support.planning import all_slices, conversion_of, plan_of
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor
 from relayout.conversion.layout import Conversion, Layout
 from relayout.conversion.steps import CopyPlan, Step
-from relayout.core.slices import BITS
 from relayout.core.extents import Extent, Transfer
-from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice
+from relayout.core.slices import BITS, NOT_HELD, WHOLE, Range, Slice
 from relayout.plans.plan import Plan
 from relayout.storage.local.store import LocalStore
 

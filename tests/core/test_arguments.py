@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import product
 from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.planning import all_slices, make_source
+
+from relayout.core.arguments import collapse_numbers, compile_glob, depends_on_numbers, ranks_text, size, slow_because
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.arguments import ranks_text
-from relayout.core.arguments import size
 from relayout.errors import PlanError
-from collections import defaultdict
-from itertools import product
-from support.planning import all_slices
-from support.planning import make_source
-from relayout.core.arguments import collapse_numbers
-from relayout.core.arguments import compile_glob
-from relayout.core.arguments import depends_on_numbers
-from relayout.core.arguments import slow_because
 from relayout.plans.family import parse_family
 from relayout.plans.planner import plan_by
+
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+
 import numpy as np
 import pytest
-from hypothesis import example
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from relayout.core.extents import BLOCK
-from relayout.core.extents import Extent
-from relayout.core.extents import Transfer
-from relayout.core.extents import align_down
-from relayout.core.extents import align_up
-from relayout.core.extents import natural_alignment
-from relayout.core.extents import Bytes
-from relayout.core.extents import copy_runs
-from relayout.core.extents import Coalesced
-from relayout.core.extents import coalesce
-from relayout.core.extents import split
+
+from relayout.core.extents import (
+    BLOCK,
+    Bytes,
+    Coalesced,
+    Extent,
+    Transfer,
+    align_down,
+    align_up,
+    coalesce,
+    copy_runs,
+    natural_alignment,
+    split,
+)
 
 Pair = tuple[int, int]
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from support.bits import pattern
 from support.planning import slice_nbytes
 
-from relayout.core.slices import BITS, num_bytes
 from relayout.core.extents import Transfer
-from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, number_cuts, slice_transfers
+from relayout.core.slices import BITS, NOT_HELD, WHOLE, Cut, Slice, num_bytes, number_cuts, slice_transfers
 from relayout.errors import PlanError
 
 Array = npt.NDArray[Any]

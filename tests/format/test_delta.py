@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from relayout.errors import FormatError
-from relayout.format.delta import WIDTHS
-from relayout.format.delta import encode
-from relayout.format.delta import xor_into
-import json
-from collections.abc import Callable
-from dataclasses import replace
-from xxhash import xxh3_128_digest
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+
 from relayout.core.extents import Extent
 from relayout.core.slices import WHOLE
-from relayout.format.delta import DeltaFile
-from relayout.format.delta import DeltaManifest
-from relayout.format.delta import are_alike
-from relayout.format.delta import dump_delta
-from relayout.format.delta import parse_delta
-from relayout.format.delta import parse_index
-from relayout.format.delta import place_of_index
-from relayout.format.index import TensorKind
-from relayout.format.index import RankTable
+from relayout.errors import FormatError
+from relayout.format.delta import (
+    WIDTHS,
+    DeltaFile,
+    DeltaManifest,
+    are_alike,
+    dump_delta,
+    encode,
+    parse_delta,
+    parse_index,
+    place_of_index,
+    xor_into,
+)
+from relayout.format.index import RankTable, TensorKind
 
 Bytes = npt.NDArray[np.uint8]
 GUARD = 64

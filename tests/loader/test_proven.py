@@ -11,8 +11,7 @@ from support.bits import flip
 from support.loader_fixtures import MIB, assert_equal, mlp_model
 
 import relayout
-from relayout.checkpoint.converted import read_manifest
-from relayout.checkpoint.converted import Proven, proof_of
+from relayout.checkpoint.converted import Proven, proof_of, read_manifest
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.storage.local.files import holes

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reads import carried_out
 
-from relayout.core.slices import BITS
 from relayout.core.extents import Transfer
-from relayout.core.slices import WHOLE, Range, Slice
+from relayout.core.slices import BITS, WHOLE, Range, Slice
 from relayout.errors import PlanError
 from relayout.format.index import Read
 from relayout.loader.sources.reshard import Holder, gather

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from support.local_stores import read_source
 
 from relayout.errors import FormatError, PlanError
-from relayout.plans.quantization import Values, QuantizedWeight, find_scheme, is_cache_scale
+from relayout.plans.quantization import QuantizedWeight, Values, find_scheme, is_cache_scale
 
 Stored = dict[str, tuple[str, tuple[int, ...]]]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from relayout.core.extents import Extent
-from relayout.saving.held import HeldTensor, in_stored_order
 from relayout.saving.folder import MemoryShard, lay_out_shards, share_out
+from relayout.saving.held import HeldTensor, in_stored_order
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8, torch.float16]
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(

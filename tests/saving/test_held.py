@@ -14,9 +14,9 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 from relayout.core.extents import Extent
 from relayout.core.slices import WHOLE, Cut
 from relayout.errors import PlanError
-from relayout.saving.together import MemberParts
-from relayout.saving.held import HeldTensor, part_of
 from relayout.saving.folder import TensorHead
+from relayout.saving.held import HeldTensor, part_of
+from relayout.saving.together import MemberParts
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)), max_size=3))
@@ -65,7 +65,8 @@ def test_replicas_that_differ_in_one_element_are_found_and_named(
     locals_ = [local_of(whole, placements, mesh, at) for at in members]
     head = TensorHead("x", "F32", (6, 5))
     heads = [TensorHead("y", "F32", (0,)), head]
-    holders = MemberParts(heads, [Cut((WHOLE,) * len(parts)).tensor("F32", (0,)), Cut(tuple(parts)).tensor("F32", (6, 5))])
+    cuts = [Cut((WHOLE,) * len(parts)).tensor("F32", (0,)), Cut(tuple(parts)).tensor("F32", (6, 5))]
+    holders = MemberParts(heads, cuts)
 
     def check() -> None:
         given = [local.t().contiguous().t() if is_strided else local for local in locals_]

@@ -9,9 +9,8 @@ from typing import Any
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.layout import Conversion
-from relayout.core.slices import BITS
 from relayout.core.extents import Extent
-from relayout.core.slices import Cut, Slice, number_cuts
+from relayout.core.slices import BITS, Cut, Slice, number_cuts
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from relayout.core.extents import BLOCK, Extent, Transfer
-from relayout.core.extents import copy_runs
+from relayout.core.extents import BLOCK, Extent, Transfer, copy_runs
 from relayout.errors import FormatError
 from relayout.loader.backends.arena import Scattered
 from relayout.loader.backends.base import Backend, Choice, Memory, ReadJob, Request

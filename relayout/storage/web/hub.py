@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from relayout.errors import FormatError, PlanError, how_to_install, shown
-from relayout.format.fields import Fields, parse_object
-from relayout.format.fields import is_plain_path
+from relayout.format.fields import Fields, is_plain_path, parse_object
 from relayout.storage.cloud.client import CLOUD_COST, Body
 from relayout.storage.cloud.connect import require
 from relayout.storage.cloud.failures import persistent, replaced, seconds_of

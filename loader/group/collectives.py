@@ -6,12 +6,13 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import timedelta
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from relayout.core.arguments import ranks_text
-from relayout.errors import FormatError, PlanError, RelayoutError
+from relayout.errors import PlanError, RelayoutError
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +30,9 @@ def _as_of(member: int, error: BaseException) -> Exception:
     """An error of a member, as all others raise it: of the same family, with the same fields."""
     by = f"member {member} of the group failed: "
     if isinstance(error, RelayoutError):
-        kind = FormatError if isinstance(error, FormatError) else PlanError
-        path = None if error.path is None else str(error.path)
-        return kind(by + error.what, path=path, tensor=error.tensor, offset=error.offset, code=error.code)
+        again = copy(error)
+        again.amend(what=by + error.what, path=None if error.path is None else str(error.path))
+        return again
     if isinstance(error, OSError):
         path = None if error.filename is None else str(error.filename)
         return OSError(error.errno or errno.EIO, by + (error.strerror or str(error)), path)

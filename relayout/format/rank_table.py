@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from relayout.core.extents import Transfer
 from relayout.core.slices import BITS, num_bytes
-from relayout.errors import FormatError, PlanError, about, shown
+from relayout.errors import FormatCode, FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, dump_slice, parse_object, parse_slice
 from relayout.format.index import (
     ARENA_ALIGNMENT,
@@ -145,7 +145,9 @@ def _check_places(table: RankTable, manifest: Manifest, sizes: Column) -> None:
     All numbers are at most MAX_SIZE, and `_check_reads` has proved those of the reads: no sum below overflows.
     """
 
-    def refuse(wrong: npt.NDArray[np.bool_], what: Callable[[int], str], code: str, rows: Column | None = None) -> None:
+    def refuse(
+        wrong: npt.NDArray[np.bool_], what: Callable[[int], str], code: FormatCode, rows: Column | None = None
+    ) -> None:
         """Refuse the first tensor that is wrong; `rows` are those of the tensors, where `wrong` is about others."""
         for index in np.flatnonzero(wrong)[:1]:
             name = table.names[index if rows is None else rows[index]]

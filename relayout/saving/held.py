@@ -64,7 +64,7 @@ class HeldTensor:
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """What is equal for tensors with the same elements of the same memory, as tied weights have, even if these are none."""
+        """Equal for tensors with the same elements in the same memory, as of tied weights; also if there are none."""
         data = self.data
         return (data.untyped_storage()._cdata, data.storage_offset(), data.stride(), self.head.shape, self.part)
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.errors import FormatError
+from relayout.errors import FormatCode, FormatError
 from relayout.storage.libc import allocate, sync_range
 from relayout.storage.local.open_folder import OpenFolder, restrict, with_path
 from relayout.storage.protocols import Access, Closable, FileStat, read_whole
@@ -88,7 +88,7 @@ class InputFile(Closable):
                 self._fd, self._direct = _open(partial(folder.open_own, path.name), TO_READ, direct)
         except OSError as error:
             if nbytes is None and error.errno in _NO_FILE:
-                code = "missing" if error.errno == errno.ENOENT else "invalid"
+                code: FormatCode = "missing" if error.errno == errno.ENOENT else "invalid"
                 raise FormatError(f"cannot be read: {error.strerror}", path=path, code=code) from None
             if isinstance(error, FileNotFoundError):
                 raise FormatError("is missing", path=path, code="missing") from None

@@ -19,7 +19,7 @@ from support.layers import EXCEPTIONS, LAYERS
 from typer.main import get_command
 
 from relayout.cli.app import app
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FORMAT_CODES, PLAN_CODES, FormatError, PlanError
 from relayout.plans.family import builtin_families, builtin_text
 
 _ROOT = Path(__file__).parents[1]
@@ -89,11 +89,10 @@ def packages() -> str:
 
 
 def codes() -> str:
-    """The codes of each family of errors, with what its docstring says of them."""
+    """The codes of each family of errors, and what they mean."""
     parts = []
-    for family in (FormatError, PlanError):
-        rows = re.findall(r"`(\w+)` \((.*?)\)[,.]", " ".join(str(family.__doc__).partition("Codes: ")[2].split()))
-        table = ["| code | when |", "|---|---|", *(f"| `{code}` | {when} |" for code, when in rows)]
+    for family, meanings in ((FormatError, FORMAT_CODES), (PlanError, PLAN_CODES)):
+        table = ["| code | when |", "|---|---|", *(f"| `{code}` | {when} |" for code, when in meanings.items())]
         parts.append("\n".join([f"## {family.__name__}", "", *table]))
     return "\n\n".join(parts)
 

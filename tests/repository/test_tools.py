@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import lines
 import pytest
 from support.patience import PATIENCE
 from support.tools import run_tool
@@ -54,6 +55,23 @@ def test_only_tests_of_tools_import_tools() -> None:
     ]
     assert importing == []
     assert {"bench", "engines", "gpu", "vectors"} <= TOOLS
+
+
+def test_the_tests_of_a_line_are_those_that_were_noted(tmp_path: Path) -> None:
+    """A module of loader/ is the same by way of the link in relayout/."""
+    coverage = pytest.importorskip("coverage")
+    data = coverage.CoverageData(str(tmp_path / "noted"))
+    pace = str(ROOT / "loader" / "pace.py")
+    for context, line in (("", 1), ("tests/a.py::test_a[x|y]|run", 40), ("tests/a.py::test_a[x|y]|setup", 40)):
+        data.set_context(context)
+        data.add_lines({pace: {line}})
+    data.write()
+    linked = ROOT / "relayout" / "loader" / "pace.py"
+    assert lines.tests_of(tmp_path / "noted", linked, range(30, 50)) == ["tests/a.py::test_a"]
+    assert lines.tests_of(tmp_path / "noted", linked, [1]) == []
+    assert lines.tests_of(tmp_path / "noted", linked, [2]) is None
+    with pytest.raises(SystemExit, match="tools/test --coverage"):
+        lines.tests_of(tmp_path / "nothing", linked, [1])
 
 
 FAKE_PYTHON = """#!/bin/sh

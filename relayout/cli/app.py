@@ -422,7 +422,7 @@ def plans(
     from relayout.plans import family
 
     if observe is not None:
-        from relayout.observe.plan_file import observe_plan
+        from relayout.observe.observation import observe_plan
 
         written = observe_plan(observe, output, trust_remote_code=trust_remote_code)
         out.show(written, render.observed)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from relayout.html_report.page import PageWritten
     from relayout.loader.diagnose.doctor import Diagnosis
     from relayout.loader.diagnose.explain import FileFacts
-    from relayout.observe.plan_file import ObservedPlan
+    from relayout.observe.observation import ObservedPlan
     from relayout.plans.family import Family
 
 _USUAL_DEGREE = 8

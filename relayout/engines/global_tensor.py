@@ -12,21 +12,30 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import chain
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from relayout.core.aten import (
+    BY_INDEX,
+    MOVES,
+    SHAPED,
+    Geometry,
+    aten,
+    call_with,
+    geometry_of,
+    is_view,
+    made_like,
+    name_of,
+    row_major,
+    without_memory,
+    written_by,
+)
 from relayout.core.slices import Range, merged, positions
 from relayout.errors import PlanError
-
-Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Size, strides and offset of a view, in elements of the whole tensor."""
-
-aten = torch.ops.aten
 
 
 class Usage:
@@ -60,7 +69,7 @@ class Usage:
         self.nbytes += nbytes
 
 
-class _Memory(ABC):
+class _Partial(ABC):
     """Memory with the layout of a whole tensor, of which some elements are at hand."""
 
     def __init__(
@@ -104,7 +113,7 @@ class _Memory(ABC):
             return self._whole
 
 
-class _Slice(_Memory):
+class _Slice(_Partial):
     """A dense row-major tensor of which one rank's slice is at hand."""
 
     def __init__(
@@ -180,7 +189,7 @@ class _Slice(_Memory):
             whole.narrow(self.axis, start, length).copy_(self.local.narrow(self.axis, at, length))
 
 
-class _Rearranged(_Memory):
+class _Rearranged(_Partial):
     """What an operation that only moves elements has made of global tensors: what is at hand is told by a mask."""
 
     def __init__(
@@ -209,7 +218,7 @@ class GlobalTensor(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _memory: _Memory
+    _memory: _Partial
     _is_base: bool
     """Whether this is all of the memory, as it lies."""
 
@@ -256,7 +265,7 @@ class GlobalTensor(torch.Tensor):
         return GlobalTensor._of(_Slice(name, local, shape, axis, joined, read_whole, usage))
 
     @staticmethod
-    def _of(memory: _Memory, geometry: Geometry | None = None) -> GlobalTensor:
+    def _of(memory: _Partial, geometry: Geometry | None = None) -> GlobalTensor:
         """A view of memory; all of it without a geometry."""
         size, strides, offset = geometry or memory.geometry
         local = memory.local
@@ -351,7 +360,9 @@ class GlobalTensor(torch.Tensor):
             done = _elementwise(func, first, args[1:], kwargs)
         if done is None and func in MOVES:
             done = _move(func, args, kwargs, tensors[0]._memory.usage)
-        return _call(func, args, kwargs, lambda tensor: tensor._plain(operation)) if done is None else done
+        if done is not None:
+            return done
+        return call_with(GlobalTensor, lambda tensor: tensor._plain(operation), func, args, kwargs)
 
     def _note_use(self) -> None:
         if isinstance(self._memory, _Slice):
@@ -364,11 +375,6 @@ class GlobalTensor(torch.Tensor):
         if held is not None:
             return held
         return GlobalTensor._of(self._memory, None if geometry == self._memory.geometry else geometry)
-
-
-def _call(func: Any, args: Any, kwargs: Any, replacement: Callable[[GlobalTensor], torch.Tensor]) -> Any:
-    """Call an operation with what is made of each global tensor."""
-    return func(*tree_map_only(GlobalTensor, replacement, args), **tree_map_only(GlobalTensor, replacement, kwargs))
 
 
 def _check_written(func: Any, args: Any, kwargs: Any) -> None:
@@ -415,91 +421,16 @@ def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | Non
         for leaf in tree_leaves((args, kwargs))
         if isinstance(leaf, GlobalTensor)
     }
-    moved = _call(func, args, kwargs, lambda tensor: parts[id(tensor)][0])
+    moved = call_with(GlobalTensor, lambda tensor: parts[id(tensor)][0], func, args, kwargs)
     masks = func(*tree_map_only(torch.Tensor, mask, args), **kwargs)
     if moved.stride() != masks.stride():
         return None
 
     def read(operation: str) -> torch.Tensor:
-        whole: torch.Tensor = _call(func, args, kwargs, lambda tensor: tensor._plain(operation))
+        whole: torch.Tensor = call_with(GlobalTensor, lambda tensor: tensor._plain(operation), func, args, kwargs)
         assert whole.stride() == moved.stride()
         return whole
 
     memory = _Rearranged(moved, masks, read, usage)
     held = memory.held(*memory.geometry)
     return GlobalTensor._of(memory) if held is None else held
-
-
-@cache
-def is_view(func: Any) -> bool:
-    """Whether an operation returns views of its first argument, of the same dtype."""
-    alias = func._schema.returns[0].alias_info if func._schema.returns else None
-    return alias is not None and not alias.is_write and func is not aten.view.dtype
-
-
-@cache
-def written_by(func: Any) -> tuple[str, ...]:
-    """The names of the arguments that an operation writes to."""
-    arguments = func._schema.arguments
-    return tuple(item.name for item in arguments if item.alias_info is not None and item.alias_info.is_write)
-
-
-@cache
-def _meta(dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device="meta")
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """Of a view, in elements of its memory."""
-    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor, in elements."""
-    return tuple(prod(dim or 1 for dim in shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same dtype, size, strides and offset on the meta device: views of it are as views of that."""
-    return _meta(tensor.dtype).as_strided(*geometry_of(tensor))
-
-
-def made_like(tensor: torch.Tensor, func: Any, rest: Any, kwargs: Any) -> Any:
-    """The result of one of the operations `SHAPED`, on the tensor's device."""
-    device = {} if func is aten.is_pinned.default else {"device": tensor.device}
-    return func(without_memory(tensor), *rest, **device | kwargs)
-
-
-def name_of(func: Any) -> str:
-    """The operation, for messages."""
-    return str(func._schema.name).removeprefix("aten::")
-
-
-BY_INDEX = {aten.index.Tensor, aten.index_select.default}
-"""Operations whose other arguments say which elements, as an engine's list of its experts does."""
-
-MOVES = BY_INDEX | {
-    aten.cat.default,
-    aten.clone.default,
-    aten.flip.default,
-    aten.repeat.default,
-    aten.repeat_interleave.self_int,
-    aten.roll.default,
-    aten.stack.default,
-    aten._unsafe_view.default,
-}
-"""Operations whose result has elements of their arguments, and no others."""
-
-SHAPED = {
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.is_pinned.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.ones_like.default,
-    aten.zeros_like.default,
-}
-"""Operations that look at shape, dtype and device alone."""

@@ -33,7 +33,7 @@ _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
 
-class Group:
+class StandInGroup:
     """What vLLM asks of a group of processes while it builds and loads a model: rank and world size."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -128,7 +128,7 @@ def fake_rank(rank: int, tp: int, expert: bool) -> None:
     for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_ETP", "_INNER_DP_WORLD"):
         if hasattr(parallel_state, name):
             many = name in ("_TP", "_ETP", "_WORLD") or (name == "_EP" and expert)
-            setattr(parallel_state, name, Group(rank if many else 0, tp if many else 1))
+            setattr(parallel_state, name, StandInGroup(rank if many else 0, tp if many else 1))
 
 
 class Unpinned(TorchFunctionMode):

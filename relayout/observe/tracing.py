@@ -1,13 +1,13 @@
 """Notes which elements of tensors reach the memory of a model that an engine's own weight loaders fill.
 
 The loaders get probes: tensors with a shape and no bytes. Views of a probe are followed by torch's own strides; what
-else is done with one is told to an `Observer`. Needs torch at import time.
+else is done with one is told to a `LoadRecorder`. Needs torch at import time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from relayout.core.slices import NOT_HELD, WHOLE, Slice
-from relayout.engines.global_tensor import (
+from relayout.core.aten import (
     BY_INDEX,
     MOVES,
     SHAPED,
     Geometry,
     aten,
+    call_with,
     geometry_of,
     is_view,
     made_like,
@@ -31,6 +31,7 @@ from relayout.engines.global_tensor import (
     without_memory,
     written_by,
 )
+from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.observe.elements import Box, box_of, joined, slice_of
 
@@ -42,7 +43,7 @@ _box_of, _slice_of = cache(box_of), cache(slice_of)
 """Layers are alike."""
 
 
-class Observer:
+class LoadRecorder:
     """Records which elements of each tensor are copied into a model. For one thread.
 
     An element of a tensor has a number: its position in the tensor, dense and row-major, beyond the numbers of all
@@ -69,7 +70,7 @@ class Observer:
         assert name not in self._firsts, name
         self._firsts[name], self._shapes[name] = self._end, tuple(shape)
         self._end += prod(shape)
-        return Probe.of(_Memory(name, tuple(shape), dtype, self))
+        return Probe.of(_ProbeMemory(name, tuple(shape), dtype, self))
 
     def loaded(self, name: str) -> Slice:
         """What has been copied of a tensor. All, if only constants that have replaced its elements have been: the
@@ -130,16 +131,16 @@ class Observer:
         if func is aten.constant_pad_nd.default:
             numbers = func(self.numbers(args[0]), args[1], NOTHING)
         elif func in MOVES:
-            numbers = _call(func, args, kwargs, lambda tensor: self._number_of(func, tensor))
+            numbers = call_with(torch.Tensor, lambda tensor: self._number_of(func, tensor), func, args, kwargs)
         elif len(probes) == 1 and (torch.Tag.pointwise in func.tags or func is aten._to_copy.default):
             numbers = self.numbers(probes[0])
         else:
             _refuse(probes[0], name_of(func))
         on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
-        made = _call(func, args, {**kwargs, **on_meta}, without_memory)
+        made = call_with(torch.Tensor, without_memory, func, args, {**kwargs, **on_meta})
         memory = probes[0].memory
         numbers = numbers.expand(made.shape).clone(memory_format=torch.contiguous_format)
-        return Probe.of(_Memory(memory.name, tuple(made.shape), made.dtype, self, numbers))
+        return Probe.of(_ProbeMemory(memory.name, tuple(made.shape), made.dtype, self, numbers))
 
     def _write(self, func: Any, args: Any, probes: Sequence[Probe]) -> Any:
         """An operation that writes to its first argument: to the numbers of that."""
@@ -182,13 +183,13 @@ class Observer:
 
 
 @dataclass(eq=False, slots=True)
-class _Memory:
+class _ProbeMemory:
     """What a probe, and all views of it, would lie in: dense and row-major."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    observer: Observer
+    recorder: LoadRecorder
     numbers: torch.Tensor | None = None
     """Those of the elements, if they are not those of the tensor as it is stored."""
 
@@ -197,10 +198,10 @@ class Probe(torch.Tensor):
     """A tensor without bytes; see the module. Strides and offset are in its elements, from its memory's start."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    memory: _Memory
+    memory: _ProbeMemory
 
     @staticmethod
-    def of(memory: _Memory, geometry: Geometry | None = None, dtype: torch.dtype | None = None) -> Probe:
+    def of(memory: _ProbeMemory, geometry: Geometry | None = None, dtype: torch.dtype | None = None) -> Probe:
         """A view of memory; all of it, as a tensor of a checkpoint lies, without a geometry."""
         size, strides, offset = geometry or (memory.shape, row_major(memory.shape), 0)
         self: Probe = torch.Tensor._make_wrapper_subclass(
@@ -246,19 +247,14 @@ class Probe(torch.Tensor):
             if func in SHAPED:
                 return made_like(first, func, args[1:], kwargs)
         elif func is aten.copy_.default:
-            args[1].memory.observer.copied(first, args[1])
+            args[1].memory.recorder.copied(first, args[1])
             return first
         probes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Probe)]
-        return probes[0].memory.observer.compute(func, args, kwargs, probes)
+        return probes[0].memory.recorder.compute(func, args, kwargs, probes)
 
 
 def _refuse(probe: Probe, operation: str) -> NoReturn:
     raise PlanError(f"{operation} needs its values", tensor=probe.memory.name, code="unsupported")
-
-
-def _call(func: Any, args: Any, kwargs: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Call an operation with what is made of each tensor."""
-    return func(*tree_map_only(torch.Tensor, replacement, args), **tree_map_only(torch.Tensor, replacement, kwargs))
 
 
 def _hull(numbers: torch.Tensor, shape: Sequence[int]) -> Box:

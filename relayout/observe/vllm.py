@@ -1,7 +1,7 @@
 """Builds vLLM's class for each rank and lets it load probes; a program that `observation.py` starts.
 
-`python -m relayout.observe.vllm JOBS.json`: JOBS.json is a list of objects with the fields of `Job`; the results are
-written to JOBS.json.result.
+`python -m relayout.observe.vllm JOBS.json`: JOBS.json is a list of objects with the fields of `ObservationJob`; the
+results are written to JOBS.json.result.
 One process is the ranks, one after the other; each is a fork, so that no rank sees what another has left behind.
 Needs vLLM and torch.
 """
@@ -30,7 +30,7 @@ _MAX_PROCESSES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ObservationJob:
     """What to observe."""
 
     folder: str
@@ -49,11 +49,11 @@ def main() -> None:
 
 
 def run_here(jobs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Carry out jobs, each the fields of a `Job`, in this process."""
-    return [carry_out(Job(**job)) for job in jobs]
+    """Carry out jobs, each the fields of an `ObservationJob`, in this process."""
+    return [carry_out(ObservationJob(**job)) for job in jobs]
 
 
-def carry_out(job: Job) -> JsonObject:
+def carry_out(job: ObservationJob) -> JsonObject:
     """What each rank loads, in JSON, or `error`."""
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -113,7 +113,7 @@ def _in_forks(observe: Callable[[int], JsonObject], num_ranks: int) -> list[Json
     return results
 
 
-def configuration(job: Job) -> Any:
+def configuration(job: ObservationJob) -> Any:
     """vLLM's configuration for a job, in a process where stand-ins have replaced what is not here."""
     import vllm.model_executor.models.registry as registry
     from vllm.config import VllmConfig
@@ -155,7 +155,7 @@ def _import_class(config: Any) -> None:
         get_model_architecture(config.model_config)
 
 
-def observe_rank(job: Job, config: Any, rank: int) -> JsonObject:
+def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
     """What one rank loads, in JSON, or `error`. This process is the rank from now on."""
     from relayout.observe.stand_ins import fake_rank
 
@@ -189,18 +189,18 @@ def _loaded_slices(
 
     from relayout.loader.tensors import torch_dtype
     from relayout.observe.stand_ins import WithoutMemory
-    from relayout.observe.tracing import Observer
+    from relayout.observe.tracing import LoadRecorder
 
     config.compilation_config.static_forward_context.clear()
     with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype):
         with torch.device("cpu"), WithoutMemory():
             model = initialize_model(vllm_config=config, model_config=model_config)
-        observer = Observer(model)
+        recorder = LoadRecorder(model)
         is_unused = getattr(model, "is_unused_checkpoint_weight", lambda name: False)
 
         def probes() -> Iterator[tuple[str, torch.Tensor]]:
             for name, dtype, shape in tensors:
-                probe = observer.probe(name, shape, torch_dtype(name, dtype))
+                probe = recorder.probe(name, shape, torch_dtype(name, dtype))
                 if not is_unused(name):
                     yield name, probe
 
@@ -210,8 +210,8 @@ def _loaded_slices(
             loader.track_weights_loading = lambda *_, **__: None
         with torch.device("cpu"):
             loader.load_weights(model, model_config)
-    observer.finish()
-    return {name: observer.loaded(name) for name, *_ in tensors}, type(model).__qualname__
+    recorder.finish()
+    return {name: recorder.loaded(name) for name, *_ in tensors}, type(model).__qualname__
 
 
 def draft_config(config: Any) -> Any:

@@ -22,8 +22,7 @@ from relayout.cli.app import app
 from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import PlanError
 from relayout.format.fields import dump_slice
-from relayout.observe.observation import observe, parse, write_stand_in
-from relayout.observe.plan_file import observe_plan
+from relayout.observe.observation import observe, observe_plan, parse, write_stand_in
 from relayout.storage.stores import find_store
 
 HIDDEN = 16

@@ -14,7 +14,7 @@ from support.tensor_operations import copies, views
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.observe.stand_ins import WithoutMemory
-from relayout.observe.tracing import NOTHING, Observer, Probe
+from relayout.observe.tracing import NOTHING, LoadRecorder, Probe
 
 
 class Model(torch.nn.Module):
@@ -25,17 +25,17 @@ class Model(torch.nn.Module):
         self.beside = torch.empty(100)
 
 
-def observer_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Model, Observer, list[Probe]]:
+def recorder_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Model, LoadRecorder, list[Probe]]:
     """A model, and probes `a`, `b` ... of these shapes."""
     model = Model()
-    observer = Observer(model)
-    return model, observer, [observer.probe(name, shape, dtype) for name, shape in zip("abc", shapes, strict=False)]
+    recorder = LoadRecorder(model)
+    return model, recorder, [recorder.probe(name, shape, dtype) for name, shape in zip("abc", shapes, strict=False)]
 
 
 @given(st.data())
 def test_views_and_rearrangements_are_followed_element_by_element(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
-    _, observer, [_, probe] = observer_of((5,), shape, dtype=torch.int64)
+    _, recorder, [_, probe] = recorder_of((5,), shape, dtype=torch.int64)
     numbers = torch.arange(5, 5 + math.prod(shape)).view(shape)
     for _ in range(data.draw(st.integers(1, 4))):
         name, function = data.draw(st.one_of(views(probe.shape), copies(probe.shape)))
@@ -48,7 +48,7 @@ def test_views_and_rearrangements_are_followed_element_by_element(data: st.DataO
         numbers, probe = expected, function(probe)
         assert isinstance(probe, Probe), name
         assert (probe.shape, probe.dtype) == (numbers.shape, numbers.dtype), name
-    assert torch.equal(observer.numbers(probe), numbers)
+    assert torch.equal(recorder.numbers(probe), numbers)
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_views_and_rearrangements_are_followed_element_by_element(data: st.DataO
 def test_what_treats_each_element_by_itself_is_followed(
     function: Callable[[torch.Tensor], torch.Tensor], expected: list[int]
 ) -> None:
-    _, observer, [probe] = observer_of((2, 2), dtype=torch.float16)
+    _, recorder, [probe] = recorder_of((2, 2), dtype=torch.float16)
     made = function(probe)
     assert isinstance(made, Probe)
-    assert observer.numbers(made).flatten().tolist() == expected
+    assert recorder.numbers(made).flatten().tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -91,21 +91,21 @@ def test_what_treats_each_element_by_itself_is_followed(
 def test_what_needs_values_is_an_error_that_names_the_tensor(
     function: Callable[[torch.Tensor], object], operation: str
 ) -> None:
-    _, _, [probe] = observer_of((2, 2))
+    _, _, [probe] = recorder_of((2, 2))
     with pytest.raises(PlanError, match=f"'a'.*{operation} needs its values"):
         function(probe)
 
 
 def test_elements_of_another_size_cannot_be_numbered() -> None:
-    _, observer, [probe] = observer_of((2, 2), dtype=torch.float16)
+    _, recorder, [probe] = recorder_of((2, 2), dtype=torch.float16)
     bytes_of = probe.view(torch.uint8)
     assert isinstance(bytes_of, Probe)
     with pytest.raises(PlanError, match=r"is used as torch.uint8, stored as torch.float16"):
-        observer.numbers(bytes_of)
+        recorder.numbers(bytes_of)
 
 
 def test_a_copy_into_memory_that_is_not_the_models_is_an_error() -> None:
-    _, _, [probe] = observer_of((16, 6))
+    _, _, [probe] = recorder_of((16, 6))
     with pytest.raises(PlanError, match=r"'a'.*memory that is not the model's"):
         torch.empty(16, 6).copy_(probe)  # It might come from there into the model, unseen.
 
@@ -134,18 +134,18 @@ ROWS, TWO, OTHER = (Slice.along(0, ranges) for ranges in (((4, 8),), ((2, 4), (1
 def test_what_is_copied_into_the_model_is_loaded(
     load: Callable[[Model, torch.Tensor], object], expected: Slice
 ) -> None:
-    model, observer, [probe] = observer_of((16, 6))
+    model, recorder, [probe] = recorder_of((16, 6))
     with torch.no_grad():
         load(model, probe)
-    observer.finish()
-    assert observer.loaded("a") == expected
+    recorder.finish()
+    assert recorder.loaded("a") == expected
 
 
 def test_tensors_that_are_joined_are_told_apart_and_a_rank_may_want_to_see_one_of_which_it_takes_nothing() -> None:
-    model, observer, [first, other, last] = observer_of((4, 6), (9, 6), (3, 6))
+    model, recorder, [first, other, last] = recorder_of((4, 6), (9, 6), (3, 6))
     with torch.no_grad():
         model.weight.copy_(torch.cat([other[3:8], first[1:], last])[:8])
-    loaded = [observer.loaded(name) for name in "abc"]
+    loaded = [recorder.loaded(name) for name in "abc"]
     assert loaded == [Slice.along(0, ((1, 3),)), Slice.along(0, ((3, 5),)), Slice.along(0, ())]
 
 

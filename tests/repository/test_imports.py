@@ -22,8 +22,12 @@ import relayout
 
 PACKAGE = Path(relayout.__file__).parent
 ROOT = PACKAGE.parent
-WITH_TORCH = {f"relayout.engines.{name}" for name in ("global_tensor", "unwritten")} | {
-    f"relayout.observe.{name}" for name in ("stand_ins", "tracing")
+WITH_TORCH = {
+    "relayout.core.aten",
+    "relayout.engines.global_tensor",
+    "relayout.engines.unwritten",
+    "relayout.observe.stand_ins",
+    "relayout.observe.tracing",
 }
 """What defines a kind of tensor, or uses it throughout, and so needs torch at import time."""
 

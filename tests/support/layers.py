@@ -11,7 +11,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "storage": ("core", "format"),
     "checkpoint": ("core", "format", "storage"),
     "plans": ("core", "format", "storage"),
-    "observe": ("core", "results", "format", "storage", "checkpoint", "plans", "loader", "engines"),
+    "observe": ("core", "results", "format", "storage", "checkpoint", "plans", "loader"),
     "planning": ("checkpoint", "plans", "observe"),
     "conversion": ("core", "progress", "results", "format", "storage", "checkpoint", "plans"),
     "commands": ("core", "progress", "results", "format", "storage", "checkpoint", "plans", "planning", "conversion"),

@@ -14,7 +14,7 @@ import torch
 
 from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
 from relayout.engines.unwritten import Marks, unwritten
-from relayout.observe.stand_ins import Group, Unpinned, fake_rank, stand_in_kernels
+from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels
 from relayout.observe.vllm import draft_config
 
 
@@ -88,7 +88,7 @@ def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Any,
     fake_rank(rank % job.tp, job.tp, job.expert)
     config.parallel_config.rank = rank
     if job.stages > 1:  # There are no processes for them.
-        parallel_state._PP = Group(rank // job.tp, job.stages)
+        parallel_state._PP = StandInGroup(rank // job.tp, job.stages)
         config.parallel_config.pipeline_parallel_size = job.stages
     return load(config, model_config)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from relayout.checkpoint.trust import Trust
     from relayout.loader.sources.columns import TensorColumns
     from relayout.storage.cache_folder import CacheOption
+    from relayout.storage.protocols import Store
 
 
 def load(
@@ -231,7 +232,7 @@ def _doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -
 
 
 def find_source(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Store,
     rank: int,
     tp: int | None,
     verify: bool,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relayout.engines.folders import find_folder
-from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
+from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights, listed
 from relayout.errors import PlanError
 from relayout.saving.pretrained import save_pretrained
 
@@ -59,7 +59,7 @@ def from_pretrained(
         raise PlanError(what, path=path, code="unsupported")
     rank, num_ranks = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
     config = settings.pop("config", None) or transformers.AutoConfig.from_pretrained(path)
-    weights = RankWeights(path, rank, num_ranks, EngineOptions(backend, threads, memory, verify))
+    weights = RankWeights(path, rank, num_ranks, EngineOptions(backend, threads, memory, verify)).deliver()
     state_dict = {
         name: _Weight(weights, name, tensor) if isinstance(tensor, GlobalTensor) else tensor for name, tensor in weights
     }
@@ -95,7 +95,7 @@ def _class_of(config: Any) -> type[Any]:
 class _Weight:
     """A weight of which parts can be asked for, as of a `safe_open(...).get_slice`; threads may do so at once."""
 
-    def __init__(self, weights: RankWeights, name: str, tensor: torch.Tensor) -> None:
+    def __init__(self, weights: Delivery, name: str, tensor: torch.Tensor) -> None:
         self._weights = weights
         self._name = name
         self._tensor = tensor

@@ -145,14 +145,14 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequenc
 
 
 def find_rank(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Store,
     rank: int,
     tp: int | None,
     cache: CacheOption = None,
     progress: Progress = None,
     trust: Trust = None,
 ) -> RankSource:
-    """The rank of the checkpoint at a path or URL.
+    """The rank of the checkpoint at a path or URL, or in a store.
 
     Args:
         cache: keeps what is in a remote store; what it lacks is fetched now.
@@ -168,7 +168,8 @@ def find_rank(
     rank = integer(rank, "rank")
     if tp is not None:
         tp = at_least_one(tp, "tp")
-    store = trusted(find_input(path).snapshot(), trust)
+    given = find_input(path) if isinstance(path, str | os.PathLike) else path
+    store = trusted(given.snapshot(), trust)
     blob = find_manifest_blob(store)
     if blob is not None:
         manifest = parse_manifest(blob, store.location(MANIFEST_NAME))

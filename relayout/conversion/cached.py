@@ -65,11 +65,6 @@ class CachedConversion(LocalStore):
 
     lease: Lease
 
-    def has_failed(self, error: BaseException) -> None:
-        """A load from here has failed. If its files are the reason, the next that opens the entry makes it again."""
-        if isinstance(error, FormatError):
-            self.lease.doubt()
-
 
 def cached_conversion(
     source: Store,

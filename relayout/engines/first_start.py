@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
 from relayout.core.workers import PIPE, QUIET, Child, start_child
-from relayout.engines.folders import loads_itself
+from relayout.engines.folders import WeightsPlace
 from relayout.errors import PlanError
 from relayout.storage.cache_folder import Cache, cache_of
 from relayout.storage.local.lock_file import HeldLock
@@ -36,7 +36,7 @@ class Filling:
 
     source: str
     arguments: tuple[str, ...]
-    """Of `relayout cache`."""
+    """The arguments of `relayout cache`."""
     cache: Cache
     logger: Logger
 
@@ -112,7 +112,8 @@ def first_start(
         PlanError: the option `cache` is a folder inside the checkpoint.
     """
     cache = cache_of(options.cache)
-    instead = f"{engine} loads it itself" if loads_itself(source) else "it is sliced while it is loaded"
+    is_readable = WeightsPlace(source).has_engines_loader
+    instead = f"{engine} loads it itself" if is_readable else "it is sliced while it is loaded"
     if cache is None:
         logger.info(
             "relayout: %s was not converted: %s. With a cache (RELAYOUT_CACHE=FOLDER) the first start converts it, and"

@@ -1,17 +1,24 @@
-"""What an engine is told to load: how it was converted, and who loads it, relayout or the engine by itself."""
+"""Where an engine's weights are: how they were converted, and who loads them, relayout or the engine by itself."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from logging import Logger
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-from relayout.checkpoint.converted import find_manifest
+from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
 from relayout.checkpoint.trust import TrustedStore, policy_of, trusted
 from relayout.errors import FormatError, PlanError
-from relayout.storage.protocols import Kind
+from relayout.storage.protocols import Kind, Store
 from relayout.storage.stores import find_input, scheme_of
+
+if TYPE_CHECKING:
+    from relayout.format.index import Manifest
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+"""The shape of each whole tensor of a model, by its name."""
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
@@ -27,39 +34,108 @@ class Folder:
     expert_parallel: bool
     """Whether experts are owned whole."""
 
-    def check(
-        self, path: str, num_ranks: int, logger: Logger, *, is_owned: bool, is_in_blocks: bool, options: str
-    ) -> None:
-        """Tell what makes a load at this degree slower.
 
-        Args:
-            path: of the folder.
-            is_owned: whether the engine gives each expert to one rank.
-            is_in_blocks: whether it gives each rank a contiguous block of them.
-            options: the engine, and its options by which it takes experts as this folder has them.
+@dataclass(frozen=True)
+class WeightsPlace:
+    """Where an engine's weights are: looked at, and under a policy proven, once, when something is first asked of it.
+
+    Each load makes a place, and hands it on to all that decide something about the load.
+    """
+
+    source: str
+    """A folder or URL; see `source_url`."""
+    is_asked_for: bool = True
+    """Whether a person has told the engine to load by relayout."""
+
+    @cached_property
+    def is_ours(self) -> bool:
+        """Whether relayout loads this, and not the engine alone: it was asked for, or this is a converted folder.
+
+        Under a policy the engine's own loader never takes over.
 
         Raises:
-            PlanError: the folder's experts are not where the engine wants them.
+            FormatError, PlanError, OSError: as `find_folder`, `check_policy`.
         """
-        if self.expert_parallel and not (is_in_blocks and num_ranks == self.num_ranks):
-            what = f"was converted with --expert-parallel for {self.num_ranks} ranks: run {options}"
-            raise PlanError(f"{what}; or convert without --expert-parallel", path=path, code="unsupported")
-        faster = f"`relayout convert SRC --tp {num_ranks}"
-        if self.num_ranks != num_ranks:
-            logger.warning(
-                "relayout: %s was converted for %d ranks and is resharded for %d; %s` makes loads faster",
-                path, self.num_ranks, num_ranks, faster,
-            )  # fmt: skip
-        if is_owned and not self.expert_parallel:
-            logger.warning(
-                "relayout: %s has experts cut for %d ranks, but the engine places them differently: they are read from"
-                " the files of all ranks; %s --expert-parallel` makes loads faster, without data parallelism",
-                path, self.num_ranks, faster,
-            )  # fmt: skip
+        if policy_of(None) is None:
+            return self.is_asked_for or (Path(self.source).is_dir() and self.folder is not None)
+        self.check_policy()
+        return True
+
+    def check_policy(self) -> None:
+        """Check that what is here is signed as the policy (RELAYOUT_TRUST) says, if there is one.
+
+        Raises:
+            FormatError, PlanError, OSError: it is not; or the policy cannot be read.
+        """
+        if policy_of(None) is not None:
+            if scheme_of(self.source) == "hf":
+                refuse_unproven(self.source, "is on the hub, where the engine finds it by itself")
+            assert self.folder is not None  # Only a converted folder can be signed.
+
+    @property
+    def folder(self) -> Folder | None:
+        """How this was converted; None: it was not. What is on the hub by its id is the engine's to find.
+
+        Raises:
+            FormatError, PlanError: as `find_folder`.
+        """
+        return None if scheme_of(self.source) == "hf" else self._content.folder
+
+    @property
+    def has_engines_loader(self) -> bool:
+        """Whether engines read a plain checkpoint here by their own loaders: a local folder, or one on the hub."""
+        return scheme_of(self.source) in (None, "hf")
+
+    def shapes(self, rank: int, num_ranks: int) -> Shapes | None:
+        """The shapes of the weights, all that the rank reads of a converted folder being here.
+
+        Returns:
+            None: they are not known, as of a plain checkpoint that is remote or in another form than safetensors.
+
+        Raises:
+            FormatError: a file is missing or damaged.
+            PlanError: there is no such folder, or it lacks ranks.
+        """
+        if scheme_of(self.source) == "hf":
+            return None
+        store, manifest = self._content.store, self._content.manifest
+        if manifest is not None:
+            needed = [rank] if manifest.num_ranks == num_ranks else range(manifest.num_ranks)
+            check_present(store, manifest, needed)
+            check_lengths(store, manifest, needed)
+            record = read_record(store, manifest)
+            return {name: tuple(shape) for name, shape in zip(record.names, record.shapes, strict=True)}
+        if scheme_of(self.source) is not None:
+            return None
+        from relayout.checkpoint.source import read_source
+
+        try:
+            return {tensor.name: tensor.shape for tensor in read_source(store).tensors}
+        except PlanError:
+            return None
+
+    @cached_property
+    def _content(self) -> _Content:
+        return _look_at(self.source, "--load-format auto")
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What was found at a place."""
+
+    store: Store
+    """It proves what is read from it, if there is a policy."""
+    manifest: Manifest | None
+    """None: a plain checkpoint."""
+
+    @property
+    def folder(self) -> Folder | None:
+        """How it was converted."""
+        return None if self.manifest is None else Folder(self.manifest.num_ranks, self.manifest.expert_parallel)
 
 
 def find_folder(path: str, engine: str) -> Folder | None:
-    """What relayout.json says of the folder; None for a plain checkpoint.
+    """How the checkpoint in a folder was converted; None for a plain one.
 
     Args:
         path: a folder, or the URL of a store.
@@ -70,13 +146,18 @@ def find_folder(path: str, engine: str) -> Folder | None:
             signature that is missing, or not of all that is there.
         PlanError: there is no such folder.
     """
+    return _look_at(path, engine).folder
+
+
+def _look_at(path: str, engine: str) -> _Content:
+    """Find a checkpoint, and prove its side files if there is a policy. Arguments and errors as of `find_folder`."""
     try:
         store = trusted(find_input(path), None)
         manifest = find_manifest(store)
         if isinstance(store, TrustedStore):
             store.prove_side_files()  # The engine reads them itself.
         if manifest is not None:
-            return Folder(manifest.num_ranks, manifest.expert_parallel)
+            return _Content(store, manifest)
         reason = None if store.kind() is Kind.FOLDER else store.not_found_message()
     except PlanError as error:  # Of a store or the hub.
         if policy_of(None) is not None:
@@ -92,7 +173,7 @@ def find_folder(path: str, engine: str) -> Folder | None:
     if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
         what = "is missing beside rank files: the copy of the folder is incomplete"
         raise FormatError(what, path=store.location("relayout.json"), code="missing")
-    return None
+    return _Content(store, None)
 
 
 def source_url(model: str, revision: str | None) -> str:
@@ -102,36 +183,22 @@ def source_url(model: str, revision: str | None) -> str:
     return f"hf://{model}" + (f"@{revision}" if revision else "")
 
 
-def folder_of(source: str) -> Folder | None:
-    """How a folder or URL was converted; None: it was not. What is on the hub by its id is the engine's to find.
+def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
+    """Check that weights are for the model that an engine has loaded, so that an update writes all of it.
+
+    Proof: its loaders take tensors by names and shapes, and with these they have written every parameter before.
 
     Raises:
-        FormatError, PlanError: as `find_folder`.
+        PlanError: they are not.
     """
-    return None if scheme_of(source) == "hf" else find_folder(source, "--load-format auto")
-
-
-def loads_itself(source: str) -> bool:
-    """Whether engines load a plain checkpoint there by their own loaders: a local folder, or one on the hub."""
-    return scheme_of(source) in (None, "hf")
-
-
-def is_ours(source: str, *, is_asked_for: bool) -> bool:
-    """Whether relayout loads what is there, and not the engine alone: it was asked for, or this is a converted folder.
-
-    This is asked first in every load. Under a policy (RELAYOUT_TRUST) the engine's own loader never takes over:
-    relayout loads a signed folder, and everything else is an error.
-
-    Raises:
-        FormatError, PlanError, OSError: as `find_folder`; or what is there is not signed as the policy says.
-    """
-    if policy_of(None) is None:
-        return is_asked_for or (Path(source).is_dir() and folder_of(source) is not None)
-    if scheme_of(source) == "hf":
-        refuse_unproven(source, "is on the hub, where the engine finds it by itself")
-    found = folder_of(source)
-    assert found is not None  # Only a converted folder can be signed.
-    return True
+    if had is None or new is None:
+        return
+    if differing := [name for name in sorted({*had, *new}) if had.get(name) != new.get(name)]:
+        what = (
+            f"is not for the model that the engine has: {len(differing)} tensors have another shape, are missing, or"
+            " are there in addition"
+        )
+        raise PlanError(what, path=path, tensor=differing[0], code="mismatch")
 
 
 def refuse_unproven(path: str | None, what: str) -> None:

@@ -89,7 +89,7 @@ class _Partial(ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self.geometry[0]
 
     @abstractmethod
@@ -283,7 +283,7 @@ class GlobalTensor(torch.Tensor):
         return f"GlobalTensor({what}, {list(self.shape)} of {list(memory.shape)}, {self.dtype})"
 
     def narrow(self, dim: int, start: Any, length: Any) -> torch.Tensor:
-        """As `torch.narrow`; what weight loaders call first, so without torch's dispatcher."""
+        """Do what `torch.narrow` does; weight loaders call this first, so it goes without torch's dispatcher."""
         memory = self._memory
         if self._is_base and type(memory) is _Slice and memory.axis in (dim, dim + self.ndim) and type(start) is int:
             memory.usage.used.add(memory.name)
@@ -293,7 +293,7 @@ class GlobalTensor(torch.Tensor):
         return torch.Tensor.narrow(self, dim, start, length)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """As torch's; slices, which loaders that read lazily ask for, without torch's dispatcher."""
+        """Do what torch does; slices, which loaders that read lazily ask for, go without torch's dispatcher."""
         memory = self._memory
         if self._is_base and type(memory) is _Slice:
             keys = index if type(index) is tuple else (index,)
@@ -306,11 +306,11 @@ class GlobalTensor(torch.Tensor):
         return torch.Tensor.__getitem__(self, index)
 
     def tolist(self) -> Any:
-        """As of the whole tensor."""
+        """The elements of the whole tensor, as lists."""
         return self._plain("tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of the whole tensor: not a view of this one's memory, which cannot be written to so."""
+        """A copy of the whole tensor as an array: writing to it would not change this one's memory."""
         return self._plain("numpy").clone().numpy(force=force)
 
     def data_ptr(self) -> int:

@@ -11,12 +11,11 @@ from collections import Counter
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
-from relayout.checkpoint.trust import trusted
-from relayout.engines.folders import find_folder, is_ours, source_url
-from relayout.engines.metrics import publish
-from relayout.errors import PlanError
-from relayout.storage.stores import find_input, scheme_of
+from relayout.checkpoint.converted import read_manifest_blob
+from relayout.core.digests import digest_hex
+from relayout.engines.folders import WeightsPlace, source_url
+from relayout.engines.report import publish
+from relayout.errors import PlanError, about
 
 if TYPE_CHECKING:
     from relayout.engines.rank_weights import RankWeights
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     _Content: TypeAlias = tuple[str, tuple[str, ...]]
     """A converted folder, or its URL, and the deltas that were applied to it, in this order."""
 
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
-"""Shapes of the whole tensors of a model, by name."""
 _LOGGER = getLogger("vllm.relayout")
 
 
@@ -37,9 +34,9 @@ class WeightUpdates:
     """
 
     vllm_config: Any
-    """Of the worker, as all that is used of it here."""
+    """The worker's own field; with its methods `get_model` and `reload_weights` all that is used of it here."""
     _relayout_content: _Content | None = None
-    """After the last update."""
+    """What the worker has since the last update; None: what it was started with."""
     _relayout_is_mixed: bool = False
     """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
 
@@ -82,88 +79,91 @@ class WeightUpdates:
             return None
 
 
-def shapes_of(path: str, rank: int, num_ranks: int) -> Shapes | None:
-    """What weights in a folder or at a URL are, all that the rank reads of a converted folder being there.
-
-    Returns:
-        None: it is not known, as of a plain checkpoint that is remote or in another form than safetensors.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-        PlanError: there is no such folder, or it lacks ranks.
-    """
-    if scheme_of(path) == "hf":
-        return None
-    find_folder(path, "the engine's own loader")
-    store = trusted(find_input(path), None)
-    manifest = find_manifest(store)
-    if manifest is not None:
-        needed = [rank] if manifest.num_ranks == num_ranks else range(manifest.num_ranks)
-        check_present(store, manifest, needed)
-        check_lengths(store, manifest, needed)
-        record = read_record(store, manifest)
-        return {name: tuple(shape) for name, shape in zip(record.names, record.shapes, strict=True)}
-    if scheme_of(path) is not None:
-        return None
-    from relayout.checkpoint.source import read_source
-
-    try:
-        return {tensor.name: tensor.shape for tensor in read_source(store).tensors}
-    except PlanError:
-        return None
-
-
-def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
-    """Check that weights are for the model that an engine has loaded, so that an update writes all of it.
-
-    Proof: its loaders take tensors by names and shapes, and with these they have written every parameter before.
-
-    Raises:
-        PlanError: they are not.
-    """
-    if had is None or new is None:
-        return
-    if differing := [name for name in sorted({*had, *new}) if had.get(name) != new.get(name)]:
-        what = (
-            f"is not for the model that the engine has: {len(differing)} tensors have another shape, are missing, or"
-            " are there in addition"
-        )
-        raise PlanError(what, path=path, tensor=differing[0], code="mismatch")
-
-
 def _update(worker: Any, source: str, group: Group) -> str:
-    from relayout.checkpoint.delta import is_delta
-
     with group.collective():
-        if worker._relayout_is_mixed:
-            raise PlanError("an update has failed: start the engine again", code="unsupported")
-        if worker.vllm_config.parallel_config.data_parallel_size > 1:
-            what = "weights are not updated with data parallelism: no replica would know of an error in another"
-            raise PlanError(what, code="unsupported")
-        is_ours(source_url(source, None), is_asked_for=True)
-        config = worker.vllm_config.model_config
-        path, deltas = old = worker._relayout_content or (_loader(worker).source_of(config), ())
-        new = (path, (*deltas, source)) if is_delta(source) else (source, ())
+        new = _next_content(worker, source)
         weights = _open(worker, new)
-        before, after = _open(worker, old).layout(), weights.layout()
-        if differing := [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]:
-            what = (
-                f"{len(differing)} tensors have another dtype, shape or slice than those of the engine, or are missing"
-            )
-            raise PlanError(what, path=source, tensor=differing[0], code="mismatch")
+        _check_same_layout(source, _open(worker, worker._relayout_content or _started_with(worker)), weights)
         _check_padding(worker.get_model())
-        digest = weights.prove()
+        digest = _prove(weights)
     if len(digests := set(group.all_gather(digest))) > 1:
         what = f"is not the same for all workers: contents {', '.join(sorted(digests))}"
         raise PlanError(what, path=source, code="option")
-    worker._relayout_is_mixed, worker.execute_model = True, _refuse
-    with group.collective():
-        worker.reload_weights(weights_iterator=iter(weights))
-        _pack_tied(worker.get_model())
-        publish(weights.report(), _LOGGER)
+    worker._relayout_is_mixed = True
+    try:
+        with group.collective():
+            delivery = weights.deliver()
+            worker.reload_weights(weights_iterator=iter(delivery))
+            _pack_tied(worker.get_model())
+            publish(delivery.report(), _LOGGER)
+    except BaseException:
+        _stop_computing(worker)
+        raise
     worker._relayout_is_mixed, worker._relayout_content = False, new
-    del worker.execute_model  # Which hid the worker's own.
     return digest
+
+
+def _next_content(worker: Any, source: str) -> _Content:
+    """What the worker is to have.
+
+    Raises:
+        FormatError, PlanError, OSError: nothing can be updated, or not from here; or as `WeightsPlace.check_policy`.
+    """
+    from relayout.checkpoint.delta import is_delta
+
+    if worker._relayout_is_mixed:
+        raise PlanError("an update has failed: start the engine again", code="unsupported")
+    if worker.vllm_config.parallel_config.data_parallel_size > 1:
+        what = "weights are not updated with data parallelism: no replica would know of an error in another"
+        raise PlanError(what, code="unsupported")
+    WeightsPlace(source_url(source, None)).check_policy()
+    path, deltas = worker._relayout_content or _started_with(worker)
+    return (path, (*deltas, source)) if is_delta(source) else (source, ())
+
+
+def _started_with(worker: Any) -> _Content:
+    return _loader(worker).source_of(worker.vllm_config.model_config), ()
+
+
+def _layout(weights: RankWeights) -> dict[str, tuple[object, ...]]:
+    """The dtype, shape and slice of each tensor of which the rank holds something."""
+    columns = weights.opened.source.columns()
+    rows = zip(columns.dtypes, map(tuple, columns.source_shapes), columns.parts, strict=True)
+    return dict(zip(columns.names, rows, strict=True))
+
+
+def _check_same_layout(source: str, had: RankWeights, new: RankWeights) -> None:
+    """Check that a rank is given what it was given before.
+
+    Raises:
+        PlanError: it is not.
+    """
+    before, after = _layout(had), _layout(new)
+    if differing := [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]:
+        what = f"{len(differing)} tensors have another dtype, shape or slice than those of the engine, or are missing"
+        raise PlanError(what, path=source, tensor=differing[0], code="mismatch")
+
+
+def _prove(weights: RankWeights) -> str:
+    """Read all that will be delivered, and compare all digests; return that of relayout.json, with deltas too.
+
+    Raises:
+        FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
+    """
+    with about(path=weights.path):
+        for _ in weights.stream():
+            pass
+    return digest_hex(read_manifest_blob(weights.opened.source.store))
+
+
+def _stop_computing(worker: Any) -> None:
+    """Let every further step of the worker fail, for good.
+
+    vLLM has no way of its own for a worker to say that it is unfit: nobody looks at `check_health` between steps, an
+    extension must not have methods of the worker's names, and no hook of a module is called where a graph is replayed.
+    So the one method that carries out steps, whichever executor calls it, is hidden on this one object.
+    """
+    worker.model_runner.execute_model = _refuse
 
 
 def _check_padding(model: Any) -> None:
@@ -199,7 +199,7 @@ def _pack_tied(model: Any) -> None:
 def _open(worker: Any, content: _Content) -> RankWeights:
     """The tensors for a worker, as its loader opens them at the start."""
     model, config = worker.get_model(), worker.vllm_config.model_config
-    weights: RankWeights = _loader(worker).open_weights(model, config, update=content)
+    weights: RankWeights = _loader(worker).open_update(model, config, *content)
     return weights
 
 
@@ -207,11 +207,11 @@ def _loader(worker: Any) -> Any:
     from vllm.model_executor.model_loader import get_model_loader
 
     loader = get_model_loader(worker.vllm_config.load_config)
-    if not hasattr(loader, "open_weights"):
+    if not hasattr(loader, "open_update"):
         raise PlanError("the engine loads by another loader: start it with --load-format relayout", code="option")
     return loader
 
 
 def _refuse(*args: object, **kwargs: object) -> NoReturn:
-    """In the place of the worker's step. Raises: RuntimeError."""
+    """Raise RuntimeError, in the place of a step."""
     raise RuntimeError("relayout: an update of the weights has failed, and they are a mixture: start the engine again")

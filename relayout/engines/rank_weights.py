@@ -6,15 +6,15 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from relayout.checkpoint.converted import is_converted, read_manifest_blob
+from relayout.checkpoint.converted import is_converted
 from relayout.core.arguments import at_least_one, size
-from relayout.core.digests import digest_hex
+from relayout.engines.report import LoadReport
 from relayout.errors import FormatError, PlanError, about, shown
-from relayout.storage.pages import describe_pages
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
@@ -22,20 +22,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from relayout.checkpoint.delta import Paths
-    from relayout.conversion.cached import CachedConversion
     from relayout.core.slices import Range, Slice
-    from relayout.engines.global_tensor import Usage
     from relayout.loader.group.collectives import Group
     from relayout.loader.loading import Options
     from relayout.loader.sources.base import RankSource
     from relayout.loader.sources.columns import TensorColumns
     from relayout.loader.view import CheckpointView
+    from relayout.storage.protocols import Store
 
 _MAX_SHOWN_NAMES = 4
 _UPDATE_NBYTES = 2**27
-"""In flight while a live engine's weights are replaced; or what the largest slice needs."""
+"""Bytes in flight while a live engine's weights are replaced; or what the largest slice needs."""
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|thinker|llm)\.)*layers\.([0-9]+)\.")
-"""Only of the text model: others, such as `vision_tower.layers.7.`, have numbers of their own."""
+"""The layers of the text model only: others, such as `vision_tower.layers.7.`, have numbers of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,50 +92,9 @@ class EngineOptions:
             at_least_one(size(self.memory, "memory"), "memory")
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a load has done."""
-
-    rank: int
-    num_ranks: int
-    num_tensors: int
-    """That the engine was given."""
-    nbytes: int
-    """Of the rank's slices."""
-    seconds: float
-    """From the first to the last tensor, with what the engine did between them."""
-    backend: str
-    cache: str
-    """Whether the rank's files were in a cache on the drive: "hit", "miss", or "none": it has no cache."""
-    num_whole: int
-    """Whole tensors that had to be read from the files of all ranks."""
-    whole_nbytes: int
-    memory: int
-    """Most bytes that the load was allowed to take beside the engine's tensors."""
-    page_cache_nbytes: int | None
-    """Bytes of the files that the page cache has more, or less, than before; None: unknown."""
-    num_readers: int
-    """Replicas that have read the slices together, each a part of them; 1: this process alone."""
-    unused: tuple[str, ...]
-    """Tensors of which the rank's slice was read, and nothing has been asked for yet."""
-
-    def __str__(self) -> str:
-        rate = self.nbytes / max(self.seconds, 1e-9)
-        cached = self.page_cache_nbytes
-        page_cache = "" if cached is None else f", page cache {cached / 1e9:+.3f} GB"
-        together = f", read once for {self.num_readers} replicas" if self.num_readers > 1 else ""
-        return (
-            f"relayout: rank {self.rank} of {self.num_ranks}: {self.nbytes / 1e9:.3f} GB in {self.seconds:.2f} s"
-            f" ({rate / 1e9:.2f} GB/s), {self.num_tensors} tensors, backend {self.backend},"
-            f" cache {self.cache}, {self.num_whole} whole tensors read ({self.whole_nbytes / 1e9:.3f} GB),"
-            f" at most {self.memory / 2**20:.0f} MiB beside the tensors{page_cache}{together}"
-            f", {describe_pages()}"
-        )
-
-
 @contextmanager
 def replicas(group: ProcessGroup | None) -> Iterator[Group | None]:
-    """Around all of an engine's load: the members of a group that load the same rank; an error of one fails all.
+    """Enclose all of an engine's load, for the members of a group that load the same rank: an error of one fails all.
 
     Args:
         group: None: this process is alone.
@@ -158,23 +116,42 @@ def replicas(group: ProcessGroup | None) -> Iterator[Group | None]:
         raise
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class OpenedRank:
+    """The checkpoint of a load, and what is read of it."""
+
+    source: RankSource
+    contents: TensorColumns
+    """The tensors that are read."""
+    unread: frozenset[str]
+    """Names of tensors that the engine is given, too, and that are read only if it uses them."""
+
+    @property
+    def is_mappable(self) -> bool:
+        """Whether slices can be mapped, to be read when they are used. Those that are put together cannot be."""
+        from relayout.loader.mapped import can_map
+
+        return self.source.is_as_stored and can_map(self.contents.files)
+
+
+@dataclass(frozen=True, eq=False)
 class RankWeights:
-    """The tensors of a checkpoint for one rank of an engine: iterate once, then ask for the report.
+    """The tensors of a checkpoint for one rank of an engine. Nothing is read before they are opened or delivered."""
 
-    Tensors that the rank holds whole are plain; the others are global tensors. They are the engine's to keep. One
-    thread may iterate; the tensors may be used by any. Nothing is read before.
-    """
-
-    path: str = field(kw_only=False)
+    path: str
     """A converted folder, or a plain checkpoint, which is sliced while it is loaded."""
-    rank: int = field(kw_only=False)
+    rank: int
     """The engine's tensor-parallel rank."""
-    num_ranks: int = field(kw_only=False)
+    num_ranks: int
     """The engine's degree; if it is not the folder's, slices are put together from those of its ranks."""
-    options: EngineOptions = field(kw_only=False)
+    options: EngineOptions
+    _: KW_ONLY
+    store: Store | None = None
+    """What `path` names, if that is open already: a conversion in a cache stays there while this object lives."""
+    deltas: Paths | None = None
+    """Deltas, for an engine that has weights already: what they make of the converted folder, every byte proven."""
     device: str | torch.device = "cpu"
-    """Where slices shall lie."""
+    """The device of the slices."""
     is_skipped: Callable[[str], bool] = lambda name: False
     """Whether the engine's own loader is known to pass over a tensor, which it is not given then."""
     is_unused: Callable[[str], bool] = lambda name: False
@@ -183,36 +160,83 @@ class RankWeights:
     only_held: bool = True
     """Give no tensors of which the rank holds nothing, such as other ranks' experts."""
     lazy: bool = False
-    """Read slices when they are used, through the page cache, into the CPU's memory."""
+    """Read slices when they are used, through the page cache, into the CPU's memory, whatever `device` says."""
     progress: bool = False
     """Show a bar on stderr."""
     members: Group | None = None
-    """Of replicas that load this rank of a converted checkpoint, too, and read it together; see `replicas`. The group's
+    """Replicas that load this rank of a converted checkpoint, too, and read it together; see `replicas`. The group's
     backend serves the device."""
-    kept: CachedConversion | None = None
-    """The conversion in a cache that `path` is; not removed from there while this object lives."""
-    deltas: Paths | None = None
-    """For an engine that already has weights: what these make of the converted folder, every byte proven."""
-    usage: Usage = field(init=False)
-    """What the engine has asked of global tensors."""
-    _view: CheckpointView | None = field(init=False, default=None)
-    _seconds: float | None = field(init=False, default=None)
-    _nbytes: int = field(init=False, default=0)
-    _num_tensors: int = field(init=False, default=0)
-    _memory: int = field(init=False, default=0)
-    _page_cache_nbytes: int | None = field(init=False, default=None)
-    _cut: list[str] = field(init=False, default_factory=list)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def opened(self) -> OpenedRank:
+        """The checkpoint, opened once.
+
+        Raises:
+            FormatError, PlanError, OSError: as `relayout.iter_load`.
+        """
+        from relayout.loader.api import find_source
+
+        path, settings = self.store or self.path, self.options
+        source = find_source(
+            path, self.rank, self.num_ranks, self.is_verified, settings.cache, deltas=self.deltas or ()
+        )
+        contents = source.contents()
+        rows = [row for row, name in enumerate(contents.names) if not self.is_skipped(name)]
+        unread = {name for row in rows if contents.shapes[row] and self.is_unused(name := contents.names[row])}
+        read = contents.rows([row for row in rows if contents.names[row] not in unread])
+        return OpenedRank(source, read, frozenset(unread))
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether every slice is compared with its digest."""
+        return self.options.verify or self.deltas is not None
+
+    def stream_options(self) -> Options:
+        """How the slices are read."""
+        from relayout.loader.loading import options_of
+        from relayout.loader.stream import least_memory
+
+        settings, memory = self.options, self.options.memory
+        if memory is None and self.deltas is not None:
+            memory = max(_UPDATE_NBYTES, least_memory(self.opened.contents))
+        if self.lazy:  # The backend that was chosen may be for another device than the CPU.
+            return options_of("cpu", "auto", self.is_verified, settings.threads, memory, self.progress)
+        return options_of(self.device, settings.backend, self.is_verified, settings.threads, memory, self.progress)
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The slices that are read, in file order, as this process reads them.
+
+        Raises:
+            FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
+        """
+        from relayout.loader.api import doubting
+        from relayout.loader.stream import stream
+
+        return doubting(stream(self.opened.contents, self.stream_options()), self.opened.source)
+
+    def deliver(self) -> Delivery:
+        """Begin a load."""
+        return Delivery(self)
+
+
+class Delivery:
+    """The tensors of one load on their way to an engine, and what came of it: iterate once, then ask for the report.
+
+    Tensors that the rank holds whole are plain; the others are global tensors. They are the engine's to keep. One
+    thread may iterate; the tensors may be used by any.
+    """
+
+    def __init__(self, weights: RankWeights) -> None:
         from relayout.engines.global_tensor import Usage
 
-        self.usage = Usage(strict=self.options.strict)
-        self._backend = self.options.backend
-        self._lease = None if self.kept is None else self.kept.lease
-        if self.lazy:
-            self.device = "cpu"
-        if self.deltas is not None:
-            self.options = replace(self.options, verify=True)
+        self.weights = weights
+        self._usage = Usage(strict=weights.options.strict)
+        self._view: CheckpointView | None = None
+        self._num_tensors = 0
+        self._nbytes = 0
+        self._cut: list[str] = []
+        """Names of the global tensors whose slices were read."""
+        self._done: LoadReport | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, in file order; those that are not read come last.
@@ -221,130 +245,36 @@ class RankWeights:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
         from relayout.loader.api import warn_if_slow
-        from relayout.loader.backends.choice import choose
         from relayout.loader.sources.stored import cached_nbytes
-        from relayout.loader.stream import most_memory
 
         started = time.perf_counter()
-        source, contents, unused = self._found
-        options = self._load_options()
-        del self._found  # It is not needed for long.
-        is_mapped = self._maps(source, contents)
-        chosen = choose(options.backend, options.device, contents.files).backend.name
-        self._backend = "mapped" if is_mapped else chosen
-        if not is_mapped or options.verify:  # Digests are compared in a stream, before anything is mapped.
-            self._memory = most_memory(contents, options)
-        cached = cached_nbytes(contents.files)
-        warn_if_slow(source)
-        columns, left = source.columns(), set(contents.names)
-        with about(path=self.path):  # An engine has more than one folder: a draft model's, adapters.
-            for name, tensor in self._slices(columns, self._tensors(source, contents, options)):
-                left.discard(name)
-                yield name, tensor
-        if left:
-            raise FormatError(f"{listed(sorted(left))}: read, but not passed to the engine", path=self.path)
-        yield from self._unread(columns, unused)
-        self._seconds = time.perf_counter() - started
-        if cached is not None and (now := cached_nbytes(contents.files)) is not None:
-            self._page_cache_nbytes = now - cached
+        opened = self.weights.opened
+        report, cached = self._expected(opened), cached_nbytes(opened.contents.files)
+        warn_if_slow(opened.source)
+        columns = opened.source.columns()
+        yield from self._read(columns, set(opened.contents.names))
+        yield from self._unread(columns)
+        seconds, now = time.perf_counter() - started, cached_nbytes(opened.contents.files)
+        self._done = replace(
+            report,
+            num_tensors=self._num_tensors,
+            nbytes=self._nbytes,
+            seconds=seconds,
+            page_cache_nbytes=None if cached is None or now is None else now - cached,
+        )
 
-    def _load_options(self) -> Options:
-        from relayout.loader.loading import options_of
-        from relayout.loader.stream import least_memory
-
-        settings, contents = self.options, self._found[1]
-        memory = settings.memory
-        if memory is None and self.deltas is not None:
-            memory = max(_UPDATE_NBYTES, least_memory(contents))
-        backend = "auto" if self.lazy else settings.backend  # That may be for another device than the CPU.
-        return options_of(self.device, backend, settings.verify, settings.threads, memory, self.progress)
-
-    def layout(self) -> dict[str, tuple[object, ...]]:
-        """What the rank holds of each tensor, by its name: dtype, shape, slice. For errors see `prove`."""
-        columns = self._found[0].columns()
-        rows = zip(columns.dtypes, map(tuple, columns.source_shapes), columns.parts, strict=True)
-        return dict(zip(columns.names, rows, strict=True))
-
-    def prove(self) -> str:
-        """Read what will be iterated, and compare all digests; return that of relayout.json, of what deltas make too.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
-        """
-        from relayout.loader.api import doubting
-        from relayout.loader.stream import stream
-
-        source, contents, _ = self._found
-        with about(path=self.path):
-            for _ in doubting(stream(contents, self._load_options()), source):
-                pass
-        return digest_hex(read_manifest_blob(source.store))
-
-    def _tensors(
-        self, source: RankSource, contents: TensorColumns, options: Options
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.members is not None:
-            from relayout.loader.group.sharing import stream_together
-
-            return stream_together(lambda: (source, contents, options), self.members)
-        from relayout.loader.api import doubting
-        from relayout.loader.stream import stream
-
-        if not self._maps(source, contents):
-            return doubting(stream(contents, options), source)
-        from relayout.loader.mapped import map_tensors
-        from relayout.loader.pack import pack
-
-        if options.verify:
-            for _ in doubting(stream(contents, options), source):
-                pass
-        return iter(map_tensors(pack(contents)).items())
-
-    def _maps(self, source: RankSource, contents: TensorColumns) -> bool:
-        """Whether slices are mapped, to be read when they are used. Those that are put together cannot be."""
-        from relayout.loader.mapped import can_map
-
-        return self.lazy and source.is_as_stored and can_map(contents.files)
-
-    @cached_property
-    def _found(self) -> tuple[RankSource, TensorColumns, set[str]]:
-        """The source, what of it is read, and the names of what is given unread."""
-        from relayout.loader.api import find_source
-        from relayout.loader.sources.checkpoint import lease_of
-
-        verify, cache, deltas = self.options.verify, self.options.cache, self.deltas or ()
-        source = find_source(self.path, self.rank, self.num_ranks, verify, cache, deltas=deltas)
-        self._lease = lease_of(source) or self._lease
-        contents = source.contents()
-        rows = [row for row, name in enumerate(contents.names) if not self.is_skipped(name)]
-        unused = {name for row in rows if contents.shapes[row] and self.is_unused(name := contents.names[row])}
-        return source, contents.rows([row for row in rows if contents.names[row] not in unused]), unused
-
-    def report(self) -> Report:
+    def report(self) -> LoadReport:
         """What the load has done.
 
         Raises:
             PlanError: the engine has not taken all tensors.
         """
-        if self._seconds is None:
-            what = f"rank {self.rank}: the engine stopped after {self._num_tensors} tensors"
-            raise PlanError(what, path=self.path)
-        unused = tuple(name for name in self._cut if name not in self.usage.used)
-        return Report(
-            self.rank,
-            self.num_ranks,
-            self._num_tensors,
-            self._nbytes,
-            self._seconds,
-            self._backend,
-            "none" if self._lease is None else "miss" if self._lease.was_filled else "hit",
-            self.usage.count,
-            self.usage.nbytes,
-            self._memory,
-            self._page_cache_nbytes,
-            1 if self.members is None else self.members.num_members,
-            unused,
-        )
+        if self._done is None:
+            what = f"rank {self.weights.rank}: the engine stopped after {self._num_tensors} tensors"
+            raise PlanError(what, path=self.weights.path)
+        usage = self._usage
+        unused = tuple(name for name in self._cut if name not in usage.used)
+        return replace(self._done, num_whole=usage.count, whole_nbytes=usage.nbytes, unused=unused)
 
     def read(self, name: str, index: Any) -> torch.Tensor:
         """A part of a tensor, from the files of all ranks that hold some of it. Any thread may call this.
@@ -359,11 +289,56 @@ class RankWeights:
         """The whole tensors of the folder, converted or plain; opened when one is needed."""
         from relayout.loader.view import open, safe_open
 
-        with self.usage.lock:
+        path, deltas = self.weights.path, self.weights.deltas or ()
+        with self._usage.lock:
             if self._view is None:
-                is_ours = is_converted(find_input(self.path))
-                self._view = safe_open(self.path, deltas=self.deltas or ()) if is_ours else open(self.path, 0, tp=1)
+                self._view = safe_open(path, deltas=deltas) if is_converted(find_input(path)) else open(path, 0, tp=1)
             return self._view
+
+    def _expected(self, opened: OpenedRank) -> LoadReport:
+        """The report, with what is known before anything is read."""
+        from relayout.loader.backends.choice import choose
+        from relayout.loader.sources.checkpoint import lease_of
+        from relayout.loader.stream import most_memory
+
+        weights, contents, options = self.weights, opened.contents, self.weights.stream_options()
+        lease, is_mapped = lease_of(opened.source), weights.lazy and opened.is_mappable
+        chosen = choose(options.backend, options.device, contents.files).backend.name
+        is_streamed = not is_mapped or weights.is_verified  # Digests are compared before anything is mapped.
+        return LoadReport(
+            weights.rank,
+            weights.num_ranks,
+            backend="mapped" if is_mapped else chosen,
+            cache="none" if lease is None else "miss" if lease.was_filled else "hit",
+            memory=most_memory(contents, options) if is_streamed else 0,
+            num_readers=1 if weights.members is None else weights.members.num_members,
+        )
+
+    def _read(self, columns: TensorColumns, left: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors whose slices are read. All of these come here, or it is an error: `left` are their names."""
+        path = self.weights.path
+        with about(path=path):  # An engine has more than one folder: a draft model's, adapters.
+            for name, tensor in self._slices(columns, self._tensors()):
+                left.discard(name)
+                yield name, tensor
+        if left:
+            raise FormatError(f"{listed(sorted(left))}: read, but not passed to the engine", path=path)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        weights, opened = self.weights, self.weights.opened
+        if weights.members is not None:
+            from relayout.loader.group.sharing import stream_together
+
+            return stream_together(lambda: (opened.source, opened.contents, weights.stream_options()), weights.members)
+        if not (weights.lazy and opened.is_mappable):
+            return weights.stream()
+        from relayout.loader.mapped import map_tensors
+        from relayout.loader.pack import pack
+
+        if weights.is_verified:
+            for _ in weights.stream():
+                pass
+        return iter(map_tensors(pack(opened.contents)).items())
 
     def _slices(
         self, columns: TensorColumns, tensors: Iterable[tuple[str, torch.Tensor]]
@@ -372,7 +347,6 @@ class RankWeights:
         from relayout.loader.tensors import torch_shape
 
         row_of = {name: row for row, name in enumerate(columns.names)}
-        make, read, usage = GlobalTensor.of, self.read, self.usage
         for name, tensor in tensors:
             row = row_of[name]
             part = columns.parts[row]
@@ -382,39 +356,44 @@ class RankWeights:
                 yield name, tensor
                 continue
             dtype, shape = columns.dtypes[row], columns.source_shapes[row]
-            with about(path=self.path, tensor=name):
+            with about(path=self.weights.path, tensor=name):
                 ranges: Sequence[Range] = part.ranges or ()
             if dtype == "F4":  # torch counts pairs of them.
                 shape, ranges = torch_shape(name, dtype, shape), _paired(shape, part)
-            whole = make(name, tensor, shape, part.axis, ranges, partial(read, name, ...), usage)
-            if whole is not tensor and not self.lazy:
+            read = partial(self.read, name, ...)
+            whole = GlobalTensor.of(name, tensor, shape, part.axis, ranges, read, self._usage)
+            if whole is not tensor and not self.weights.lazy:
                 self._cut.append(name)
             yield name, whole
 
-    def _unread(self, columns: TensorColumns, unused: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unread(self, columns: TensorColumns) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that are read if they are used: those that should not be, and, if they are given, those not held."""
         import torch
 
         from relayout.engines.global_tensor import GlobalTensor
         from relayout.loader.tensors import torch_dtype, torch_shape
 
+        weights, unread = self.weights, self.weights.opened.unread
+        device = "cpu" if weights.lazy else weights.device
         given = [
-            row for row in zip(columns.names, columns.dtypes, columns.source_shapes, strict=True) if row[0] in unused
+            row for row in zip(columns.names, columns.dtypes, columns.source_shapes, strict=True) if row[0] in unread
         ]
-        if not self.only_held:
-            held, whole = set(columns.names), self._whole
-            for name in whole.keys():  # noqa: SIM118 (it is no mapping)
-                if name not in held and not self.is_skipped(name):
-                    stored = whole.get_slice(name)
-                    given.append((name, stored.get_dtype(), tuple(stored.get_shape())))
-        for name, dtype, source_shape in given:
+        for name, dtype, source_shape in chain(given, () if weights.only_held else self._not_held(columns)):
             self._num_tensors += 1
             shape = torch_shape(name, dtype, source_shape)
             if not shape:
-                yield name, self.read(name, ...).to(self.device)
+                yield name, self.read(name, ...).to(device)
                 continue
-            nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, dtype), device=self.device)
-            yield name, GlobalTensor.of(name, nothing, shape, 0, (), partial(self.read, name, ...), self.usage)
+            nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, dtype), device=device)
+            yield name, GlobalTensor.of(name, nothing, shape, 0, (), partial(self.read, name, ...), self._usage)
+
+    def _not_held(self, columns: TensorColumns) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of each tensor of which this rank holds nothing."""
+        held, whole = set(columns.names), self._whole
+        for name in whole.keys():  # noqa: SIM118 (it is no mapping)
+            if name not in held and not self.weights.is_skipped(name):
+                stored = whole.get_slice(name)
+                yield name, stored.get_dtype(), tuple(stored.get_shape())
 
 
 def _paired(shape: tuple[int, ...], part: Slice) -> Sequence[Range]:

@@ -11,28 +11,34 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relayout.checkpoint.converted import find_manifest
 from relayout.checkpoint.trust import policy_of
-from relayout.engines.first_start import first_start
-from relayout.engines.folders import Folder, folder_of, is_ours, loads_itself, refuse_unproven, source_url
-from relayout.engines.live import Shapes, check_same_model, shapes_of
-from relayout.engines.metrics import publish
-from relayout.engines.rank_weights import EngineOptions, RankWeights, layer_of, listed, speculative
+from relayout.engines.folders import Shapes, WeightsPlace, check_same_model, refuse_unproven, source_url
+from relayout.engines.load import (
+    EngineModel,
+    EngineRank,
+    Experts,
+    Stock,
+    Weights,
+    known_of,
+    open_load,
+    remember,
+)
+from relayout.engines.rank_weights import EngineOptions, layer_of, listed, speculative
+from relayout.engines.report import publish
 from relayout.errors import PlanError, RelayoutError
 from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:
     import torch
 
-    from relayout.engines.unwritten import Marks
+    _Named: TypeAlias = tuple[str, torch.Tensor]
 
 FORMAT = "relayout"
 _LOGGER = getLogger("sglang.relayout")
@@ -41,27 +47,21 @@ _OF_DEFAULT_LOADER = {"auto", "safetensors", "fastsafetensors", "instanttensor",
 """Formats of which SGLang's default loader reads all tensors: other loaders write memory in ways of their own."""
 
 
-@dataclass(slots=True)
-class _Start:
-    """How a model was made."""
+class _ExtraConfig(dict[str, Any]):
+    """`model_loader_extra_config` as SGLang's loaders get it: without relayout's options, which stand beside it.
 
-    options: EngineOptions
-    path: str = ""
-    """Folder or URL of its weights, if relayout may load them."""
-    num_layers: int | None = None
-    """Number of layers of the text model."""
-    marks: Marks | None = None
-    """Marks in memory that was not looked at yet."""
-    shapes: Shapes | None = None
-    """Shapes of the weights that it has now, if relayout has seen them."""
+    This field is SGLang's own place for what loaders are told, so that a copy of the configuration has them, too.
+    """
 
+    options: EngineOptions = EngineOptions()
+    is_asked_for: bool = False
+    """Whether the format was `relayout`."""
 
-_starts: WeakKeyDictionary[Any, _Start] = WeakKeyDictionary()
-"""How each model of this process was made."""
-_updating: ContextVar[EngineOptions | None] = ContextVar("relayout_updating", default=None)
-"""While a model's weights are updated: the options that it was started with."""
-_stock: set[str] = set()
-"""Folders that SGLang has loaded itself."""
+    @staticmethod
+    def of(config: Any) -> _ExtraConfig:
+        """What a configuration has; without options, if `verify` has not seen it."""
+        extra = config.model_loader_extra_config
+        return extra if isinstance(extra, _ExtraConfig) else _ExtraConfig(extra or {})
 
 
 def register() -> None:
@@ -81,7 +81,7 @@ def register() -> None:
 
 
 def verify(original: Callable[[Any], None], config: Any) -> None:
-    """Around `LoadConfig._verify_load_format`: take out what only relayout understands.
+    """Hook around `LoadConfig._verify_load_format` that takes out what only relayout understands.
 
     A process that makes such a configuration is about to load weights, so the loader is hooked here: to import it in
     every process would cost seconds.
@@ -90,23 +90,20 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
         PlanError: an option is unknown.
         AttributeError, TypeError: the loader of this SGLang is not as expected.
     """
-    extra = config.model_loader_extra_config
-    options = extra.get(FORMAT, {}) if isinstance(extra, dict) else {}
+    extra = _ExtraConfig.of(config)
     where = f"--model-loader-extra-config, {FORMAT!r}"
-    # An update is told a format, and no options.
-    config.relayout_options = _updating.get() or EngineOptions.parse(options, where)
-    if config.relayout_options.source is not None:
+    if FORMAT in extra:
+        extra.options = EngineOptions.parse(extra.pop(FORMAT), where)
+    if extra.options.source is not None:
         raise PlanError(f"{where}: source: only for vLLM", code="option")
-    config.relayout_required = str(config.load_format).lower() == FORMAT
-    if isinstance(extra, dict):
-        config.model_loader_extra_config = {name: value for name, value in extra.items() if name != FORMAT}
-    if config.relayout_required:
-        config.load_format = "auto"
+    if str(config.load_format).lower() == FORMAT:
+        extra.is_asked_for, config.load_format = True, "auto"
+    config.model_loader_extra_config = extra
     original(config)
     try:
         _hook_loader()
     except Exception as error:
-        if config.relayout_required or policy_of(None) is not None:
+        if extra.is_asked_for or policy_of(None) is not None:
             raise
         _LOGGER.error("relayout: this SGLang does not recognize converted folders and would load them wrong: %r", error)
 
@@ -138,7 +135,7 @@ def _hook_loader() -> None:
 
 
 def choose_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
-    """Around `get_model_loader`, under a policy: loaders that read weights in a way of their own are refused.
+    """Hook around `get_model_loader` under a policy: loaders that read weights in a way of their own are refused.
 
     Raises:
         PlanError: this one does.
@@ -155,41 +152,56 @@ def choose_loader(original: Callable[..., Any], load_config: Any, model_config: 
 
 
 def weights_iterator(
-    original: Callable[..., Iterator[tuple[str, torch.Tensor]]], loader: Any, source: Any, **settings: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Around `DefaultModelLoader._get_weights_iterator`: (name, tensor) of a converted folder; others are SGLang's.
+    original: Callable[..., Iterator[_Named]], loader: Any, source: Any, **settings: Any
+) -> Iterator[_Named]:
+    """Hook around `DefaultModelLoader._get_weights_iterator` that gives what relayout loads; all else is SGLang's.
 
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
     """
-    config, path = loader.load_config, str(source.model_or_path)
-    if not _takes(config, path, getattr(source, "revision", None)):
-        return original(loader, source, **settings)
-    if config.draft_model_idx is not None and loads_itself(path) and folder_of(path) is None:
-        return original(loader, source, **settings)
-    options = getattr(config, "relayout_options", None) or EngineOptions()
-
-    def stock() -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name.removeprefix(source.prefix), tensor) for name, tensor in original(loader, source, **settings))
-
-    weights = _weights(path, options, config, source, stock)
-    if config.draft_model_idx is not None:
-        renamed: Iterator[tuple[str, torch.Tensor]] = loader._filter_mtp_weights(
-            weights, source.prefix, config.draft_model_idx
-        )
-        return renamed
-    return ((source.prefix + name, tensor) for name, tensor in weights)
+    stock = partial(original, loader, source, **settings)
+    known = _known_of_source(loader.load_config, source)
+    assert known.place is not None
+    if not known.place.is_ours:
+        return stock()
+    engine = _engine_rank(loader.load_config, source.model_config)
+    known.load = open_load(known.place, known.options, engine)
+    return _given(known, engine, loader, source, stock)
 
 
-def _takes(config: Any, path: str, revision: str | None = None) -> bool:
-    """Whether what is there is loaded by relayout: see `is_ours`."""
-    return is_ours(source_url(path, revision), is_asked_for=getattr(config, "relayout_required", False))
+def _known_of_source(config: Any, source: Any) -> EngineModel:
+    """What is known of the model that tensors are read for, whose load or update begins, and where they are."""
+    url, extra = source_url(str(source.model_or_path), getattr(source, "revision", None)), _ExtraConfig.of(config)
+    known = known_of(source.model_config)
+    if known is not None and known.place is not None and known.place.source == url:
+        return known
+    # An update is told a format, and no options: they are those of the start.
+    return EngineModel(known.options if known is not None else extra.options, WeightsPlace(url, extra.is_asked_for))
+
+
+def _given(
+    known: EngineModel, engine: EngineRank, loader: Any, source: Any, stock: Callable[[], Iterator[_Named]]
+) -> Iterator[_Named]:
+    """The tensors of a load, as SGLang names them."""
+    load, draft_model_idx = known.load, loader.load_config.draft_model_idx
+    if isinstance(load, Weights):
+        try:
+            if draft_model_idx is not None:
+                yield from loader._filter_mtp_weights(load.delivery, source.prefix, draft_model_idx)
+            else:
+                yield from ((source.prefix + name, tensor) for name, tensor in load.delivery)
+            publish(load.delivery.report(), _LOGGER)
+        except (RelayoutError, OSError) as error:
+            known.load = load = load.after(error, engine, str(source.model_or_path))
+    if isinstance(load, Stock):
+        yield from stock()  # After an error the model is given all tensors anew, and writes over what it has.
+        load.has_loaded()
 
 
 def prepare_weights(
     original: Callable[..., tuple[str, list[str], bool]], loader: Any, model_name_or_path: str, *args: Any, **named: Any
 ) -> tuple[str, list[str], bool]:
-    """Around `DefaultModelLoader._prepare_weights`: of a folder with slices only, the files that the rank reads.
+    """Hook around `DefaultModelLoader._prepare_weights`: of a folder with slices only, the files that the rank reads.
 
     SGLang asks for them to have them in the page cache early, and not to read them.
     """
@@ -207,79 +219,81 @@ def prepare_weights(
 
 
 def make_model(original: Callable[..., Any], model_config: Any, load_config: Any, *settings: Any, **named: Any) -> Any:
-    """Around `_initialize_model`: the memory of a model that relayout may load is marked.
+    """Hook around `_initialize_model`: the memory of a model that relayout may load is marked.
 
     That of a draft model is not: it shares modules with its target after the load, and keeps others as they were made.
     """
-    path, load_format = str(model_config.model_path), load_config.load_format
+    load_format, extra = load_config.load_format, _ExtraConfig.of(load_config)
     is_default = str(getattr(load_format, "value", load_format)).lower() in _OF_DEFAULT_LOADER
-    start = _Start(getattr(load_config, "relayout_options", None) or EngineOptions())
-    if not _takes(load_config, path) or not is_default or _is_draft(load_config, model_config):
+    url = source_url(str(model_config.model_path), getattr(model_config, "revision", None))
+    known = EngineModel(extra.options, WeightsPlace(url, extra.is_asked_for))
+    assert known.place is not None
+    if not known.place.is_ours or not is_default or _is_draft(load_config, model_config):
         model = original(model_config, load_config, *settings, **named)
     else:
         from relayout.engines.unwritten import Marks
 
-        with Marks() as start.marks:
+        with Marks() as known.marks:
             model = original(model_config, load_config, *settings, **named)
-        start.path = path
-        start.num_layers = getattr(getattr(model_config, "hf_text_config", None), "num_hidden_layers", None)
-    _starts[model] = start
+    remember(known, model, model_config)
     return model
 
 
 def load_weights(original: Callable[..., None], model: Any, weights: Any, *settings: Any, **named: Any) -> None:
-    """Around `DefaultModelLoader.load_weights_only`: all memory of a model that was marked has been written.
+    """Hook around `DefaultModelLoader.load_weights_only`: all memory of a model that was marked has been written.
 
     What SGLang has loaded itself may have left some as it was made: there it has its values again.
 
     Raises:
         PlanError: some was not.
     """
-    start = _starts.get(model)
     original(model, weights, *settings, **named)
-    if start is None or start.marks is None:
+    known = known_of(model)
+    if known is None:
         return
-    marks, start.marks = start.marks, None
-    if start.path not in _stock:
-        _check_written(model, start)
-        start.shapes = _shapes(start.path)
+    place, load, marks = known.place, known.load, known.marks
+    known.place = known.load = known.marks = None
+    if marks is None or place is None:
+        return
+    if not isinstance(load, Stock):
+        _check_written(model, place.source, load)
+        known.shapes = _shapes(place)
     marks.give_back(model)
 
 
-def _check_written(model: Any, start: _Start) -> None:
+def _check_written(model: Any, path: str, load: Weights | None) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     from relayout.engines.unwritten import check_written, unwritten
 
-    parallel = get_parallel()
-    is_elsewhere = _of_other_stages(parallel, start.num_layers)
-    if parallel.pp_size > 1 and (others := [name for name in unwritten(model) if is_elsewhere(name)]):
-        what = f"SGLang's {type(model).__name__} makes the layers of all stages of the pipeline ({listed(others)})"
-        raise PlanError(f"{what}: it has no pipeline parallelism; use --pp-size 1", path=start.path, code="unsupported")
-    check_written(model, start.path, "SGLang")
+    if load is not None and get_parallel().pp_size > 1:
+        is_elsewhere = load.delivery.weights.is_skipped
+        if others := [name for name in unwritten(model) if is_elsewhere(name)]:
+            what = f"SGLang's {type(model).__name__} makes the layers of all stages of the pipeline ({listed(others)})"
+            raise PlanError(f"{what}: it has no pipeline parallelism; use --pp-size 1", path=path, code="unsupported")
+    check_written(model, path, "SGLang")
 
 
 def update_weights(
     original: Callable[..., tuple[bool, str]], updater: Any, model_path: str, load_format: str, *args: Any, **named: Any
 ) -> tuple[bool, str]:
-    """Around `WeightUpdater.update_weights_from_disk`: weights that are not for the model change nothing.
+    """Hook around `WeightUpdater.update_weights_from_disk`: weights that are not for the model change nothing.
 
     Those that SGLang reads itself, for a model that it has loaded itself, are its own.
     """
     model, config = updater.get_model(), updater.model_config
-    had, start = str(config.model_path), _starts.get(model) or _Start(EngineOptions())
-    token = _updating.set(start.options)
+    had, known = str(config.model_path), known_of(model) or EngineModel(EngineOptions(), None)
     is_changing = False
     try:
-        shapes = None
-        is_known = start.shapes is not None or str(load_format).lower() == FORMAT
-        if is_ours(source_url(model_path, None), is_asked_for=is_known):
-            shapes = _shapes(model_path)
-            check_same_model(start.shapes or _shapes(had), model_path, shapes)
-        is_changing = True
+        place = WeightsPlace(source_url(model_path, None), str(load_format).lower() == FORMAT)
+        shapes = _shapes(place) if place.is_ours or known.shapes is not None else None
+        if shapes is not None:
+            check_same_model(known.shapes or _shapes(WeightsPlace(source_url(had, None))), model_path, shapes)
+        known.place, is_changing = place, True
+        remember(known, config)
         done, answer = original(updater, model_path, load_format, *args, **named)
         if done:
-            start.shapes = shapes
+            known.shapes = shapes
         else:
             config.model_path = had
         return done, answer
@@ -289,82 +303,40 @@ def update_weights(
         _LOGGER.error("relayout: not updated from %s, SGLang %s: %s", model_path, state, error)
         return False, f"relayout: weights were not updated, SGLang: {state}: {error}"
     finally:
-        _updating.reset(token)
+        known.place = None
 
 
-def _shapes(path: str) -> Shapes | None:
+def _shapes(place: WeightsPlace) -> Shapes | None:
     from sglang.srt.runtime_context import get_parallel
 
-    return shapes_of(source_url(path, None), get_parallel().tp_rank, get_parallel().tp_size)
+    return place.shapes(get_parallel().tp_rank, get_parallel().tp_size)
 
 
 def _is_draft(config: Any, model_config: Any) -> bool:
     return config.draft_model_idx is not None or bool(getattr(model_config, "is_draft_model", False))
 
 
-def _weights(
-    path: str, options: EngineOptions, config: Any, source: Any, stock: Callable[[], Iterator[tuple[str, torch.Tensor]]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _engine_rank(config: Any, model_config: Any) -> EngineRank:
+    """This process, as a load sees it."""
     from sglang.srt.runtime_context import get_parallel
 
-    parallel = get_parallel()
-    num_ranks, model_config = parallel.tp_size, source.model_config
-    url = source_url(path, getattr(source, "revision", None))
-    folder, kept, filling = folder_of(url), None, None
-    is_draft = _is_draft(config, model_config)
-    if folder is None:
-        owned = parallel.moe_ep_size > 1
-        is_cached = not is_draft and parallel.attn_tp_size == num_ranks and parallel.moe_ep_size in (1, num_ranks)
-        if is_cached:
-            kept, filling = first_start(url, num_ranks, options, "SGLang", _LOGGER, expert_parallel=owned)
-        if kept is not None:
-            url, folder = str(kept), Folder(num_ranks, owned)
-        elif loads_itself(url):
-            _stock.add(path)
-            yield from stock()
-            if filling is not None:
-                filling.start()
-            return
-    _stock.discard(path)
-    if folder is not None:
-        folder.check(
-            url,
-            num_ranks,
-            _LOGGER,
-            is_owned=parallel.moe_ep_size > 1,
-            is_in_blocks=parallel.moe_ep_size == num_ranks,
-            options=f"SGLang with --tp {folder.num_ranks} --ep-size {folder.num_ranks}",
-        )
-        if parallel.attn_tp_size != num_ranks:
-            what = "relayout: %s has attention cut for %d ranks, and SGLang cuts it for %d: loads are slower"
-            _LOGGER.warning(what, url, folder.num_ranks, parallel.attn_tp_size)
+    parallel, is_draft = get_parallel(), _is_draft(config, model_config)
     text_config = getattr(model_config, "hf_text_config", None)
     num_layers = None if is_draft else getattr(text_config, "num_hidden_layers", None)
-    weights = RankWeights(
-        url,
-        parallel.tp_rank,
-        num_ranks,
-        options,
+    is_owned, is_in_blocks = parallel.moe_ep_size > 1, parallel.moe_ep_size == parallel.tp_size
+    return EngineRank(
+        name="SGLang",
+        logger=_LOGGER,
+        rank=parallel.tp_rank,
+        num_ranks=parallel.tp_size,
+        num_attention_ranks=parallel.attn_tp_size,
+        experts=Experts(is_owned, is_in_blocks, is_owned, "SGLang with --tp {num_ranks} --ep-size {num_ranks}"),
+        is_draft=is_draft,
+        is_convertible=parallel.attn_tp_size == parallel.tp_size and (is_in_blocks or not is_owned),
         device=_device(),
         is_skipped=_of_other_stages(parallel, num_layers),
         is_unused=speculative(text_config) if num_layers is not None else lambda name: False,
-        only_held=folder is None or parallel.moe_ep_size == 1 or folder.expert_parallel,
-        # A draft model takes a few of the target's layers, and SGLang does not say which.
-        lazy=is_draft,
-        kept=kept,
     )
-    try:
-        yield from weights
-    except (RelayoutError, OSError) as error:
-        if kept is None or not loads_itself(path):
-            raise
-        kept.has_failed(error)
-        # The model is given all tensors anew, and writes over what it has.
-        _LOGGER.warning("relayout: cannot load from the cache: %s: SGLang loads %s itself", error, path)
-        _stock.add(path)
-        yield from stock()
-        return
-    publish(weights.report(), _LOGGER)
 
 
 def _of_other_stages(parallel: Any, num_layers: int | None) -> Callable[[str], bool]:
@@ -384,7 +356,7 @@ def _of_other_stages(parallel: Any, num_layers: int | None) -> Callable[[str], b
 
 
 def _device() -> str:
-    """Where slices are best read to: this process's GPU, if it has one."""
+    """The device that slices are best read to: this process's GPU, if it has one."""
     import torch
 
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"

@@ -27,24 +27,24 @@ _WITHOUT_VALUE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tens
 _RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}
 """What torch's own layers fill their parameters with."""
 _MARK = 0x7FA57FA57FA57FA5
-"""As a float of 2, 4 or 8 bytes it is a NaN that no computation makes."""
+"""A number that is, as a float of 2, 4 or 8 bytes, a NaN that no computation makes."""
 _NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What a mark is compared as: as elements of floats, otherwise whole, since each byte may be that of a weight."""
 _MAX_FULL_NBYTES = 2**19
-"""Of memory that is full of marks."""
+"""The most bytes of memory that is full of marks."""
 _NUM_MARKS, _NUM_ENTRY_MARKS = 2**6, 4
-"""In more memory: of all, and for each entry along the first of three dimensions (an expert) if these are more."""
+"""Marks in larger memory: in all, and in each entry along the first of three dimensions (an expert) if that is more."""
 _GOLDEN = (5**0.5 - 1) / 2
-"""Of a whole, `n` multiples of it leave no gap that is larger than 1.9 / `n`."""
+"""The golden section: `n` multiples of it, modulo 1, leave no gap that is larger than 1.9 / `n`."""
 
 
 class Marks(TorchFunctionMode):
-    """Around the making of a model: marks memory that gets no value, and parameters that get random ones."""
+    """Marks memory that gets no value, and parameters that get random ones, while a model is made within it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._replaced: dict[int, tuple[StorageWeakRef, torch.Tensor | None, torch.Tensor, int]] = {}
-        """Of each memory, by a number that is its own while it is here: where marks are, what was there, the unit."""
+        """By a number that each memory has while it is here: the memory, where marks are, what was there, the unit."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -181,5 +181,5 @@ def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @lru_cache(maxsize=64)  # Layers have the same sizes.
 def _positions(num_marks: int, count: int, device: torch.device) -> torch.Tensor:
-    """Which of `count` numbers are marks: multiples of the golden section, which are near to each other nowhere."""
+    """Which of `count` numbers are marks: multiples of the golden section, which spread evenly, however many."""
     return torch.arange(num_marks, dtype=torch.float64).mul_(_GOLDEN).frac_().mul_(count).long().to(device)

@@ -8,40 +8,47 @@ vLLM's own weight loaders do all the cutting, fusing and padding; they are hande
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from relayout.checkpoint.trust import policy_of
-from relayout.engines.first_start import Filling, first_start
-from relayout.engines.folders import Folder, folder_of, is_ours, loads_itself, refuse_unproven, source_url
-from relayout.engines.live import Shapes, check_same_model, shapes_of
-from relayout.engines.metrics import publish
-from relayout.engines.rank_weights import EngineOptions, RankWeights, listed, replicas, speculative
+from relayout.engines.folders import WeightsPlace, check_same_model, refuse_unproven, source_url
+from relayout.engines.load import (
+    EngineModel,
+    EngineRank,
+    Experts,
+    Load,
+    Stock,
+    Weights,
+    known_of,
+    open_load,
+    open_update,
+    remember,
+)
+from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights, listed, replicas, speculative
+from relayout.engines.report import publish
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from relayout.conversion.cached import CachedConversion, Observer
-    from relayout.engines.unwritten import Marks
+    from relayout.conversion.cached import Observer
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"
 _LOGGER = getLogger("vllm.relayout")
-"""Below vLLM's own, which is set up to be seen."""
+"""Below vLLM's own logger, which is set up to be seen."""
 _OPTIONS = ("enable_multithread_load", "num_threads", "enable_weights_track")
-"""Of vLLM's own loader, for what that loads itself; the last is for the check of what was loaded, too."""
+"""Options of vLLM's own loader, for what that loads; the last one is for the check of what was loaded, too."""
 _OF_TARGET = {"embed_tokens", "lm_head"}
 """Modules that vLLM lets draft models share with their target after the load, where their checkpoints have none."""
-_loaded: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Shapes | None]] = WeakKeyDictionary()
-"""Models that relayout has loaded: how their configuration names the weights, and of what shapes these are."""
 _NAMES = ("model", "model_weights", "revision")
-"""What of a model's configuration vLLM replaces when weights are reloaded from elsewhere."""
+"""The fields of a model's configuration that vLLM replaces when weights are reloaded from elsewhere."""
 
 
 def register(observe: Callable[[], Observer] | None = None) -> None:
@@ -69,7 +76,7 @@ def register(observe: Callable[[], Observer] | None = None) -> None:
 
 
 def _refused(loader: type[Any], load_config: Any) -> Any:
-    """In the place of a loader that reads weights in a way of its own.
+    """Stand in the place of a loader that reads weights in a way of its own.
 
     Raises:
         PlanError: there is a policy.
@@ -79,7 +86,7 @@ def _refused(loader: type[Any], load_config: Any) -> Any:
 
 
 def loader_class(
-    base: type[Any], *, is_asked_for: bool = True, observe: Callable[[], Observer] | None = None
+    stock: type[Any], *, is_asked_for: bool = True, observe: Callable[[], Observer] | None = None
 ) -> type[Any]:
     """The model loader, given vLLM's default one, of which it changes only where the tensors come from.
 
@@ -88,82 +95,92 @@ def loader_class(
         observe: see `register`.
 
     Raises:
-        TypeError: the default loader is not as expected.
+        ImportError, TypeError: the default loader is not as expected.
     """
     needed = ("create_model", "load_weights", "get_all_weights", "_get_weights_iterator", "download_model")
-    missing = [name for name in needed if not hasattr(base, name)]
+    missing = [name for name in needed if not hasattr(stock, name)]
     if missing:
-        raise TypeError(f"{base.__module__}.{base.__name__} has no {', '.join(missing)}")
-    more = {
-        "__module__": __name__,
-        "is_asked_for": is_asked_for,
-        "observe": staticmethod(observe) if observe is not None else None,
-    }
-    return type("RelayoutModelLoader", (_Loading, base), more)
+        raise TypeError(f"{stock.__module__}.{stock.__name__} has no {', '.join(missing)}")
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    setup = _Setup(stock, BaseModelLoader, is_asked_for, observe)
+    # vLLM takes only loaders that are derived from its base, which calls the methods of this one.
+    return type("RelayoutModelLoader", (VllmLoader, BaseModelLoader), {"__module__": __name__, "setup": setup})
 
 
-class _Loading:
-    """What `RelayoutModelLoader` has beside the methods of vLLM's `DefaultModelLoader`, from which it inherits too."""
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What all loaders of a class have in common."""
 
-    load_config: Any
+    stock: type[Any]
+    """vLLM's `DefaultModelLoader`."""
+    base: type[Any]
+    """vLLM's `BaseModelLoader`."""
     is_asked_for: bool
     observe: Callable[[], Observer] | None
-    _get_weights_iterator: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
+
+
+class VllmLoader:
+    """The methods of `RelayoutModelLoader`, which holds vLLM's own loader: that does all but finding the tensors."""
+
+    setup: _Setup
+    load_config: Any
 
     def __init__(self, load_config: Any) -> None:
         options = dict(load_config.model_loader_extra_config or {})
         known = {field.name for field in fields(EngineOptions)}
         # What neither knows is refused by the one that was asked for.
-        names = set(_OPTIONS) if self.is_asked_for else options.keys() - known
+        names = set(_OPTIONS) if self.setup.is_asked_for else options.keys() - known
         of_vllm = {name: options.pop(name) for name in list(options) if name in names}
         self._option_names = tuple(options)
         self._options = EngineOptions.parse(options, "--model-loader-extra-config")
-        self._weights: RankWeights | None = None
-        self._opened: RankWeights | None = None
-        """That the next load takes."""
-        self._is_stock = False
-        """Whether vLLM loads all of the model itself."""
-        self._filling: Filling | None = None
-        self._marks: Marks | None = None
-        """In the model that was created last."""
         # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
-        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=of_vllm))  # type: ignore[call-arg]
+        own_config = replace(load_config, load_format="auto", model_loader_extra_config=of_vllm)
+        self.setup.base.__init__(self, own_config)
+        self._stock = self._make_stock()
+        self.load: Load | None = None
+        """The load that was carried out last."""
 
-    def _takes(self, model_config: Any) -> bool:
-        """Whether a model is loaded here, and not by vLLM alone: see `is_ours`.
+    def _make_stock(self) -> Any:
+        return self.setup.stock(self.load_config)
+
+    def source_of(self, model_config: Any) -> str:
+        """The folder or URL of a model's weights."""
+        own = source_url(_path(model_config), getattr(model_config, "revision", None))
+        return own if _is_draft(model_config) or self._options.source is None else self._options.source
+
+    def _place(self, model_config: Any) -> WeightsPlace:
+        """Where a model's weights are.
 
         Raises:
-            PlanError: it is not, and has options that only relayout knows.
+            FormatError, PlanError, OSError: as `WeightsPlace.is_ours`; or vLLM loads them alone, and has options that
+                only relayout knows.
         """
-        is_here = is_ours(self.source_of(model_config), is_asked_for=self.is_asked_for)
-        if self._option_names and not is_here:
+        place = WeightsPlace(self.source_of(model_config), self.setup.is_asked_for)
+        if self._option_names and not place.is_ours:
             what = f"--model-loader-extra-config: {', '.join(self._option_names)}: only for folders that relayout has"
             raise PlanError(
                 f"{what} converted, or with --load-format {FORMAT}", path=_path(model_config), code="option"
             )
-        return is_here
-
-    def source_of(self, model_config: Any) -> str:
-        """The folder or URL of a model's weights."""
-        is_draft = model_config.runner_type == "draft"
-        own = source_url(_path(model_config), getattr(model_config, "revision", None))
-        return own if is_draft or self._options.source is None else self._options.source
+        return place
 
     def download_model(self, model_config: Any) -> None:
         """Let vLLM download what is no converted folder."""
-        is_here, source = self._takes(model_config), self.source_of(model_config)
-        if not is_here or (loads_itself(source) and folder_of(source) is None):
-            super().download_model(model_config)  # type: ignore[misc]
+        place = self._place(model_config)
+        if not place.is_ours or (place.has_engines_loader and place.folder is None):
+            self._stock.download_model(model_config)
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-        """The model, without weights, in memory that is marked."""
-        if not self._takes(model_config):
-            return super().create_model(vllm_config, model_config, prefix)  # type: ignore[misc]
+        """The model, without weights; if relayout loads it, in memory that is marked."""
+        place = self._place(model_config)
+        if not place.is_ours:
+            return self._stock.create_model(vllm_config, model_config, prefix)
         from relayout.engines.unwritten import Marks
 
-        self._marks = Marks()
-        with self._marks:
-            return super().create_model(vllm_config, model_config, prefix)  # type: ignore[misc]
+        with Marks() as marks:
+            model = self._stock.create_model(vllm_config, model_config, prefix)
+        remember(EngineModel(self._options, place, marks), model)
+        return model
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Let the model load this rank's weights; check that all its memory was written, or is as vLLM leaves it.
@@ -171,38 +188,40 @@ class _Loading:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit the model.
         """
-        if not self._takes(model_config):
-            super().load_weights(model, model_config)  # type: ignore[misc]
+        known = known_of(model)
+        if known is None or known.place is None or known.place.source != self.source_of(model_config):
+            known = EngineModel(self._options, self._place(model_config))
+        place, known.place = known.place, None
+        assert place is not None
+        if not place.is_ours:
+            self._stock.load_weights(model, model_config)
             return
-        try:
-            self._load(model, model_config)
-        except Exception as error:
-            weights = self._opened or self._weights
-            if weights is None or weights.kept is None or not loads_itself(self.source_of(model_config)):
-                raise
-            weights.kept.has_failed(error)
-            _LOGGER.warning(
-                "relayout: cannot load from the cache: %s: vLLM loads %s itself", error, _path(model_config)
-            )
-            self._weights, self._opened, self._is_stock = None, None, True
-            super().load_weights(model, model_config)  # type: ignore[misc]
-        if self._marks is not None:
-            self._marks.give_back(model)
+        group = _group(_device(model)) if self._options.share and not _is_draft(model_config) else None
+        with replicas(group) as members:
+            engine = self._engine_rank(model, model_config, members)
+            self.load = open_load(place, self._options, engine)
+            if isinstance(self.load, Weights):
+                try:
+                    self._take(self.load.delivery, model, model_config)
+                    known.names = tuple(getattr(model_config, name, None) for name in _NAMES)
+                    known.shapes = place.shapes(engine.rank, engine.num_ranks)
+                    remember(known, model)
+                except Exception as error:
+                    self.load = self.load.after(error, engine, _path(model_config))
+            if isinstance(self.load, Stock):
+                self._stock.load_weights(model, model_config)
+                self.load.has_loaded()
+        if known.marks is not None:
+            known.marks.give_back(model)
 
-    def _load(self, model: Any, model_config: Any) -> None:
-        device, is_draft = _device(model), model_config.runner_type == "draft"
-        with replicas(_group(device) if self._options.share and not is_draft else None) as members:
-            self._opened = self.open_weights(model, model_config, members)
-            self._is_stock = self._opened is None
-            super().load_weights(model, model_config)  # type: ignore[misc]
-            if self._weights is None:
-                if self._filling is not None:
-                    self._filling.start()
-                return
-            report = self._weights.report()
-            self._check_written(model, model_config)
-            named = tuple(getattr(model_config, name, None) for name in _NAMES)
-            _loaded[model] = named, self._shapes(model_config)
+    def _take(self, delivery: Delivery, model: Any, model_config: Any) -> None:
+        """Let vLLM's own loader load what is delivered: it takes what `get_all_weights` returns, and checks names."""
+        loader, tensors = self._make_stock(), self._tensors(delivery, model)
+        loader.get_all_weights = lambda *_: tensors
+        loader.counter_before_loading_weights = time.perf_counter()  # vLLM logs the seconds since then.
+        loader.load_weights(model, model_config)
+        report = delivery.report()
+        self._check_written(model, model_config)
         publish(report, _LOGGER)
         if report.unused:
             _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
@@ -210,125 +229,91 @@ class _Loading:
     def _check_written(self, model: Any, model_config: Any) -> None:
         from relayout.engines.unwritten import check_written
 
-        is_draft = model_config.runner_type == "draft"
         try:
-            check_written(model, _path(model_config), "vLLM", _OF_TARGET if is_draft else ())
+            check_written(model, _path(model_config), "vLLM", _OF_TARGET if _is_draft(model_config) else ())
         except PlanError as error:
-            if getattr(self, "enable_weights_track", None) is not False:
+            if self.load_config.model_loader_extra_config.get("enable_weights_track") is not False:
                 raise
             _LOGGER.warning("relayout: %s", error)
 
-    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the checkpoint, as this rank has them; also for vLLM's `reload_weights`.
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
+        """(name, tensor) of the checkpoint, as this rank has them, for vLLM's `reload_weights`.
 
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `load_weights`; before anything changes, if a model that
                 relayout has loaded is to be reloaded from what is not for it.
         """
-        for source in getattr(model, "secondary_weights", ()):
-            refuse_unproven(source.model_or_path, f"has weights of {type(model).__name__} that vLLM reads itself")
-        if self._opened is None and (loaded := _loaded.get(model)) is not None:
+        place, known = self._place(model_config), known_of(model)
+        names = None if known is None else known.names
+        if names is None and not place.is_ours:
+            return self._stock_weights(model_config, model)
+        engine = self._engine_rank(model, model_config)
+        if known is not None and names is not None:
             try:
-                check_same_model(loaded[1], _path(model_config), self._shapes(model_config))
+                check_same_model(known.shapes, _path(model_config), place.shapes(engine.rank, engine.num_ranks))
             except Exception:
-                for name, value in zip(_NAMES, loaded[0], strict=True):
+                for name, value in zip(_NAMES, names, strict=True):
                     setattr(model_config, name, value)
                 raise
-        return self._all_weights(model_config, model)
+        self.load = open_load(place, self._options, engine)
+        if isinstance(self.load, Weights):
+            return self._tensors(self.load.delivery, model)
+        return self._stock_weights(model_config, model)
 
-    def _shapes(self, model_config: Any) -> Shapes | None:
-        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    def _stock_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
+        weights: Iterable[tuple[str, torch.Tensor]] = self._stock.get_all_weights(model_config, model)
+        return weights
 
-        source = self.source_of(model_config)
-        return shapes_of(source, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+    def _tensors(self, delivery: Delivery, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is delivered, and then what the model class names beside it: files or folders that vLLM reads itself.
 
-    def _all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._takes(model_config) and not self._is_stock:
-            self._weights, self._opened = self._opened or self.open_weights(model, model_config), None
-        if self._weights is None:
-            yield from super().get_all_weights(model_config, model)  # type: ignore[misc]
-            return
-        self.counter_before_loading_weights = time.perf_counter()  # From here vLLM counts the seconds that it logs.
-        yield from self._weights
-        for source in getattr(model, "secondary_weights", ()):  # Other files or folders, which vLLM reads itself.
-            yield from self._get_weights_iterator(source)
-
-    def open_weights(
-        self,
-        model: Any,
-        model_config: Any,
-        members: Group | None = None,
-        update: tuple[str, tuple[str, ...]] | None = None,
-    ) -> RankWeights | None:
-        """The tensors of the folder, shared with other replicas if they load, too; None if vLLM is to load them.
-
-        With `update`, the model has weights already, and these are what deltas make of a converted folder.
+        Raises:
+            PlanError: there is a policy, and nothing would prove these.
         """
+        beside = getattr(model, "secondary_weights", ())
+        for source in beside:
+            refuse_unproven(source.model_or_path, f"has weights of {type(model).__name__} that vLLM reads itself")
+        return chain(delivery, chain.from_iterable(map(self._stock._get_weights_iterator, beside)))
+
+    def open_update(self, model: Any, model_config: Any, path: str, deltas: tuple[str, ...]) -> RankWeights:
+        """The weights that deltas make of a converted folder, for a model that has weights already.
+
+        Raises:
+            FormatError, PlanError, OSError: as `open_load`; or the folder was not converted.
+        """
+        return open_update(path, deltas, self._options, self._engine_rank(model, model_config, is_update=True))
+
+    def _engine_rank(
+        self, model: Any, model_config: Any, members: Group | None = None, *, is_update: bool = False
+    ) -> EngineRank:
+        """This process, as a load sees it."""
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-        path, deltas = update or (self.source_of(model_config), None)
-        is_draft = model_config.runner_type == "draft"
+        is_draft = _is_draft(model_config)
         # Before anything that may differ from node to node, as all ranks must take part.
-        ranks = _ranks_of_node() if self.is_asked_for and not is_draft and deltas is None else None
-        folder = folder_of(path)
-        if folder is None and deltas is not None:
-            what = "was not converted: the weights of a live engine change from one converted folder to another"
-            raise PlanError(what, path=path, code="unsupported")
-        if is_draft and folder is None:
-            _LOGGER.info("relayout: the draft model %s was not converted: vLLM loads it itself", path)
-            return None
+        local_ranks = _ranks_of_node() if self.setup.is_asked_for and not is_draft and not is_update else None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
-        is_owned = bool(parallel.enable_expert_parallel)
-        kept, self._filling = (None, None) if folder else self._first_start(path, num_ranks, parallel, ranks)
-        if kept is not None:
-            path, folder = str(kept), Folder(num_ranks, is_owned)
-        elif folder is None and loads_itself(path):
-            return None
-        if folder is not None:
-            folder.check(
-                path,
-                num_ranks,
-                _LOGGER,
-                is_owned=is_owned or parallel.data_parallel_size > 1,
-                is_in_blocks=is_owned and _owns_blocks(parallel, num_ranks),
-                options=f"vLLM with --enable-expert-parallel -tp {folder.num_ranks}, and without data parallelism, EPLB"
-                " or another expert placement",
-            )
-        config, mapper = model_config.hf_text_config, getattr(model, "hf_to_vllm_mapper", None)
-        layers, others = _of_other_stages(model, config) if parallel.pipeline_parallel_size > 1 else ((), ())
-        is_speculative = speculative(config)
-
-        def mapped(name: str) -> str:
-            return (mapper._map_name(name) if mapper is not None and layers + others else name) or name
-
-        return RankWeights(
-            path,
-            rank,
-            num_ranks,
-            self._options,
+        experts = _experts(parallel, num_ranks)
+        is_skipped, is_elsewhere = _of_other_stages(model, model_config, parallel)
+        is_speculative = speculative(model_config.hf_text_config)
+        return EngineRank(
+            name="vLLM",
+            logger=_LOGGER,
+            rank=rank,
+            num_ranks=num_ranks,
+            num_attention_ranks=num_ranks,
+            experts=experts,
+            is_draft=is_draft,
+            is_convertible=experts.is_in_blocks if experts.is_owned else parallel.data_parallel_size == 1,
             device=_device(model),
-            is_skipped=lambda name: mapped(name).startswith(layers),
-            is_unused=lambda name: mapped(name).startswith(others) or (not is_draft and is_speculative(name)),
-            only_held=folder is None or folder.expert_parallel or not is_owned,
-            # A draft model takes a few of the target's layers, and vLLM does not say which.
-            lazy=is_draft,
-            progress=rank == 0 and deltas is None and bool(self.load_config.use_tqdm_on_load),
-            members=None if folder is None or kept is not None else members,
-            kept=kept,
-            deltas=deltas,
-        )
-
-    def _first_start(
-        self, source: str, num_ranks: int, parallel: Any, ranks: tuple[int, ...] | None
-    ) -> tuple[CachedConversion | None, Filling | None]:
-        """As `first_start`, if vLLM places experts as a conversion can."""
-        owned = bool(parallel.enable_expert_parallel)
-        if not (_owns_blocks(parallel, num_ranks) if owned else parallel.data_parallel_size == 1):
-            return None, None
-        return first_start(
-            source, num_ranks, self._options, "vLLM", _LOGGER, expert_parallel=owned, ranks=ranks, observe=self.observe
+            is_skipped=is_skipped,
+            is_unused=lambda name: is_elsewhere(name) or (not is_draft and is_speculative(name)),
+            local_ranks=local_ranks,
+            observe=self.setup.observe,
+            members=members,
+            progress=rank == 0 and not is_update and bool(self.load_config.use_tqdm_on_load),
         )
 
 
@@ -336,11 +321,22 @@ def _path(model_config: Any) -> str:
     return str(getattr(model_config, "model_weights", "") or model_config.model)
 
 
-def _owns_blocks(parallel: Any, num_ranks: int) -> bool:
-    """Whether each rank owns a contiguous block of the experts."""
+def _is_draft(model_config: Any) -> bool:
+    return bool(model_config.runner_type == "draft")
+
+
+def _experts(parallel: Any, num_ranks: int) -> Experts:
+    """Where vLLM places experts."""
+    is_owned = bool(parallel.enable_expert_parallel)
     num_owners = num_ranks * parallel.data_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     is_linear = getattr(parallel, "expert_placement_strategy", "linear") == "linear"
-    return is_linear and not parallel.enable_eplb and num_owners == num_ranks
+    return Experts(
+        is_owned,
+        is_in_blocks=is_owned and is_linear and not parallel.enable_eplb and num_owners == num_ranks,
+        is_elsewhere=is_owned or parallel.data_parallel_size > 1,
+        options="vLLM with --enable-expert-parallel -tp {num_ranks}, and without data parallelism, EPLB or another"
+        " expert placement",
+    )
 
 
 def _group(device: Any) -> ProcessGroup | None:
@@ -384,22 +380,32 @@ def _ranks_of_node() -> tuple[int, ...] | None:
     return None if len(mine) == group.world_size else mine
 
 
-def _of_other_stages(model: Any, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Beginnings of the names of layers, and of other modules, that other stages of the pipeline have.
+def _of_other_stages(
+    model: Any, model_config: Any, parallel: Any
+) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
+    """Whether a tensor is of a layer, and whether it is of another module, that another stage of the pipeline has.
 
     Proof: the class of the placeholder, by which vLLM's own loaders pass over layers, too. There are other
     placeholders, which a loader replaces by what it then loads.
     """
+    if parallel.pipeline_parallel_size == 1:
+        return lambda name: False, lambda name: False
     from vllm.model_executor.models.utils import PPMissingLayer
 
     missing = [name for name, module in model.named_modules() if isinstance(module, PPMissingLayer)]
-    layers = [name for name in missing if name.rpartition(".")[2].isdigit()]
+    layers = tuple(f"{name}." for name in missing if name.rpartition(".")[2].isdigit())
     # Tied, the embedding may be wanted where only its module is missing.
-    is_tied = getattr(config, "tie_word_embeddings", True)
-    others = () if is_tied else set(missing).difference(layers)
-    return tuple(f"{name}." for name in layers), tuple(f"{name}." for name in others)
+    is_tied = getattr(model_config.hf_text_config, "tie_word_embeddings", True)
+    others = () if is_tied else tuple({f"{name}." for name in missing}.difference(layers))
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+
+    def begins(name: str, prefixes: tuple[str, ...]) -> bool:
+        mapped = mapper._map_name(name) if mapper is not None and prefixes else name
+        return (mapped or name).startswith(prefixes)
+
+    return partial(begins, prefixes=layers), partial(begins, prefixes=others)
 
 
 def _device(model: Any) -> Any:
-    """Where the parameters are: slices are best read to there."""
+    """The device of the parameters: slices are best read to there."""
     return next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), "cpu")

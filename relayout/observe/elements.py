@@ -11,7 +11,7 @@ View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, strides and offset, in elements of a dense row-major tensor."""
 
 Box = tuple[tuple[Range, ...], ...]
-"""For each axis the ranges of a product, ascending and not adjacent."""
+"""The ranges of a product along each axis, ascending and not adjacent."""
 
 _MAX_RANGES = 2**16
 

@@ -35,7 +35,7 @@ class Example:
 
     checkpoint: PlannedCheckpoint
     observed: Mapping[int, Sequence[tuple[Slice, ...]]]
-    """By degree: for each tensor, in the checkpoint's order, the slice of each rank."""
+    """The slice of each rank by degree, and then for each tensor, in the checkpoint's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class _Observed:
 
     tensor: PlannedTensor
     example: int
-    """Its index."""
+    """The index of the example."""
     slices: Mapping[int, tuple[Slice, ...]]
-    """By degree, of each rank."""
+    """The slice of each rank, by degree."""
     loaded: Mapping[int, tuple[Slice, ...]]
     """The same, at the degrees at which a rank loads it."""
 
@@ -81,7 +81,7 @@ _BESIDE = re.compile(
     r"(^|[._])(visual|vision|vit|image|audio|speech|sound|video|qformer|connector|projectors?)([._]|$)"
     r"|^(model\.)?encoder\."
 )
-"""In names of the parts beside the language model, whose heads are not those of its attention."""
+"""Words in names of the parts beside the language model, whose heads are not those of its attention."""
 
 _FIRST = ("weight", "q_proj", "gate_proj", "q_norm", "input_layernorm")
 """Words that a person would write before others."""

@@ -29,14 +29,14 @@ from relayout.storage.local.open_folder import write_file
 from relayout.storage.stores import find_input
 
 _MAX_SIDE_NBYTES = 2**24
-"""Of a file beside the weights that an engine may look at: configurations, and code."""
+"""The most bytes of a file beside the weights that an engine may look at, such as a configuration, or code."""
 _SIDE_SUFFIXES = (".json", ".py", ".txt")
 _SMALL_NBYTES = 2**20
 _SILENCE_SECONDS = 600
-"""After which the observing process is considered stuck: it reports when vLLM is imported, and when a rank is done."""
+"""The longest silence of the observing process: it reports when vLLM is imported, and when a rank is done."""
 
 DEGREES = range(2, 17)
-"""Those at which a plan file is observed; vLLM refuses those that do not divide the heads."""
+"""The degrees at which a plan file is observed; vLLM refuses those that do not divide the heads."""
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -46,9 +46,9 @@ class Observation:
     """What the ranks of an engine load."""
 
     engine: str
-    """Its version, and the class that loaded."""
+    """The engine's version, and the class that loaded."""
     loaded_slices: tuple[tuple[Slice, ...], ...]
-    """For each tensor, in the checkpoint's order, what each rank loads."""
+    """The slices that each rank loads, for each tensor in the checkpoint's order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class StandInGroup:
 
 
 class _Anything:
-    """In the place of any class or function."""
+    """Stands in the place of any class or function."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -154,7 +154,7 @@ class WithoutMemory(Unpinned):
 
 
 def stand_in_kernels() -> None:
-    """Where vLLM has no kernel of a layer for this processor, take a stand-in: nothing is run here."""
+    """Take a stand-in where vLLM has no kernel of a layer for this processor: nothing is run here."""
     for module in ("fp8", "auto_awq", "auto_gptq", "mxfp4", "modelopt", "moe_wna16"):
         _module(f"{_LAYERS}.quantization.{module}")
     _module(f"{_LAYERS}.quantization.compressed_tensors.compressed_tensors")

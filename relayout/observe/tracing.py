@@ -191,7 +191,7 @@ class _ProbeMemory:
     dtype: torch.dtype
     recorder: LoadRecorder
     numbers: torch.Tensor | None = None
-    """Those of the elements, if they are not those of the tensor as it is stored."""
+    """The numbers of the elements, if they are not those of the tensor as it is stored."""
 
 
 class Probe(torch.Tensor):
@@ -214,7 +214,7 @@ class Probe(torch.Tensor):
         return f"Probe({self.memory.name!r}, {list(self.shape)} of {list(self.memory.shape)}, {self.dtype})"
 
     def narrow(self, dim: int, start: Any, length: Any) -> torch.Tensor:
-        """As `torch.narrow`; what weight loaders call most, so without torch's dispatcher."""
+        """Do what `torch.narrow` does; weight loaders call this most, so it goes without torch's dispatcher."""
         size, strides, offset = geometry_of(self)
         if type(start) is int and 0 <= start <= start + length <= size[dim]:
             axis = dim % len(size)

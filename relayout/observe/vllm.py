@@ -26,7 +26,7 @@ from relayout.format.fields import dump_slice
 from relayout.observe.observation import JsonObject
 
 _MAX_PROCESSES = 4
-"""Of ranks at once; each takes about as much memory as importing vLLM does, 0.5 GB."""
+"""The most ranks at once; each takes about as much memory as importing vLLM does, 0.5 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ObservationJob:
     """What to observe."""
 
     folder: str
-    """With config.json, the files beside it, and headers of weight files."""
+    """A folder with config.json, the files beside it, and headers of weight files."""
     tensors: Sequence[tuple[str, str, Sequence[int]]]
     """(name, dtype, shape) of each tensor, in the order in which the loader is given them."""
     tp: int

@@ -224,7 +224,7 @@ def test_inspect_and_preview_name_all_axes(model: Model, plan: Plan, source: Pat
 
 
 def test_an_engine_is_told_that_it_takes_slices_along_one_axis_only(converted: Path) -> None:
-    weights = RankWeights(str(converted), 1, NUM_RANKS, EngineOptions())
+    weights = RankWeights(str(converted), 1, NUM_RANKS, EngineOptions()).deliver()
     with pytest.raises(PlanError, match=r"is cut along dims \[0, [12]\], expected at most one$") as error:
         list(weights)
     assert (error.value.code, error.value.path) == ("unsupported", str(converted))

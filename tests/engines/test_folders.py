@@ -13,7 +13,7 @@ from support.fake_vllm import Model, Tensors
 from support.signing import UNTRUSTED, Keys, make_keys, write_states
 
 from relayout import FormatError, PlanError, plugins
-from relayout.engines.folders import is_ours, source_url
+from relayout.engines.folders import WeightsPlace, source_url
 from relayout.errors import RelayoutError
 
 HUB = "org/model"
@@ -107,13 +107,13 @@ def test_under_a_policy_only_what_is_signed_gets_into_an_engine(
 
 
 def test_without_a_policy_the_engine_loads_what_is_plain(states: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_ours(str(states / "unsigned"), is_asked_for=False)
-    assert is_ours("s3://bucket/model", is_asked_for=True)
-    assert not is_ours(str(states / "plain"), is_asked_for=False)
-    assert not is_ours(f"hf://{HUB}", is_asked_for=False)
-    assert not is_ours(str(states / "nothing"), is_asked_for=False)
+    assert WeightsPlace(str(states / "unsigned"), is_asked_for=False).is_ours
+    assert WeightsPlace("s3://bucket/model", is_asked_for=True).is_ours
+    assert not WeightsPlace(str(states / "plain"), is_asked_for=False).is_ours
+    assert not WeightsPlace(f"hf://{HUB}", is_asked_for=False).is_ours
+    assert not WeightsPlace(str(states / "nothing"), is_asked_for=False).is_ours
     with pytest.raises(FormatError, match=r"relayout\.json: is missing beside rank files"):
-        is_ours(str(states / "without relayout.json"), is_asked_for=False)
+        _ = WeightsPlace(str(states / "without relayout.json"), is_asked_for=False).is_ours
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_name_is_of_the_hub_unless_there_is_such_a_folder(
 def test_a_policy_that_cannot_be_read_stops_a_load(states: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     monkeypatch.setenv("RELAYOUT_TRUST", policy)
     with pytest.raises((PlanError, OSError), match=policy or "RELAYOUT_TRUST is empty"):
-        is_ours(str(states / "signed"), is_asked_for=False)
+        _ = WeightsPlace(str(states / "signed"), is_asked_for=False).is_ours
 
 
 @pytest.mark.parametrize(("kind", "call"), [(fake_vllm, plugins.vllm), (fake_sglang, plugins.sglang)])

@@ -290,7 +290,7 @@ def test_pairs_of_a_packed_type_are_counted_along_the_last_axis_only(axis: int, 
     packed = torch.arange(16, dtype=torch.uint8).view(4, 4)
     held = packed[2:] if axis == 0 else packed[:, 2:]
     given = held.contiguous().view(torch.float4_e2m1fn_x2)
-    [(name, made)] = RankWeights("none", 0, 2, EngineOptions(strict=True))._slices(columns, [("w", given)])
+    [(name, made)] = RankWeights("none", 0, 2, EngineOptions(strict=True)).deliver()._slices(columns, [("w", given)])
     assert (name, made.shape) == ("w", (4, 4))
     assert torch.equal(made.narrow(axis, 2, 2).view(torch.uint8), held)
 
@@ -316,7 +316,7 @@ def test_it_is_noted_which_tensors_have_been_used() -> None:
 
 
 def test_threads_that_need_whole_tensors_first_open_the_checkpoint_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, opened = RankWeights("folder", 0, 2, EngineOptions()), []
+    delivery, opened = RankWeights("folder", 0, 2, EngineOptions()).deliver(), []
     monkeypatch.setattr("relayout.engines.rank_weights.is_converted", lambda store: True)
     monkeypatch.setattr("relayout.engines.rank_weights.find_input", lambda path: None)
 
@@ -327,5 +327,5 @@ def test_threads_that_need_whole_tensors_first_open_the_checkpoint_once(monkeypa
 
     monkeypatch.setattr("relayout.loader.view.safe_open", slow)
     with ThreadPoolExecutor(2) as threads:
-        seen = list(threads.map(lambda _: weights._whole, range(2)))
+        seen = list(threads.map(lambda _: delivery._whole, range(2)))
     assert seen == opened * 2

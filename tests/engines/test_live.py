@@ -21,7 +21,8 @@ from support.updates_worker import TP, write_steps
 
 import relayout
 from relayout.core.digests import digest_hex
-from relayout.engines.live import Shapes, _check_padding, _pack_tied, _update, check_same_model
+from relayout.engines.folders import Shapes, check_same_model
+from relayout.engines.live import _check_padding, _layout, _pack_tied, _update
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
 
@@ -99,7 +100,7 @@ def test_an_engine_whose_weights_are_a_mixture_computes_nothing_any_more(workers
 
 def test_what_a_rank_does_not_hold_is_read_through_the_deltas_too(updated_folders: Path) -> None:
     base, deltas = str(updated_folders / "step-0"), [str(updated_folders / f"delta-{step}") for step in (1, 2)]
-    weights = RankWeights(base, 0, TP, EngineOptions(), deltas=deltas)
+    weights = RankWeights(base, 0, TP, EngineOptions(), deltas=deltas).deliver()
     whole = stock_tensors(updated_folders / "model-2")
     with relayout.safe_open(base, deltas=deltas) as opened:
         assert set(opened.keys()) == set(whole)
@@ -113,7 +114,7 @@ def test_what_a_rank_does_not_hold_is_read_through_the_deltas_too(updated_folder
 def test_a_layout_tells_slices_of_the_same_shape_apart(updated_folders: Path) -> None:
     """So an update is refused in which the rank has other ones."""
     first, second = (
-        RankWeights(str(updated_folders / "step-0"), rank, TP, EngineOptions()).layout() for rank in range(TP)
+        _layout(RankWeights(str(updated_folders / "step-0"), rank, TP, EngineOptions())) for rank in range(TP)
     )
     assert [row[:2] for row in first.values()] == [row[:2] for row in second.values()]
     assert first["lm_head.weight"] != second["lm_head.weight"]

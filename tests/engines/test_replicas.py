@@ -64,6 +64,14 @@ def test_what_fails_in_one_replica_fails_all_with_its_reason(
     assert reason in found[1 - culprit] or "it stopped before the last tensor" in found[1 - culprit]
 
 
+def test_a_replica_whose_load_cannot_be_shared_lets_nobody_wait_for_it(replicas: list[dict[str, Any]]) -> None:
+    """Of a plain checkpoint vLLM loads all itself; the other replica has a converted one."""
+    loads_alone, waits = (replica["one shares nothing"] for replica in replicas)
+    assert "error" not in loads_alone
+    assert "member 0 of the group failed: " in waits["error"]
+    assert "group: this load cannot be shared" in waits["error"]
+
+
 def test_experts_that_replicas_own_are_never_shared(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Engine = install(monkeypatch)
     engine.rank, engine.tp, engine.replicas = 0, 2, SimpleNamespace()  # No group: to use it would fail.
@@ -71,4 +79,4 @@ def test_experts_that_replicas_own_are_never_shared(folders: Path, monkeypatch: 
     whole = stock_tensors(folders / "moe")
     with pytest.warns(UserWarning, match="whole tensors are read"):
         loader = engine.load(folders / "moe-tp2", Model(whole, 0, 2, experts_by_rank=True))
-    assert loader._weights.report().num_readers == 1
+    assert loader.load.delivery.report().num_readers == 1

@@ -6,7 +6,6 @@ import logging
 import shutil
 import sys
 import warnings
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +15,11 @@ from support import prestarted
 from support.bits import flip
 from support.conversions import stock_tensors
 from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, Tensors, install, model_config
-from support.toy_store import shelf
 
 import relayout
 from relayout import plugins
-from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
+from relayout.engines.load import Stock
+from relayout.engines.rank_weights import Delivery
 from relayout.engines.vllm import loader_class
 from relayout.errors import FormatError, PlanError
 
@@ -40,7 +39,7 @@ def test_every_rank_gets_what_it_would_cut_out_of_the_source(folders: Path, engi
         model = Model(whole, rank, tp)
         loader = engine.load(folders / f"{name}-tp{tp}", model, strict=True)
         model.assert_holds_what_it_cuts_of(whole)
-        report = loader._weights.report()
+        report = loader.load.delivery.report()
         assert (report.rank, report.num_ranks, report.num_whole, report.unused) == (rank, tp, 0, ())
         assert report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
 
@@ -53,7 +52,7 @@ def test_a_draft_model_is_read_to_the_cpu_whatever_backend_its_target_has(
     model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
     loader = engine.load(folders / name, model, draft=True, backend="pinned", verify=True)
     model.assert_holds_what_it_cuts_of(whole)
-    assert loader._weights.report().memory > 0
+    assert loader.load.delivery.report().memory > 0
 
 
 def test_damage_of_a_draft_model_is_an_error_if_digests_are_compared(
@@ -70,7 +69,7 @@ def test_a_draft_model_is_read_as_it_is_used(folders: Path, engine: Engine, whol
     model = Model(whole, 1, 2, stage=lambda name: ".layers.2." in name)
     loader = engine.load(folders / "llama-tp2", model, draft=True, strict=True)
     model.assert_holds_what_it_cuts_of(whole)
-    report = loader._weights.report()
+    report = loader.load.delivery.report()
     assert (report.backend, report.memory) == ("mapped", 0)
 
 
@@ -99,27 +98,6 @@ def test_a_reload_from_what_is_not_for_the_model_is_refused_before_anything_chan
     model.assert_holds_what_it_cuts_of(whole)
 
 
-@pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
-def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
-    folders: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reads: str
-) -> None:
-    calls: list[str] = []
-    plans = "relayout.loader.sources.plain.plan_for" if folder == "llama" else "relayout.plans.planner.plan_by"
-    for one in (f"relayout.loader.sources.{reads}", plans):
-        module, _, name = one.rpartition(".")
-        original = getattr(import_module(module), name)
-        monkeypatch.setattr(
-            import_module(module), name, lambda *a, _f=original, _n=name, **k: calls.append(_n) or _f(*a, **k)
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert dict(RankWeights(str(folders / folder), 0, 2, EngineOptions()))
-    # At another degree, the conversion's own is planned too, to see that the rules are the same.
-    assert sorted(calls) == (
-        ["plan_for", "read_source"] if folder == "llama" else ["plan_by", "plan_by", "read_record"]
-    )
-
-
 @pytest.mark.parametrize(
     ("setting", "tp"),
     [
@@ -144,20 +122,13 @@ def test_a_pipeline_stage_reads_only_what_it_has(folders: Path, engine: Engine, 
     model = Model(whole, 0, 2, stage=lambda name: not name.startswith(elsewhere))
     model.missing = {name.rstrip("."): PPMissingLayer() for name in elsewhere}
     engine.parallel.pipeline_parallel_size = 2
-    report = engine.load(folders / "llama-tp2", model, tied=tied)._weights.report()
+    loader = engine.load(folders / "llama-tp2", model, tied=tied)
+    report = loader.load.delivery.report()
     model.assert_holds_what_it_cuts_of(whole)
     held = dict(relayout.iter_load(folders / "llama-tp2", 0))
     not_read = elsewhere[:1] if tied else elsewhere
     assert report.nbytes == sum(one.nbytes for name, one in held.items() if not name.startswith(not_read))
     assert report.num_tensors == sum(not name.startswith(elsewhere[0]) for name in whole)
-
-
-def test_a_pipeline_stage_is_given_no_experts_of_other_stages(folders: Path) -> None:
-    """Nor where it is given all experts, those of other ranks unread."""
-    weights = RankWeights(
-        str(folders / "moe-ep2"), 0, 2, EngineOptions(), only_held=False, is_skipped=lambda name: ".layers.1." in name
-    )
-    assert dict(weights).keys() == {name for name in stock_tensors(folders / "moe") if ".layers.1." not in name}
 
 
 def test_layers_for_speculation_are_given_unread(folders: Path, engine: Engine, whole: Tensors) -> None:
@@ -168,7 +139,7 @@ def test_layers_for_speculation_are_given_unread(folders: Path, engine: Engine, 
     given = dict(loader.get_all_weights(config, Model(whole, 0, 2)))
     assert given.keys() == whole.keys()
     held = dict(relayout.iter_load(folders / "llama-tp2", 0))
-    report = loader._weights.report()
+    report = loader.load.delivery.report()
     assert report.nbytes == sum(one.nbytes for name, one in held.items() if ".layers.2." not in name)
     for name in (name for name in whole if ".layers.2." in name):
         with warnings.catch_warnings(action="ignore"):  # An engine that does use it gets all of it, slowly.
@@ -195,9 +166,9 @@ def test_a_draft_model_gets_its_embedding_later(folders: Path, engine: Engine, w
 def test_a_tensor_that_is_read_and_not_given_is_an_error(
     folders: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    original = RankWeights._slices
+    original = Delivery._slices
     monkeypatch.setattr(
-        RankWeights, "_slices", lambda self, *given: (one for one in original(self, *given) if one[0] != name)
+        Delivery, "_slices", lambda self, *given: (one for one in original(self, *given) if one[0] != name)
     )
     model = Model(stock_tensors(folders / "llama"), 0, 2, stage=lambda one: one != name)  # Which does not miss it.
     with pytest.raises(FormatError, match=f"llama-tp2: {name}: read, but not passed to the engine"):
@@ -244,30 +215,11 @@ def test_side_weights_that_a_model_names_are_loaded_by_vllm(
     assert torch.equal(model.memory["score.weight"], head)
 
 
-def test_a_load_opens_each_file_once(folders: Path) -> None:
-    opened = shelf("engine")
-    for file in (folders / "llama-tp2").iterdir():
-        opened.write(f"llama-tp2/{file.name}", file.read_bytes())
-    relayout.load("toy://engine/llama-tp2", 0)
-    needed = dict(opened.requests)
-    opened.log.clear()
-    assert dict(RankWeights("toy://engine/llama-tp2", 0, 2, EngineOptions()))
-    assert opened.requests == needed
-
-
-@pytest.mark.parametrize("prefix", ["vision_tower.transformer.", "audio_tower.", "model.visual."])
-def test_layers_of_other_parts_of_a_model_have_numbers_of_their_own(prefix: str) -> None:
-    is_speculative = speculative(SimpleNamespace(num_hidden_layers=28, num_nextn_predict_layers=1))
-    assert not any(is_speculative(f"{prefix}layers.{number}.fc1.weight") for number in range(32))
-    for text in ("model.", "", "language_model.model.", "model.language_model."):
-        assert [n for n in range(32) if is_speculative(f"{text}layers.{n}.fc1.weight")] == [28, 29, 30, 31]
-
-
 def test_a_draft_model_that_was_not_converted_is_left_to_vllm(folders: Path, engine: Engine, whole: Tensors) -> None:
     model = Model(whole, 0, 2)
     loader = engine.load(folders / "llama", model, draft=True)
     model.assert_holds_what_it_cuts_of(whole)
-    assert loader._weights is None
+    assert isinstance(loader.load, Stock)
 
 
 def test_an_engine_that_stops_early_is_an_error(folders: Path, engine: Engine) -> None:
@@ -345,6 +297,7 @@ def test_a_process_that_loads_nothing_imports_nothing_and_one_that_does_knows_th
     loaders = tmp_path / "vllm" / "model_executor" / "model_loader"
     loaders.mkdir(parents=True)
     (loaders / "__init__.py").write_text(LOADERS)
+    (loaders / "base_loader.py").write_text("class BaseModelLoader: pass")
     (loaders / "default_loader.py").write_text(f"class DefaultModelLoader:\n    {methods}")
     done = prestarted.run(script=f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{LAZY}")
     assert done.returncode == 0, done.stderr

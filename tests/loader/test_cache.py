@@ -246,7 +246,7 @@ def test_what_a_load_has_found_damaged_is_fetched_again_at_once(
     expect(relayout.load(URL, 1, cache=tmp_path), converted)
 
     def in_an_engine(path: str, rank: int, *, cache: Path, verify: bool) -> object:
-        return list(RankWeights(path, rank, 2, EngineOptions(cache=str(cache), verify=verify)))
+        return list(RankWeights(path, rank, 2, EngineOptions(cache=str(cache), verify=verify)).deliver())
 
     for load in (relayout.load, lambda *given, **options: list(relayout.iter_load(*given, **options)), in_an_engine):
         path = entry_of(tmp_path) / max(files_of_rank(converted, 1))

@@ -25,7 +25,9 @@ class Model(torch.nn.Module):
         self.beside = torch.empty(100)
 
 
-def recorder_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Model, LoadRecorder, list[Probe]]:
+def recorder_of(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> tuple[Model, LoadRecorder, list[Probe]]:
     """A model, and probes `a`, `b` ... of these shapes."""
     model = Model()
     recorder = LoadRecorder(model)

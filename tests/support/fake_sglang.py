@@ -27,6 +27,20 @@ class HookType(Enum):
     AROUND = "around"
 
 
+class ModelConfig(SimpleNamespace):
+    """sglang.srt.configs.model_config.ModelConfig: two are never equal."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @staticmethod
+    def of(folder: Path | str, *, model: Any = None, draft: bool = False) -> ModelConfig:
+        text = SimpleNamespace(num_hidden_layers=3)
+        return ModelConfig(
+            model_path=str(folder), revision=None, model=model, is_draft_model=draft, hf_text_config=text
+        )
+
+
 @dataclass
 class Engine:
     """One process of SGLang."""
@@ -50,15 +64,16 @@ class Engine:
         """Make a model and load it, with options of relayout."""
         loader = sys.modules["sglang.srt.model_loader.loader"]
         config = self.load_config(load_format, {"relayout": options} if options else {}, None)
-        text = SimpleNamespace(num_hidden_layers=3)
-        made = SimpleNamespace(model_path=str(folder), model=model, is_draft_model=draft, hf_text_config=text)
+        made = ModelConfig.of(folder, model=model, draft=draft)
+        vars(self.parallel).update(tp_rank=model.rank, tp_size=model.tp, attn_tp_size=self.attention or model.tp)
+        reader = loader.get_model_loader(config)
         loader._initialize_model(made, config)
-        weights = self.weights(folder, model.rank, model.tp, load_format=load_format, is_draft=draft, **options)
+        weights = reader._get_weights_iterator(source_of(made))
         loader.DefaultModelLoader.load_weights_only(model, weights, None)
 
     def update(self, model: Any, folder: Path | str, was: Path | str, load_format: str = "auto") -> tuple[bool, str]:
         """Update a model that was loaded from a folder; what WeightUpdater answers."""
-        self.updated = SimpleNamespace(model_path=str(was), hf_text_config=SimpleNamespace(num_hidden_layers=3))
+        self.updated = ModelConfig.of(was)
         updater = sys.modules["sglang.srt.model_executor.model_runner_components.weight_updater"].WeightUpdater()
         updater.get_model, updater.model_config = lambda: model, self.updated
         answer: tuple[bool, str] = updater.update_weights_from_disk(str(folder), load_format)
@@ -75,21 +90,22 @@ class Engine:
         *,
         load_format: str = "auto",
         draft: int | None = None,
-        is_draft: bool = False,
         **options: Any,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What a model's load_weights would be given."""
         vars(self.parallel).update(tp_rank=rank, tp_size=tp, attn_tp_size=self.attention or tp)
         make_loader = sys.modules["sglang.srt.model_loader.loader"].get_model_loader
         loader = make_loader(self.load_config(load_format, {"relayout": options} if options else {}, draft))
-        text = SimpleNamespace(num_hidden_layers=3)
-        config = SimpleNamespace(hf_text_config=text, is_draft_model=is_draft)
-        source = SimpleNamespace(model_or_path=str(folder), prefix="", model_config=config)
-        return iter(loader._get_weights_iterator(source))
+        return iter(loader._get_weights_iterator(source_of(ModelConfig.of(folder))))
 
     attention: int | None = None
     """Ranks that attention is cut for, where not for all."""
     name: str = "SGLang"
+
+
+def source_of(config: ModelConfig) -> SimpleNamespace:
+    """DefaultModelLoader.Source of a model's own weights."""
+    return SimpleNamespace(model_or_path=config.model_path, revision=config.revision, prefix="", model_config=config)
 
 
 AnyEngine: TypeAlias = fake_vllm.Engine | Engine
@@ -156,8 +172,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
         def update_weights_from_disk(self, model_path: str, load_format: str) -> tuple[bool, str]:
             self.model_config.model_path = model_path
             loader = DefaultModelLoader(LoadConfig(load_format, {}, None))
-            source = SimpleNamespace(model_or_path=model_path, prefix="", model_config=self.model_config)
-            DefaultModelLoader.load_weights_only(self.get_model(), loader._get_weights_iterator(source), None)
+            weights = loader._get_weights_iterator(source_of(self.model_config))
+            DefaultModelLoader.load_weights_only(self.get_model(), weights, None)
             return True, "Succeeded to update model weights."
 
     def initialize_model(model_config: Any, load_config: LoadConfig, quant_config: Any = None) -> Any:

@@ -30,15 +30,21 @@ class LoadConfig:
     use_tqdm_on_load: bool = False
 
 
-class DefaultModelLoader:
-    """vllm's own, as far as the plugin inherits from it."""
+class BaseModelLoader:
+    """vllm's own base of all loaders."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        self.load_config = load_config
+
+
+class DefaultModelLoader(BaseModelLoader):
+    """vllm's own, as far as the plugin uses it."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra = load_config.model_loader_extra_config
         if unknown := extra.keys() - {"enable_multithread_load", "num_threads", "enable_weights_track"}:
             raise ValueError(f"Unexpected extra config keys for load format auto: {unknown}")
-        self.enable_weights_track = extra.get("enable_weights_track")
-        self.load_config = load_config
+        super().__init__(load_config)
 
     def download_model(self, model_config: Any) -> None:
         raise AssertionError("nothing is downloaded")
@@ -196,6 +202,7 @@ class Worker:
     def __init__(self, engine: Engine, folder: Path | str, model: Model, load_format: str = "auto") -> None:
         engine.load(folder, model, load_format=load_format)
         self.model = model
+        self.model_runner = SimpleNamespace(execute_model=lambda: self.model.kept)
         self.vllm_config = SimpleNamespace(
             model_config=model_config(folder), load_config=LoadConfig(load_format), parallel_config=engine.parallel
         )
@@ -209,7 +216,8 @@ class Worker:
 
     def execute_model(self) -> Tensors:
         """What a step computes with."""
-        return self.model.kept
+        kept: Tensors = self.model_runner.execute_model()
+        return kept
 
 
 def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False) -> SimpleNamespace:
@@ -248,6 +256,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
                 "_LOAD_FORMAT_TO_MODEL_LOADER": engine.formats,
                 "get_model_loader": lambda load_config: engine.formats[load_config.load_format](load_config),
             },
+            "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": BaseModelLoader},
             "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
             "vllm.model_executor.models.utils": {"PPMissingLayer": PPMissingLayer},
         },

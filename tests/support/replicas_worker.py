@@ -17,6 +17,7 @@ from typing import Any
 from support.group_worker import digests, forked, join
 from support.toy_store import Fault, shelf
 
+from relayout.engines.load import Weights
 from relayout.storage.stores import REGISTRY
 
 NUM_REPLICAS = 2
@@ -70,7 +71,8 @@ def _replica(folder: Path, number: int) -> None:
         try:
             loader = engine.load(path, made, **options)
             made.assert_holds_what_it_cuts_of(whole)
-            result["readers"] = loader._weights.report().num_readers
+            if isinstance(loader.load, Weights):
+                result["readers"] = loader.load.delivery.report().num_readers
             result["tensors"] = digests(made.kept)
             if name == "shared":  # A reload is for one replica alone.
                 made.kept.clear()
@@ -91,6 +93,7 @@ def _replica(folder: Path, number: int) -> None:
         mine.faults.append(Fault("read", "*.safetensors", times=None, error=error))
     case("a read fails")
     case("missing", "toy://replicas/none" if number == 0 else "toy://replicas/moe-tp2")
+    case("one shares nothing", str(folder / "moe") if number == 0 else "toy://replicas/moe-tp2")
     case("the engine fails", model=Failing if number == 1 else Model)
     case("the engine stops", model=Impatient if number == 1 else Model)
     case("again")

@@ -36,7 +36,8 @@ def main() -> None:
             parameters[name].copy_(tensor)
 
     def by_engine(path: Path) -> None:
-        for name, tensor in RankWeights(str(path), RANK, TP, EngineOptions(strict=path == folder), device=device):
+        weights = RankWeights(str(path), RANK, TP, EngineOptions(strict=path == folder), device=device)
+        for name, tensor in weights.deliver():
             place, target = tensor, parameters[name]
             for axis, (whole, part) in enumerate(zip(tensor.shape, target.shape, strict=True)):
                 if whole != part:

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from engines.comparing.jobs import Job, held, note_differences, nothing_found, run_jobs
 from engines.comparing.vllm_classes import load_rank, setup
 from relayout.engines import unwritten
-from relayout.engines.rank_weights import RankWeights
+from relayout.engines.rank_weights import Delivery
 from relayout.errors import RelayoutError
 from relayout.observe.stand_ins import stand_in_kernels
 
@@ -33,17 +33,17 @@ def skipping(method: str, skipped: str, names: list[str]) -> Iterator[None]:
     """While loads are without a tensor; all names are noted.
 
     Args:
-        method: of `RankWeights`; an iterator of names and tensors.
+        method: of `Delivery`; an iterator of names and tensors.
     """
-    original = getattr(RankWeights, method)
+    original = getattr(Delivery, method)
 
-    def without(weights: RankWeights, *arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in original(weights, *arguments):
+    def without(delivery: Delivery, *arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in original(delivery, *arguments):
             names.append(name)
             if name != skipped:
                 yield name, tensor
 
-    with patch.object(RankWeights, method, without):
+    with patch.object(Delivery, method, without):
         yield
 
 

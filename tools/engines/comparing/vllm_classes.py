@@ -42,7 +42,7 @@ def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
 
 
 def load(config: Any, model_config: Any) -> tuple[Any, Any]:
-    """A model that its loader has been through, before it is made ready for kernels; and relayout's weights."""
+    """A model that its loader has been through, before it is made ready for kernels; and relayout's delivery."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -55,7 +55,7 @@ def load(config: Any, model_config: Any) -> tuple[Any, Any]:
         with Marks():  # Around vLLM's own loads, too.
             model = loader.create_model(vllm_config=config, model_config=model_config)
         loader.load_weights(model, model_config)
-    return model, getattr(loader, "_weights", None)
+    return model, getattr(getattr(loader, "load", None), "delivery", None)
 
 
 def compare(job: Job, result: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ def setup(job: Job, path: str, load_format: str, **extra: Any) -> tuple[Any, Any
 
 
 def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Any, Any]:
-    """A rank's model, of all stages one after the other; and relayout's weights."""
+    """A rank's model, of all stages one after the other; and relayout's delivery."""
     from vllm.distributed import parallel_state
 
     fake_rank(rank % job.tp, job.tp, job.expert)

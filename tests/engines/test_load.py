@@ -1,4 +1,4 @@
-"""What the plugins of both engines do, with the engines' interfaces: real ones are proven by tools/engines."""
+"""What a load is, in both engines, with the engines' interfaces: real ones are proven by tools/engines."""
 
 from __future__ import annotations
 

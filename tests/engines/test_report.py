@@ -23,10 +23,9 @@ COUNT = """
 import logging, os, sys
 rank, os.environ["PROMETHEUS_MULTIPROC_DIR"] = int(sys.argv[1]), sys.argv[2]
 logging.basicConfig(level="INFO")
-from relayout.engines.metrics import publish
-from relayout.engines.rank_weights import Report
+from relayout.engines.report import LoadReport, publish
 for cache in ("miss", "hit"):
-    report = Report(rank, 2, 9, 1000 + rank, 0.5, "direct", cache, 0, 0, 2**20, 0, 1, ())
+    report = LoadReport(rank, 2, 9, 1000 + rank, 0.5, "direct", cache, memory=2**20, page_cache_nbytes=0)
     publish(report, logging.getLogger("vllm.relayout"))
 """
 
@@ -83,10 +82,10 @@ def test_what_processes_count_is_added_up_as_engines_do(tmp_path: Path) -> None:
 def test_a_load_says_what_memory_it_was_allowed_and_what_it_left_in_the_page_cache(
     cold: Path, backend: str, memory: str | None, allowed: int, keeps: bool
 ) -> None:
-    weights = RankWeights(str(cold), 1, 2, EngineOptions(backend=backend, memory=memory))
-    for _, tensor in weights:
+    delivery = RankWeights(str(cold), 1, 2, EngineOptions(backend=backend, memory=memory)).deliver()
+    for _, tensor in delivery:
         tensor.sum()
-    report = weights.report()
+    report = delivery.report()
     assert report.memory == allowed
     nbytes = sum(file.stat().st_size for file in cold.glob("model-rank-1-*.safetensors"))
     assert report.page_cache_nbytes is not None

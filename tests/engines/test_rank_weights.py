@@ -1,0 +1,64 @@
+"""The tensors of one rank that an engine is given, without an engine."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.conversions import stock_tensors
+from support.toy_store import shelf
+
+import relayout
+from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
+
+
+@pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
+def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reads: str
+) -> None:
+    calls: list[str] = []
+    plans = "relayout.loader.sources.plain.plan_for" if folder == "llama" else "relayout.plans.planner.plan_by"
+    for one in (f"relayout.loader.sources.{reads}", plans):
+        module, _, name = one.rpartition(".")
+        original = getattr(import_module(module), name)
+        monkeypatch.setattr(
+            import_module(module), name, lambda *a, _f=original, _n=name, **k: calls.append(_n) or _f(*a, **k)
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert dict(RankWeights(str(folders / folder), 0, 2, EngineOptions()).deliver())
+    # At another degree, the conversion's own is planned too, to see that the rules are the same.
+    assert sorted(calls) == (
+        ["plan_for", "read_source"] if folder == "llama" else ["plan_by", "plan_by", "read_record"]
+    )
+
+
+def test_a_pipeline_stage_is_given_no_experts_of_other_stages(folders: Path) -> None:
+    """Nor where it is given all experts, those of other ranks unread."""
+    weights = RankWeights(
+        str(folders / "moe-ep2"), 0, 2, EngineOptions(), only_held=False, is_skipped=lambda name: ".layers.1." in name
+    )
+    given = dict(weights.deliver())
+    assert given.keys() == {name for name in stock_tensors(folders / "moe") if ".layers.1." not in name}
+
+
+def test_a_load_opens_each_file_once(folders: Path) -> None:
+    opened = shelf("engine")
+    for file in (folders / "llama-tp2").iterdir():
+        opened.write(f"llama-tp2/{file.name}", file.read_bytes())
+    relayout.load("toy://engine/llama-tp2", 0)
+    needed = dict(opened.requests)
+    opened.log.clear()
+    assert dict(RankWeights("toy://engine/llama-tp2", 0, 2, EngineOptions()).deliver())
+    assert opened.requests == needed
+
+
+@pytest.mark.parametrize("prefix", ["vision_tower.transformer.", "audio_tower.", "model.visual."])
+def test_layers_of_other_parts_of_a_model_have_numbers_of_their_own(prefix: str) -> None:
+    is_speculative = speculative(SimpleNamespace(num_hidden_layers=28, num_nextn_predict_layers=1))
+    assert not any(is_speculative(f"{prefix}layers.{number}.fc1.weight") for number in range(32))
+    for text in ("model.", "", "language_model.model.", "model.language_model."):
+        assert [n for n in range(32) if is_speculative(f"{text}layers.{n}.fc1.weight")] == [28, 29, 30, 31]

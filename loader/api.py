@@ -128,7 +128,7 @@ def load(
         except FormatError as error:
             if not doubt_cache(source):
                 raise
-            warnings.warn(f"{error}: loading again; `relayout cache` lists the entries", stacklevel=2)
+            warnings.warn(f"{error}: loading again; `relayout cache list` lists the entries", stacklevel=2)
         return _load(find(cache=cache), names, into, options)
 
 
@@ -226,7 +226,7 @@ def _doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -
     except FormatError as error:
         doubt_cache(source)
         error.amend(
-            what=f"{error.what}; the next load makes this entry of the cache again (`relayout cache` lists them)"
+            what=f"{error.what}; the next load makes this entry of the cache again (`relayout cache list` lists them)"
         )
         raise
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
     from relayout import transformers
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
-    from relayout.commands.convert import PlanOptions, convert, plan_conversion
+    from relayout.commands.convert import convert, plan_conversion
     from relayout.commands.copy import Copied, NeededFiles, copy, files
     from relayout.commands.delta import DeltaDone, apply_deltas, delta
-    from relayout.commands.differences import Difference, Report
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
     from relayout.commands.sign import SignatureWritten, sign
     from relayout.commands.verify import verify
     from relayout.commands.warm import warm
-    from relayout.conversion.preview import Preview
-    from relayout.conversion.run import ConversionPlan, Summary
+    from relayout.conversion.consistency import Difference, Verification
+    from relayout.conversion.layout import Conversion
+    from relayout.conversion.preview import Preview, preview
+    from relayout.conversion.run import Summary, carry_out, is_carried_out
     from relayout.errors import FormatError, PlanError, RelayoutError
     from relayout.html_report.page import PageWritten, report
     from relayout.loader.api import iter_load, load
@@ -36,7 +35,7 @@ __all__ = [
     "BenchPlan",
     "Cache",
     "CheckpointView",
-    "ConversionPlan",
+    "Conversion",
     "Copied",
     "DeltaDone",
     "Difference",
@@ -48,27 +47,29 @@ __all__ = [
     "Place",
     "Plan",
     "PlanError",
-    "PlanOptions",
     "Preview",
     "RelayoutError",
-    "Report",
     "Restored",
     "SignatureWritten",
     "Summary",
     "TensorSlice",
+    "Verification",
     "apply",
     "apply_deltas",
+    "carry_out",
     "convert",
     "copy",
     "delta",
     "explain",
     "files",
     "inspect",
+    "is_carried_out",
     "iter_load",
     "load",
     "open",
     "plan_bench",
     "plan_conversion",
+    "preview",
     "report",
     "restore",
     "safe_open",
@@ -81,17 +82,18 @@ __all__ = [
 
 _HOMES = {
     "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
-    "commands.convert": ("PlanOptions", "convert", "plan_conversion"),
+    "commands.convert": ("convert", "plan_conversion"),
     "commands.copy": ("Copied", "NeededFiles", "copy", "files"),
     "commands.delta": ("DeltaDone", "apply_deltas", "delta"),
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
-    "commands.differences": ("Difference", "Report"),
+    "conversion.consistency": ("Difference", "Verification"),
     "commands.sign": ("SignatureWritten", "sign"),
     "commands.verify": ("verify",),
     "commands.warm": ("warm",),
-    "conversion.preview": ("Preview",),
-    "conversion.run": ("ConversionPlan", "Summary"),
+    "conversion.layout": ("Conversion",),
+    "conversion.preview": ("Preview", "preview"),
+    "conversion.run": ("Summary", "carry_out", "is_carried_out"),
     "plans.plan": ("Plan",),
     "errors": ("FormatError", "PlanError", "RelayoutError"),
     "html_report.page": ("PageWritten", "report"),
@@ -108,6 +110,8 @@ def __getattr__(name: str) -> Any:
     """Import each public name on first use, so that `import relayout` is fast."""
     if name == "transformers":
         return import_module("relayout.transformers")
+    if name == "__version__":
+        return import_module("relayout.format.index").VERSION
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"relayout.{home}"), name)

@@ -1,16 +1,109 @@
-"""Finds the plan of a checkpoint: by rules, or as the installed vLLM cuts. A plan is a value, whoever has found it."""
+"""Plans conversions: which rank holds what, by rules or as the installed vLLM cuts, and where all of it will lie."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.errors import PlanError
+from relayout.conversion.layout import Conversion, check_alignment
+from relayout.core.arguments import integer, size
+from relayout.core.digests import DigestAlgorithm
+from relayout.errors import PlanError, shown
+from relayout.format.index import RANKS, WHOLE_TENSORS
 from relayout.plans.family import VLLM
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched, plan_for
+from relayout.storage.protocols import Store
+from relayout.storage.stores import scheme_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What decides the bytes that a conversion writes; `relayout.convert` explains each option.
+
+    Raises:
+        PlanError: an option is invalid.
+    """
+
+    tp: int
+    align: InitVar[int | str]
+    plan: Plan | str | os.PathLike[str] | None
+    trust_remote_code: bool
+    expert_parallel: bool
+    unmatched: Unmatched | None
+    max_part_nbytes: InitVar[int | str]
+    layout: str
+    ranks: str | Iterable[int] | None
+    digest: InitVar[str]
+    alignment: int = field(init=False)
+    """The alignment in bytes."""
+    part_nbytes: int = field(init=False)
+    """The size of a rank's files, about."""
+    algorithm: DigestAlgorithm = field(init=False)
+
+    def __post_init__(self, align: int | str, max_part_nbytes: int | str, digest: str) -> None:
+        parsed: dict[str, object] = {
+            "tp": integer(self.tp, "tp"),
+            "alignment": (alignment := size(align, "align")),
+            "part_nbytes": size(max_part_nbytes, "max_part_nbytes (--max-part-size)"),
+        }
+        check_alignment(alignment)
+        if self.layout not in (RANKS, WHOLE_TENSORS):
+            raise PlanError(f"layout: {self.layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
+        known = [each.value for each in DigestAlgorithm]
+        if digest not in known:
+            raise PlanError(f"digest: {shown(digest)}, expected {' or '.join(known)}", code="option")
+        for name, value in {**parsed, "algorithm": DigestAlgorithm(digest)}.items():
+            object.__setattr__(self, name, value)
+
+    def lay_out(self, checkpoint: SourceCheckpoint, output: Store) -> Conversion:
+        """Find the plan of a checkpoint whose headers were read, and decide everything that a conversion of it does.
+
+        Raises:
+            FormatError: the plan file is not valid.
+            PlanError: the checkpoint cannot be converted like this.
+        """
+        plan = find_plan(
+            checkpoint,
+            self.tp,
+            self.plan,
+            expert_parallel=self.expert_parallel,
+            unmatched=self.unmatched,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return Conversion.lay_out(
+            output,
+            checkpoint,
+            plan,
+            alignment=self.alignment,
+            max_part_nbytes=self.part_nbytes,
+            layout=self.layout,
+            ranks=self.ranks,
+            digest=self.algorithm,
+        )
+
+
+def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
+    """`SOURCE-tpN` beside the source folder; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here.
+
+    Raises:
+        PlanError: the source is the root folder.
+    """
+    if scheme_of(source) is not None:
+        return f"{os.fspath(source).rstrip('/')}-tp{tp}"
+    source = Path(source)
+    named = source.resolve() if source.name in ("", "..") else source
+    if not named.name:
+        what = "the root folder has no folder beside it: name the folder to write with -o OUT"
+        raise PlanError(what, path=str(source), code="option")
+    repository = named.absolute().parent.parent.name
+    if named.absolute().parent.name == "snapshots" and repository.startswith("models--"):
+        # Not into the hub's cache, among revisions: into the working directory, by the repository's name.
+        return Path(f"{repository.split('--')[-1]}-tp{tp}")
+    return named.with_name(f"{named.name}-tp{tp}")
 
 
 def observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:
@@ -33,7 +126,7 @@ def find_plan(
     unmatched: Unmatched | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """The plan of a checkpoint.
+    """The plan of a checkpoint: a value, whoever has found it.
 
     Args:
         plan: a plan that was found for this checkpoint before; a plan file; "transformers" or "vllm"; None: the

@@ -27,7 +27,7 @@ _LOADERS = "vllm.model_executor.model_loader"
 
 
 def vllm() -> None:
-    """Of the group `vllm.general_plugins`: makes `--load-format relayout` known, when vLLM imports its loaders."""
+    """Make `--load-format relayout` known when vLLM imports its loaders: the plugin of `vllm.general_plugins`."""
     if _LOADERS in sys.modules:
         _register("vllm", _observer)
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
@@ -49,7 +49,7 @@ def vllm_loader(load_config: Any) -> Any:
 
 
 def sglang() -> None:
-    """Of the group `sglang.srt.plugins`: converted folders are recognized, and `--load-format relayout` made known."""
+    """Make SGLang recognize converted folders and know `--load-format relayout`: the plugin of `sglang.srt.plugins`."""
     _register("sglang")
 
 

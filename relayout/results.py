@@ -12,12 +12,9 @@ _SHORT.maxstring = _SHORT.maxother = 160
 
 
 class Result:
-    """Base of the dataclasses that functions of relayout return."""
+    """Base of the dataclasses that functions of relayout return. They have `repr=False`, for this class's own."""
 
     __slots__ = ()
-
-    def __init_subclass__(cls) -> None:
-        cls.__repr__ = Result.__repr__  # type: ignore[method-assign]  # Else `dataclass` makes one that has no end.
 
     def __repr__(self) -> str:
         """All fields, of which long ones are shortened."""
@@ -25,5 +22,5 @@ class Result:
         return f"{type(self).__name__}({', '.join(named)})"
 
     def as_json(self) -> dict[str, object]:
-        """For `--json`: fields, nested ones as objects and lists."""
+        """What `--json` prints: fields, nested ones as objects and lists."""
         return asdict(cast(Any, self))

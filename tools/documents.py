@@ -40,7 +40,16 @@ def families() -> str:
 def commands() -> str:
     """Usage, purpose, options and examples of each command, as its `--help` has them."""
     root: Any = get_command(app)
-    return "\n\n".join(_command(name, command) for name, command in root.commands.items())
+    return "\n\n".join(_command(name, command) for name, command in _all_of(root))
+
+
+def _all_of(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """The commands of a group, and of the groups in it, each with its words."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _all_of(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
 
 
 def _command(name: str, command: Any) -> str:

@@ -19,7 +19,7 @@ from relayout.results import Result
 from relayout.storage.stores import find_input
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(Result):
     """What loading a checkpoint would do on this machine."""
 

@@ -41,7 +41,7 @@ class FileFacts:
     """Bytes of the file in the page cache; None where the system does not tell."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Result):
     """What a load would do."""
 

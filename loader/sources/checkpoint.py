@@ -265,7 +265,7 @@ def _kept(
         if not _is_of_cache(error, cache):
             raise
         why = "has no room for it" if _is_full(error) else f"cannot be used: {error}"
-    advice = f"`relayout cache {cache.folder}` lists what it holds"
+    advice = f"`relayout cache list --folder {cache.folder}` lists what it holds"
     warnings.warn(f"{store}: the cache {cache.folder} {why}: reading from the store; {advice}", stacklevel=5)
     return None
 
@@ -315,7 +315,7 @@ def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSou
         return _rank_of(kept, read_manifest(kept), rank, tp)
     except (RelayoutError, OSError) as error:
         what = f"{store}: read as it is; it is not kept in the cache {cache.folder}: {error}"
-        warnings.warn(f"{what}; `relayout cache {cache.folder}` lists what it holds", stacklevel=5)
+        warnings.warn(f"{what}; `relayout cache list --folder {cache.folder}` lists what it holds", stacklevel=5)
     return None
 
 

@@ -1,4 +1,4 @@
-"""The page cache, memory, load and hardware of this machine: what a measurement must control, and must report."""
+"""This machine: the page cache and memory, which a measurement controls; hardware, load and drive, which it reports."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import mmap
 import os
 import platform
 import re
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import local
 
 import numpy as np
 
-from relayout.storage.local.mounts import filesystem_of
+from relayout.core.extents import BLOCK
+from relayout.storage.local.mounts import filesystem_of, refuses_direct
 from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.memory import proc_nbytes
 
 _COLD_SHARE, _WARM_SHARE = 0.001, 0.99
 """A file set is cold with at most this share of its bytes in the page cache, and warm with at least this share."""
 _CHUNK_NBYTES = 16 * 2**20
+_DIRECT_NBYTES, _DIRECT_THREADS = 8 * 2**20, 8
+"""Bytes of a direct request, and how many are in flight, when the drive's limit is measured."""
+_DIRECT_SECONDS, _MAX_DIRECT_NBYTES = 3.0, 8 * 10**9
+"""The measurement of the limit ends after this time or this many bytes."""
 
 
 class NotPrepared(Exception):
@@ -133,7 +141,7 @@ class Machine:
     drive: str | None
     """The drive's model, else its kind, such as "vda"; None: not on one block device."""
     load_average: float
-    """Of the last minute, before the first measurement."""
+    """The average of the last minute, before the first measurement."""
 
 
 def describe(folder: Path) -> Machine:
@@ -162,3 +170,32 @@ def drive_of(folder: Path) -> str | None:
         whole = whole.parent
     model = whole / "device/model"
     return model.read_text().strip() if model.exists() else whole.name
+
+
+def direct_gb_per_s(files: Sequence[Path]) -> float | None:
+    """GB/s (10^9 bytes) of direct reads of the files; None if their file system refuses direct reads.
+
+    Reads past the page cache, and leaves it as it is.
+    """
+    files = [path for path in files if path.stat().st_size >= BLOCK]
+    if not files or refuses_direct(files[0]) is not None:
+        return None
+    requests = [(path, at) for path in files for at in range(0, path.stat().st_size - BLOCK + 1, _DIRECT_NBYTES)]
+    own, started = local(), time.monotonic()
+
+    def read(request: tuple[Path, int]) -> int:
+        if time.monotonic() - started > _DIRECT_SECONDS:
+            return 0
+        if not hasattr(own, "buffer"):
+            # In huge pages: in small ones drives split a request into many, and deliver less.
+            own.buffer = mmap.mmap(-1, _DIRECT_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            own.buffer.madvise(mmap.MADV_HUGEPAGE)
+        file = os.open(request[0], os.O_RDONLY | os.O_DIRECT)
+        try:
+            return os.preadv(file, [own.buffer], request[1])
+        finally:
+            os.close(file)
+
+    with ThreadPoolExecutor(_DIRECT_THREADS) as threads:
+        nbytes = sum(threads.map(read, requests[: _MAX_DIRECT_NBYTES // _DIRECT_NBYTES]))
+    return nbytes / (time.monotonic() - started) / 1e9

@@ -12,7 +12,7 @@ from relayout.core.slices import num_bytes
 from relayout.format.safetensors import TensorEntry, build_header
 
 LAYER_NBYTES, EMBEDDING_NBYTES = 436_224_000, 2_101_355_000
-"""Of a layer's tensors, and of the embedding's and the head's."""
+"""Bytes of the tensors of a layer, and of embedding and head."""
 POOL_NBYTES = 64 * 2**20 + 4093  # Not a multiple of a page, so that no two layers hold the same bytes.
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],

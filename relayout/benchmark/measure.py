@@ -14,20 +14,18 @@ from importlib import util
 from itertools import cycle
 from pathlib import Path
 
-from relayout.benchmark.child import digest_of
-from relayout.benchmark.drive import direct_gb_per_s
-from relayout.benchmark.job import Job, Loader, shards_of
-from relayout.benchmark.loaders import LOADERS
-from relayout.benchmark.machine import Machine, describe, num_cpus, prepare, total_nbytes
+from relayout.benchmark.loaders import LOADERS, Loader, LoadJob, shards_of
+from relayout.benchmark.machine import Machine, describe, direct_gb_per_s, num_cpus, prepare, total_nbytes
 from relayout.benchmark.made import EMBEDDING_NBYTES, LAYER_NBYTES, layers_of, write_llama
-from relayout.benchmark.run import Died, Measured, load_together
+from relayout.benchmark.run import Died, Measured, digest_of, load_together
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import check_present, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import read_source
-from relayout.commands.convert import convert, default_output
+from relayout.commands.convert import convert
 from relayout.core.arguments import at_least_one, integer, size
 from relayout.errors import PlanError, how_to_install
 from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.planning import default_output
 from relayout.plans.planner import plan_for
 from relayout.results import Result
 from relayout.storage.memory import available_nbytes
@@ -39,7 +37,7 @@ _MADE_TP = 4
 _MAX_RANKS = 64
 """The highest degree of a converted folder that is looked for beside the plain one."""
 _LOAD_SECONDS, _GB_PER_S = 4.0, 1.0
-"""Of the estimate: what a process takes beside its load, and about how fast bytes come."""
+"""What the estimate assumes that a process takes beside its load, and about how fast bytes come."""
 
 _BUDGET_SECONDS = 120.0
 """What is measured if no number of runs is asked for ends after about this time."""
@@ -88,7 +86,7 @@ class Folders:
 
     @property
     def manifest(self) -> Manifest | None:
-        """Of the converted folder."""
+        """The manifest of the converted folder."""
         return None if self.converted is None else read_manifest(find_store(self.converted))
 
     def rank_files(self, ranks: Sequence[int]) -> list[Path]:
@@ -106,7 +104,7 @@ class Folders:
         return [*self.source_files, *self.rank_files(range(self.tp))]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Bench(Result):
     """What `bench` measured."""
 
@@ -287,7 +285,7 @@ class RankGroup:
 
     @property
     def _tensors_nbytes(self) -> int:
-        """About the bytes of the tensors of all these ranks."""
+        """How many bytes the tensors of all these ranks have, about."""
         folders = self.folders
         if folders.source is None:
             return total_nbytes(folders.rank_files(self.ranks))
@@ -353,7 +351,7 @@ class RankGroup:
         memory = available_nbytes() // 2 // count
         source, converted = (str(folder or "") for folder in (folders.source, folders.converted))
         jobs = [
-            Job(self.registry, name, source, converted, folders.tp, rank, count, memory, device)
+            LoadJob(self.registry, name, source, converted, folders.tp, rank, count, memory, device)
             for rank, device in zip(self.ranks, cycle(self.devices), strict=False)
         ]
 

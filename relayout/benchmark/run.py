@@ -1,24 +1,36 @@
-"""Runs a loader once: a process for each rank, all started together and watched."""
+"""Runs a loader once: a fresh process for each rank, all started together and watched.
+
+Such a process is `python -m` this module, with a job as its argument. It says "ready", waits for a line, loads, answers
+with what it measured, waits for a line, and answers with the digest of all bytes. No process computes a digest while
+another still loads.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import re
 import select
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from relayout.benchmark.job import Job, Loader
+from relayout.benchmark.loaders import Loader, LoadJob, plan_rank
 from relayout.benchmark.machine import NotPrepared, cpu_seconds, num_cpus
+from relayout.core.digests import digest_hex
 from relayout.core.workers import PIPE, Child, start_child
+from relayout.storage.memory import peak_nbytes, proc_nbytes
+
+if TYPE_CHECKING:
+    import torch
 
 # Settings in the environment must not change the result.
 _SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
@@ -37,11 +49,11 @@ class Measured:
     """One load of some ranks at once. Peaks are of resident host memory, mapped pages of files included."""
 
     seconds: float
-    """From the first start to the last end."""
+    """Seconds from the first start to the last end."""
     cpu_seconds: float
-    """Of all ranks."""
+    """Processor time of all ranks."""
     nbytes: int
-    """Of all ranks' tensors."""
+    """Bytes of all ranks' tensors."""
     drive_nbytes: int
     """Bytes that drives read for these processes."""
     peak_minus_needed_nbytes: int
@@ -50,10 +62,10 @@ class Measured:
     other_load: float
     """Share of the machine's processors that other processes used meanwhile."""
     digests: tuple[str, ...]
-    """Of each rank's tensors, see `child.digest_of`."""
+    """The digest of each rank's tensors, see `digest_of`."""
 
 
-def load_together(jobs: Sequence[Job], loader: Loader, prepare: Callable[[], None], *, limit: float) -> Measured:
+def load_together(jobs: Sequence[LoadJob], loader: Loader, prepare: Callable[[], None], *, limit: float) -> Measured:
     """Load the jobs' ranks at once, each in a fresh process.
 
     Args:
@@ -116,11 +128,11 @@ def _free_port() -> int:
         return port
 
 
-def _start(job: Job, environment: Mapping[str, str], errors: IO[bytes]) -> Child:
+def _start(job: LoadJob, environment: Mapping[str, str], errors: IO[bytes]) -> Child:
     """A process that gets ready to load; its messages go to a file."""
     argument = json.dumps(dataclasses.asdict(job))
     return start_child(
-        "relayout.benchmark.child", argument, environment=environment, stdin=PIPE, stdout=PIPE, stderr=errors, bufsize=0
+        "relayout.benchmark.run", argument, environment=environment, stdin=PIPE, stdout=PIPE, stderr=errors, bufsize=0
     )
 
 
@@ -172,3 +184,87 @@ def _oom_kills() -> int:
     """How many processes the kernel has killed for memory since it started."""
     match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
     return int(match[1]) if match else 0
+
+
+def serve(job: LoadJob, loader: Loader) -> None:
+    """Speak the protocol on stdin and stdout, and end the process."""
+    with contextlib.suppress(OSError):  # If memory runs out, this process must end, and no other.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for module in ("torch", *loader.modules):
+        importlib.import_module(module)
+    import torch
+
+    if job.device.startswith("cuda"):
+        torch.cuda.set_device(job.device)
+        torch.empty(1, device=job.device)  # The device's context exists before the clock starts.
+    if loader.group:
+        torch.distributed.init_process_group("gloo")
+    if not loader.reads_converted:
+        plan_rank(job)
+    answers.write("ready\n")
+    _wait()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # The peak of resident memory is counted from here.
+    resident, drive, cpu = proc_nbytes("self/status", "VmRSS") or 0, _drive_nbytes(), time.process_time()
+    started = time.monotonic()
+    tensors = loader.load(job)
+    if job.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    ended = time.monotonic()
+    measured = {
+        "started": started,
+        "ended": ended,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_nbytes": peak_nbytes() - resident,
+        "drive_nbytes": _drive_nbytes() - drive,
+        "nbytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+    }
+    answers.write(json.dumps(measured) + "\n")
+    _wait()
+    answers.write(json.dumps(digest_of_tensors(tensors)) + "\n")
+    answers.flush()
+    os._exit(0)  # What a library does at its end is not measured, and must not fail the run.
+
+
+def digest_of(rows: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
+    """One digest of a rank's tensors, given as (name, shape, digest of the bytes) in any order."""
+    return digest_hex(json.dumps(sorted((name, list(shape), digest) for name, shape, digest in rows)).encode())
+
+
+def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """`digest_of` of tensors in memory."""
+    return digest_of((name, tuple(tensor.shape), _digest(name, tensor)) for name, tensor in tensors.items())
+
+
+def _digest(name: str, tensor: torch.Tensor) -> str:
+    import torch
+
+    if not tensor.is_contiguous():
+        raise SystemExit(f"{name} was loaded as a view that is not contiguous")
+    return digest_hex(tensor.flatten().view(torch.uint8).cpu().numpy().data)
+
+
+def _wait() -> None:
+    if not sys.stdin.readline():
+        raise SystemExit("the benchmark has ended")
+
+
+def _drive_nbytes() -> int:
+    """Bytes that drives have read for this process; 0 if the kernel does not count them."""
+    with contextlib.suppress(OSError):
+        match = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
+        return int(match[1]) if match else 0
+    return 0
+
+
+def main() -> None:
+    """Run the job in the arguments."""
+    job = LoadJob(**json.loads(sys.argv[1]))
+    serve(job, importlib.import_module(job.registry).LOADERS[job.loader])
+
+
+if __name__ == "__main__":
+    main()

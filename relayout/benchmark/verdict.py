@@ -16,7 +16,7 @@ _SPREAD = 1.5
 _BUSY = 0.15
 """If other processes use more than this share of the processors, the measurement is disturbed."""
 _TOO_SHORT_SECONDS = 0.05
-"""Of loads that take less, most is no reading: opening files, starting threads, parsing headers."""
+"""Loads that take less mostly do other things than reading: opening files, starting threads, parsing headers."""
 _AT_LIMIT = 0.85
 """A loader that reaches this share of the drive's limit has little left to gain."""
 
@@ -34,7 +34,7 @@ class Timing:
 
     @property
     def seconds(self) -> list[float]:
-        """Of each run."""
+        """The time of each run."""
         return [run.seconds for run in self.runs]
 
     def median(self, field: str) -> float:
@@ -57,7 +57,7 @@ class RankLoads:
     """Ranks loaded at once, by each loader, from one state of the page cache."""
 
     title: str
-    """Such as "one rank of 8"."""
+    """What is loaded, such as "one rank of 8"."""
     num_ranks: int
     state: str
     """"cold" or "warm"."""

@@ -206,6 +206,21 @@ def names_of_index(manifest: Manifest) -> list[str]:
     return [SOURCE_RECORD_NAME, CHUNKS_NAME, *tables, *hub_index, MANIFEST_NAME]
 
 
+def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
+    """The length of each file, by name, in the order of the names.
+
+    Raises:
+        FormatError: one is missing.
+    """
+    sizes = {}
+    for name in sorted(names):
+        status = folder.stat(name)
+        if status is None:
+            raise FormatError("is missing", path=folder.location(name), code="missing")
+        sizes[name] = status.nbytes
+    return sizes
+
+
 def describe_output(folder: Store) -> str:
     """What a converted checkpoint is, by its manifest, which is written last.
 

@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
+from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from relayout.cli.streams import abandon
-from relayout.cli.tables import UNBROKEN_SPACE, Column, table
+from relayout.cli.signals import abandon
 from relayout.errors import escape_controls
 from relayout.progress import Progress
 
@@ -23,6 +25,15 @@ _MAX_ROWS, _MAX_LINES = 60, 20
 """Rows of a table, and lines of a listing, that are printed without --verbose."""
 _SECONDS_BETWEEN_EVENTS = 1.0
 _PIPE_WIDTH = 100_000
+_RULE = box.Box("    \n    \n -  \n" + 5 * "    \n", ascii=True)
+"""A line below the headings, and no others."""
+_GAP = 2
+"""Cells between two columns."""
+_ELLIPSIS = "..."
+_SHORT_NAME, _LEAST_NAME = 36, 32
+"""Cells to which names are shortened before words are wrapped, and before a column is dropped."""
+_LEAST_WORDS = 12
+"""Cells that a column of words has at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,17 @@ class Listing:
     what: str
     label: str
     style: str = "yellow"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column, and what may happen to it where there is little room."""
+
+    heading: str
+    kind: Literal["text", "number", "name", "words"] = "text"
+    """Numbers are aligned to the right, names may be shortened, and words may continue on the next line."""
+    drop: int = 0
+    """Columns with 1 are dropped first, then those with 2, and so on; with 0 never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +94,8 @@ def show(blocks: Iterable[Block], *, verbose: bool = False) -> None:
         num_lines = len(block.rows) if isinstance(block, Table) else len(block.texts)
         limit = num_lines if verbose else _MAX_ROWS if isinstance(block, Table) else _MAX_LINES
         if isinstance(block, Table):
-            headings, *lines = table(
-                block.columns, [list(map(_safe, row)) for row in block.rows[:limit]], console.width
-            )
-            console.print(Text(headings, "bold"), soft_wrap=True)
-            console.print(Text("\n".join(lines)), soft_wrap=True)
+            cells = [list(map(escape_controls, row)) for row in block.rows[:limit]]
+            console.print(table(block.columns, cells, console.width))
         else:
             for text in block.texts[:limit]:
                 _print_line(console, block.label, block.style, text)
@@ -127,8 +146,65 @@ def _print_line(console: Console, label: str, style: str, text: str) -> None:
     console.print(line.append(" " if label and text else "").append(escape_controls(text)))
 
 
-def _safe(cell: str) -> str:
-    return UNBROKEN_SPACE.join(map(escape_controls, cell.split(UNBROKEN_SPACE)))
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> RichTable:
+    """A table of at most `width` cells, if possible: names are shortened, words wrapped, then columns dropped."""
+    for dropped in sorted({0, *(column.drop for column in columns)}):
+        kept = [i for i, column in enumerate(columns) if not 0 < column.drop <= dropped]
+        cells = {i: [columns[i].heading, *(row[i] for row in rows)] for i in kept}
+        name_width = _name_width([(columns[i].kind, cells[i]) for i in kept], width)
+        if name_width is not None:
+            break
+    shown = RichTable(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for i in kept:
+        kind = columns[i].kind
+        shown.add_column(
+            Text(columns[i].heading),
+            justify="right" if kind == "number" else "left",
+            no_wrap=kind != "words",
+            min_width=_least_width(cells[i]) if kind == "words" else None,
+        )
+    for n in range(1, len(rows) + 1):
+        shown.add_row(
+            *(
+                Text(shortened(cells[i][n], name_width or _LEAST_NAME) if columns[i].kind == "name" else cells[i][n])
+                for i in kept
+            )
+        )
+    return shown
+
+
+def _name_width(columns: Sequence[tuple[str, Sequence[str]]], width: int) -> int | None:
+    """How many cells names may have, so that columns, given as kinds and cells, fit; None: they cannot."""
+    natural = [(kind, max(map(cell_len, cells))) for kind, cells in columns]
+    room = width - _GAP * (len(columns) - 1) - sum(cells for kind, cells in natural if kind in ("text", "number"))
+    names = [cells for kind, cells in natural if kind == "name"]
+    words = sum(cells for kind, cells in natural if kind == "words")
+    least_words = sum(_least_width(cells) for kind, cells in columns if kind == "words")
+    if sum(names) + words <= room:
+        return width
+    if not names:
+        return width if least_words <= room else None
+    share = max((room - words) // len(names), min(_SHORT_NAME, (room - least_words) // len(names)))
+    return share if share >= min(_LEAST_NAME, max(names)) else None
+
+
+def _least_width(cells: Sequence[str]) -> int:
+    """Cells that a column of words needs: no word is broken."""
+    longest = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
+    return min(max(map(cell_len, cells)), max(_LEAST_WORDS, longest))
+
+
+def shortened(name: str, width: int) -> str:
+    """The name, or its start and its end: a third and two thirds, as names of tensors differ at the end."""
+    if cell_len(name) <= width:
+        return name
+    room = max(0, width - len(_ELLIPSIS))
+    start, end = name, name
+    while cell_len(start) > room // 3:
+        start = start[:-1]
+    while cell_len(end) > room - room // 3:
+        end = end[1:]
+    return f"{start}{_ELLIPSIS}{end}"
 
 
 class _Console(Console):
@@ -138,7 +214,7 @@ class _Console(Console):
 
 
 def _console() -> Console:
-    """In a terminal lines end between words. A pipe has no width, unless COLUMNS says one."""
+    """A console in which lines end between words. A pipe has no width, unless COLUMNS says one."""
     console = _Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_WIDTH

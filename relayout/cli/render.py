@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from relayout.cli.console import Block, Line, Listing, Table
-from relayout.cli.tables import Column, unbroken
-from relayout.commands.inspect import Inspection
+from relayout.cli.console import Block, Column, Line, Listing, Table
 from relayout.core.arguments import collapse_numbers, ranks_text
 from relayout.storage.stores import scheme_of
 
@@ -22,11 +20,12 @@ if TYPE_CHECKING:
     from relayout.commands.cache import CacheListing
     from relayout.commands.copy import AlreadyThere, Copied
     from relayout.commands.delta import DeltaDone
-    from relayout.commands.differences import Report
+    from relayout.commands.inspect import Inspection
     from relayout.commands.plan_check import PlanCheck
     from relayout.commands.restore import Restored
     from relayout.commands.sign import SignatureWritten
     from relayout.commands.warm import Warmed
+    from relayout.conversion.consistency import Verification
     from relayout.conversion.jobs import ConvertedUnits
     from relayout.conversion.preview import Preview
     from relayout.conversion.run import Summary
@@ -44,7 +43,7 @@ _SHOWN_NAME = 12
 
 
 def summary(done: Summary) -> Iterator[Block]:
-    """Of `convert`."""
+    """What `convert` prints."""
     more = 100 * (done.written_nbytes / max(1, done.source_nbytes) - 1)
     overhead = f" ({more:+.2f} %)" if len(done.ranks) == done.num_ranks else ""
     yield Line(f"{done.output}: {_tensors_of_ranks(done)}", "done", "bold green")
@@ -65,12 +64,12 @@ def summary(done: Summary) -> Iterator[Block]:
 
 
 def already_there(done: AlreadyThere) -> Iterator[Block]:
-    """Of `convert` and `copy` with `--if-missing`."""
+    """What `convert` and `copy` print with `--if-missing`, if the output is there."""
     yield Line(f"{done.output}: already there, complete and the same: nothing to do", "done", "bold green")
 
 
 def copied(done: Copied) -> Iterator[Block]:
-    """Of `copy` and `apply`."""
+    """What `copy` and `apply` print."""
     ranks, what = _ranks(done.ranks, done.num_ranks), _count(done.num_files, "file")
     yield Line(f"{done.output}: {what} for {ranks}, every byte compared with its digest", "done", "bold green")
     yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes - done.resumed_nbytes, done.seconds)}")
@@ -79,7 +78,7 @@ def copied(done: Copied) -> Iterator[Block]:
 
 
 def units(done: ConvertedUnits) -> Iterator[Block]:
-    """Of `convert --unit`."""
+    """What `convert --unit` prints."""
     for unit in done.units:
         how = f"{decimal(unit.source_nbytes)} in {unit.seconds:.1f} s" if unit.read_nbytes else "was done before"
         yield Line(f"unit {unit.unit} of {done.num_units} of {done.output}: {how}", "done", "bold green")
@@ -88,19 +87,19 @@ def units(done: ConvertedUnits) -> Iterator[Block]:
 
 
 def committed(done: Summary) -> Iterator[Block]:
-    """Of `convert --commit`."""
+    """What `convert --commit` prints."""
     size = f"{decimal(done.written_nbytes)}, in {done.seconds:.1f} s"
     yield Line(f"{done.output}: {_tensors_of_ranks(done)}, {size}", "published", "bold green")
 
 
 def signed(done: SignatureWritten) -> Iterator[Block]:
-    """Of `sign`."""
+    """What `sign` prints."""
     yield Line(f"{done.signature}: {_count(done.num_files, 'file')}", "signed", "bold green")
     yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes, done.seconds)}; content {done.content}")
 
 
 def restored(done: Restored) -> Iterator[Block]:
-    """Of `restore`."""
+    """What `restore` prints."""
     counts = f"{_count(done.num_tensors, 'tensor')} in {_count(done.num_files, 'file')}"
     yield Line(f"{done.output}: {counts}, every digest matches", "restored", "bold green")
     yield Line(
@@ -110,7 +109,7 @@ def restored(done: Restored) -> Iterator[Block]:
 
 
 def delta_done(done: DeltaDone) -> Iterator[Block]:
-    """Of `delta`."""
+    """What `delta` prints."""
     share = f"{decimal(done.delta_nbytes)}, {_percent(done.delta_nbytes, done.nbytes)} of {decimal(done.nbytes)}"
     yield Line(f"{done.output}: {share}", "written", "bold green")
     yield Line(
@@ -120,7 +119,7 @@ def delta_done(done: DeltaDone) -> Iterator[Block]:
 
 
 def warmed(done: Warmed) -> Iterator[Block]:
-    """Of `warm`."""
+    """What `warm` prints."""
     total = sum(file.nbytes for file in done.files)
     resident = [file.after_nbytes for file in done.files]
     now = "" if None in resident else f": {_percent(sum(filter(None, resident)), total)} of {decimal(total)} in cache"
@@ -129,21 +128,14 @@ def warmed(done: Warmed) -> Iterator[Block]:
     if done.left_nbytes:
         yield Line("not read: over the memory limit, which --memory sets", decimal(done.left_nbytes), "yellow")
     rows = [
-        (
-            file.name,
-            decimal(file.nbytes),
-            *(
-                "unknown" if nbytes is None else _percent(nbytes, file.nbytes)
-                for nbytes in (file.before_nbytes, file.after_nbytes)
-            ),
-        )
+        (file.name, decimal(file.nbytes), *(_percent(n, file.nbytes) for n in (file.before_nbytes, file.after_nbytes)))
         for file in done.files
     ]
     yield Table([Column("file", "name"), *_numbers("size", "in cache before", "now")], rows, "files")
 
 
 def cache(listing: CacheListing) -> Iterator[Block]:
-    """Of `cache`."""
+    """What `cache` prints."""
     held = f"{_count(len(listing.entries), 'checkpoint')}, {decimal(listing.nbytes)}" if listing.entries else "empty"
     yield Line(f"{listing.folder}: {held}")
     if listing.removed_nbytes:
@@ -167,14 +159,14 @@ def cache(listing: CacheListing) -> Iterator[Block]:
 
 
 def page(done: PageWritten) -> Iterator[Block]:
-    """Of `report`."""
+    """What `report` prints."""
     what = "forecast of a conversion" if done.is_forecast else "converted checkpoint"
     counts = f"{_count(done.num_tensors, 'tensor')}, {_count(done.num_ranks, 'rank')}"
     yield Line(f"{done.output} ({decimal(done.nbytes)}): {what}, {counts}; open it in a browser", "wrote", "bold green")
 
 
 def preview(planned: Preview) -> Iterator[Block]:
-    """Of `convert --dry-run`."""
+    """What `convert --dry-run` prints."""
     units = f" of {planned.num_units:,} units" if planned.num_units > 1 else ""
     files = f"{_count(planned.num_files, 'file')}{units}"
     yield Line(
@@ -188,38 +180,22 @@ def preview(planned: Preview) -> Iterator[Block]:
         f"plan {planned.plan}{owned}; aligned to {planned.alignment} bytes except {unaligned:.2f} % of the bytes"
     )
     if planned.balance < 1:
-        columns = zip(planned.ranks, planned.rank_tensors, planned.rank_nbytes, strict=True)
-        rows = [(str(rank), f"{count:,}", decimal(nbytes)) for rank, count, nbytes in columns]
-        yield Table(_numbers("rank", "tensors", "bytes"), rows, "ranks")
-    yield Table(
-        [
-            Column("tensors", "name"),
-            Column("count", "number"),
-            Column("dtype", drop=1),
-            Column("shape", drop=2),
-            Column("cut", "words"),
-            Column("per rank", "words"),
-            Column("bytes", "number"),
-        ],
-        [
-            (
-                group.pattern,
-                str(group.count),
-                group.dtype,
-                unbroken(_shape(group.shape)),
-                group.cut,
-                " or ".join(map(_shape, group.rank_shapes[:3])),
-                decimal(group.rank_nbytes),
-            )
-            for group in planned.groups
-        ],
-        "groups",
-    )
+        numbers = zip(planned.ranks, planned.rank_tensors, planned.rank_nbytes, strict=True)
+        of_ranks = [(str(rank), f"{count:,}", decimal(nbytes)) for rank, count, nbytes in numbers]
+        yield Table(_numbers("rank", "tensors", "bytes"), of_ranks, "ranks")
+    columns = [Column("tensors", "name"), *_numbers("count"), Column("dtype", drop=1), Column("shape", drop=2)]
+    columns += [Column("cut", "words"), Column("per rank", "words"), *_numbers("bytes")]
+    rows = []
+    for group in planned.groups:
+        shapes = " or ".join(map(_shape, group.rank_shapes[:3]))
+        what = (group.pattern, str(group.count), group.dtype, _shape(group.shape))
+        rows.append((*what, group.cut, shapes, decimal(group.rank_nbytes)))
+    yield Table(columns, rows, "groups")
     yield from _exceptions(planned)
 
 
 def observed(done: ObservedPlan) -> Iterator[Block]:
-    """Of `plans --observe`."""
+    """What `plans observe` prints."""
     degrees = ", ".join(map(str, done.degrees))
     rules = _count(done.num_rules, "rule")
     yield Line(f"{done.output}: {rules}, observed from vLLM {done.engine} at {degrees} ranks", "wrote", "bold green")
@@ -227,8 +203,8 @@ def observed(done: ObservedPlan) -> Iterator[Block]:
 
 
 def families(built_in: Sequence[Family]) -> Iterator[Block]:
-    """Of `plans`."""
-    yield Line(f"{_count(len(built_in), 'built-in plan')}; `relayout plans NAME` prints one, as a start for your own")
+    """What `plans list` prints."""
+    yield Line(f"{_count(len(built_in), 'built-in plan')}; `relayout plans show NAME` prints one to start from")
     rows = []
     for family in built_in:
         types = ", ".join(family.model_types) + (f" ({family.quantization} only)" if family.quantization else "")
@@ -237,7 +213,7 @@ def families(built_in: Sequence[Family]) -> Iterator[Block]:
 
 
 def plan_check(checked: PlanCheck) -> Iterator[Block]:
-    """Of `plans --check`."""
+    """What `plans check` prints."""
     model = "no model_type in config.json" if checked.model_type is None else f"model type {checked.model_type}"
     plan = "no built-in plan matches it" if checked.plan is None else f"plan {checked.plan}"
     yield Line(f"{checked.path}: {_count(checked.num_tensors, 'tensor')}, {model}, {plan}")
@@ -247,17 +223,17 @@ def plan_check(checked: PlanCheck) -> Iterator[Block]:
     yield Line(f"{_count(sum(kind.count for kind in checked.kinds), 'tensor')} without a rule; ways on:")
     for name in checked.matching:
         yield Line("its rules match every tensor: check that the model is built so", f"--plan {name}")
-    observed = "where vLLM is installed: cuts as its own loaders do; `relayout plans --observe SRC` writes a plan file"
+    observed = "where vLLM is installed: cuts as its own loaders do; `relayout plans observe SRC` writes a plan file"
     yield Line(observed, "--plan vllm")
     yield Line("where transformers is installed: its plan, if it has one", "--plan transformers")
-    yield Line("a plan file of your own (PLANS.md); `relayout plans NAME` prints one to start from", "--plan FILE")
-    rows = [(kind.pattern, f"{kind.count:,}", unbroken(_shape(kind.shape)), kind.example) for kind in checked.kinds]
+    yield Line("a plan file of your own (PLANS.md); `relayout plans show NAME` prints one to start from", "--plan FILE")
+    rows = [(kind.pattern, f"{kind.count:,}", _shape(kind.shape), kind.example) for kind in checked.kinds]
     columns = [Column("pattern", "name"), Column("count", "number"), Column("shape"), Column("example", "name", drop=1)]
     yield Table(columns, rows, "kinds")
 
 
-def report(result: Report, *, has_source: bool) -> Iterator[Block]:
-    """Of `verify`; `has_source`: whether a comparison was asked for."""
+def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
+    """What `verify` prints; `has_source`: whether a comparison was asked for."""
     who = _ranks(result.ranks, result.num_ranks)
     text = f"{_count(result.num_tensors, 'slice')} of {who}, {decimal(result.nbytes)} hashed"
     if result.compared_with_source:
@@ -283,7 +259,7 @@ _NEXT = {
 
 
 def inspection(result: Inspection) -> Iterator[Block]:
-    """Of `inspect`."""
+    """What `inspect` prints."""
     kind = "converted" if result.converted else "plain"
     plan = "" if result.plan is None else f"plan {result.plan}, "
     yield Line(
@@ -312,9 +288,7 @@ def inspection(result: Inspection) -> Iterator[Block]:
     groups = []
     for group in result.groups:
         part = [group.cut or ""] if result.converted else []
-        groups.append(
-            (group.pattern, str(group.count), group.dtype, unbroken(_shape(group.shape)), *part, decimal(group.nbytes))
-        )
+        groups.append((group.pattern, str(group.count), group.dtype, _shape(group.shape), *part, decimal(group.nbytes)))
     columns += [Column("part of the whole", "words")] if result.converted else []
     yield Table([*columns, Column("bytes", "number")], groups, "groups")
     yield Listing(result.left_out, "files", "left out")
@@ -349,7 +323,7 @@ def _amplification(result: Inspection) -> Iterator[Sequence[str]]:
 
 
 def diagnosis(result: Diagnosis) -> Iterator[Block]:
-    """Of `doctor`."""
+    """What `doctor` prints."""
     kind = "converted" if result.is_converted else "plain, sliced at every load"
     yield Line(f"{result.path}: {kind}, {_count(len(result.ranks), 'rank')}")
     first = result.ranks[0]
@@ -406,7 +380,7 @@ def _file_system(file: FileFacts) -> str:
 
 
 def bench(result: Bench) -> Iterator[Block]:
-    """Of `bench`: the verdict, then the figures."""
+    """What `bench` prints: the verdict, then the figures."""
     yield Line(result.verdict)
     yield Listing(result.warnings, "warnings", "warning:")
     yield Listing(result.wrong, "loaders", "WRONG BYTES:", "bold red")
@@ -500,8 +474,8 @@ def _count(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _percent(nbytes: int, total: int) -> str:
-    return f"{100 * nbytes / max(1, total):.1f} %"
+def _percent(nbytes: int | None, total: int) -> str:
+    return "unknown" if nbytes is None else f"{100 * nbytes / max(1, total):.1f} %"
 
 
 def _range(sizes: Sequence[int]) -> str:
@@ -510,7 +484,7 @@ def _range(sizes: Sequence[int]) -> str:
 
 
 def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _time(nbytes: int, seconds: float) -> str:

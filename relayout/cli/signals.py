@@ -1,4 +1,4 @@
-"""Signal handlers of the command: Ctrl-C, kill, and a closed terminal."""
+"""What comes from outside while a command runs: Ctrl-C, kill, a closed terminal, a stream whose reader is gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -19,7 +19,7 @@ _BURST_SECONDS = 1.0
 """Signals within this time count as one request: timeout(1) sends two."""
 
 
-class Stopped(BaseException):
+class Signalled(BaseException):
     """A signal asked the process to end."""
 
     def __init__(self, signum: int) -> None:
@@ -28,18 +28,18 @@ class Stopped(BaseException):
 
 
 def leave_when_asked() -> None:
-    """From now on, end the process at once with one line on stderr: there is nothing to clean up yet."""
+    """From now on, a signal ends the process at once with one line on stderr: there is nothing to clean up yet."""
     _install(_leave)
 
 
 def raise_when_asked() -> None:
-    """From now on, raise `Stopped`, so that unfinished work is cleaned up. Only after `leave_when_asked`."""
+    """From now on, a signal raises `Signalled`, so that unfinished work is cleaned up; after `leave_when_asked`."""
     if any(signal.getsignal(signum) is _leave for signum in _ENDING):
         _install(_Raise())
 
 
 def end_with_stdin() -> None:
-    """From now on, run at low priority, and end as by SIGTERM when stdin is closed, or whoever started this has ended.
+    """Run at low priority, and end as by SIGTERM when stdin is closed, or when whoever started this has ended.
 
     Its forks may keep the pipe open. It may ignore or block SIGTERM, and a child inherits both. Only after
     `raise_when_asked`.
@@ -62,8 +62,17 @@ def end_with_stdin() -> None:
 
 
 def ignore() -> None:
-    """From now on, ignore the signals: the process is exiting, and keeps its exit code."""
+    """Ignore signals from now on: the process is exiting, and keeps its exit code."""
     _install(signal.SIG_IGN)
+
+
+def abandon(stream: TextIO | None) -> None:
+    """Redirect the stream to /dev/null, so that later writes, also those at interpreter exit, do not fail."""
+    with suppress(OSError):
+        if stream is not None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 @contextmanager
@@ -101,7 +110,7 @@ class _Raise:
         now = time.monotonic()
         if now - self._raised >= _BURST_SECONDS:
             self._raised = now
-            raise Stopped(signum)
+            raise Signalled(signum)
 
 
 def _word(signum: int) -> str:

@@ -20,18 +20,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Unpack
+from typing import Any
 
 import relayout
-from relayout.commands.convert import PlanOptions, plan_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
+from relayout.conversion.layout import Conversion
 from relayout.conversion.run import Summary
 from relayout.errors import PlanError, RelayoutError, how_to_install
 from relayout.progress import Progress, reporting
 
 IO_RESOURCE = "relayout_io"
-"""Of a node: how many tasks may read and write there at the same time."""
+"""The resource of a node that says how many tasks may read and write there at the same time."""
 
 _MAX_RETRIES = 5
 _CANCEL_SECONDS = 10.0
@@ -46,20 +46,19 @@ _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 
 
 def convert(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
+    planned: Conversion,
     *,
     address: str = "auto",
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
-    **options: Unpack[PlanOptions],
 ) -> Summary:
-    """Convert on a Ray cluster. After an interruption the same call goes on, on any number of nodes.
+    """Carry out a conversion on a Ray cluster. After an interruption the same call goes on, on any number of nodes.
 
     Args:
-        source, output, force, options: as for `relayout.convert`.
+        planned: by `relayout.plan_conversion`. Paths must mean the same on every node.
+        force: as for `relayout.convert`.
         address: of the cluster, "HOST:PORT" or "ray://HOST:PORT"; "auto": what RAY_ADDRESS says, or else that of this
             machine; "local": starts one. Not used if this process is connected to one.
         progress: as for `relayout.convert`, of units that are done.
@@ -69,7 +68,7 @@ def convert(
         FormatError, PlanError, OSError: as `relayout.convert`, wherever it happened; or ray is not installed.
     """
     started = time.monotonic()
-    jobs = unit_jobs(plan_conversion(source, output, **options), force=force)
+    jobs = unit_jobs(planned, force=force)
     with _cluster(address, threads) as cluster:
         what = f"converting {len(jobs)} units on {cluster.num_nodes} nodes"
         with reporting(progress, what, sum(job.source_nbytes for job in jobs)) as report:

@@ -19,7 +19,7 @@ from relayout.storage.cache_folder import Cache, CacheEntry, cache_of
 from relayout.storage.stores import find_input
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CacheListing(Result):
     """What a cache keeps, after what was to be removed."""
 

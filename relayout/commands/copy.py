@@ -20,6 +20,7 @@ from relayout.checkpoint.converted import (
     read_chunk_digests,
     read_manifest_blob,
     read_record,
+    sizes_of,
 )
 from relayout.checkpoint.source import MAX_INDEX_NBYTES
 from relayout.checkpoint.trust import Trust, trusted
@@ -73,7 +74,7 @@ class NeededFile:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class NeededFiles(Result):
     """What ranks need of a converted folder."""
 
@@ -87,7 +88,7 @@ class NeededFiles(Result):
     """relayout.json last, so that a copy in this order is complete when it has that."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Copied(Result):
     """What `copy` did."""
 
@@ -107,7 +108,7 @@ class Copied(Result):
     """The most memory that the process ever held (resident)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class AlreadyThere(Result):
     """Nothing was done, because the output is what would be made."""
 
@@ -141,21 +142,6 @@ def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:
     in_order = sorted(sizes, key=lambda name: (name == MANIFEST_NAME, name))
     named = tuple(NeededFile(name, sizes[name]) for name in in_order)
     return NeededFiles(str(path), manifest.num_ranks, kept.present, sum(sizes.values()), named)
-
-
-def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
-    """The length of each file, by name, in the order of the names.
-
-    Raises:
-        FormatError: one is missing.
-    """
-    sizes = {}
-    for name in sorted(names):
-        status = folder.stat(name)
-        if status is None:
-            raise FormatError("is missing", path=folder.location(name), code="missing")
-        sizes[name] = status.nbytes
-    return sizes
 
 
 def copy(

@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from relayout import __version__
 from relayout.checkpoint.converted import (
     check_chunk,
     check_header,
@@ -46,7 +45,7 @@ from relayout.format.delta import (
     layout_difference,
     pieces_of,
 )
-from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.format.index import MANIFEST_NAME, VERSION, Manifest
 from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
@@ -61,7 +60,7 @@ _AHEAD = 4
 """Chunks that are compared for each thread before what changed in them is written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class DeltaDone(Result):
     """What `delta` did."""
 
@@ -69,9 +68,9 @@ class DeltaDone(Result):
     num_files: int
     """Weight files."""
     nbytes: int
-    """Of all weight files."""
+    """Bytes of all weight files."""
     delta_nbytes: int
-    """Of what changed in them, as stored in the delta."""
+    """Bytes that the delta stores of what changed in them."""
     seconds: float
     peak_nbytes: int
     """Peak resident memory of the process."""
@@ -158,7 +157,7 @@ def delta(
         staging.put(OLD + MANIFEST_NAME, [before.blob])
         staging.put(NEW + MANIFEST_NAME, [after.blob])
         manifest = DeltaManifest(
-            generator=f"relayout {__version__}",
+            generator=f"relayout {VERSION}",
             base=digest_hex(before.blob),
             makes=digest_hex(after.blob),
             files=tuple(written),

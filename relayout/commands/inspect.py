@@ -36,9 +36,9 @@ class TensorGroup:
     count: int
     dtype: str
     shape: tuple[int, ...]
-    """As stored: the slice's shape in a converted checkpoint."""
+    """The stored shape: the slice's in a converted checkpoint."""
     nbytes: int
-    """Of all tensors of the group."""
+    """Bytes of all tensors of the group."""
     cut: str | None
     """The stored part of the whole tensor, as text; None: all of it."""
 
@@ -69,12 +69,12 @@ class Amplification:
     ranks_layout_nbytes: int | None
     """Bytes of all tensors that a conversion to this degree stores."""
     whole_layout_nbytes: int | None
-    """The same with `layout="whole"`."""
+    """Bytes that a conversion with `layout="whole"` stores."""
     reason: str | None
     """Why it cannot be cut, mostly with the degrees at which it can be; None if it can."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Inspection(Result):
     """What `inspect` found."""
 
@@ -87,7 +87,7 @@ class Inspection(Result):
     nbytes: int
     """Stored bytes of all tensors shown: of all ranks, one rank, or the plain checkpoint."""
     groups: tuple[TensorGroup, ...]
-    """In a converted checkpoint: groups of the requested rank, or of the first."""
+    """The groups of all tensors; of a converted checkpoint, those of the requested rank, or of the first."""
     plan: str | None = None
     """Full name of the plan that cut it, ORIGIN:NAME, or "none"; None for a plain checkpoint."""
     num_ranks: int | None = None

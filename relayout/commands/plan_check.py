@@ -1,4 +1,4 @@
-"""`plans --check`: which tensors of a checkpoint have no rule."""
+"""`plans check`: which tensors of a checkpoint have no rule."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class KindWithoutRule:
     """What a rule must match: the name with `*` for numbers; of a quantized weight's scales, that of the weight."""
     count: int
     shape: tuple[int, ...]
-    """Of the first of them."""
+    """The shape of the first of them."""
     example: str
     """Name of the first of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PlanCheck(Result):
     """What `check_plan` found."""
 

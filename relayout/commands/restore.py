@@ -15,20 +15,19 @@ from functools import partial
 from itertools import chain
 
 from relayout.checkpoint.converted import CONVERTED, check_present, read_manifest, read_record, read_table
-from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
 from relayout.checkpoint.trust import Trust, trusted
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.journal import read_journal
-from relayout.conversion.layout import Conversion, as_one_rank, stored_conversion
+from relayout.conversion.layout import Conversion
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
+from relayout.conversion.stored import as_one_rank, recorded_source, stored_conversion
 from relayout.core.digests import OrderedDigests
 from relayout.core.extents import Extent, copy_runs
 from relayout.core.slices import num_bytes
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, RankTable
-from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
 from relayout.results import Result
@@ -40,16 +39,16 @@ from relayout.storage.protocols import Access, ReadableFile, Staging, Store, Wri
 from relayout.storage.stores import find_input, find_store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Restored(Result):
     """Result of a restoration."""
 
     output: str
     num_files: int
-    """Of shards."""
+    """How many shards were written."""
     num_tensors: int
     written_nbytes: int
-    """Of all shards."""
+    """Bytes of all shards."""
     seconds: float
     peak_nbytes: int
     """Peak resident memory of the process."""
@@ -132,46 +131,6 @@ def refuse_conversion(staging: Staging, *, force: bool) -> None:
         raise PlanError("holds an interrupted attempt; --force discards it", path=staging.location, code="exists")
 
 
-def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = True) -> SourceCheckpoint:
-    """The source checkpoint that a record describes; its files need not exist.
-
-    Args:
-        folder: the converted folder.
-        record: its source record.
-        is_whole: whether all tensors of the shards must have been converted.
-
-    Raises:
-        FormatError: a shard's header is damaged, or its tensors are not those of the record.
-    """
-    metadata = []
-    files = []
-    tensors = []
-    stored: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{} for _ in record.files]
-    for name, dtype, shape, file, offset in zip(
-        record.names, record.dtypes, record.shapes, record.file_of, record.offsets, strict=True
-    ):
-        stored[file][name] = (dtype, shape, offset)
-        tensors.append(SourceTensor(name, dtype, shape, file, Extent(offset, num_bytes(dtype, shape) or 0)))
-    for shard, expected in zip(record.files, stored, strict=True):
-        where = f"{folder}: header of {shard.name}"
-        header = parse_header(shard.header, shard.nbytes, where)
-        metadata.append(header.metadata)
-        for entry in header.tensors:
-            stored_as = entry.dtype, entry.shape, header.data_start + entry.offset
-            known = expected.pop(entry.name, None)
-            if known is None and is_whole:
-                what = "was not converted, so the file cannot be restored"
-                raise FormatError(what, path=folder.location(shard.name), tensor=entry.name, code="mismatch")
-            if known not in (None, stored_as):
-                what = f"{list(stored_as)}, the source record has {list(known or ())}"
-                raise FormatError(what, path=where, tensor=entry.name, code="mismatch")
-        if expected:
-            raise FormatError("is not in the header", path=where, tensor=min(expected), code="mismatch")
-        files.append(SourceFile(shard.name, shard.nbytes, header.data_start, shard.header))
-    agreed = agreed_metadata(metadata)
-    return SourceCheckpoint(folder, tuple(files), tuple(tensors), agreed, index=record.index)
-
-
 class _TensorWriter:
     """Reads the rank files and writes the shards; only a few of these are incomplete at a time."""
 
@@ -196,7 +155,7 @@ class _TensorWriter:
         self._checked: set[int] = set()
         """Tensors whose digest was verified."""
         self._num_left = [file.nbytes - len(file.header) for file in conversion.source.files]
-        """For each shard, bytes behind the header that are not yet written."""
+        """How many bytes behind its header each shard still lacks."""
         self._lock = threading.Lock()
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)

@@ -21,9 +21,9 @@ from relayout.checkpoint.converted import (
     read_chunk_digests,
     read_manifest_blob,
     read_record,
+    sizes_of,
 )
 from relayout.checkpoint.trust import package_missing
-from relayout.commands.copy import sizes_of
 from relayout.core.arguments import integer
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.workers import each
@@ -40,7 +40,7 @@ from relayout.storage.stores import find_input
 _DEFAULT_THREADS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SignatureWritten(Result):
     """What was signed."""
 
@@ -50,7 +50,7 @@ class SignatureWritten(Result):
     """SHA-256 of relayout.json, by which a policy can name this version."""
     num_files: int
     nbytes: int
-    """Of all files, which were read once."""
+    """Bytes of all files, which were read once."""
     seconds: float
 
 

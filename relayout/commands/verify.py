@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from relayout.checkpoint.converted import check_present, read_chunk_digests, read_manifest
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
 from relayout.checkpoint.trust import Signed, Trust, policy_of, prove
-from relayout.commands.consistency import check_arenas, check_copy, check_holder, check_other_files, own_files
-from relayout.commands.differences import Culprit, Report
-from relayout.commands.records import check_record, check_slices
+from relayout.conversion.consistency import (
+    Culprit,
+    Difference,
+    Verification,
+    check_arenas,
+    check_holder,
+    check_other_files,
+    check_record,
+    check_slices,
+    check_small_file,
+    difference,
+    difference_of,
+    own_files,
+)
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_steps, share_memory
-from relayout.conversion.layout import stored_conversion
+from relayout.conversion.journal import TensorDigests
+from relayout.conversion.layout import Conversion
 from relayout.conversion.run import num_readers_of
 from relayout.conversion.sidecar import digests_of_all
 from relayout.conversion.steps import CopyPlan
+from relayout.conversion.stored import stored_conversion
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent
@@ -43,7 +57,7 @@ def verify(
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
-) -> Report:
+) -> Verification:
     """Check a converted checkpoint: its structure, its sidecar files, and the digest of every slice.
 
     Args:
@@ -77,14 +91,19 @@ def verify(
     wanted = manifest.present if ranks is None else parse_ranks(ranks, manifest.num_ranks)
     check_present(folder, manifest, wanted)
     holders = [holder for holder in manifest.holders if holder in wanted or holder == manifest.num_ranks]
-    report = Report(manifest.num_ranks, wanted)
-    record, recorded = check_record(folder, manifest, report) or (None, None)
-    checked = {holder: check_holder(folder, manifest, holder, recorded, report) for holder in holders}
-    usable = {holder: table for holder, table in checked.items() if table is not None}
-    if record is not None:
-        check_slices(manifest, usable, record, report)
-    check_arenas(manifest, usable, report)
-    check_other_files(folder, manifest, usable, report)
+    report, checked = Verification(manifest.num_ranks, wanted), check_record(folder, manifest)
+    record, found = checked.record, report.differences
+    found += checked.differences
+    usable: dict[int, RankTable] = {}
+    for holder in holders:
+        table, differences = check_holder(folder, manifest, holder, checked.source)
+        found += differences
+        if table is not None:
+            usable[holder] = table
+    report.num_tensors = sum(len(table.names) for table in usable.values())
+    found += [] if record is None else check_slices(manifest, usable, record)
+    found += check_arenas(manifest, usable)
+    found += check_other_files(folder, manifest, usable)
     original = None if source is None else read_source(find_input(source))
     hash_nbytes = sum(manifest.files[index].nbytes for holder in usable for index in own_files(manifest, holder))
     is_cut_again = original is not None or manifest.whole is not None
@@ -92,25 +111,26 @@ def verify(
     with reporting(progress, "verifying", total) as report_nbytes:
         for holder, table in usable.items():
             on_progress = report_nbytes.after(report.nbytes)
-            _check_digests(folder, manifest, holder, table, report, num_readers, on_progress)
+            found += _check_digests(folder, manifest, holder, table, num_readers, on_progress)
+            report.nbytes += sum(manifest.files[index].nbytes for index in own_files(manifest, holder))
         if signed is not None:
             report_nbytes.begin("checking what is signed")
             needed = {file.name for holder in holders for file in manifest.holder_files(holder)}
-            _check_signed(folder, signed, needed, report, num_readers)
+            found += _check_signed(folder, signed, needed, num_readers)
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
             report_nbytes.begin("comparing with the source" if original is not None else "comparing the copies")
-            some = manifest.only(wanted)
-            on_progress = report_nbytes.after(hash_nbytes)
-            _compare(folder, some, usable, record, original, report, threads, chunk_nbytes, on_progress)
+            compared = _Compared(folder, manifest.only(wanted), usable, record, original)
+            found += compared.differences(threads, chunk_nbytes, report_nbytes.after(hash_nbytes))
+            report.compared_with_source = original is not None and compared.has_same_tensors
     return report
 
 
-def _check_signed(folder: Store, signed: Signed, needed: Container[str], report: Report, threads: int) -> None:
+def _check_signed(folder: Store, signed: Signed, needed: Container[str], threads: int) -> Iterator[Difference]:
     """Compare the SHA-256 of all signed files, but for weight files that are not needed; nothing else may be there."""
     for entry in folder.walk():
         if not entry.is_folder and entry.name not in signed.digests and entry.name != SIGNATURE_NAME:
-            report.add(entry.name, "is not signed")
+            yield difference(entry.name, "is not signed")
     weights = {file.name for file in signed.manifest.files}
     names = [name for name in signed.digests if name in needed or name not in weights]
 
@@ -122,7 +142,7 @@ def _check_signed(folder: Store, signed: Signed, needed: Container[str], report:
 
     for name, digest in zip(names, each(sha256_of, names, threads), strict=True):
         if digest != signed.digests[name]:
-            report.add(name, f"SHA-256 is {digest}, {signed.digests[name]} is signed")
+            yield difference(name, f"SHA-256 is {digest}, {signed.digests[name]} is signed")
 
 
 def _check_digests(
@@ -130,10 +150,9 @@ def _check_digests(
     manifest: Manifest,
     holder: int,
     table: RankTable,
-    report: Report,
     threads: int,
     on_progress: Callable[[int], None],
-) -> None:
+) -> Iterator[Difference]:
     """Read a holder's own files once, and compare the digests of slices and chunks."""
     slices: dict[int, list[tuple[Extent, str, str]]] = {index: [] for index in own_files(manifest, holder)}
     for name, dtype, shape, position, offset, digest in zip(
@@ -151,91 +170,121 @@ def _check_digests(
         to_hash.append(HashedFile(opener, [extent for extent, *_ in column], chunks, manifest.digest))
     hashed = hash_files(to_hash, threads, on_progress)
     for (index, column), read, digests in zip(slices.items(), to_hash, hashed, strict=True):
-        file, is_damaged = manifest.files[index], False
-        for (extent, name, expected), actual in zip(column, digests, strict=False):
+        name, is_damaged = manifest.files[index].name, False
+        for (extent, tensor, expected), actual in zip(column, digests, strict=False):
             if actual != expected:
                 is_damaged = True
-                report.add(file.name, "digest differs: the stored bytes are damaged", name, extent)
-        stored = _chunk_digests(folder, manifest, index, report)
+                yield difference(name, "digest differs: the stored bytes are damaged", tensor, extent)
+        try:
+            stored = _chunk_digests(folder, manifest, index)
+        except FormatError as error:
+            yield difference_of(CHUNKS_NAME, error)
+            continue
         for extent, expected, actual in zip(read.chunks, stored, digests[len(column) :], strict=False):
             if actual != expected and not is_damaged:
-                report.add(file.name, f"the digest of a chunk differs from {CHUNKS_NAME}", None, extent)
-        report.nbytes += file.nbytes
+                yield difference(name, f"the digest of a chunk differs from {CHUNKS_NAME}", None, extent)
 
 
-def _chunk_digests(folder: Store, manifest: Manifest, index: int, report: Report) -> list[str]:
-    """The digests of a file's chunks, in hex; none if they cannot be read."""
-    with report.errors_of(CHUNKS_NAME):
-        digests = read_chunk_digests(folder, manifest, index)
-        nbytes = manifest.digest.nbytes
-        return [digests[start : start + nbytes].hex() for start in range(0, len(digests), nbytes)]
-    return []
+def _chunk_digests(folder: Store, manifest: Manifest, index: int) -> list[str]:
+    """The digests of a file's chunks, in hex.
+
+    Raises:
+        FormatError: they cannot be read.
+    """
+    digests, nbytes = read_chunk_digests(folder, manifest, index), manifest.digest.nbytes
+    return [digests[start : start + nbytes].hex() for start in range(0, len(digests), nbytes)]
 
 
-def _compare(
-    folder: Store,
-    manifest: Manifest,
-    tables: Mapping[int, RankTable],
-    record: SourceRecord,
-    original: SourceCheckpoint | None,
-    report: Report,
-    threads: int,
-    chunk_nbytes: int,
-    on_progress: Callable[[int], None],
-) -> None:
-    """Cut the source, or the folder's whole tensors, with the conversion's copy plan, and compare all digests."""
-    source = _whole_source(folder, manifest, tables[manifest.num_ranks]) if original is None else original
-    actual = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
-    expected = list(zip(record.names, record.dtypes, record.shapes, strict=True))
-    if actual != expected:
-        different = sorted({name for name, *_ in set(actual) ^ set(expected)}) or ["the order"]
-        what = f"is not the source: {len(different)} tensors differ, such as {different[0]!r}"
-        report.add(str(source.root), what, culprit="folder" if original is None else "source")
-        return
-    conversion = stored_conversion(folder, manifest, tables, record, source)
-    plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
-    steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
-    passed = run_steps(conversion, steps, None, threads=threads, on_progress=on_progress)
-    on_progress(manifest.source_nbytes)  # Some ranks may not need all of it.
-    digests = digests_of_all(conversion, passed)
-    rows = {holder: {name: row for row, name in enumerate(table.names)} for holder, table in tables.items()}
-    for t, name in enumerate(record.names):
-        of_tensor = digests[t]
-        held = conversion.cut[t].cut.which
-        culprit = "folder" if original is None else _culprit(of_tensor.source, record.digests[t])
-        for holder, table in tables.items():
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What is compared: the source, or the folder's whole tensors, cut again, with what the folder has."""
+
+    folder: Store
+    manifest: Manifest
+    """The manifest, with only the ranks that are checked."""
+    tables: Mapping[int, RankTable]
+    record: SourceRecord
+    original: SourceCheckpoint | None
+    """The source that was named; None: the folder's own whole tensors are cut again."""
+
+    @property
+    def source(self) -> SourceCheckpoint:
+        """What is cut again."""
+        if self.original is not None:
+            return self.original
+        return _whole_source(self.folder, self.manifest, self.tables[self.manifest.num_ranks])
+
+    @property
+    def has_same_tensors(self) -> bool:
+        """Whether it has the tensors that were converted."""
+        return _heads_of(self.source) == _recorded_heads(self.record)
+
+    def differences(self, threads: int, chunk_nbytes: int, on_progress: Callable[[int], None]) -> Iterator[Difference]:
+        """Cut it with the conversion's copy plan, and compare all digests."""
+        source, original = self.source, self.original
+        actual, expected = _heads_of(source), _recorded_heads(self.record)
+        if actual != expected:
+            different = sorted({name for name, *_ in set(actual) ^ set(expected)}) or ["the order"]
+            what = f"is not the source: {len(different)} tensors differ, such as {different[0]!r}"
+            yield difference(str(source.root), what, culprit="folder" if original is None else "source")
+            return
+        conversion = stored_conversion(self.folder, self.manifest, self.tables, self.record, source)
+        plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
+        steps = chain.from_iterable(map(plan.steps, range(len(conversion.layout.units))))
+        passed = run_steps(conversion, steps, None, threads=threads, on_progress=on_progress)
+        on_progress(self.manifest.source_nbytes)  # Some ranks may not need all of it.
+        digests = digests_of_all(conversion, passed)
+        rows = {holder: {name: row for row, name in enumerate(table.names)} for holder, table in self.tables.items()}
+        for t, digests_of_tensor in enumerate(digests):
+            yield from self._compare_tensor(conversion, t, digests_of_tensor, rows)
+        if original is not None:
+            yield from _compare_files(self.record, original, self.manifest.digest)
+
+    def _compare_tensor(
+        self, conversion: Conversion, t: int, digests: TensorDigests, rows: Mapping[int, Mapping[str, int]]
+    ) -> Iterator[Difference]:
+        """Compare the digests of a tensor and of its slices; `rows` has the place of each name in each table."""
+        name, recorded, held = self.record.names[t], self.record.digests[t], conversion.cut[t].cut.which
+        culprit = "folder" if self.original is None else _culprit(digests.source, recorded)
+        for holder, table in self.tables.items():
             row = rows[holder].get(name)
-            if row is not None and table.digests[row] != of_tensor.slices[held[holder]]:
-                file = manifest.holder_files(holder)[table.files[row]]
+            if row is not None and table.digests[row] != digests.slices[held[holder]]:
+                file = self.manifest.holder_files(holder)[table.files[row]]
                 extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(holder))
-                report.add(file.name, "differs from the source", name, extent, culprit)
-        if None not in (of_tensor.source, record.digests[t]) and of_tensor.source != record.digests[t]:
-            report.add(str(source.root), _CHANGED, name, culprit=culprit)
-    if original is not None:
-        _compare_files(record, original, manifest.digest, report)
-    report.compared_with_source = original is not None
+                yield difference(file.name, "differs from the source", name, extent, culprit)
+        if None not in (digests.source, recorded) and digests.source != recorded:
+            yield difference(str(conversion.source.root), _CHANGED, name, culprit=culprit)
+
+
+def _heads_of(source: SourceCheckpoint) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor."""
+    return [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.tensors]
+
+
+def _recorded_heads(record: SourceRecord) -> list[tuple[str, str, tuple[int, ...]]]:
+    return list(zip(record.names, record.dtypes, record.shapes, strict=True))
 
 
 def _culprit(actual: str | None, recorded: str | None) -> Culprit:
     """What is wrong if a slice differs from the source, by the digest of the source tensor and the one recorded.
 
-    Of a tensor that was not read whole, there is no digest.
+    A tensor that was not read whole has no digest.
     """
     if actual is None or recorded is None:
         return "either"
     return "folder" if actual == recorded else "source"
 
 
-def _compare_files(record: SourceRecord, source: SourceCheckpoint, algorithm: DigestAlgorithm, report: Report) -> None:
+def _compare_files(record: SourceRecord, source: SourceCheckpoint, algorithm: DigestAlgorithm) -> Iterator[Difference]:
     """Compare the rest of what is restored: names, lengths and headers of shards, the index, and side files."""
     expected = {file.name: (file.nbytes, file.header) for file in record.files}
     actual = {file.name: (file.nbytes, file.header) for file in source.files}
     for name in sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)):
-        report.add(name, _CHANGED, culprit="source")
+        yield difference(name, _CHANGED, culprit="source")
     if source.index != record.index:
-        report.add(str(source.root), f"its index {_CHANGED}", culprit="source")
+        yield difference(str(source.root), f"its index {_CHANGED}", culprit="source")
     for side in record.side_files:
-        check_copy(source.folder, side.name, side.nbytes, side.digest, algorithm, _CHANGED, report, "source")
+        yield from check_small_file(source.folder, side, algorithm, _CHANGED, "source")
 
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:

@@ -39,7 +39,7 @@ class WarmFile:
     after_nbytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Warmed(Result):
     """What `warm` did."""
 

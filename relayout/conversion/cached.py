@@ -19,14 +19,14 @@ from relayout.checkpoint.converted import check_intact
 from relayout.checkpoint.identity import identity_of
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.jobs import commit_units, convert_unit
-from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
+from relayout.conversion.layout import DEFAULT_MAX_PART_NBYTES, Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import ConversionPlan, needed_nbytes
+from relayout.conversion.run import needed_nbytes
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.fields import parse_object
-from relayout.format.index import MANIFEST_NAME, RANKS
+from relayout.format.index import MANIFEST_NAME
 from relayout.format.manifest import compact_json
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
@@ -73,7 +73,7 @@ def cached_conversion(
     find_plan: FindPlan = plan_for,
     *,
     ranks: Collection[int] | None = None,
-    on_miss: Callable[[ConversionPlan], None] | None = None,
+    on_miss: Callable[[Conversion], None] | None = None,
     progress: Progress = None,
 ) -> CachedConversion:
     """The conversion of a plain checkpoint in a cache, made now if it is not there.
@@ -110,7 +110,7 @@ def find_conversion(
     return CachedConversion(folder=lease.folder / MODEL, lease=lease) if _is_published(planned) else None
 
 
-def _without_damage(planned: ConversionPlan, cache: Cache, lease: Lease) -> Lease:
+def _without_damage(planned: Conversion, cache: Cache, lease: Lease) -> Lease:
     """The entry, or a new one if something is wrong with what was published there.
 
     The proof: a file that its manifest lists is missing, or has another length, head or digest than that says; or a
@@ -136,21 +136,20 @@ def _without_damage(planned: ConversionPlan, cache: Cache, lease: Lease) -> Leas
 
 def _entry(
     source: Store, num_ranks: int, cache: Cache, find_plan: FindPlan, ranks: Collection[int] | None
-) -> tuple[ConversionPlan, Lease]:
+) -> tuple[Conversion, Lease]:
     """What is to be done for an entry, and the entry."""
     checkpoint = read_source(source)
     plan = find_plan(checkpoint, num_ranks)
     part_nbytes = checkpoint.nbytes // (num_ranks * _NUM_UNITS)
     part_nbytes = min(max(part_nbytes, _MIN_PART_NBYTES), DEFAULT_MAX_PART_NBYTES)
     nowhere = LocalStore(folder=Path(cache.folder))
-    how = (DEFAULT_ALIGNMENT, part_nbytes, RANKS, ranks)
-    conversion = ConversionPlan.lay_out(nowhere, checkpoint, plan, *how)
+    conversion = Conversion.lay_out(nowhere, checkpoint, plan, max_part_nbytes=part_nbytes, ranks=ranks)
     fingerprint = fingerprint_of(conversion, identity_of(checkpoint).here)
     lease = cache.lease(digest_hex(compact_json([fingerprint.source, fingerprint.options])))
     return replace(conversion, output=LocalStore(folder=lease.folder / MODEL)), lease
 
 
-def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease, progress: Progress) -> None:
+def _convert_together(planned: Conversion, cache: Cache, lease: Lease, progress: Progress) -> None:
     """Convert what no other process is converting, until the output is there.
 
     Raises:
@@ -178,7 +177,7 @@ def _convert_together(planned: ConversionPlan, cache: Cache, lease: Lease, progr
                 report(sum(planned.nbytes_of(unit) for index, unit in enumerate(units) if index not in left))
 
 
-def _step(planned: ConversionPlan, lease: Lease, left: set[int]) -> bool:
+def _step(planned: Conversion, lease: Lease, left: set[int]) -> bool:
     """Convert one unit of those that are left, or publish when there are none.
 
     Nobody converts while another publishes: what it wrote would be left over.
@@ -207,7 +206,7 @@ def _locks(lease: Lease, left: Collection[int]) -> list[Path]:
     return [lease.lock_file("publish"), *(lease.lock_file(f"unit-{unit}") for unit in sorted(left))]
 
 
-def _is_published(planned: ConversionPlan) -> bool:
+def _is_published(planned: Conversion) -> bool:
     return planned.output.stat(MANIFEST_NAME) is not None
 
 

@@ -23,7 +23,7 @@ from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, 
 from relayout.conversion.journal import Fingerprint, Journal, Written, read_journal
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import check_unchanged, fingerprint_of, source_agrees
-from relayout.conversion.run import ConversionPlan, Summary, summary_of
+from relayout.conversion.run import Summary, summary_of
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import CopyPlan
@@ -84,7 +84,7 @@ class UnitJob:
         }
         return UnitJob(**{**job, **parsed})
 
-    def planned(self) -> ConversionPlan:
+    def planned(self) -> Conversion:
         """The conversion: the layout is made again, from the source's headers and the plan.
 
         Raises:
@@ -95,14 +95,16 @@ class UnitJob:
         source_changed = FormatError("has changed since the job was made", path=self.source, code="mismatch")
         if len(checkpoint.tensors) != len(plan.cut_of):
             raise source_changed
-        how = (
-            options.alignment,
-            options.max_part_nbytes,
-            options.layout,
-            self.ranks,
-            DigestAlgorithm(self.digest),
+        planned = Conversion.lay_out(
+            find_store(self.output),
+            checkpoint,
+            plan,
+            alignment=options.alignment,
+            max_part_nbytes=options.max_part_nbytes,
+            layout=options.layout,
+            ranks=self.ranks,
+            digest=DigestAlgorithm(self.digest),
         )
-        planned = ConversionPlan.lay_out(find_store(self.output), checkpoint, plan, *how)
         fingerprint = fingerprint_of(planned, identity_of(checkpoint).content)
         if fingerprint.source != self.fingerprint.source:
             raise source_changed
@@ -111,7 +113,7 @@ class UnitJob:
         return planned
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class UnitRecord(Result):
     """How a process has converted a unit. What counts is the record that it has left beside the files."""
 
@@ -125,7 +127,7 @@ class UnitRecord(Result):
     """The most memory that the process ever held (resident)."""
 
 
-def unit_jobs(planned: ConversionPlan, *, force: bool = False) -> list[UnitJob]:
+def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
     """Make a job of each unit of a conversion.
 
     `max_part_nbytes` decides how many there are: each holds about so many bytes of every rank.
@@ -155,7 +157,7 @@ def run_job(job: UnitJob, **options: Any) -> UnitRecord:
 
 
 def convert_unit(
-    planned: ConversionPlan,
+    planned: Conversion,
     unit: int,
     *,
     force: bool = False,
@@ -201,7 +203,7 @@ def convert_unit(
     return UnitRecord(unit, nbytes, 0 if is_done else nbytes, time.monotonic() - started, peak_nbytes())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ConvertedUnits(Result):
     """How a process has converted a share of the units."""
 
@@ -211,7 +213,7 @@ class ConvertedUnits(Result):
     units: tuple[UnitRecord, ...]
 
 
-def convert_share(planned: ConversionPlan, share: str, **options: Any) -> ConvertedUnits:
+def convert_share(planned: Conversion, share: str, **options: Any) -> ConvertedUnits:
     """Convert a share of the units, such as a task of an array of processes does.
 
     Args:
@@ -236,7 +238,7 @@ def commit_jobs(jobs: list[UnitJob]) -> Summary:
 
 
 def commit_units(
-    planned: ConversionPlan,
+    planned: Conversion,
     *,
     force: bool = False,
 ) -> Summary:

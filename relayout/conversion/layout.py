@@ -29,7 +29,7 @@ from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
-from relayout.errors import FormatError, PlanError
+from relayout.errors import PlanError
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     DIGESTED_NBYTES,
@@ -37,20 +37,25 @@ from relayout.format.index import (
     MIN_ALIGNMENT,
     RANKS,
     WHOLE_TENSORS,
-    Manifest,
-    RankTable,
     num_chunks,
 )
 from relayout.format.manifest import content_digest, content_head, relayout_entry
-from relayout.format.safetensors import entries_text, entry_head, join_header, json_text
-from relayout.format.source_record import ConversionOptions, SourceRecord
+from relayout.format.safetensors import (
+    LENGTH_NBYTES,
+    data_start_after,
+    entries_text,
+    entry_head,
+    join_header,
+    json_text,
+)
+from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
 from relayout.storage.protocols import Store
 
 DEFAULT_ALIGNMENT = 4096
 
 DEFAULT_MAX_PART_NBYTES = 48 * 10**9
-"""Below the 50 GB that hubs take as one file."""
+"""The default size of a part, below the 50 GB that hubs take as one file."""
 
 MAX_PART_HEADER_NBYTES = 20 * 10**6
 """A part ends before its header grows past this: the Hugging Face hub client refuses to parse 25 MB."""
@@ -59,7 +64,7 @@ _NOT_IN_DCP = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"}
 """Dtypes that stop its reader (torch 2.13, by safetensors 0.8 `torch.py`, `_TYPES`)."""
 
 _ANY_CONTENT = "0" * 32
-"""In place of the digest of a file's content, which is as long."""
+"""A text as long as the digest of a file's content, where only the length of the metadata is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +95,16 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything goes."""
+    """The files of a conversion, and what lies in each."""
 
     files: tuple[RankFile, ...]
     """All files: unit after unit, and in each of them holder after holder."""
     holders: tuple[tuple[int, ...], ...]
-    """Of each holder: the numbers of its own files, part 0 first."""
+    """The numbers of each holder's own files, part 0 first."""
     units: tuple[tuple[int, ...], ...]
-    """Of each unit: its tensors (positions in the source), in the order that they have in its files."""
+    """The tensors of each unit (positions in the source), in the order that they have in its files."""
     files_of_unit: tuple[range, ...]
-    """Of each unit: the numbers of its files."""
+    """The numbers of each unit's files."""
 
     @property
     def nbytes(self) -> int:
@@ -116,17 +121,17 @@ class Layout:
         return [self.files[index] for index in self.holders[holder]]
 
     def only(self, holders: Container[int]) -> Layout:
-        """The same with the files of only these holders."""
+        """The layout with the files of only these holders."""
         files, files_of_unit = list[RankFile](), list[range]()
         for numbers in self.files_of_unit:
             first = len(files)
             files += [self.files[number] for number in numbers if self.files[number].holder in holders]
             files_of_unit.append(range(first, len(files)))
-        return Layout(tuple(files), _by_holder(files, len(self.holders)), self.units, tuple(files_of_unit))
+        return Layout(tuple(files), by_holder(files, len(self.holders)), self.units, tuple(files_of_unit))
 
 
-def _by_holder(files: Sequence[RankFile], num_holders: int) -> tuple[tuple[int, ...], ...]:
-    """Of each holder: the numbers of its files."""
+def by_holder(files: Sequence[RankFile], num_holders: int) -> tuple[tuple[int, ...], ...]:
+    """The numbers of each holder's files."""
     numbers: list[list[int]] = [[] for _ in range(num_holders)]
     for number, file in enumerate(files):
         numbers[file.holder].append(number)
@@ -135,7 +140,10 @@ def _by_holder(files: Sequence[RankFile], num_holders: int) -> tuple[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion that was planned: everything that is known before a byte moves."""
+    """A conversion that was planned: everything that is known before a byte moves.
+
+    `relayout.preview` shows it, `relayout.carry_out` carries it out.
+    """
 
     output: Store
     """The folder that it makes, or has made."""
@@ -147,9 +155,13 @@ class Conversion:
     layout: Layout
     options: ConversionOptions
     ranks: tuple[int, ...]
-    """That are converted, rising: usually all. The others hold nothing in `cut`, and have no files in `layout`."""
+    """The ranks that are converted, rising. The others hold nothing in `cut`, and have no files in `layout`."""
     digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
-    """Of stored bytes."""
+    """How stored bytes are hashed."""
+
+    def __repr__(self) -> str:
+        ranks = f"{self.plan.num_ranks} ranks"
+        return f"<Conversion {str(self.source.root)!r} to {str(self.output)!r}: {ranks}; see relayout.preview>"
 
     @classmethod
     def lay_out(
@@ -157,7 +169,8 @@ class Conversion:
         output: Store,
         source: SourceCheckpoint,
         plan: Plan,
-        alignment: int,
+        *,
+        alignment: int = DEFAULT_ALIGNMENT,
         max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
         layout: str = RANKS,
         ranks: str | Iterable[int] | None = None,
@@ -175,7 +188,7 @@ class Conversion:
         options = ConversionOptions(
             plan.num_ranks, plan.name, plan.expert_parallel, alignment, max_part_nbytes, has_dcp, layout
         )
-        tensors = _cut_tensors(source, plan, layout)
+        tensors = cut_tensors(source, plan, layout)
         order_key = {tensor: _order_key(tensor, alignment) for tensor in set(tensors)}
         headers = HeaderBuilder(source, tensors, options)
         files: list[RankFile] = []
@@ -186,14 +199,14 @@ class Conversion:
             first = len(files)
             files += _files(units[-1], tensors, headers, part, len(groups))
             files_of_unit.append(range(first, len(files)))
-        by_holder = _by_holder(files, plan.num_ranks + (layout == WHOLE_TENSORS))
-        where = Layout(tuple(files), by_holder, tuple(units), tuple(files_of_unit))
+        holders = by_holder(files, plan.num_ranks + (layout == WHOLE_TENSORS))
+        where = Layout(tuple(files), holders, tuple(units), tuple(files_of_unit))
         all_ranks = tuple(range(plan.num_ranks))
         planned = cls(output, source, plan, tensors, where, options, all_ranks, digest)
         return planned if ranks is None else planned.only(ranks)
 
     def only(self, ranks: str | Iterable[int]) -> Self:
-        """The same conversion of only these ranks, and of whole tensors: to the same files.
+        """The part of this conversion that makes the files of these ranks, and of whole tensors.
 
         Raises:
             PlanError: there is no such rank.
@@ -203,7 +216,7 @@ class Conversion:
         if some == self.ranks:
             return self
         holders = {*some, *([self.plan.num_ranks] if self.has_whole else [])}
-        cut = _cut_tensors(self.source, self.plan, self.options.layout, holders)
+        cut = cut_tensors(self.source, self.plan, self.options.layout, holders)
         return replace(self, cut=cut, layout=self.layout.only(holders), ranks=some)
 
     @property
@@ -267,7 +280,7 @@ def check_alignment(alignment: int) -> None:
         raise PlanError(what, code="option")
 
 
-def _cut_tensors(
+def cut_tensors(
     source: SourceCheckpoint, plan: Plan, layout: str, holders: Container[int] | None = None
 ) -> list[CutTensor]:
     """Each tensor of the source as its holders, or only these, have it; one object for those that are alike."""
@@ -345,7 +358,7 @@ def _files(
             name = f"model-{part + 1:05}-of-{num_parts:05}.safetensors"
         else:
             name = rank_file_name(holder, part, beside_whole=has_whole)
-        data_start = len(headers.build(RankFile(name, holder, order, data_offsets, 0, nbytes), _ANY_CONTENT))
+        data_start = headers.data_start(RankFile(name, holder, order, data_offsets, 0, nbytes))
         yield RankFile(name, holder, order, data_offsets, data_start, data_start + nbytes)
 
 
@@ -380,19 +393,39 @@ def file_metadata(content: str, source: Mapping[str, str], sharding_info: str | 
 
 
 class HeaderBuilder:
-    """Builds the headers of files."""
+    """Builds the header of each file once, when the digest of its content is known; says before how long it will be."""
 
     def __init__(self, source: SourceCheckpoint, tensors: Sequence[CutTensor], options: ConversionOptions) -> None:
         """`tensors` are those of the source, as they are cut."""
         self.options = options
         self._tensors = tensors
         self._names = [json_text(tensor.name) for tensor in source.tensors]
+        self._name_nbytes = [len(name.encode()) for name in self._names]
         self._source_metadata = source.metadata
+        metadata = file_metadata(_ANY_CONTENT, source.metadata, "" if options.dcp else None)
+        self._metadata_nbytes = len(join_header("", metadata, 1)) - LENGTH_NBYTES
         self._entries: dict[Hashable, str] = {}
-        """Entries that files of several ranks have in common; of one unit."""
+        """Entries that files of several ranks have in common."""
+
+    def data_start(self, file: RankFile) -> int:
+        """How long the header of a file is: the sum of what `build` joins.
+
+        Raises:
+            PlanError: readers refuse so long a header.
+        """
+        bounds = [len(str(bound)) for bound in (*file.data_offsets, file.nbytes - file.data_start)]
+        counts = Counter(self._tensors[t] for t in file.tensors)
+        heads = sum(n * len(entry_head(one.dtype, one.rank_shape(file.holder))) for one, n in counts.items())
+        # Each entry has its name, its head, two offsets and ":,]}"; a comma is in front of each.
+        names, nbytes = [self._name_nbytes[t] for t in file.tensors], self._metadata_nbytes
+        nbytes += sum(names) + heads + 2 * sum(bounds[1:-1]) + 5 * len(names)
+        nbytes += bounds[0] + bounds[-1] if names else 0
+        if self.options.dcp:
+            nbytes += _in_string(self._sharding_info(file))
+        return data_start_after(nbytes, self.options.alignment)
 
     def build(self, file: RankFile, content: str) -> bytes:
-        """The header bytes of a file; how many does not depend on the digest of its content."""
+        """The header bytes of a file."""
         sharding_info = self._sharding_info(file) if self.options.dcp else None
         metadata = file_metadata(content, self._source_metadata, sharding_info)
         return join_header(self._entries_of(file), metadata, self.options.alignment)
@@ -428,69 +461,6 @@ class HeaderBuilder:
         return f"{{{','.join([f'{self._names[t]}:{starts[self._tensors[t]]}' for t in file.tensors])}}}"
 
 
-def stored_conversion(
-    folder: Store,
-    manifest: Manifest,
-    tables: Mapping[int, RankTable],
-    record: SourceRecord,
-    source: SourceCheckpoint,
-) -> Conversion:
-    """The conversion that the sidecar describes.
-
-    Args:
-        tables: of each holder that the folder has.
-
-    Raises:
-        FormatError: tables and source record contradict each other.
-    """
-    options = record.options
-    plan = Plan(options.plan, options.num_ranks, record.cuts, record.cut_of, options.expert_parallel)
-    cut = _cut_tensors(source, plan, options.layout, None if manifest.has_all else manifest.holders)
-    position = {tensor.name: t for t, tensor in enumerate(source.tensors)}
-    stored: list[dict[int, int]] = [{} for _ in manifest.files]
-    """Of each file: tensors, and their offsets."""
-    owner = [0] * len(manifest.files)
-    shared = manifest.shared
-    for holder, entry in manifest.holders.items():
-        table = tables[holder]
-        held = {t for t, tensor in enumerate(cut) if tensor.cut.slices[holder].is_held}
-        own = [holder == options.num_ranks or index not in shared for index in entry.files]
-        for row, (name, file_index, offset) in enumerate(zip(table.names, table.files, table.offsets, strict=True)):
-            t = position.get(name)
-            if t is None or t not in held or table.slices[row] != cut[t].cut.slices[holder]:
-                raise FormatError(f"{entry.table}: tensor {name!r} differs from the source record", code="mismatch")
-            if own[file_index] and stored[entry.files[file_index]].setdefault(t, offset) != offset:
-                raise FormatError(
-                    f"{entry.table}: tensor {name!r} is not at the offset that other ranks have", code="mismatch"
-                )
-        if len(table.names) != len(held):
-            what = f"{entry.table}: {len(table.names)} tensors, the source record has {len(held)}"
-            raise FormatError(what, code="mismatch")
-        for index, is_own in zip(entry.files, own, strict=True):
-            owner[index] = holder if is_own else owner[index]
-    files = []
-    for file, holder, offsets in zip(manifest.files, owner, stored, strict=True):
-        data_offsets = tuple(offset - file.data_start for offset in offsets.values())
-        files.append(RankFile(file.name, holder, tuple(offsets), data_offsets, file.data_start, file.nbytes))
-    # Not every writer has units: all files are one, in their order.
-    order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
-    by_holder = _by_holder(files, plan.num_ranks + (options.layout == WHOLE_TENSORS))
-    layout = Layout(tuple(files), by_holder, (order,), (range(len(files)),))
-    return Conversion(folder, source, plan, cut, layout, options, manifest.present, manifest.digest)
-
-
-def as_one_rank(manifest: Manifest, record: SourceRecord) -> tuple[Manifest, SourceRecord]:
-    """A folder with whole tensors as the conversion for one rank that these are; others as they are."""
-    if manifest.whole is None:
-        return manifest, record
-    options = replace(record.options, num_ranks=1, layout=RANKS)
-    one_rank = replace(record, options=options, cuts=(Cut((WHOLE,)),), cut_of=(0,) * len(record.names))
-    return replace(manifest, ranks=(manifest.whole,), whole=None), one_rank
-
-
-def rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:
-    """For each file of the rank: its rows in the table, in order."""
-    rows: list[list[int]] = [[] for _ in range(num_files)]
-    for row, number in enumerate(table.files):
-        rows[number].append(row)
-    return rows
+def _in_string(text: str) -> int:
+    """How many bytes a text, which has no control characters, takes within a JSON string."""
+    return len(text.encode()) + text.count('"') + text.count("\\")

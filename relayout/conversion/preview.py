@@ -20,14 +20,14 @@ class PlannedGroup:
     dtype: str
     shape: tuple[int, ...]
     cut: str
-    """In words."""
+    """How the tensors are cut, in words."""
     rank_shapes: tuple[tuple[int, ...], ...]
     """The different shapes that ranks hold, in rank order."""
     rank_nbytes: int
     """Bytes of the whole group in the rank that holds most."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Preview(Result):
     """A planned conversion."""
 
@@ -38,7 +38,7 @@ class Preview(Result):
     num_ranks: int
     """The tensor-parallel degree."""
     ranks: tuple[int, ...]
-    """That are converted."""
+    """The ranks that are converted."""
     alignment: int
     num_tensors: int
     source_nbytes: int
@@ -66,7 +66,16 @@ class Preview(Result):
 
 
 def preview(conversion: Conversion) -> Preview:
-    """Sum up a planned conversion."""
+    """Sum up a planned conversion.
+
+    Args:
+        conversion: what `plan_conversion` has planned.
+
+    Example:
+        >>> import relayout
+        >>> relayout.preview(relayout.plan_conversion("llama-3.1-8b", tp=4)).num_files
+        4
+    """
     source, plan, layout = conversion.source, conversion.plan, conversion.layout
     options, rank_nbytes = conversion.options, conversion.rank_nbytes
     counts = Counter(conversion.cut)

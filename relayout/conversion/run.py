@@ -10,7 +10,6 @@ from functools import partial
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.identity import identity_of
-from relayout.conversion import preview
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
 from relayout.conversion.journal import Journal, TensorDigests, Written
 from relayout.conversion.layout import Conversion
@@ -36,7 +35,7 @@ from relayout.storage.stores import scheme_of
 _SIDECAR_NBYTES_PER_TENSOR = 300
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Summary(Result):
     """What a conversion did."""
 
@@ -72,50 +71,27 @@ class Summary(Result):
     """Whether only its owner can read the local output, as it is with a shard of the source."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionPlan(Conversion):
-    """A conversion that was planned, to be looked at and to be carried out. May be used by any number of threads."""
-
-    def __repr__(self) -> str:
-        ranks = f"{self.plan.num_ranks} ranks"
-        return f"<ConversionPlan {str(self.source.root)!r} to {str(self.output)!r}: {ranks}; see preview()>"
-
-    def preview(self) -> preview.Preview:
-        """What it will do, in sums that a person can check."""
-        return preview.preview(self)
-
-    def run(
-        self,
-        *,
-        force: bool = False,
-        threads: int = DEFAULT_THREADS,
-        memory: int | str = DEFAULT_MEMORY,
-        progress: Progress = None,
-    ) -> Summary:
-        """Carry out the plan; arguments, result and errors as for `convert`."""
-        return carry_out(self, force=force, threads=threads, memory=memory, progress=progress)
-
-    def is_done(self, *, threads: int = DEFAULT_THREADS, memory: int | str = DEFAULT_MEMORY) -> bool:
-        """Whether the output is there, complete, of this source and these options; arguments and errors as of `run`.
-
-        Headers, small files and samples of all tensors are compared, not every byte: `verify` does that.
-        """
-        return is_done(self, num_readers_of(*share_memory(threads, memory, self.output)))
-
-
 def carry_out(
     conversion: Conversion,
     *,
-    force: bool,
-    threads: int,
-    memory: int | str,
-    progress: Progress,
+    force: bool = False,
+    threads: int = DEFAULT_THREADS,
+    memory: int | str = DEFAULT_MEMORY,
+    progress: Progress = None,
     resumable: bool = True,
 ) -> Summary:
-    """Convert; arguments, result and errors as for `convert`.
+    """Carry out a conversion that `plan_conversion` has planned; result and errors as for `convert`.
 
     Args:
+        conversion: what to do. Any number of threads may share it.
+        force, threads, memory, progress: as for `convert`.
         resumable: whether finished work is kept if it fails.
+
+    Example:
+        >>> import relayout
+        >>> plan = relayout.plan_conversion("llama-3.1-8b", "planned", tp=4)
+        >>> relayout.carry_out(plan).num_ranks
+        4
     """
     started = time.monotonic()
     threads, chunk_nbytes = share_memory(threads, memory, conversion.output)
@@ -143,6 +119,29 @@ def carry_out(
             staging.clear()
             raise
     return summary_of(conversion, conversion.nbytes_of(done.tensors), time.monotonic() - started)
+
+
+def is_carried_out(
+    conversion: Conversion, *, threads: int = DEFAULT_THREADS, memory: int | str = DEFAULT_MEMORY
+) -> bool:
+    """Whether the output of a conversion is there, complete, of this source and these options.
+
+    Headers, small files and samples of all tensors are compared, not every byte: `verify` does that.
+
+    Args:
+        conversion: what `plan_conversion` has planned.
+        threads, memory: as for `convert`.
+
+    Raises:
+        FormatError, OSError: the source cannot be read.
+
+    Example:
+        >>> import relayout
+        >>> plan = relayout.plan_conversion("llama-3.1-8b", "not-there", tp=4)
+        >>> relayout.is_carried_out(plan)
+        False
+    """
+    return is_done(conversion, num_readers_of(*share_memory(threads, memory, conversion.output)))
 
 
 def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> Summary:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from relayout import __version__
 from relayout.conversion.journal import TensorDigests, Written
 from relayout.conversion.layout import Conversion, HeaderBuilder, RankFile, is_stored
 from relayout.conversion.side_files import copy_side_file
@@ -19,6 +18,7 @@ from relayout.format.index import (
     HUB_INDEX_NAME,
     MANIFEST_NAME,
     SLICES_ONLY,
+    VERSION,
     IndexedFile,
     Manifest,
     RankEntry,
@@ -103,7 +103,7 @@ def write_sidecar(
     hub_index = _hub_index(conversion)
     staging.put(HUB_INDEX_NAME, [hub_index])
     manifest = Manifest(
-        generator=f"relayout {__version__}",
+        generator=f"relayout {VERSION}",
         conversion=conversion_id,
         model_type=source.model_type,
         plan=plan_name,

@@ -25,7 +25,7 @@ from relayout.storage.stores import find_input, scheme_of
 if TYPE_CHECKING:
     from relayout.checkpoint.source import SourceCheckpoint
     from relayout.conversion.cached import CachedConversion, Observer
-    from relayout.conversion.run import ConversionPlan
+    from relayout.conversion.layout import Conversion
     from relayout.engines.rank_weights import EngineOptions
     from relayout.plans.plan import Plan
 
@@ -130,7 +130,7 @@ def first_start(
         logger.info("relayout: %s is read whole by one rank: %s", source, instead)
         return None, None
 
-    def on_miss(conversion: ConversionPlan) -> None:
+    def on_miss(conversion: Conversion) -> None:
         who = f"{num_ranks} ranks" if ranks is None else f"the ranks {ranks_text(ranks)} of {num_ranks}"
         logger.info("relayout: converting %s for %s into the cache %s", source, who, cache.folder)
 
@@ -152,7 +152,7 @@ def first_start(
         logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, instead)
         return None, None
     folder, model = (str(Path(path).absolute()) for path in (cache.folder, source))
-    arguments = [folder, "--add", model, "--tp", str(num_ranks), "--background"]
+    arguments = ["add", model, "--tp", str(num_ranks), "--folder", folder, "--background"]
     arguments += ["--expert-parallel"] if expert_parallel else []
     arguments += ["--ranks", ranks_text(ranks)] if ranks is not None else []
     arguments += ["--observe"] if observe is not None else []

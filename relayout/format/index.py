@@ -28,6 +28,9 @@ SLICES_ONLY = "relayout: this folder has slices of tensors only"
 """What that index names in place of tensors, if the folder has none that are whole. The file for it does not exist, so
 that loaders that go by the index stop."""
 
+VERSION = "0.1.0"
+"""The version of relayout, which is `relayout.__version__`; manifests name it."""
+
 FORMAT_VERSION = 1
 """The version of manifest, rank tables and source record."""
 

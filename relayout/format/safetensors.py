@@ -194,10 +194,21 @@ def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> by
     """Build the header of entries that `entries_text` has written; the rest as for `build_header`."""
     parts = [f"{json_text(_METADATA_KEY)}:{json_text(dict(metadata))}"] if metadata else []
     text = f"{{{','.join([*parts, entries] if entries else parts)}}}".encode()
-    padded = align_up(LENGTH_NBYTES + len(text), alignment) - LENGTH_NBYTES
-    if padded > MAX_HEADER_NBYTES:
-        raise PlanError(f"a header of {padded} bytes, limit {MAX_HEADER_NBYTES}", code="limit")
+    padded = data_start_after(len(text), alignment) - LENGTH_NBYTES
     return padded.to_bytes(LENGTH_NBYTES, "little") + text.ljust(padded, b" ")
+
+
+def data_start_after(text_nbytes: int, alignment: int) -> int:
+    """Where the data section starts behind a header whose JSON has so many bytes.
+
+    Raises:
+        PlanError: readers refuse so long a header.
+    """
+    start = align_up(LENGTH_NBYTES + text_nbytes, alignment)
+    if start - LENGTH_NBYTES > MAX_HEADER_NBYTES:
+        what = f"a header of {start - LENGTH_NBYTES} bytes, limit {MAX_HEADER_NBYTES}"
+        raise PlanError(what, code="limit")
+    return start
 
 
 json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -16,11 +16,12 @@ from typing import Any
 
 from relayout.checkpoint.converted import is_converted
 from relayout.checkpoint.source import read_source
-from relayout.commands.convert import default_output, plan_conversion
+from relayout.commands.convert import plan_conversion
 from relayout.core.arguments import integer
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
+from relayout.planning import default_output
 from relayout.results import Result
 from relayout.storage.local.open_folder import OpenFolder, with_path
 from relayout.storage.protocols import Store
@@ -32,7 +33,7 @@ _MARK = '<meta name="generator" content="relayout report">'
 """Ends the bytes that every page begins with: the proof that a file is one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PageWritten(Result):
     """What `report` has written."""
 

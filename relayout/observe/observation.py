@@ -51,7 +51,7 @@ class Observation:
     """The slices that each rank loads, for each tensor in the checkpoint's order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ObservedPlan(Result):
     """A plan file that was written."""
 

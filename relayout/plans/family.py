@@ -153,7 +153,7 @@ def builtin_text(name: str) -> str:
     """
     texts = _builtin_texts()
     if name not in texts:
-        known = f"; `relayout plans` lists {len(texts)}"
+        known = f"; `relayout plans list` lists {len(texts)}"
         raise PlanError(f"no built-in plan {name!r}{did_you_mean(name, texts) or known}", code="no_plan")
     return texts[name]
 

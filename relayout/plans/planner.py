@@ -137,7 +137,7 @@ def _make_plan(
         others = f" (nor {len(unmatched_names) - 1} others)" if len(unmatched_names) > 1 else ""
         raise PlanError(
             f"no rule of plan {family.full_name!r} matches it{others}: add a rule (--plan FILE; "
-            "`relayout plans --check SRC` lists all of these), or hold such tensors whole on every rank"
+            "`relayout plans check SRC` lists all of these), or hold such tensors whole on every rank"
             " (--unmatched replicate)",
             tensor=unmatched_names[0],
             code="no_rule",

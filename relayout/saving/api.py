@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,10 +17,10 @@ import numpy as np
 from relayout.checkpoint.folder import CONFIG_NAME
 from relayout.checkpoint.identity import identity_of
 from relayout.checkpoint.source import model_order, read_source
-from relayout.commands.convert import PlanOptions, plan_checkpoint, with_options
 from relayout.conversion.copy import share_memory
+from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import ConversionPlan, Summary, carry_out
+from relayout.conversion.run import Summary, carry_out
 from relayout.core.arguments import integer, size
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
@@ -28,6 +28,9 @@ from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
 from relayout.errors import PlanError
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.loader.group.collectives import Group
+from relayout.planning import PlanOptions
+from relayout.plans.plan import Plan
+from relayout.plans.planner import Unmatched
 from relayout.progress import Progress
 from relayout.saving.folder import (
     MemoryFolder,
@@ -69,12 +72,21 @@ class Sharding:
     """The `metadata` of the index.json, which is there if there are several shards."""
 
 
-@with_options
 def save(
     tensors: Mapping[str, torch.Tensor],
     output: str | os.PathLike[str],
     *,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    tp: int = 1,
+    align: int | str = DEFAULT_ALIGNMENT,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    expert_parallel: bool = False,
+    unmatched: Unmatched | None = None,
+    max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
+    layout: Literal["ranks", "whole"] = "ranks",
+    ranks: str | Iterable[int] | None = None,
+    digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
     group: ProcessGroup | None = None,
     background: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
@@ -82,7 +94,6 @@ def save(
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
-    **options: Unpack[PlanOptions],
 ) -> Summary | Future[Summary]:
     """Write tensors in memory, such as a model in training, as the folder that `convert` makes of their checkpoint.
 
@@ -103,9 +114,9 @@ def save(
         background: copy the tensors to host memory, and return at once.
         max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion.
-        threads, memory, progress: as for `convert`.
         tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest:
-            see `PlanOptions`.
+            as for `convert`.
+        threads, memory, progress: as for `convert`.
 
     Returns:
         What was written; with `background`, a future of that, which raises what this function would have.
@@ -130,7 +141,18 @@ def save(
         threads=integer(threads, "threads"),
         memory=size(memory, "memory"),
         progress=progress,
-        options=options,
+        options=PlanOptions(
+            tp=tp,
+            align=align,
+            plan=plan,
+            trust_remote_code=trust_remote_code,
+            expert_parallel=expert_parallel,
+            unmatched=unmatched,
+            max_part_nbytes=max_part_nbytes,
+            layout=layout,
+            ranks=ranks,
+            digest=digest,
+        ),
     )
 
     def hold(is_first: bool) -> Held:
@@ -289,8 +311,8 @@ class Saving:
         shards, index = lay_out_shards(ordered, stored, totals)
         return ordered, {shard.name: shard for shard in shards}, {} if index is None else {HUB_INDEX_NAME: index}
 
-    def _planned(self, folder: MemoryFolder) -> ConversionPlan:
-        return plan_checkpoint(read_source(folder), find_store(self.output), **self.options)
+    def _planned(self, folder: MemoryFolder) -> Conversion:
+        return self.options.lay_out(read_source(folder), find_store(self.output))
 
 
 def _raise(error: BaseException, _: bool) -> NoReturn:
@@ -399,7 +421,7 @@ def _cut(heads: Sequence[TensorHead], parts: Sequence[Sequence[Slice]]) -> list[
     return [cut_of(row).tensor(head.dtype, head.shape) for head, row in zip(heads, rows, strict=True)]
 
 
-def _check_equal(planned: ConversionPlan, group: Group) -> None:
+def _check_equal(planned: Conversion, group: Group) -> None:
     """Check that all members have planned the same.
 
     Raises:

@@ -10,21 +10,24 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 from relayout.checkpoint.folder import SINGLE_NAME
-from relayout.commands.convert import PlanOptions, with_options
 from relayout.conversion.copy import DEFAULT_MEMORY
+from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
 from relayout.conversion.run import Summary
 from relayout.core.arguments import integer, size
 from relayout.core.slices import NOT_HELD, Range, Slice, positions
 from relayout.errors import PlanError
 from relayout.loader.tensors import torch_dtype
+from relayout.planning import PlanOptions
+from relayout.plans.plan import Plan
+from relayout.plans.planner import Unmatched
 from relayout.progress import Progress
 from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding
 from relayout.saving.folder import TensorHead, files_of
@@ -34,19 +37,27 @@ if TYPE_CHECKING:
     import torch
 
 
-@with_options
 def save_pretrained(
     model: Any,
     output: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
+    tp: int = 1,
+    align: int | str = DEFAULT_ALIGNMENT,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    expert_parallel: bool = False,
+    unmatched: Unmatched | None = None,
+    max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
+    layout: Literal["ranks", "whole"] = "ranks",
+    ranks: str | Iterable[int] | None = None,
+    digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
     background: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     progress: Progress = None,
-    **options: Unpack[PlanOptions],
 ) -> Summary | Future[Summary]:
     """Write a model of transformers as the folder that `convert` makes of what its `save_pretrained` writes.
 
@@ -57,7 +68,8 @@ def save_pretrained(
     Args:
         model: of transformers 5; not quantized, and without adapters. All processes give the same one, not stages.
         dtype: the floating-point dtype to write, as if the model had been moved `to` it before; it keeps its own.
-        output, background, max_shard_size, force, threads, memory, progress, options: as for `relayout.save`.
+        output, tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest,
+            background, max_shard_size, force, threads, memory, progress: as for `relayout.save`.
 
     Raises:
         PlanError: the model cannot be saved like this; or as `relayout.save`.
@@ -84,7 +96,18 @@ def save_pretrained(
         threads=integer(threads, "threads"),
         memory=size(memory, "memory"),
         progress=progress,
-        options=options,
+        options=PlanOptions(
+            tp=tp,
+            align=align,
+            plan=plan,
+            trust_remote_code=trust_remote_code,
+            expert_parallel=expert_parallel,
+            unmatched=unmatched,
+            max_part_nbytes=max_part_nbytes,
+            layout=layout,
+            ranks=ranks,
+            digest=digest,
+        ),
     )
     return saving.start(hold, distributed.group.WORLD if is_distributed else None, background)
 

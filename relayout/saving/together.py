@@ -23,7 +23,7 @@ from relayout.conversion.jobs import complete_parts
 from relayout.conversion.journal import Journal, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import ConversionPlan, Summary, needed_nbytes, summary_of
+from relayout.conversion.run import Summary, needed_nbytes, summary_of
 from relayout.conversion.side_files import output_modes
 from relayout.conversion.sidecar import HeaderWriter, digests_of_all
 from relayout.conversion.steps import CopyPlan, Step
@@ -278,7 +278,7 @@ def _packed(part: Transfer) -> int:
 
 
 def save_together(
-    planned: ConversionPlan,
+    planned: Conversion,
     exchange: Exchange,
     group: Group,
     *,
@@ -364,7 +364,7 @@ def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
 
 
 def _write(
-    planned: ConversionPlan,
+    planned: Conversion,
     shares: Sequence[Conversion | None],
     exchange: Exchange,
     group: Group,
@@ -395,7 +395,7 @@ def _write(
     return written
 
 
-def _slices_wanted(planned: ConversionPlan, shares: Sequence[Conversion | None]) -> Wanted:
+def _slices_wanted(planned: Conversion, shares: Sequence[Conversion | None]) -> Wanted:
     """What each member wants of a tensor: the slices of the ranks whose files it writes."""
 
     @cache
@@ -408,7 +408,7 @@ def _slices_wanted(planned: ConversionPlan, shares: Sequence[Conversion | None])
     return lambda member, t: wanted(member, planned.cut[t])
 
 
-def _hash_sources(planned: ConversionPlan, exchange: Exchange, group: Group, chunk_nbytes: int) -> dict[int, str]:
+def _hash_sources(planned: Conversion, exchange: Exchange, group: Group, chunk_nbytes: int) -> dict[int, str]:
     """Digests of the whole tensors that no member writes all bytes of: each member hashes some."""
     tensors, files = planned.source.tensors, planned.source.files
     unknown = [t for t, cut in enumerate(planned.cut) if tensors[t].extent.nbytes and _holder_of_whole(cut) is None]
@@ -442,7 +442,7 @@ def _holder_of_whole(tensor: CutTensor) -> int | None:
 
 
 def _merged(
-    planned: ConversionPlan,
+    planned: Conversion,
     shares: Sequence[Conversion | None],
     parts: Sequence[Written],
     hashed: Sequence[Mapping[int, str]],

@@ -116,7 +116,7 @@ class Cache:
                     getLogger("relayout").warning("relayout: %s: %s: made again in the cache", entry, why)
                     return
             if time.monotonic() >= end:
-                advice = f"`relayout cache {self.folder} --remove {entry.name[:8]}` removes it later"
+                advice = f"`relayout cache remove {entry.name[:8]} --folder {self.folder}` removes it later"
                 raise PlanError(f"{why}, and another process uses it; {advice}", path=entry, code="busy")
             time.sleep(_ASIDE_SECONDS / 20)
 

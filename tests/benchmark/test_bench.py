@@ -21,16 +21,15 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.benchmark import machine, measure
-from relayout.benchmark.child import digest_of, digest_of_tensors
-from relayout.benchmark.drive import direct_gb_per_s
-from relayout.benchmark.job import Job, Loader
-from relayout.benchmark.loaders import LOADERS
+from relayout.benchmark.loaders import LOADERS, Loader, LoadJob
+from relayout.benchmark.machine import direct_gb_per_s
 from relayout.benchmark.measure import Folders, RankGroup, expected_digests, plan_bench
-from relayout.benchmark.run import Measured
+from relayout.benchmark.run import Measured, digest_of, digest_of_tensors
 from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import read_manifest, read_table
 from relayout.cli import signals
-from relayout.cli.app import app, may_drop_caches
+from relayout.cli.app import app
+from relayout.cli.reading import may_drop_caches
 from relayout.errors import PlanError
 from relayout.storage.stores import find_store
 
@@ -56,7 +55,7 @@ def test_a_loader_gives_the_slices_of_a_rank_in_memory_of_their_own(
     folders: Folders, llama: Path, name: str, rank: int, tp: int
 ) -> None:
     whole = read_tensors(llama)
-    tensors = PEERS[name].load(Job(REGISTRY, name, str(folders.source), str(folders.converted), tp, rank, 1, 2**30))
+    tensors = PEERS[name].load(LoadJob(REGISTRY, name, str(folders.source), str(folders.converted), tp, rank, 1, 2**30))
     assert tensors.keys() == whole.keys()
     for tensor_name, tensor in tensors.items():
         assert tensor.is_contiguous()
@@ -75,7 +74,7 @@ def test_slices_of_several_ranges_are_joined_in_their_order(name: str, tmp_path:
     save_file({"model.layers.0.self_attn.qkv_proj.weight": fused}, folder / "model.safetensors")
     config = {"model_type": "phi3", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
-    [tensor] = LOADERS[name].load(Job(REGISTRY, name, str(folder), "", 2, 1, 1, 2**30)).values()
+    [tensor] = LOADERS[name].load(LoadJob(REGISTRY, name, str(folder), "", 2, 1, 1, 2**30)).values()
     # q, k and v of 8 rows each; of each the second half.
     rows = [*range(4, 8), *range(12, 16), *range(20, 24)]
     np.testing.assert_array_equal(tensor.numpy(), fused.numpy()[rows])
@@ -355,7 +354,7 @@ def test_the_command_drops_no_cache_unasked_and_fits_80_columns(
     assert "one rank of 4, cold" in allowed.stdout
     assert "drive: 2.00 GB/s" in allowed.stdout
     assert all(len(line) <= 80 for line in (done.stdout + allowed.stdout).splitlines())
-    monkeypatch.setattr("relayout.cli.app.may_drop_caches", lambda *about: pytest.fail("was asked"))
+    monkeypatch.setattr("relayout.cli.reading.may_drop_caches", lambda *about: pytest.fail("was asked"))
     assert CliRunner().invoke(app, ["bench", str(folders.source), "--no"]).exit_code == 0
     assert not_measured == [False, True, False]
 
@@ -368,7 +367,7 @@ def test_what_was_measured_before_a_signal_is_printed(
 
     def stopped(group: RankGroup, name: str) -> Measured:
         if not left:
-            raise signals.Stopped(signal.SIGTERM)
+            raise signals.Signalled(signal.SIGTERM)
         left.pop()
         return load(group, name)
 

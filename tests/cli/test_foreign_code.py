@@ -55,7 +55,7 @@ while len(sys.argv) > 1:
 """
 COMMANDS = {
     "convert": ["convert", ".", "-o", "../observed", "--tp", "2", "--plan", "vllm"],
-    "plans": ["plans", "--check", "."],
+    "plans": ["plans", "check", "."],
     "inspect": ["inspect", "."],
     "verify": ["verify", "../out", "--source", "."],
     "sign": ["sign", "../signed", "--key", "../signer.key"],
@@ -66,7 +66,7 @@ COMMANDS = {
     "apply": ["apply", "../out", "../same", "-o", "../applied"],
     "doctor": ["doctor", "."],
     "warm": ["warm", "../out"],
-    "cache": ["cache", ".."],
+    "cache": ["cache", "list", "--folder", ".."],
     "bench": ["bench", ".", "--tp", "2", "--runs", "1", "-y"],
     "report": ["report", ".", "--tp", "2", "-o", "../page.html"],
 }

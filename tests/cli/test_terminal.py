@@ -17,11 +17,11 @@ from support.bits import flip
 from support.hub_models import MODELS
 from support.patience import PATIENCE
 from support.terminals import ENVIRONMENT, terminal
+from support.tools import built_command
 from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
-from relayout.cli.tables import Column, shortened, table, unbroken
 
 pytestmark = pytest.mark.documents
 
@@ -60,6 +60,10 @@ def is_word_of(word: str, known: set[str]) -> bool:
     return any(one.startswith(start) and one.endswith(end) for start, end in parts for one in known)
 
 
+GROUP = built_command()
+WORDS = [name for name, one in GROUP.commands.items() if not hasattr(one, "commands")]
+WORDS += [f"{name} {word}" for name, one in GROUP.commands.items() for word in getattr(one, "commands", ())]
+"""Of all commands."""
 COMMANDS = {
     "inspect llama": 0,
     "inspect gpt-oss-20b": 0,
@@ -75,10 +79,10 @@ COMMANDS = {
     "doctor out": 0,
     "doctor gpt-oss-20b --tp 8": 0,
     "warm out": 0,
-    "plans": 0,
+    "plans list": 0,
     "convert llama --tp 3 -o again": 2,
     "inspect llam": 2,
-    **dict.fromkeys(["--help", *(f"{command.callback.__name__} --help" for command in app.registered_commands)], 0),
+    **dict.fromkeys((f"{words} --help".strip() for words in ["", *WORDS]), 0),
 }
 
 
@@ -159,7 +163,7 @@ def test_quiet_work_prints_nothing_and_verbose_work_tells_its_phases(folder: Pat
         "restore again -o back",
         "inspect again",
         "files again",
-        *("plans", "plans llama", "plans --check llama"),
+        *("plans list", "plans show llama", "plans check llama"),
     ):
         done = prestarted.run(*command.split(), "--quiet", cwd=folder, env=ENVIRONMENT)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), command
@@ -179,65 +183,14 @@ def test_verbose_prints_every_row(tmp_path: Path) -> None:
     assert long.count("kind_") == 70 > short.count("kind_")
 
 
-@pytest.mark.parametrize("command", [None, *(command.callback.__name__ for command in app.registered_commands)])
-def test_the_examples_of_a_help_text_are_commands_that_exist(command: str | None) -> None:
-    text = CliRunner().invoke(app, [*([command] if command else []), "--help"]).output
-    found = re.findall(r"^ {4}relayout ([a-z]+)(.*)$", text, re.MULTILINE)
+@pytest.mark.parametrize("command", ["", *WORDS])
+def test_the_examples_of_a_help_text_are_commands_that_exist(command: str) -> None:
+    text = CliRunner().invoke(app, [*command.split(), "--help"]).output
+    found = re.findall(r"^ {4}relayout ((?:(?:plans|cache) )?[a-z]+)(.*)$", text, re.MULTILINE)
     assert found
     for example, arguments in found:
-        help_text = CliRunner().invoke(app, [example, "--help"]).output
+        assert example in WORDS
+        help_text = CliRunner().invoke(app, [*example.split(), "--help"]).output
         assert set(re.findall(r"--?[a-z][a-z-]*", re.sub(r"\S*\w-\S+", "", arguments))) <= set(
             re.findall(r"--?[a-z][a-z-]*", help_text)
         )
-
-
-# Tables.
-
-COLUMNS = [
-    Column("name", "name"),
-    Column("n", "number"),
-    Column("dtype", drop=1),
-    Column("shape", drop=2),
-    Column("cut", "words"),
-]
-ROW = ["model.layers.*.self_attn.q_proj.weight", "32", "BF16", "4096 x 4096", "dim 0, each part in 2 ranks"]
-
-
-def test_a_table_as_wide_as_it_wants_shows_all() -> None:
-    assert table(COLUMNS, [ROW], 200) == [
-        "name                                     n  dtype  shape        cut",
-        "--------------------------------------  --  -----  -----------  ---------------------------",
-        "model.layers.*.self_attn.q_proj.weight  32  BF16   4096 x 4096  dim 0, each part in 2 ranks",
-    ]
-
-
-def test_a_narrow_table_wraps_words_then_drops_columns() -> None:
-    assert table(COLUMNS, [ROW], 80)[2:] == [
-        "model.layer...elf_attn.q_proj.weight  32  BF16   4096 x 4096  dim 0, each part",
-        "                                                              in 2 ranks",
-    ]
-    assert table(COLUMNS, [ROW], 60) == [
-        "name                                   n  cut",
-        "------------------------------------  --  ------------------",
-        "model.layer...elf_attn.q_proj.weight  32  dim 0, each part",
-        "                                          in 2 ranks",
-    ]
-
-
-@pytest.mark.parametrize("width", range(50, 110))
-def test_no_line_of_a_table_is_wider_than_it_may_be(width: int) -> None:
-    lines = table(COLUMNS, [ROW, ["lm_head.weight", "1", "F32", "scalar", "whole"]], width)
-    assert max(map(len, lines)) <= width
-    assert " ".join(line.split("  ")[-1].strip() for line in lines[2:-1]).split()[-1] == "ranks"
-
-
-def test_names_are_shortened_in_the_middle() -> None:
-    assert shortened("model.layers.*.self_attn.q_proj.weight", 23) == "model.....q_proj.weight"
-    assert shortened("short", 5) == "short"
-    assert len(shortened("x" * 50, 20)) == 20
-    assert shortened("重" * 20, 11).count("重") == 4  # Each is two cells wide.
-
-
-def test_what_is_unbroken_stays_in_one_line() -> None:
-    lines = table([Column("shape", "words")], [[f"{unbroken('32 x 768')} or {unbroken('32 x 384')}"]], 12)
-    assert [line.strip() for line in lines[2:]] == ["32 x 768 or", "32 x 384"]

@@ -94,10 +94,10 @@ def test_what_is_added_keeps_the_limit_that_is_given(llama: Path, tmp_path: Path
 
 def test_the_command_prints_a_table_or_json(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    shown = CliRunner().invoke(app, ["cache", str(folder)]).output
+    shown = CliRunner().invoke(app, ["cache", "list", "--folder", str(folder)]).output
     assert shown.startswith(f"{folder}: 2 checkpoints, ")
     assert [line.split()[-5] for line in shown.splitlines()[-2:]] == ["2", "4"]
-    found = json.loads(CliRunner().invoke(app, ["cache", str(folder), "--clear", "--json"]).output)
+    found = json.loads(CliRunner().invoke(app, ["cache", "clear", "--folder", str(folder), "--json"]).output)
     assert found["entries"] == []
     assert found["removed_nbytes"] > 0
 

@@ -210,7 +210,7 @@ def test_those_that_load_at_once_convert_together(model: Path, cache: Path, monk
     threads: set[int] = set()
     convert_unit = cached.convert_unit
 
-    def counted(planned: cached.ConversionPlan, unit: int, **options: int) -> None:
+    def counted(planned: cached.Conversion, unit: int, **options: int) -> None:
         time.sleep(0.05)
         record = convert_unit(planned, unit, **options)
         converted[unit] += record.read_nbytes > 0
@@ -315,7 +315,7 @@ def test_an_entry_in_use_stays_though_it_is_damaged_and_the_source_is_read(model
         [entry] = entries_of(cache)
         of_one(entry, RANK).unlink()
         left = sorted(entry.rglob("*"))
-        with pytest.warns(UserWarning, match="is missing, and another process uses it; `relayout cache .* --remove"):
+        with pytest.warns(UserWarning, match="is missing, and another process uses it; `relayout cache remove"):
             assert_equal(relayout.load(model, 0, tp=TP, cache=cache), truth)
         assert sorted(entry.rglob("*")) == left
     assert_equal(relayout.load(model, 0, tp=TP, cache=cache), truth)
@@ -327,7 +327,7 @@ def test_what_a_load_has_found_damaged_is_made_again_at_once(model: Path, cache:
     truth = relayout.load(model, 2, tp=TP, cache=cache)
     [entry] = entries_of(cache)
     flip(of_one(entry, RANK), -1)
-    with pytest.warns(UserWarning, match="digest.*: loading again; `relayout cache` lists"):
+    with pytest.warns(UserWarning, match="digest.*: loading again; `relayout cache list` lists"):
         assert_equal(relayout.load(model, 2, tp=TP, cache=cache, verify=True), truth)
     expect(cache, model)
 
@@ -375,7 +375,7 @@ def test_a_stopped_process_stops_nobody(
 
 
 @pytest.fixture
-def planned(model: Path, cache: Path) -> tuple[cached.ConversionPlan, Lease]:
+def planned(model: Path, cache: Path) -> tuple[cached.Conversion, Lease]:
     return cached._entry(relayout.storage.stores.find_input(model), TP, Cache(cache), plan_for, None)
 
 
@@ -384,7 +384,7 @@ def never(*_: object, **__: object) -> None:
 
 
 def test_nobody_publishes_before_all_units_are_converted(
-    planned: tuple[cached.ConversionPlan, Lease], monkeypatch: pytest.MonkeyPatch
+    planned: tuple[cached.Conversion, Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here another process holds the last unit, and is killed just after this one has found that out."""
     plan, lease = planned
@@ -401,7 +401,7 @@ def test_nobody_publishes_before_all_units_are_converted(
 
 
 def test_nobody_converts_what_is_published(
-    planned: tuple[cached.ConversionPlan, Lease], monkeypatch: pytest.MonkeyPatch
+    planned: tuple[cached.Conversion, Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here another process publishes just before this one takes a unit."""
     plan, lease = planned

@@ -30,7 +30,8 @@ from support.profile import IS_LONG, sample
 
 from relayout.commands.convert import plan_conversion
 from relayout.conversion.journal import JOURNAL_NAME
-from relayout.conversion.run import ConversionPlan
+from relayout.conversion.layout import Conversion
+from relayout.conversion.run import carry_out
 from relayout.conversion.steps import SMALL_NBYTES
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc")
@@ -93,7 +94,7 @@ class Model:
     calls: list[str]
     """What the conversion asked of the system, as `faults.c` logs it."""
 
-    def planned(self, output: Path | None = None) -> ConversionPlan:
+    def planned(self, output: Path | None = None) -> Conversion:
         """The conversion, as the command plans it."""
         return plan_conversion(
             self.place / "model",
@@ -175,7 +176,7 @@ def assert_goes_on(model: Model, place: Path, resumed: set[int]) -> None:
     """The same call ends well, takes these tensors over as done, and leaves what an undisturbed run leaves."""
     assert not (place / "out").exists()
     # In this process: most of what a run takes is the start of Python.
-    assert model.planned(place / "out").run(threads=4, memory=2**23).resumed_nbytes == nbytes_of(model, resumed)
+    assert carry_out(model.planned(place / "out"), threads=4, memory=2**23).resumed_nbytes == nbytes_of(model, resumed)
     assert content(place / "out") == model.complete
     assert_nothing_hidden(place)
 
@@ -319,7 +320,7 @@ def older(model: Model) -> Path:
 
 
 def assert_replaced_by_force(model: Model, out: Path) -> None:
-    model.planned(out).run(force=True, threads=4, memory=2**23)
+    carry_out(model.planned(out), force=True, threads=4, memory=2**23)
     assert content(out) == model.complete
     assert_nothing_hidden(out.parent)
 

@@ -82,7 +82,7 @@ def test_each_slice_lies_behind_the_one_before_and_is_as_aligned_as_the_slices_o
     case: tuple[SourceCheckpoint, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
-    layout = conversion_of(source, plan, alignment, max_part_nbytes).layout
+    layout = conversion_of(source, plan, alignment, max_part_nbytes=max_part_nbytes).layout
     assert len(layout.holders) == plan.num_ranks
     assert sorted(number for numbers in layout.holders for number in numbers) == list(range(len(layout.files)))
     for rank in range(plan.num_ranks):
@@ -105,7 +105,7 @@ def test_in_a_unit_aligned_tensors_come_first_in_model_order_then_a_tail_by_fall
     case: tuple[SourceCheckpoint, Plan, list[list[int]]], alignment: int, max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
-    for order in conversion_of(source, plan, alignment, max_part_nbytes).layout.units:
+    for order in conversion_of(source, plan, alignment, max_part_nbytes=max_part_nbytes).layout.units:
         powers = [smallest_power(nbytes[t], alignment) for t in order]
         assert powers == sorted(powers, reverse=True)
         aligned = [t for t in order if all(size % alignment == 0 for size in nbytes[t])]
@@ -124,7 +124,7 @@ def test_a_unit_is_neighbors_in_model_order_as_many_as_the_limit_of_its_files_al
     case: tuple[SourceCheckpoint, Plan, list[list[int]]], max_part_nbytes: int
 ) -> None:
     source, plan, nbytes = case
-    layout = conversion_of(source, plan, 4096, max_part_nbytes).layout
+    layout = conversion_of(source, plan, 4096, max_part_nbytes=max_part_nbytes).layout
     assert [t for unit in layout.units for t in sorted(unit)] == list(range(len(nbytes)))
     assert all(layout.units) or (len(layout.units) == 1 and not nbytes)
     for unit, following in zip(layout.units, [*layout.units[1:], ()], strict=True):
@@ -140,7 +140,7 @@ def test_part_p_of_every_rank_holds_what_it_has_of_unit_p_in_the_same_order(
     case: tuple[SourceCheckpoint, Plan, list[list[int]]], max_part_nbytes: int
 ) -> None:
     source, plan, _ = case
-    layout = conversion_of(source, plan, 4096, max_part_nbytes).layout
+    layout = conversion_of(source, plan, 4096, max_part_nbytes=max_part_nbytes).layout
     for rank in range(plan.num_ranks):
         files = layout.files_of(rank)
         assert [file.tensors for file in files] == list(layout.units)
@@ -153,7 +153,7 @@ def test_a_rank_that_holds_nothing_of_a_unit_has_an_empty_part() -> None:
     source = make_source([(f"t{i}", "U8", (4096,)) for i in range(3)])
     owners = (0, 1, 1)
     plan = plan_of("x", 2, [tuple(WHOLE if rank == owner else NOT_HELD for rank in range(2)) for owner in owners])
-    layout = conversion_of(source, plan, 4096, 4096).layout
+    layout = conversion_of(source, plan, 4096, max_part_nbytes=4096).layout
     assert layout.units == ((0, 1), (2,))
     assert [[file.tensors for file in layout.files_of(rank)] for rank in range(2)] == [[(0,), ()], [(1,), (2,)]]
     assert layout.files_of(0)[1].nbytes == layout.files_of(0)[1].data_start == 4096
@@ -189,7 +189,7 @@ def test_every_power_of_two_in_the_range_is_an_alignment(alignment: int) -> None
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_a_part_size_below_one_byte_is_refused(nbytes: int) -> None:
     with pytest.raises(PlanError, match=f"a part size of {nbytes} bytes"):
-        conversion_of(make_source([]), plan_of("none", 1, ()), 512, nbytes)
+        conversion_of(make_source([]), plan_of("none", 1, ()), 512, max_part_nbytes=nbytes)
 
 
 # Headers of rank files.
@@ -246,7 +246,7 @@ def written(conversion: Conversion, number: int) -> bytes:
 @pytest.mark.parametrize("plan", [BOXES, FUSED], ids=["boxes", "fused"])
 def test_the_stock_reader_reads_rank_files(plan: Plan, max_part_nbytes: int, alignment: int) -> None:
     source = make_source(TENSORS)
-    conversion = conversion_of(source, plan, alignment, max_part_nbytes)
+    conversion = conversion_of(source, plan, alignment, max_part_nbytes=max_part_nbytes)
     layout = conversion.layout
     for rank, numbers in enumerate(layout.holders):
         seen: dict[str, tuple[int, ...]] = {}
@@ -280,7 +280,7 @@ def test_metadata_names_the_content_first_and_what_the_source_has_goes_along_but
     max_part_nbytes: int,
 ) -> None:
     stale = {"format": "mlx", "relayout": "old", "DCP_SHARDING_INFO": "{}", "DCP_VERSION": "0.9", "author": "größe"}
-    conversion = conversion_of(make_source(TENSORS, stale), FUSED, 512, max_part_nbytes)
+    conversion = conversion_of(make_source(TENSORS, stale), FUSED, 512, max_part_nbytes=max_part_nbytes)
     assert (len(conversion.layout.files) > 2) == (max_part_nbytes == 300)
     for number, file in enumerate(conversion.layout.files):
         blob = header_of(conversion, number)

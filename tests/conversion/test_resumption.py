@@ -26,8 +26,9 @@ from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert, plan_conversion
 from relayout.conversion.copy import FileSink
 from relayout.conversion.journal import JOURNAL_NAME, Journal, Written, read_journal
+from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import ConversionPlan, Summary
+from relayout.conversion.run import Summary, carry_out, is_carried_out
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError
 from relayout.storage.local import files as file_io
@@ -84,13 +85,13 @@ def source_of(work: Path) -> Path:
     return work.parent / "model"
 
 
-def planned(work: Path, **options: Any) -> ConversionPlan:
+def planned(work: Path, **options: Any) -> Conversion:
     return plan_conversion(source_of(work), work / "out", **{"tp": 2, "plan": work.parent / "plan.toml", **options})
 
 
 def go(work: Path, *, force: bool = False, **options: Any) -> Summary:
     """The command, once more."""
-    return planned(work, **options).run(force=force, threads=1)
+    return carry_out(planned(work, **options), force=force, threads=1)
 
 
 class Stopped(OSError):
@@ -140,7 +141,7 @@ def content(folder: Path) -> dict[str, bytes | str | None]:
     }
 
 
-def nbytes_of(plan: ConversionPlan, tensors: set[int]) -> int:
+def nbytes_of(plan: Conversion, tensors: set[int]) -> int:
     return sum(plan.source.tensors[t].extent.nbytes for t in tensors)
 
 
@@ -176,7 +177,7 @@ def spying() -> Iterator[tuple[Intervals, Intervals]]:
         yield read, written
 
 
-def places_of(plan: ConversionPlan, tensors: set[int]) -> Intervals:
+def places_of(plan: Conversion, tensors: set[int]) -> Intervals:
     """Where in rank files these tensors are stored."""
     result: Intervals = {}
     for file in plan.layout.files:
@@ -221,7 +222,7 @@ def test_if_no_tensor_is_done_nothing_is_left(work: Path) -> None:
 def test_other_threads_and_other_memory_go_on_with_the_same_and_progress_starts_with_what_is_done(work: Path) -> None:
     interrupt(work)
     seen: list[tuple[int, int]] = []
-    done = planned(work).run(threads=3, memory=2**23, progress=lambda *args: seen.append(args))
+    done = carry_out(planned(work), threads=3, memory=2**23, progress=lambda *args: seen.append(args))
     assert done.resumed_nbytes == DONE * LARGE_NBYTES
     assert min(seen)[0] >= DONE * LARGE_NBYTES
     assert seen[-1] == (TOTAL_NBYTES, TOTAL_NBYTES)
@@ -447,7 +448,7 @@ def test_what_is_refused_costs_nothing_that_is_done(work: Path, monkeypatch: pyt
     done = interrupt(work)
     before = content(work)
     with pytest.raises(PlanError, match="threads: 0, expected 1 or more"):
-        planned(work).run(threads=0)
+        carry_out(planned(work), threads=0)
     assert content(work) == before
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255)))
@@ -499,7 +500,7 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
 
     with pytest.raises(FormatError, match="model: has changed while it was read"):
-        planned(work).run(threads=1, progress=change)
+        carry_out(planned(work), threads=1, progress=change)
     assert not (work / "out").exists()
     assert go(work, force=True).resumed_nbytes == 0
     assert content(work / "out") == content(work.parent / "expected")
@@ -617,13 +618,13 @@ OTHERWISE: list[dict[str, Any]] = [
 
 
 def test_an_output_is_known_by_its_source_and_options_wherever_they_lie(work: Path) -> None:
-    assert not planned(work).is_done()
+    assert not is_carried_out(planned(work))
     go(work)
-    assert planned(work).is_done()
-    assert [options for options in OTHERWISE if planned(work, **options).is_done()] == []
+    assert is_carried_out(planned(work))
+    assert [options for options in OTHERWISE if is_carried_out(planned(work, **options))] == []
     moved = work.rename(work.with_name("moved"))
     shutil.copytree(source_of(moved), moved / "copy")
-    assert plan_conversion(moved / "copy", moved / "out", tp=2, plan=moved.parent / "plan.toml").is_done()
+    assert is_carried_out(plan_conversion(moved / "copy", moved / "out", tp=2, plan=moved.parent / "plan.toml"))
 
 
 @pytest.mark.parametrize("layout", ["ranks", "whole"])
@@ -637,11 +638,11 @@ def test_a_model_of_equal_names_lengths_and_times_is_another(work: Path, layout:
             if first < end:  # A fine-tune that changed one tensor.
                 shard.write_bytes(stored[:first] + bytes(255 - byte for byte in stored[first:end]) + stored[end:])
                 os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
-                assert not planned(work, layout=layout).is_done(), name
+                assert not is_carried_out(planned(work, layout=layout)), name
         shard.write_bytes(stored)
-    assert planned(work, layout=layout).is_done()
+    assert is_carried_out(planned(work, layout=layout))
     (source_of(work) / "config.json").write_text('{"a": 2}')
-    assert not planned(work, layout=layout).is_done()
+    assert not is_carried_out(planned(work, layout=layout))
 
 
 @pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)])
@@ -650,6 +651,6 @@ def test_an_output_that_lacks_anything_is_not_there(work: Path, damage: Callable
     for file in sorted((work / "out").iterdir()):
         stored = file.read_bytes()
         damage(file)
-        assert not planned(work).is_done(), file.name
+        assert not is_carried_out(planned(work)), file.name
         file.write_bytes(stored)
-    assert planned(work).is_done()
+    assert is_carried_out(planned(work))

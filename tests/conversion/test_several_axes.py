@@ -215,7 +215,8 @@ def test_inspect_and_preview_name_all_axes(model: Model, plan: Plan, source: Pat
     groups = {group.pattern: group.cut for group in relayout.inspect(converted).groups}
     assert groups["quarters"] == "dim 0: 0 to 300 of 600; dim 1: 0 to 200 of 400"
     planned = {
-        one.pattern: one.cut for one in relayout.plan_conversion(source, tp=NUM_RANKS, plan=plan).preview().groups
+        one.pattern: one.cut
+        for one in relayout.preview(relayout.plan_conversion(source, tp=NUM_RANKS, plan=plan)).groups
     }
     assert (planned["quarters"], planned["ragged"]) == ("dim 0, dim 1", "dim 0, dim 1")
     if "fused" in model:

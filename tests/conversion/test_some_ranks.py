@@ -204,7 +204,7 @@ def test_some_ranks_get_what_they_get_of_all_and_only_the_rows_that_they_need_ar
     }
     save_file(arrays, folder / "model.safetensors")
     slices = [tuple(KINDS[kind](rank, width) for rank in range(TP)) for kind, width in model]
-    conversion = conversion_of(read_source(folder), plan_of("x", TP, slices), 512, max_part_nbytes)
+    conversion = conversion_of(read_source(folder), plan_of("x", TP, slices), 512, max_part_nbytes=max_part_nbytes)
     written: list[dict[str, bytearray]] = []
     for one in (conversion, conversion.only(ranks)):
         files = {file.name: bytearray(file.nbytes) for file in one.layout.files}

@@ -177,7 +177,7 @@ def check(
 ) -> Execution:
     """Carry out a whole conversion, and compare every byte of it with numpy's slices."""
     checkpoint, plan = source.source, source.plan
-    conversion = conversion_of(checkpoint, plan, 512, max_part_nbytes)
+    conversion = conversion_of(checkpoint, plan, 512, max_part_nbytes=max_part_nbytes)
     layout = conversion.layout
     execution = execute(source, conversion, chunk_nbytes, small_nbytes, by_source)
 

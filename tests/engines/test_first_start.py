@@ -121,7 +121,7 @@ def test_a_conversion_ends_with_the_engine_and_the_next_start_continues(
     held = relayout.Cache(cache).try_filling()
     assert held is not None
     assert relayout.Cache(cache).try_filling() is None
-    arguments = [str(cache), "--add", str(model), "--tp", "2", "--background"]
+    arguments = ["add", str(model), "--folder", str(cache), "--tp", "2", "--background"]
     streams = {"stdin": PIPE, "stderr": PIPE, "preexec_fn": engine}
     child = start_child("relayout", "cache", *arguments, pass_fds=(passed := os.dup(held.fd),), **streams)
     os.close(passed)
@@ -165,7 +165,7 @@ def test_what_observes_a_plan_ends_with_the_engine_too(unheard_of: Path, cache: 
     paths = os.pathsep.join([str(tmp_path / "packages"), *filter(None, [os.environ.get("PYTHONPATH")])])
     pids = tmp_path / "pids"
     environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(scratch), "PIDS": str(pids)}
-    arguments = [str(cache), "--add", str(unheard_of), "--tp", "2", "--background", "--observe"]
+    arguments = ["add", str(unheard_of), "--folder", str(cache), "--tp", "2", "--background", "--observe"]
     (tmp_path / "packages" / "engine.py").write_text(ENGINE)
     child = start_child("engine", *arguments, environment=environment)
     wait_until(pids.exists)

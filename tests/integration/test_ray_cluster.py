@@ -39,11 +39,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 ADDRESS = "127.0.0.2"
 """Not 127.0.0.1, in whose place ray puts this machine's own."""
 DRIVER = """
-import json, sys, ray
+import json, relayout, sys, ray
 from relayout.clusters import on_ray
 ray.init(address=sys.argv[1], _node_ip_address="127.0.0.2", log_to_driver=False)
 done = lambda done, total: print(f"done: {done} of {total}", flush=True)
-on_ray.convert(sys.argv[2], sys.argv[3], threads=2, memory="128MiB", progress=done, **json.loads(sys.argv[4]))
+planned = relayout.plan_conversion(sys.argv[2], sys.argv[3], **json.loads(sys.argv[4]))
+on_ray.convert(planned, threads=2, memory="128MiB", progress=done)
 """
 MIB = 2**20
 LAYER_NBYTES = 32 * 10**6
@@ -111,7 +112,8 @@ class Folder:
 
     def convert(self, **more: Any) -> relayout.Summary:
         """On the cluster."""
-        return on_ray.convert(self.source, self.output, **OPTIONS, **SMALL, **more)
+        planned = relayout.plan_conversion(self.source, self.output, **OPTIONS)
+        return on_ray.convert(planned, **SMALL, **more)
 
     def check(self, what: str, done: relayout.Summary, before: int = 0) -> float:
         """The output is the local one. Bytes that were fetched since, over those of the source."""

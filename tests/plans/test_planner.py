@@ -199,7 +199,7 @@ def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: s
         plan_for(source, 2)
     assert str(caught.value) == (
         f"checkpoint: tensor '{name}': no rule of plan 'builtin:llama' matches it: add a rule (--plan FILE;"
-        " `relayout plans --check SRC` lists all of these), or hold such tensors whole on every rank"
+        " `relayout plans check SRC` lists all of these), or hold such tensors whole on every rank"
         " (--unmatched replicate)"
     )
     plan = plan_for(source, 2, unmatched="replicate")

@@ -110,7 +110,7 @@ def test_what_the_init_container_converts_is_what_the_engine_looks_for(models: P
     assert pod["securityContext"]["runAsUser"] == 2001
     assert "USER 2001" in (EXAMPLES.parents[1] / ".github" / "container" / "Dockerfile").read_text()
     paths = {"/cache": str(tmp_path / "cache"), "/models/llama": str(models / "llama")}
-    cache, _, source, *_, degree = (paths.get(word, word) for word in convert["args"][1:])
+    _add, source, _tp, degree, _folder, cache = (paths.get(word, word) for word in convert["args"][1:])
     words = [paths.get(word, word) for word in convert["args"]]
     for _ in range(2):  # A pod that starts again finds it done.
         code, said = ended(start(["relayout", *words], {}, tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import inspect
 import pydoc
@@ -17,6 +18,7 @@ from support.signing import make_keys
 from support.training import next_step
 
 import relayout
+from relayout.planning import PlanOptions
 
 FUNCTIONS = [name for name in relayout.__all__ if inspect.isroutine(getattr(relayout, name))]
 NOT_RUN = {"plan_bench"}
@@ -71,10 +73,14 @@ def test_everything_public_has_a_docstring_with_its_arguments(name: str) -> None
         assert name in pydoc.plain(pydoc.render_doc(found)).splitlines()[0]
 
 
-@pytest.mark.parametrize("function", [relayout.convert, relayout.plan_conversion, relayout.save])
+@pytest.mark.parametrize("function", [relayout.plan_conversion, relayout.save, relayout.transformers.save_pretrained])
 def test_help_shows_each_option_of_a_conversion(function: Any) -> None:
-    assert set(relayout.PlanOptions.__annotations__) < set(inspect.signature(function).parameters)
-    assert "tp: 'int'" in pydoc.plain(pydoc.render_doc(function))
+    options = {field.name for field in dataclasses.fields(PlanOptions) if field.init}
+    options |= {name for name, kind in PlanOptions.__annotations__.items() if kind.startswith("InitVar")}
+    shown, known = inspect.signature(function).parameters, inspect.signature(relayout.convert).parameters
+    assert len(options) == 10
+    assert {name: str(shown[name]) for name in options} == {name: str(known[name]) for name in options}
+    assert "tp: 'int' = 1" in pydoc.plain(pydoc.render_doc(function))
 
 
 def test_a_wrong_argument_is_what_python_calls_a_value_error() -> None:
@@ -84,7 +90,7 @@ def test_a_wrong_argument_is_what_python_calls_a_value_error() -> None:
 
 def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
     save_file({"x": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
-    what = "'expert_paralel' is no option of a conversion; did you mean 'expert_parallel'"
+    what = "unexpected keyword argument 'expert_paralel'"
     wrong: Any = {"expert_paralel": True}
     with pytest.raises(TypeError, match=what):
         relayout.convert(tmp_path / "model.safetensors", tmp_path / "out", **wrong)
@@ -106,7 +112,7 @@ def test_a_result_is_shown_in_a_few_lines(with_llama: Path) -> None:
 
 
 def test_objects_say_what_they_are(with_llama: Path) -> None:
-    assert repr(relayout.plan_conversion("llama-3.1-8b", tp=4)).startswith("<ConversionPlan 'llama-3.1-8b' to ")
+    assert repr(relayout.plan_conversion("llama-3.1-8b", tp=4)).startswith("<Conversion 'llama-3.1-8b' to ")
     with relayout.safe_open("llama-3.1-8b-tp8") as whole:
         assert repr(whole) == "<CheckpointView 'llama-3.1-8b-tp8': whole tensors, 51 tensors>"
         assert repr(whole.get_slice("lm_head.weight")) == "<TensorSlice 'lm_head.weight': BF16 [1000, 128]>"

@@ -352,7 +352,7 @@ def test_the_python_of_the_document_of_conversions_runs(with_llama: Path) -> Non
     (with_llama / "fast").mkdir()
     names: dict[str, Any] = {}
     exec(library.replace('"/fast/', '"fast/').replace('"/other/', '"' + "fast/back-"), names)
-    assert names["plan"].preview().num_ranks == 4
+    assert relayout.preview(names["plan"]).num_ranks == 4
     assert "torch.empty(4096" in dcp
     exec(dcp.replace("torch.empty(4096", "torch.empty(128").replace('"llama-3.1-8b-tp8"', '"fast/llama-tp8"'), names)
     expected = relayout.load("fast/llama-tp8", 0)["model.norm.weight"]
@@ -426,10 +426,15 @@ def test_commands_in_guides_have_these_options(path: Path) -> None:
     code = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
     text = "".join(block for language, block in code if not language)
     lines = re.findall(r"^(?:srun .*)?\brelayout ([a-z].*)", text, re.MULTILINE)
+    given = {"${words[@]}": ["SRC", "--tp", "8"]}
     for line in lines:
         name, *words = shlex.split(line, comments=True)
         # An error of usage: no such option, or an argument is missing.
-        built_command().commands[name].make_context(name, [word.replace("${words[@]}", "SRC") for word in words])
+        command = built_command().commands[name]
+        while hasattr(command, "commands"):
+            name, *words = words
+            command = command.commands[name]
+        command.make_context(name, [one for word in words for one in given.get(word, [word])])
     assert lines
 
 

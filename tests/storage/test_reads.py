@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from support.toy_store import Fault, Shelf, shelf
 
 import relayout
-from relayout.commands.differences import Report
+from relayout.conversion.consistency import Verification
 from relayout.errors import FormatError
 
 MIB = 2**20
@@ -60,7 +60,7 @@ AFTER = {"convert": 4, "load plain": 4, "verify source": 4, "verify": 3}
 
 def refused(result: object) -> object:
     """`verify` does not stop at what it finds."""
-    if isinstance(result, Report) and not result.ok:
+    if isinstance(result, Verification) and not result.ok:
         raise FormatError(result.differences[0].what)
     return result
 

@@ -18,7 +18,8 @@ from support.store_contract import MARKER, staged
 
 from relayout.commands.convert import plan_conversion
 from relayout.conversion import jobs
-from relayout.conversion.run import ConversionPlan
+from relayout.conversion.layout import Conversion as ConversionPlan
+from relayout.conversion.run import carry_out
 from relayout.errors import PlanError, RelayoutError
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.output import lease, staging
@@ -48,7 +49,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Conversio
     made = {}
     for tp in (1, 2):
         plan = plan_conversion(folder / "model", folder / f"tp{tp}", tp=tp, max_part_nbytes=30_000 // tp)
-        plan.run()
+        carry_out(plan)
         made[tp] = plan, {path.name: path.read_bytes() for path in (folder / f"tp{tp}").iterdir()}
         assert len(plan.layout.units) == 2
     return made
@@ -93,7 +94,7 @@ def orphans(world: World) -> list[str]:
 
 
 def convert(writer: Writer, plan: ConversionPlan, *, force: bool = False) -> None:
-    replace(plan, output=writer.store()).run(force=force, threads=1)
+    carry_out(replace(plan, output=writer.store()), force=force, threads=1)
 
 
 def by_units(writer: Writer, plan: ConversionPlan, *, force: bool = False) -> None:

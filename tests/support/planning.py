@@ -39,9 +39,9 @@ def plan_of(name: str, num_ranks: int, slices: Iterable[tuple[Slice, ...]], **mo
     return Plan(name, num_ranks, *number_cuts(map(Cut, slices)), **more)
 
 
-def conversion_of(source: SourceCheckpoint, plan: Plan, alignment: int, *options: Any, **more: Any) -> Conversion:
+def conversion_of(source: SourceCheckpoint, plan: Plan, alignment: int, **options: Any) -> Conversion:
     """What converts a checkpoint by a plan; options as for `Conversion.lay_out`."""
-    return Conversion.lay_out(LocalStore(Path("out")), source, plan, alignment, *options, **more)
+    return Conversion.lay_out(LocalStore(Path("out")), source, plan, alignment=alignment, **options)
 
 
 def all_slices(plan: Plan) -> tuple[tuple[Slice, ...], ...]:

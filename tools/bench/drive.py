@@ -12,8 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from relayout.benchmark.drive import direct_gb_per_s
-from relayout.benchmark.machine import describe
+from relayout.benchmark.machine import describe, direct_gb_per_s
 from relayout.benchmark.machine import total_nbytes as files_nbytes
 
 PACKAGES = (

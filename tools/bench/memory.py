@@ -18,7 +18,7 @@ from support.cgroups import new_group
 import relayout
 from bench.drive import total_nbytes
 from bench.peers import LOADERS
-from relayout.benchmark.job import Job
+from relayout.benchmark.loaders import LoadJob
 from relayout.benchmark.machine import forget
 from relayout.benchmark.measure import expected_digests
 from relayout.benchmark.run import Died, load_together
@@ -59,7 +59,7 @@ def measure(source: Path, limit: float, tell: Callable[[str], None]) -> list[dic
 
     for name in PEERS:
         if LOADERS[name].absence() is None:
-            job = Job("bench.peers", name, str(source), str(converted), TP, RANK, 1, BEYOND_NBYTES)
+            job = LoadJob("bench.peers", name, str(source), str(converted), TP, RANK, 1, BEYOND_NBYTES)
             run(LOADERS[name].title, lambda job=job: _load(job, expected, limit))
     again = source.with_name("again")
     for words in (
@@ -78,7 +78,7 @@ def _resident(path: Path) -> int:
         return resident_nbytes(file.fileno(), 0, path.stat().st_size) or 0
 
 
-def _load(job: Job, expected: str, limit: float) -> str | None:
+def _load(job: LoadJob, expected: str, limit: float) -> str | None:
     try:
         measured = load_together([job], LOADERS[job.loader], lambda: None, limit=limit)
     except Died as died:

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.benchmark import loaders
-from relayout.benchmark.job import Job, Loader
+from relayout.benchmark.loaders import Loader, LoadJob
 
 if TYPE_CHECKING:
-    from relayout.benchmark.job import Tensors
+    from relayout.benchmark.loaders import Tensors
 
 NUM_THREADS = 8
 """vLLM's default number of threads for loading, and for prefetching."""
 
 
-def load_file_pread(job: Job) -> Tensors:
+def load_file_pread(job: LoadJob) -> Tensors:
     """load_file(backend="pread"), new in 0.8: reads into memory of the tensors' own. A whole model is not cloned."""
     from safetensors.torch import load_file
 
@@ -36,14 +36,14 @@ def _can_pread() -> bool:
     return tuple(map(int, metadata.version("safetensors").split(".")[:2])) >= (0, 8)
 
 
-def threads(job: Job) -> Tensors:
+def threads(job: LoadJob) -> Tensors:
     """safe_open and get_slice, shards in 8 threads (as the threaded iterators of vLLM and SGLang), each cloned."""
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         shards = pool.map(lambda shard: list(job.slices(shard)), job.shards)
         return {name: tensor for tensors in shards for name, tensor in tensors}
 
 
-def map_populate(job: Job) -> Tensors:
+def map_populate(job: LoadJob) -> Tensors:
     """Shards brought into the page cache by MAP_POPULATE, 8 at once, then get_slice (as SGLang's prefetch); cloned."""
 
     def one(shard: str) -> None:
@@ -56,7 +56,7 @@ def map_populate(job: Job) -> Tensors:
     return loaders.get_slice(job)
 
 
-def fastsafetensors_group(job: Job) -> Tensors:
+def fastsafetensors_group(job: LoadJob) -> Tensors:
     """fastsafetensors with a process group: shards dealt to the ranks, slices scattered by get_sharded.
 
     What it sends is the receiver's own; what it does not send is cloned.
@@ -79,7 +79,7 @@ def fastsafetensors_group(job: Job) -> Tensors:
     return tensors
 
 
-def prefetch(job: Job) -> Tensors:
+def prefetch(job: LoadJob) -> Tensors:
     """safe_open.prefetch of safetensors 0.9, all shards at once, 8 threads each, rows of the rank only.
 
     Its plan can cut rows but no columns: row-parallel tensors come whole and are cut here, by a clone.
@@ -109,7 +109,7 @@ def _has_prefetch() -> bool:
     return hasattr(safe_open, "prefetch")
 
 
-def instanttensor(job: Job) -> Tensors:
+def instanttensor(job: LoadJob) -> Tensors:
     """InstantTensor, all shards in one call; copy=True, the default, for a whole model; views, cloned, for slices."""
     import warnings
 
@@ -120,7 +120,7 @@ def instanttensor(job: Job) -> Tensors:
         return {name: job.owned(name, tensor) for name, tensor in opened.tensors()}
 
 
-def s3fs(job: Job) -> Tensors:
+def s3fs(job: LoadJob) -> Tensors:
     """s3fs reads each file of the plain checkpoint whole, safetensors takes it apart, and parts are copied."""
     from s3fs import S3FileSystem
     from safetensors.torch import load

@@ -17,7 +17,7 @@ from support import seaweedfs
 import relayout
 from bench.drive import total_nbytes
 from bench.peers import LOADERS
-from relayout.benchmark.job import Job
+from relayout.benchmark.loaders import LoadJob
 from relayout.benchmark.machine import touch_memory
 from relayout.benchmark.measure import expected_digests
 from relayout.benchmark.run import Died, load_together
@@ -95,7 +95,7 @@ def _run(
         memory = available_nbytes() // 2 // len(some)
         plain = f"s3://{BUCKET}/plain"
         # Each as if it were alone: what is measured are bytes and processor time.
-        jobs = [Job("bench.peers", name, plain, CONVERTED, TP, rank, 1, memory) for rank in some]
+        jobs = [LoadJob("bench.peers", name, plain, CONVERTED, TP, rank, 1, memory) for rank in some]
         try:
             measured = load_together(jobs, peer, start, limit=limit)
         except Died as died:

@@ -22,7 +22,7 @@ import relayout
 from bench import remote
 from bench.drive import total_nbytes
 from bench.peers import LOADERS
-from relayout.benchmark.job import Job
+from relayout.benchmark.loaders import LoadJob
 from relayout.benchmark.machine import prepare, remember, touch_memory
 from relayout.benchmark.measure import expected_digests
 from relayout.benchmark.run import Died, load_together
@@ -174,7 +174,7 @@ def _run(place: Place, link: Link, num_ranks: int, name: str, limit: float) -> d
         source, converted = place.where(slow)
         expected = expected_digests(converted if place.kind == "s3" else place.converted)
         ranks, memory = [3] if num_ranks == 1 else list(range(num_ranks)), available_nbytes() // 2 // num_ranks
-        jobs = [Job("bench.peers", name, source, converted, TP, rank, num_ranks, memory) for rank in ranks]
+        jobs = [LoadJob("bench.peers", name, source, converted, TP, rank, num_ranks, memory) for rank in ranks]
         before = 0
 
         def ready() -> None:

@@ -47,7 +47,9 @@ def test_tasks_convert_all_units_and_the_driver_publishes(source: Path, tmp_path
     ray.resources = [{}, {"CPU": 2.0}, {"CPU": 4.0}]
     told: list[tuple[int, int]] = []
     progress = lambda *done: told.append(done)  # noqa: E731
-    done = on_ray.convert(source, tmp_path / "out", progress=progress, address="auto", **OPTIONS)
+    done = on_ray.convert(
+        relayout.plan_conversion(source, tmp_path / "out", **OPTIONS), progress=progress, address="auto"
+    )
     assert_same(tmp_path / "out", source)
     assert told[-1] == (done.source_nbytes, done.source_nbytes)
     assert (done.resumed_nbytes, done.peak_nbytes > 0) == (0, True)
@@ -62,7 +64,7 @@ def test_tasks_convert_all_units_and_the_driver_publishes(source: Path, tmp_path
 @pytest.mark.parametrize("address", ["garbage", "host", "ray://x", "http://host:1", "host:port", "-"])
 def test_what_is_no_address_of_a_cluster_is_said(source: Path, tmp_path: Path, ray: FakeRay, address: str) -> None:
     with pytest.raises(PlanError, match="not the address of a Ray cluster: expected HOST:PORT"):
-        on_ray.convert(source, tmp_path / "out", address=address, **OPTIONS)
+        on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS), address=address)
     assert not ray.inits
 
 
@@ -82,7 +84,10 @@ def test_an_address_at_which_nobody_answers_is_told_at_once(
         if by == "RAY_ADDRESS":
             monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(OSError, match="no Ray cluster at this address: ConnectionRefusedError"):
-            on_ray.convert(source, tmp_path / "out", address=address if by == "argument" else "auto", **OPTIONS)
+            on_ray.convert(
+                relayout.plan_conversion(source, tmp_path / "out", **OPTIONS),
+                address=address if by == "argument" else "auto",
+            )
     assert not ray.inits
 
 
@@ -92,7 +97,7 @@ def test_auto_is_the_address_of_the_environment_also_that_of_a_client(
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"ray://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        on_ray.convert(source, tmp_path / "out", **OPTIONS)
+        on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS))
     assert [one["address"] for one in ray.inits] == [address]
 
 
@@ -105,13 +110,13 @@ def test_a_node_that_lacks_a_package_is_one_line(
 
     monkeypatch.setattr(jobs, "convert_unit", lacking)
     with pytest.raises(PlanError, match=r"^a node of the Ray cluster lacks the package xxhash: install [^\n]*$"):
-        on_ray.convert(source, tmp_path / "out", **OPTIONS)
+        on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS))
 
 
 def test_a_node_says_how_many_units_it_converts_at_once(source: Path, tmp_path: Path, ray: FakeRay) -> None:
     ray.resources = [{"CPU": 64.0, "relayout_io": 2.0}]
     ray.is_up = True  # The caller has connected to a cluster.
-    on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS))
     asked = ray.asked[0]
     assert (asked["num_cpus"], asked["resources"], asked["max_retries"]) == (1, {"relayout_io": 1}, 5)
     assert ray.is_up
@@ -122,11 +127,11 @@ def test_lost_tasks_are_run_again_and_if_it_goes_on_the_driver_gives_up(
     source: Path, tmp_path: Path, ray: FakeRay
 ) -> None:
     ray.lost = 4
-    on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS))
     assert_same(tmp_path / "out", source)
     ray.lost = 6
     with pytest.raises(OSError, match=r"was lost 6 times: Task failed because the node it was running on is dead$"):
-        on_ray.convert(source, tmp_path / "again", **OPTIONS)
+        on_ray.convert(relayout.plan_conversion(source, tmp_path / "again", **OPTIONS))
     assert not (tmp_path / "again").exists()
 
 
@@ -143,7 +148,7 @@ def test_a_read_that_fails_is_tried_again_and_what_is_damaged_is_not(
         return convert_unit(planned, unit, **options)
 
     monkeypatch.setattr(jobs, "convert_unit", failing)
-    on_ray.convert(source, tmp_path / "out", **OPTIONS)
+    on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS))
     assert tried.count(1) == 3
     assert_same(tmp_path / "out", source)
 
@@ -152,7 +157,7 @@ def test_a_read_that_fails_is_tried_again_and_what_is_damaged_is_not(
 
     monkeypatch.setattr(jobs, "convert_unit", damaged)
     with pytest.raises(FormatError, match=r"^model.safetensors: tensor 'x': is damaged$") as caught:
-        on_ray.convert(source, tmp_path / "again", **OPTIONS)
+        on_ray.convert(relayout.plan_conversion(source, tmp_path / "again", **OPTIONS))
     assert caught.value.code == "digest"
     assert ray.cancelled
 
@@ -168,12 +173,14 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        on_ray.convert(source, tmp_path / "out", progress=interrupt, **OPTIONS)
+        on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS), progress=interrupt)
     assert num_done.acquire(blocking=False)
     assert ray.cancelled
     assert not (tmp_path / "out").exists()
     told: list[tuple[int, int]] = []
-    again = on_ray.convert(source, tmp_path / "out", progress=lambda *done: told.append(done), **OPTIONS)
+    again = on_ray.convert(
+        relayout.plan_conversion(source, tmp_path / "out", **OPTIONS), progress=lambda *done: told.append(done)
+    )
     assert again.resumed_nbytes > 0
     assert told[-1] == (again.source_nbytes, again.source_nbytes)
     assert_same(tmp_path / "out", source)
@@ -182,7 +189,7 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
 def test_without_ray_the_extra_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(PlanError, match=r"ray is not installed: pip install '\.\[ray\]'"):
-        on_ray.convert(source, tmp_path / "out", **OPTIONS)
+        on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS))
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""`plans --check`: tensors without a rule are told by kind, and the ways on are named."""
+"""`plans check`: tensors without a rule are told by kind, and the ways on are named."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_what_cannot_be_cut_by_any_rule_is_an_error(tmp_path: Path, llama: Path)
 
 def test_the_command_lists_kinds_and_ways_on_and_exits_with_1(tmp_path: Path, llama: Path) -> None:
     folder = write(tmp_path / "m", KNOWN | UNKNOWN, model_type="llama")
-    done = CliRunner().invoke(app, ["plans", "--check", str(folder)])
+    done = CliRunner().invoke(app, ["plans", "check", str(folder)])
     assert done.exit_code == 1
     assert "3 tensors without a rule" in done.stdout
-    for word in ("--plan vllm ", "--plan transformers ", "--plan FILE ", "model.layers.*.extra.thing ", "8 x 8"):
+    for word in ("--plan vllm ", "--plan transformers ", "--plan FILE ", "model.layers.*.extra.thing ", "8x8"):
         assert sum(word in line for line in done.stdout.splitlines()) == 1, done.stdout
-    as_json = json.loads(CliRunner().invoke(app, ["plans", "--check", str(folder), "--json"]).stdout)
+    as_json = json.loads(CliRunner().invoke(app, ["plans", "check", str(folder), "--json"]).stdout)
     assert [kind["count"] for kind in as_json["kinds"]] == [2, 1]
-    ok = CliRunner().invoke(app, ["plans", "--check", str(llama)])
+    ok = CliRunner().invoke(app, ["plans", "check", str(llama)])
     assert (ok.exit_code, ok.stdout.splitlines()[-1]) == (0, "every tensor has a rule")

@@ -1,0 +1,366 @@
+"""The commands that write a folder, or a signature into one: convert, restore, copy, delta, apply, sign."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+import relayout
+from relayout.cli.command import (
+    ConvertedArgument,
+    DegreeOption,
+    ExpertParallelOption,
+    ForceOption,
+    IfMissingOption,
+    JsonOption,
+    MemoryOption,
+    Output,
+    PlanOption,
+    QuietOption,
+    RanksOption,
+    SourceArgument,
+    ThreadsOption,
+    TrustOption,
+    TrustRemoteCodeOption,
+    VerboseOption,
+    examples,
+    output,
+)
+from relayout.errors import PlanError
+
+if TYPE_CHECKING:
+    from relayout.conversion.layout import Conversion
+
+commands = typer.Typer()
+
+_AlignOption = Annotated[
+    str, typer.Option(metavar="BYTES", help="Tensors start at multiples of this power of two, 512 to 16MiB.")
+]
+_OutputOption = Annotated[
+    str | None,
+    typer.Option("--output", "-o", metavar="OUT", help="Folder to write. Default: SRC-tpN beside the folder SRC."),
+]
+_UnmatchedOption = Annotated[
+    Literal["error", "replicate"] | None,
+    typer.Option(
+        metavar="error|replicate",
+        help="What to do with tensors that no rule of the plan matches. Default: error; with --plan transformers,"
+        " which lists only tensors that are cut: replicate.",
+    ),
+]
+_PartSizeOption = Annotated[
+    str, typer.Option(metavar="SIZE", help="Split each rank into files of at most about this size.")
+]
+_LayoutOption = Annotated[
+    Literal["ranks", "whole"],
+    typer.Option(
+        metavar="ranks|whole",
+        help="ranks: separate files for each rank's slices. whole: whole tensors, which stock loaders read, and"
+        " each rank's slices that are not contiguous in them; a third larger for a Llama.",
+    ),
+]
+_DigestOption = Annotated[
+    Literal["xxh3_128", "sha256"],
+    typer.Option(
+        metavar="xxh3_128|sha256",
+        help="How stored bytes are hashed: xxh3_128 detects damage, sha256 is what a signature needs.",
+    ),
+]
+_UnitOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="K/N",
+        help="Convert only every N-th unit, starting with unit K (from 0), as one of N processes on machines that"
+        " share SRC and OUT. --max-part-size sets the number of units, --dry-run shows it.",
+    ),
+]
+_RayOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Convert on the nodes of this Ray cluster: auto (RAY_ADDRESS, or that of this machine), HOST:PORT, or"
+        " local to start one.",
+    ),
+]
+
+
+@commands.command(
+    epilog=examples(
+        "convert llama-3.1-8b --tp 8",
+        "convert llama-3.1-8b --tp 8 --dry-run",
+        "convert llama-3.1-8b --tp 4 -o /fast/llama-tp4 --layout whole",
+    )
+)
+def convert(
+    source: SourceArgument,
+    tp: DegreeOption,
+    align: _AlignOption = "4096",
+    output_folder: _OutputOption = None,
+    plan: PlanOption = None,
+    expert_parallel: ExpertParallelOption = False,
+    unmatched: _UnmatchedOption = None,
+    trust_remote_code: TrustRemoteCodeOption = False,
+    max_part_size: _PartSizeOption = "48GB",
+    layout: _LayoutOption = "ranks",
+    ranks: RanksOption = None,
+    digest: _DigestOption = "xxh3_128",
+    threads: ThreadsOption = 8,
+    memory: MemoryOption = "512MiB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
+    force: ForceOption = False,
+    if_missing: IfMissingOption = False,
+    unit: _UnitOption = None,
+    commit: Annotated[
+        bool, typer.Option("--commit", help="Publish OUT after processes with --unit have converted all units.")
+    ] = False,
+    ray: _RayOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Rewrite a checkpoint for N tensor-parallel ranks.
+
+    OUT appears complete or not at all; SRC is only read. After an interruption the same command resumes. With --tp 1
+    any model can be converted, into a folder for stock loaders.
+    """
+    with output(quiet, verbose, as_json) as out:
+        from relayout.commands.convert import plan_conversion
+
+        way = _Way(force, if_missing, threads, memory, unit, commit, ray)
+        planned = plan_conversion(
+            source,
+            output_folder,
+            tp=tp,
+            align=align,
+            plan=plan,
+            expert_parallel=expert_parallel,
+            unmatched=unmatched,
+            trust_remote_code=trust_remote_code,
+            max_part_nbytes=max_part_size,
+            layout=layout,
+            ranks=ranks,
+            digest=digest,
+        )
+        if dry_run:
+            from relayout.cli import render
+
+            out.show(relayout.preview(planned), render.preview)
+        else:
+            way.carry_out(planned, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The way in which `convert` carries out a conversion, by its options: here, as a part of an array, or on Ray."""
+
+    force: bool
+    if_missing: bool
+    threads: int
+    memory: str
+    unit: str | None
+    commit: bool
+    ray: str | None
+
+    def __post_init__(self) -> None:
+        if self.ray is not None and self.if_missing:
+            raise PlanError("--ray cannot be combined with --if-missing", code="option")
+        if self.ray is not None and (self.unit is not None or self.commit):
+            raise PlanError("--ray cannot be combined with --unit or --commit: it does both", code="option")
+        if self.unit is not None and self.commit:
+            raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
+
+    def carry_out(self, planned: Conversion, out: Output) -> None:
+        """Carry out a conversion, and print what was done."""
+        from relayout.cli import render
+        from relayout.conversion import jobs, run
+
+        force, threads, memory = self.force, self.threads, self.memory
+        progress = out.work("converting")
+        if self.if_missing and run.is_carried_out(planned, threads=threads, memory=memory):
+            from relayout.commands.copy import AlreadyThere
+
+            out.show(AlreadyThere(str(planned.output)), render.already_there)
+        elif self.ray is not None:
+            from relayout.clusters import on_ray
+
+            done = on_ray.convert(
+                planned, address=self.ray, force=force, threads=threads, memory=memory, progress=progress
+            )
+            out.show(done, render.summary)
+        elif self.unit is not None:
+            share = jobs.convert_share(
+                planned, self.unit, force=force, threads=threads, memory=memory, progress=progress
+            )
+            out.show(share, render.units)
+        elif self.commit:
+            out.show(jobs.commit_units(planned, force=force), render.committed)
+        else:
+            done = run.carry_out(planned, force=force, threads=threads, memory=memory, progress=progress)
+            out.show(done, render.summary)
+
+
+@commands.command(epilog=examples("restore llama-3.1-8b-tp8 -o llama-3.1-8b"))
+def restore(
+    path: ConvertedArgument,
+    output_folder: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
+    trust: TrustOption = None,
+    threads: ThreadsOption = 8,
+    memory: MemoryOption = "512MiB",
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Replace DIR if it is a converted folder. A restored one bears no mark of relayout: delete it first.",
+        ),
+    ] = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Rebuild the source from a converted folder.
+
+    Writes shards, index and side files, byte for byte, and checks every digest.
+    """
+    with output(quiet, verbose, as_json) as out:
+        from relayout.cli import render
+
+        done = relayout.restore(
+            path,
+            output_folder,
+            force=force,
+            trust=trust,
+            threads=threads,
+            memory=memory,
+            progress=out.work("restoring"),
+        )
+        out.show(done, render.restored)
+
+
+@commands.command(
+    epilog=examples(
+        "copy s3://bucket/llama-3.1-8b-tp8 /nvme/llama --ranks 0-3",
+        "copy llama-3.1-8b-tp8 gs://bucket/llama",
+    )
+)
+def copy(
+    path: Annotated[str, typer.Argument(metavar="SRC", help="A folder that `relayout convert` wrote, or its URL.")],
+    output_folder: Annotated[str, typer.Argument(metavar="DST", help="The folder or prefix to write.")],
+    ranks: RanksOption = None,
+    trust: TrustOption = None,
+    threads: ThreadsOption = 8,
+    memory: MemoryOption = "512MiB",
+    force: ForceOption = False,
+    if_missing: IfMissingOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy the files that ranks need between folders and stores.
+
+    Compares every byte with its digest. DST appears complete or not at all, and says which ranks it has. After an
+    interruption the same command resumes.
+    """
+    with output(quiet, verbose, as_json) as out:
+        from relayout.cli import render
+        from relayout.commands.copy import AlreadyThere, is_copied
+
+        progress = out.work("copying")
+        if if_missing and is_copied(path, output_folder, ranks=ranks, trust=trust):
+            out.show(AlreadyThere(output_folder), render.already_there)
+            return
+        done = relayout.copy(
+            path,
+            output_folder,
+            ranks=ranks,
+            force=force,
+            trust=trust,
+            threads=threads,
+            memory=memory,
+            progress=progress,
+        )
+        out.show(done, render.copied)
+
+
+@commands.command(epilog=examples("delta step-1 step-2 -o step-1-to-2"))
+def delta(
+    old: Annotated[str, typer.Argument(metavar="OLD", help="A folder that `relayout convert` wrote, or its URL.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The same model, converted alike, with other weights.")],
+    output_folder: Annotated[str, typer.Option("--output", "-o", metavar="DELTA", help="Folder to write, or its URL.")],
+    threads: ThreadsOption = 8,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write what changed between two converted folders.
+
+    An element that did not change costs nearly nothing, wherever it is.
+    """
+    with output(quiet, verbose, as_json) as out:
+        from relayout.cli import render
+
+        done = relayout.delta(old, new, output_folder, force=force, threads=threads, progress=out.work("comparing"))
+        out.show(done, render.delta_done)
+
+
+@commands.command(
+    epilog=examples("apply step-1 step-1-to-2 -o step-2", "apply step-1 step-1-to-2 step-2-to-3 -o step-3")
+)
+def apply(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The folder that the first delta was made from.")],
+    changes: Annotated[
+        list[str], typer.Argument(metavar="DELTA", help="What `relayout delta` wrote, in order: folders or URLs.")
+    ],
+    output_folder: Annotated[str, typer.Option("--output", "-o", metavar="NEW", help="Folder to write, or its URL.")],
+    threads: ThreadsOption = 8,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the folder that deltas make of their base.
+
+    It is the same as the one that they were made from, byte for byte; every digest is compared. After an interruption
+    the same command resumes.
+    """
+    with output(quiet, verbose, as_json) as out:
+        from relayout.cli import render
+
+        done = relayout.apply_deltas(
+            base, changes, output_folder, force=force, threads=threads, progress=out.work("copying")
+        )
+        out.show(done, render.copied)
+
+
+@commands.command(
+    epilog=examples(
+        "sign llama-3.1-8b-tp8 --key release.key",
+        "sign s3://bucket/llama-tp8 --key my.key --certificate my.crt",
+    )
+)
+def sign(
+    path: ConvertedArgument,
+    key: Annotated[str, typer.Option(metavar="FILE", help="A private key: an elliptic curve, PEM.")],
+    certificate: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate of that key, PEM.")] = None,
+    chain: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="A certificate between that one and a root; repeatable.")
+    ] = None,
+    threads: ThreadsOption = 8,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Sign a folder that was converted with --digest sha256.
+
+    Reads every byte once, compares it, and writes model.sig, which `model_signing verify` accepts. Under a policy
+    (RELAYOUT_TRUST, --trust), whatever is later read of the folder is proven while it is read.
+    """
+    with output(quiet, verbose, as_json) as out:
+        from relayout.cli import render
+
+        done = relayout.sign(
+            path, key=key, certificate=certificate, chain=chain or (), threads=threads, progress=out.work("hashing")
+        )
+        out.show(done, render.signed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from relayout.errors import FormatError, PlanError
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena, options_of
-from relayout.loader.pack import ArenaPlan
+from relayout.loader.reads import ArenaPlan
 from relayout.loader.sources.base import RankSource
 from relayout.loader.sources.checkpoint import changed_rank, doubt_cache, find_rank, lease_of
 from relayout.loader.sources.columns import Names
@@ -61,8 +61,8 @@ def load(
             "gds" by GPUDirect Storage.
         names: load only tensors whose names match one of these patterns; other bytes are not read. As in plans, `*` is
             text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
-        verify: compare digests while bytes arrive: of every tensor, or, at another degree than the conversion's, of
-            all chunks of the files (1 MiB each) that have bytes of it.
+        verify: compare digests while bytes arrive: of all chunks of the files (1 MiB each) that have bytes of the
+            tensors.
         threads: requests in flight. Default: twice the processors, at most 8, divided among the ranks of the node if
             LOCAL_WORLD_SIZE is set; more if that is measured to be faster while bytes arrive.
         memory: bytes of buffers, or text such as "64MiB", beside the tensors; pinned memory for a CUDA device.
@@ -247,7 +247,7 @@ def find_source(
 
     Raises:
         FormatError, OSError: as `find_rank`, and `changed_rank` of deltas.
-        PlanError: the same; or `verify` is set and the source has no digests; or a group asks for a cache.
+        PlanError: the same; or `verify` is set and the checkpoint is a plain one; or a group asks for a cache.
     """
     if is_shared and cache:
         what = "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it"
@@ -255,7 +255,10 @@ def find_source(
     source = find_rank(path, rank, tp, "" if is_shared else cache, progress, trust)
     if deltas:
         source = changed_rank(source, tp, deltas)
-    return source.verified() if verify else source
+    if verify and source.is_plain:
+        what = "cannot be verified: only converted checkpoints have digests"
+        raise PlanError(what, path=str(source.store), code="unsupported")
+    return source
 
 
 def warn_if_slow(source: RankSource, stacklevel: int = 3) -> None:

@@ -1,4 +1,10 @@
-"""Budgets: how many threads and how much buffer memory one load may use; ranks of a node divide them."""
+"""How much of a load is in flight: the budget of requests and buffers, and what measuring finds within it.
+
+Ranks of a node divide a budget. A load begins with the number of requests that suits most storage. While it reads, a
+step up is tried: twice the requests, and when there may be no more of them, requests of twice the size. A step that
+reads faster is kept, and the next one tried; else the load goes back, and stays. More in flight than the storage needs
+would only take memory and disturb others.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +16,10 @@ from relayout.errors import PlanError
 from relayout.storage.protocols import LOCAL_COST, RequestCost
 
 MAX_THREADS = 8
-"""Of one rank: so many requests of 8 MiB keep any one drive busy."""
+"""Most requests of one rank in flight at first: so many of 8 MiB keep any one drive busy."""
 
 MAX_CONNECTIONS = 16
-"""Of one rank to a remote store, at first; each takes some 2 MiB."""
+"""Most connections of one rank to a remote store, at first; each takes some 2 MiB."""
 
 MAX_REQUESTS = 32
 """Most requests of one rank in flight, where measuring shows that they help."""
@@ -35,6 +41,13 @@ NODE_IN_FLIGHT = 2 * 2**30
 
 MIN_BUFFER = 2**20
 """Least bytes of one thread's buffer. A smaller budget means fewer threads, not smaller requests."""
+
+
+_MIN_GAIN = 1.05
+"""A step that reads less than 5 % faster is taken back."""
+
+_MIN_SECONDS = 0.1
+"""The least time in which a step is measured. Short loads are over before anything is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +104,72 @@ def plan_budget(threads: int | None, memory: int | None, most: int, cost: Reques
 def num_cpus() -> int:
     """Processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What is in flight."""
+
+    threads: int
+    """Requests in flight."""
+    request_nbytes: int
+    """The largest request."""
+
+
+def steps(threads: int, max_threads: int, request_nbytes: int, max_request_nbytes: int) -> list[InFlight]:
+    """The steps from the first pair to the second, each with up to twice the bytes in flight of the one before."""
+    found = [InFlight(threads, request_nbytes)]
+    while (step := found[-1]).threads < max_threads:
+        found.append(InFlight(min(2 * step.threads, max_threads), request_nbytes))
+    while (step := found[-1]).request_nbytes < max_request_nbytes:
+        found.append(InFlight(step.threads, min(2 * step.request_nbytes, max_request_nbytes)))
+    return found
+
+
+class Pace:
+    """Chooses the step of one load. Not thread-safe; reads no clock."""
+
+    def __init__(self, ladder: list[InFlight]) -> None:
+        """`ladder` has the steps to try, in order; the first is where the load begins."""
+        self._ladder = ladder
+        self._place = 0
+        self._rate_below = 0.0
+        self._is_settled = len(ladder) == 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._num_done, self._nbytes, self._seconds = 0, 0, 0.0
+
+    @property
+    def step(self) -> InFlight:
+        """What should be in flight now."""
+        return self._ladder[self._place]
+
+    def limit(self, threads: int) -> bool:
+        """Never have more requests in flight than this; False: there are more already."""
+        if self.step.threads > threads:
+            return False
+        self._ladder = [step for step in self._ladder if step.threads <= threads]
+        self._is_settled = self._is_settled or self._place + 1 == len(self._ladder)
+        return True
+
+    def finished(self, step: InFlight, nbytes: int, seconds: float) -> None:
+        """A request for `nbytes`, begun when `step` was the step, has taken so long."""
+        if self._is_settled or step != self.step:
+            return
+        self._num_done += 1
+        self._nbytes += nbytes
+        self._seconds += seconds
+        if self._num_done < step.threads or self._seconds < _MIN_SECONDS * step.threads:
+            return
+        # By Little's law: bursts of arrivals, which a clock would see, do not change it.
+        rate = step.threads * self._nbytes / self._seconds
+        if rate < _MIN_GAIN * self._rate_below:
+            self._place -= 1
+            self._is_settled = True
+        elif self._place + 1 == len(self._ladder):
+            self._is_settled = True
+        else:
+            self._rate_below = rate
+            self._place += 1
+        self._begin()

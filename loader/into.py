@@ -6,19 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from relayout.core.workers import Stop
 from relayout.errors import PlanError, did_you_mean
 from relayout.format.index import RankTable
 from relayout.loader.backends.base import Backend, ReadJob
-from relayout.loader.backends.digests import checks_of
-from relayout.loader.backends.files import Sources
+from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.budgets import Budget
-from relayout.loader.disjoint import Strided, sharing
 from relayout.loader.loading import Options, load_arena
-from relayout.loader.pack import pack, place_at
+from relayout.loader.reads import pack, place_at
 from relayout.loader.sources.columns import Names, TensorColumns, select
 from relayout.loader.stream import stream
-from relayout.loader.tensors import bytes_of, torch_dtype, torch_shape
+from relayout.loader.tensors import Strided, bytes_of, sharing, torch_dtype, torch_shape
 from relayout.progress import reporting
 from relayout.storage.protocols import Access
 
@@ -48,18 +45,16 @@ def load_into(
         torch_shape(contents.names[row], contents.dtypes[row], contents.shapes[row])
         torch_dtype(contents.names[row], contents.dtypes[row])
     # Check the files before the first byte is written.
-    Sources(contents.rows([*existing, *new]).files, Access.BUFFERED).close()
-    choice, budget = options.choose(contents.files)
-    fits = {
-        row: choice.backend.device == options.device and into[contents.names[row]].is_contiguous() for row in existing
-    }
+    ReadableFiles(contents.rows([*existing, *new]).files, Access.BUFFERED).close()
+    backend, budget = options.choose(contents.files)
+    fits = {row: backend.device == options.device and into[contents.names[row]].is_contiguous() for row in existing}
     direct, others = [row for row in existing if fits[row]], [row for row in existing if not fits[row]]
     parts = [contents.rows(rows) for rows in (direct, others, new)]
     sizes = [sum(part.sizes()) for part in parts]
     with reporting(options.progress, "loading", sum(sizes)) as report:
         stages = [_stage(options, report, sum(sizes[:index])) for index in range(len(parts))]
         through = stream(parts[1], stages[1]) if others else iter(())
-        _fill(parts[0], into, stages[0], choice.backend, budget)
+        _fill(parts[0], into, stages[0], backend, budget)
         for name, loaded in through:
             with torch.no_grad():
                 into[name].copy_(loaded)
@@ -94,9 +89,7 @@ def _fill(
     targets = [bytes_of(into[name]) for name in contents.names]
     memory = backend.wrap(targets)
     reads = place_at(contents.reads, memory.offsets)
-    stop = Stop()
-    checks = checks_of(contents.at(memory.offsets), contents.files, reads, stop) if options.verify else None
-    job = ReadJob(contents.files, reads, budget, checks, stop=stop)
+    job = ReadJob(options.proving(contents.files), reads, budget)
     with reporting(options.progress, "loading", sum(contents.sizes())) as report:
         backend.fill(memory, job, report)
 

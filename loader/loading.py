@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relayout.core.arguments import integer, size
-from relayout.core.workers import Stop
 from relayout.errors import PlanError
-from relayout.loader.backends.base import Choice, ReadJob
-from relayout.loader.backends.choice import choose, resolve_device
-from relayout.loader.backends.digests import checks_of
+from relayout.loader.backends.base import Backend, ReadJob, choose, kind_of, resolve_device
 from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.diagnose.hints import no_torch
-from relayout.loader.pack import ArenaPlan
+from relayout.loader.reads import ArenaPlan
 from relayout.loader.sources.stored import StoredFile, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import Progress, reporting
@@ -39,18 +36,22 @@ class Options:
     @property
     def kind(self) -> str:
         """Of the device: "cpu", "cuda" or another of torch's."""
-        return str(self.device).partition(":")[0]
+        return kind_of(self.device)
 
-    def choose(self, files: Sequence[StoredFile]) -> tuple[Choice, Budget]:
+    def choose(self, files: Sequence[StoredFile]) -> tuple[Backend[Any], Budget]:
         """The backend for these files, and its budget.
 
         Raises:
-            PlanError: the device is "meta"; or as `choice.choose` and `budgets.plan_budget`.
+            PlanError: the device is "meta"; or as `backends.base.choose` and `budgets.plan_budget`.
         """
-        choice = choose(self.backend, self.device, files)
+        backend = choose(self.backend, self.device, self.proving(files))
         if self.kind == "meta":
             raise PlanError("device 'meta': its tensors have no memory to load into", code="option")
-        return choice, plan_budget(self.threads, self.memory, choice.backend.max_buffer_nbytes, cost_of(files))
+        return backend, plan_budget(self.threads, self.memory, backend.max_buffer_nbytes, cost_of(files))
+
+    def proving(self, files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
+        """The files as they are read: with `verify`, their bytes are proven."""
+        return tuple(file.proven() for file in files) if self.verify else tuple(files)
 
 
 def options_of(
@@ -84,18 +85,15 @@ def load_arena(plan: ArenaPlan, options: Options) -> dict[str, torch.Tensor]:
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `api.load`.
     """
-    choice, budget = options.choose(plan.files)
-    tensors = plan.tensors() if options.verify else None
-    stop = Stop()
-    checks = None if tensors is None else checks_of(tensors, plan.files, plan.reads, stop)
-    job = ReadJob(plan.files, plan.reads, budget, checks, stop=stop)
+    backend, budget = options.choose(plan.files)
+    job = ReadJob(options.proving(plan.files), plan.reads, budget)
     with reporting(options.progress, "loading", plan.nbytes) as report:
-        arena = choice.backend.allocate(plan.arena_nbytes)
+        arena = backend.allocate(plan.arena_nbytes)
         try:
-            running = choice.backend.start(arena, job)
+            running = backend.start(arena, job)
             try:
-                tensors = tensors or plan.tensors()
-                if choice.backend.device != options.device:
+                tensors = plan.tensors()
+                if backend.device != options.device:
                     running.join(report)
                     return make_views(to_device(arena.tensor(), options.device), tensors)
                 views = make_views(arena.tensor(), tensors)

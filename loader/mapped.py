@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from relayout.core.extents import Transfer, align_down, align_up
 from relayout.errors import FormatError
 from relayout.format.index import Read
-from relayout.loader.backends.arena import MAP_FIXED, HostArena, allocate
 from relayout.loader.backends.base import ReadJob
-from relayout.loader.backends.files import Sources
-from relayout.loader.backends.host import HostBackend
+from relayout.loader.backends.files import ReadableFiles
+from relayout.loader.backends.host import MAP_FIXED, HostArena, HostBackend, allocate
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
 from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.pack import ArenaPlan
+from relayout.loader.reads import ArenaPlan
 from relayout.loader.sources.stored import StoredFile
 from relayout.loader.tensors import make_views
 from relayout.storage.libc import map_file
@@ -32,7 +31,7 @@ _FLAGS = mmap.MAP_PRIVATE | MAP_FIXED
 
 def can_map(files: Iterable[StoredFile]) -> bool:
     """Whether files can be mapped: not those of most stores, nor those whose bytes are proven as they are read."""
-    return all(file.path is not None for file in files)
+    return all(file.path is not None and not file.is_proven for file in files)
 
 
 def map_tensors(plan: ArenaPlan) -> dict[str, torch.Tensor]:
@@ -52,18 +51,18 @@ def map_tensors(plan: ArenaPlan) -> dict[str, torch.Tensor]:
         tensors = plan.tensors()
         arena = allocate(plan.arena_nbytes)
         try:
-            with Sources(plan.files, Access.BUFFERED) as sources:
-                rest = tuple(part for read in plan.reads for part in _map(arena, sources, read))
+            with ReadableFiles(plan.files, Access.BUFFERED) as opened:
+                rest = tuple(part for read in plan.reads for part in _map(arena, opened, read))
                 budget = plan_budget(None, None, HOST_BUFFERS)
                 HostBackend(Access.BUFFERED).fill(arena, ReadJob(plan.files, rest, budget))
-                _check_lengths(plan.files, sources)
+                _check_lengths(plan.files, opened)
             return make_views(arena.tensor(), tensors)
         except BaseException:
             arena.discard()
             raise
 
 
-def _map(arena: HostArena, sources: Sources, read: Read) -> Iterator[Read]:
+def _map(arena: HostArena, opened: ReadableFiles, read: Read) -> Iterator[Read]:
     """Map what can be mapped of a read, and yield what has to be copied."""
     transfer = read.transfer
     shift = transfer.target - transfer.source
@@ -72,16 +71,16 @@ def _map(arena: HostArena, sources: Sources, read: Read) -> Iterator[Read]:
         yield read
         return
     address = ctypes.addressof(ctypes.c_char.from_buffer(arena.span(low + shift, high - low)))
-    map_file(sources.fd(read.file), low, high - low, flags=_FLAGS, writable=True, address=address)
+    map_file(opened.fd(read.file), low, high - low, flags=_FLAGS, writable=True, address=address)
     for start, end in ((transfer.source, low), (high, transfer.source_end)):
         if start < end:
             yield Read(read.file, Transfer(start, start + shift, end - start))
 
 
-def _check_lengths(files: Iterable[StoredFile], sources: Sources) -> None:
+def _check_lengths(files: Iterable[StoredFile], opened: ReadableFiles) -> None:
     """Check that no file was truncated meanwhile: using its pages would kill the process."""
     for index, file in enumerate(files):
-        length = os.fstat(sources.fd(index)).st_size
+        length = os.fstat(opened.fd(index)).st_size
         if length < file.nbytes:
             what = f"ends at byte {length}, expected {file.nbytes} bytes"
             raise FormatError(what, path=file.where, offset=length, code="truncated")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -13,13 +13,11 @@ from relayout.core.extents import BLOCK
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
 from relayout.format.arena import Placement, place
-from relayout.loader.backends.base import Arena, Backend, Pool, ReadJob, RunningJob, Span
-from relayout.loader.backends.choice import choose
-from relayout.loader.backends.digests import checks_of
+from relayout.loader.backends.base import Allocation, Backend, Pool, ReadJob, RunningJob, Span, choose
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options
-from relayout.loader.pack import batches
+from relayout.loader.reads import batches
 from relayout.loader.sources.columns import TensorColumns
 from relayout.loader.sources.stored import cost_of
 from relayout.loader.tensors import make_views, to_device
@@ -48,7 +46,8 @@ def stream(
     Raises:
         PlanError: the largest tensor needs more.
     """
-    backend = choose(options.backend, options.device, contents.files).backend
+    contents = replace(contents, files=options.proving(contents.files))
+    backend = choose(options.backend, options.device, contents.files)
     budget, bound = _bounds(contents, backend, options)
     return _with_hints(_stream(contents, backend, budget, bound, options, sharing))
 
@@ -79,9 +78,9 @@ def most_memory(contents: TensorColumns, options: Options) -> int:
     """Most bytes that `stream` takes beside the tensors that it has yielded: buffers, and tensors that wait.
 
     Raises:
-        PlanError: as `choice.choose`.
+        PlanError: as `choose`.
     """
-    backend = choose(options.backend, options.device, contents.files).backend
+    backend = choose(options.backend, options.device, options.proving(contents.files))
     if options.memory is not None:
         return options.memory
     budget, bound = _bounds(contents, backend, options)
@@ -168,7 +167,7 @@ class _Window(Generic[Span]):
         self._stop = stop
         self._in_flight = 0
         self._num_opened = 0
-        self._arenas: dict[int, Arena[Span]] = {}
+        self._arenas: dict[int, Allocation[Span]] = {}
         self._bases: dict[int, torch.Tensor] = {}
 
     def wait(self, part: int) -> bool:
@@ -236,15 +235,12 @@ def _stream(
     if sharing is not None:
         rounds = [sharing.round(sharing.portions(part.layout.reads, part.start)) for part in parts]
     reads = [part.layout.reads for part in parts] if rounds is None else [each.reads for each in rounds]
-    offsets = [offset for part in parts for offset in part.layout.offsets]
     stop = Stop()
     sizes = [sum(read.transfer.total_nbytes for read in part) for part in reads]
     counter = PartCounter([part.start for part in parts], sizes, stop)
     pool = backend.pool(arena_nbytes)
     window = _Window(pool, parts, counter, arena_nbytes, bound, stop)
-    planned = tuple(chain.from_iterable(reads))
-    checks = checks_of(contents.at(offsets), contents.files, planned, stop) if options.verify else None
-    job = ReadJob(contents.files, planned, budget, checks, counter.count, stop)
+    job = ReadJob(contents.files, tuple(chain.from_iterable(reads)), budget, counter.count, stop)
     done = 0
     running: RunningJob | None = None
     views: dict[str, torch.Tensor] = {}

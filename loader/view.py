@@ -13,7 +13,7 @@ from relayout.loader.api import find_source, warn_if_slow
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import Options, load_arena, options_of
 from relayout.loader.mapped import can_map, map_tensors
-from relayout.loader.pack import pack
+from relayout.loader.reads import pack
 from relayout.loader.sources.base import Pieces, RankSource
 from relayout.loader.sources.checkpoint import find_whole
 from relayout.loader.sources.columns import Names

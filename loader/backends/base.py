@@ -1,19 +1,22 @@
-"""Backends read files into memory; these are their base class and protocols."""
+"""Backends read files into memory: what each does, which there are, and which one a load takes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
+from relayout.core.extents import Grid
 from relayout.core.workers import Stop
+from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.loader.backends.digests import Checks
 from relayout.loader.budgets import HOST_BUFFERS, Budget
-from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.loader.reads import Request, plan_requests
 from relayout.loader.sources.stored import StoredFile
-from relayout.storage.protocols import Access, Refusal
+from relayout.loader.tensors import check_mode
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +36,7 @@ class Memory(Protocol[SpanOut]):
         """
 
 
-class Arena(Memory[SpanOut], Protocol[SpanOut]):
+class Allocation(Memory[SpanOut], Protocol[SpanOut]):
     """One allocation, freed when nothing refers to it."""
 
     def tensor(self) -> torch.Tensor:
@@ -54,10 +57,10 @@ class TensorMemory(Memory[SpanOut], Protocol[SpanOut]):
 class Pool(Generic[Span]):
     """Arenas for one load. This pool does not reuse them."""
 
-    def __init__(self, allocate: Callable[[int], Arena[Span]]) -> None:
+    def __init__(self, allocate: Callable[[int], Allocation[Span]]) -> None:
         self._allocate = allocate
 
-    def take(self, nbytes: int) -> tuple[Arena[Span], torch.Tensor]:
+    def take(self, nbytes: int) -> tuple[Allocation[Span], torch.Tensor]:
         """An uninitialized arena of at least `nbytes`, and its tensor. It returns when the last view of that is gone.
 
         Raises:
@@ -78,8 +81,6 @@ class ReadJob:
     reads: tuple[Read, ...]
     """Their targets do not overlap."""
     budget: Budget
-    checks: Checks | None = None
-    """Digests to check; `reads` has the bytes of each tensor in order."""
     on_arrival: Callable[[int, int], None] = lambda offset, nbytes: None
     """Called by any thread, with (offset, nbytes) of memory that has been filled."""
     stop: Stop = field(default_factory=Stop)
@@ -96,7 +97,7 @@ class RunningJob(Protocol):
         caller's current stream from now on sees the bytes.
 
         Raises:
-            FormatError: a file is shorter than expected, or a digest differs.
+            FormatError: a file is shorter than expected, or the digest of a chunk of a proven file differs.
             OSError: a read failed.
             Stopped: the job was cancelled, as this process is shutting down, or was forked during the job.
         """
@@ -116,27 +117,33 @@ class Backend(ABC, Generic[Span]):
     """One way to fill memory."""
 
     name: str
-    """In messages; "auto" decides for each request."""
+    """The name that messages have; "auto" decides for each request."""
     device: str | torch.device = "cpu"
-    """Of its memory, as `choice.resolve_device` returns it."""
+    """The device of its memory, as `resolve_device` returns it."""
+    reason: str = ""
+    """Why a load takes it, for a person."""
+    gds: str | None = None
+    """The way that GPUDirect Storage really takes, "GDS" or "P2PDMA"; None without it."""
     access: Access = Access.BUFFERED
     """How it opens files."""
     max_buffer_nbytes = HOST_BUFFERS
     """Most bytes of buffers by default."""
     is_zero_copy = True
-    """Whether a chunk that has an arena offset is read there without a buffer."""
+    """Whether a request that has an arena offset is read there without a buffer."""
     is_experimental = False
     """Whether it has been tested with stand-ins only, never on the hardware that it is for."""
 
-    def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
+    def requests(
+        self, reads: Sequence[Read], alignment: int, budget: Budget, grids: Sequence[Grid | None] = ()
+    ) -> list[Request]:
         """The requests that it makes for these reads, of files that must be read at multiples of `alignment`.
 
-        These are for threads that have one bounce buffer each.
+        These are for threads that have one bounce buffer each. `grids` are as for `plan_requests`.
         """
-        return plan_chunks(reads, alignment, budget.cost, budget.buffer_nbytes)
+        return plan_requests(reads, alignment, budget.cost, budget.buffer_nbytes, grids)
 
     @abstractmethod
-    def allocate(self, nbytes: int) -> Arena[Span]:
+    def allocate(self, nbytes: int) -> Allocation[Span]:
         """New memory of `nbytes` that it can fill.
 
         Raises:
@@ -171,42 +178,95 @@ class Backend(ABC, Generic[Span]):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a backend is needed for."""
+class Refusal:
+    """Why a backend cannot be used."""
 
-    device: str | torch.device
-    """The device of the tensors, as `choice.resolve_device` returns it."""
-    files: Sequence[StoredFile]
-    is_by_name: bool
-    """Whether the caller named the backend, which may then change settings of the whole process."""
-
-    @property
-    def kind(self) -> str:
-        """The kind of the device: "cpu", "cuda" or another of torch's."""
-        return str(self.device).partition(":")[0]
-
-    def refusal_without_descriptors(self, backend: str) -> Refusal | None:
-        """Why a backend that needs file descriptors cannot read the files; None if it can."""
-        without = next((file for file in self.files if file.path is None), None)
-        if without is None:
-            return None
-        return Refusal(f"backend {backend!r} needs file descriptors, which {without.folder} does not have")
-
-    def reason(self, how: str) -> str:
-        """The reason for a choice, for a person."""
-        return f"requested: {how}" if self.is_by_name else how
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The backend of a load."""
-
-    backend: Backend[Any]
     reason: str
-    """For a person."""
-    gds: str | None = None
-    """The way that GPUDirect Storage really takes, "GDS" or "P2PDMA"; None without it."""
+    """A sentence for a person, which names the backend."""
 
 
-Factory: TypeAlias = Callable[[Request], Choice | Refusal]
-"""Makes a backend for a request."""
+Factory: TypeAlias = "Callable[[str | torch.device, Sequence[StoredFile], bool], Backend[Any] | Refusal]"
+"""Makes a backend for the device of the tensors (as `resolve_device` returns it) and the files to read.
+
+It is also told whether the caller has named the backend, which may then change settings of the whole process.
+"""
+
+
+def _factory(module: str, name: str) -> Factory:
+    """A factory of a module that is imported on first use: most loads need only `host`."""
+
+    def offer(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> Backend[Any] | Refusal:
+        made: Factory = getattr(import_module(f"relayout.loader.backends.{module}"), name)
+        return made(device, files, is_by_name)
+
+    return offer
+
+
+REGISTRY: dict[str, Factory] = {
+    "auto": _factory("host", "offer_auto"),
+    "direct": _factory("host", "offer_direct"),
+    "buffered": _factory("host", "offer_buffered"),
+    "pinned": _factory("cuda", "offer_pinned"),
+    "gds": _factory("cuda", "offer_gds"),
+}
+"""The factory of each backend."""
+
+_AUTO = {"cuda": ("gds", "pinned")}
+"""Which backends "auto" tries for a kind of device, the best first; for other kinds, its own."""
+
+
+def check_name(name: str) -> None:
+    """Raise PlanError unless there is a backend of that name."""
+    if name not in REGISTRY:
+        raise PlanError(f"backend {name!r}, expected one of {', '.join(REGISTRY)}", code="option")
+
+
+def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -> Backend[Any]:
+    """The backend of that name; for "auto", the best one for these files and this device.
+
+    Raises:
+        PlanError: there is no backend of that name, or it cannot be used here.
+    """
+    check_name(name)
+    resolved, is_by_name = resolve_device(device), name != "auto"
+    refusals: list[str] = []
+    for tried in (name,) if is_by_name else _AUTO.get(kind_of(resolved), (name,)):
+        offer = REGISTRY[tried](resolved, files, is_by_name)
+        if not isinstance(offer, Refusal):
+            reason = f"requested: {offer.reason}" if is_by_name else offer.reason
+            state = ["experimental: never tested on a GPU"] if offer.is_experimental else []
+            offer.reason = "; ".join([*refusals, reason, *state])
+            return offer
+        refusals.append(offer.reason)
+    raise PlanError("; ".join(refusals), code="unsupported")
+
+
+def kind_of(device: str | torch.device) -> str:
+    """The kind of a device: "cpu", "cuda" or another of torch's."""
+    return str(device).partition(":")[0]
+
+
+def refuse_without_descriptors(backend: str, files: Sequence[StoredFile]) -> Refusal | None:
+    """Why a backend that needs file descriptors cannot read the files; None if it can."""
+    without = next((file for file in files if file.path is None), None)
+    if without is None:
+        return None
+    return Refusal(f"backend {backend!r} needs file descriptors, which {without.folder} does not have")
+
+
+def resolve_device(device: str | torch.device) -> str | torch.device:
+    """The device with its index: "cuda" is the current CUDA device; the CPU is always "cpu".
+
+    Raises:
+        PlanError: torch cannot use the device; or as `tensors.check_mode`.
+    """
+    check_mode()
+    if str(device) == "cpu":  # Saves the import of torch.
+        return "cpu"
+    import torch
+
+    try:
+        resolved: torch.device = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}", code="option") from None
+    return "cpu" if resolved.type == "cpu" else resolved

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from functools import cache as once
 from typing import TYPE_CHECKING
 
-from relayout.core.extents import BLOCK, Bytes, Transfer
+from relayout.core.extents import BLOCK, Bytes, Grid, Transfer
 from relayout.errors import FormatError
 from relayout.format.index import Read
-from relayout.loader.backends.arena import scatter
-from relayout.loader.backends.base import Backend, Choice, Memory, ReadJob, Request
-from relayout.loader.backends.files import Sources, closed_on_error
-from relayout.loader.backends.host import ThreadedJob
+from relayout.loader.backends.base import Backend, Memory, ReadJob, Refusal, kind_of, refuse_without_descriptors
+from relayout.loader.backends.files import ReadableFiles, closed_on_error
+from relayout.loader.backends.host import ThreadedJob, scatter
 from relayout.loader.budgets import MAX_BUFFERS, Budget
-from relayout.loader.read_plan import Chunk, plan_chunks
-from relayout.storage.protocols import Access, Refusal
+from relayout.loader.reads import Request, plan_requests
+from relayout.loader.sources.stored import StoredFile
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
@@ -84,14 +84,6 @@ class CudaLane:
 
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy from the device to the last `buffer`, and wait for it."""
-        import torch
-
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
-
     def drain(self) -> None:
         """Wait until all that was sent has arrived."""
         self._stream.synchronize()
@@ -119,10 +111,12 @@ class DeviceBackend(Backend["torch.Tensor"]):
         self.name = "pinned" if cufile is None else "gds"
         self.is_zero_copy = cufile is not None
 
-    def chunks(self, reads: Sequence[Read], alignment: int, budget: Budget) -> list[Chunk]:
+    def requests(
+        self, reads: Sequence[Read], alignment: int, budget: Budget, grids: Sequence[Grid | None] = ()
+    ) -> list[Request]:
         nbytes = _buffer_nbytes(budget)
         cost = replace(budget.cost, chunk_nbytes=min(budget.cost.chunk_nbytes, nbytes))
-        return plan_chunks(reads, alignment, cost, nbytes)
+        return plan_requests(reads, alignment, cost, nbytes, grids)
 
     def allocate(self, nbytes: int) -> DeviceArena:
         return allocate_on(self.device, nbytes)
@@ -133,8 +127,8 @@ class DeviceBackend(Backend["torch.Tensor"]):
     def start(self, memory: Memory[torch.Tensor], job: ReadJob) -> DeviceJob:
         if str(self.device).startswith("cuda"):
             _warn_once()
-        with closed_on_error(Sources(job.files, self.access)) as sources:
-            return DeviceJob(self, memory, job, sources)
+        with closed_on_error(ReadableFiles(job.files, self.access)) as opened:
+            return DeviceJob(self, memory, job, opened)
 
 
 @once
@@ -142,10 +136,12 @@ def _warn_once() -> None:
     _LOGGER.warning("relayout: loads to CUDA devices are experimental: they have never been tested on a GPU")
 
 
-class DeviceJob(ThreadedJob[CudaLane, Chunk]):
+class DeviceJob(ThreadedJob[CudaLane, Request]):
     """Threads that fill a device's memory."""
 
-    def __init__(self, backend: DeviceBackend, memory: Memory[torch.Tensor], job: ReadJob, sources: Sources) -> None:
+    def __init__(
+        self, backend: DeviceBackend, memory: Memory[torch.Tensor], job: ReadJob, opened: ReadableFiles
+    ) -> None:
         """Start the threads."""
         self._backend = backend
         self._memory = memory
@@ -154,23 +150,25 @@ class DeviceJob(ThreadedJob[CudaLane, Chunk]):
         self._buffer_nbytes = _buffer_nbytes(job.budget)
         self._resources = ExitStack()
         """Releases all of it, even if one step fails: pinned buffers, then what cuFile has registered."""
-        chunks = backend.chunks(job.reads, sources.alignment, job.budget)
+        requests = backend.requests(job.reads, opened.alignment, job.budget, opened.grids)
         try:
             if backend.cufile is not None:
-                self._register(backend.cufile, job, sources)
+                self._register(backend.cufile, job, opened)
             self._resources.callback(self._close_lanes)
-            super().__init__(job, sources, self._make_lane, self._work, chunks)
+            super().__init__(job, opened, self._make_lane, self._work, requests)
         except BaseException:
             self._drain()
             self._resources.close()
             raise
 
-    def _register(self, cufile: CuFile, job: ReadJob, sources: Sources) -> None:
+    def _register(self, cufile: CuFile, job: ReadJob, opened: ReadableFiles) -> None:
         for index, file in enumerate(job.files):
-            assert file.path is not None  # Checked by `offer_gds`.
+            # Checked by `offer_gds`.
+            assert file.path is not None
+            assert not file.is_proven
             self._handles.append(cufile.open(file.path))
             self._resources.callback(self._handles[index].close)
-            sources.check_not_replaced(index)
+            opened.check_not_replaced(index)
         if isinstance(self._memory, DeviceArena):
             self._resources.callback(cufile.deregister, self._memory.whole)
             cufile.register(self._memory.whole)
@@ -218,35 +216,32 @@ class DeviceJob(ThreadedJob[CudaLane, Chunk]):
         while self._lanes:
             self._lanes.pop().close()
 
-    def _work(self, lane: CudaLane, chunk: Chunk) -> int:
+    def _work(self, lane: CudaLane, request: Request) -> int:
         import torch
 
         with torch.inference_mode():  # In which tensors that were made in it may be written to, too.
-            return self._read(lane, chunk)
+            return self._read(lane, request)
 
-    def _read(self, lane: CudaLane, chunk: Chunk) -> int:
-        if chunk.arena_offset is None:
-            self._send(lane, chunk.file, chunk.extent.offset, chunk.extent.nbytes, chunk.transfers)
-            return chunk.nbytes
-        shift = chunk.arena_offset - chunk.extent.offset
-        for offset, nbytes, is_cached in self.sources.pieces(chunk.file, chunk.extent.offset, chunk.extent.nbytes):
+    def _read(self, lane: CudaLane, request: Request) -> int:
+        if request.arena_offset is None:
+            self._send(lane, request.file, request.extent.offset, request.extent.nbytes, request.transfers)
+            return request.nbytes
+        shift = request.arena_offset - request.extent.offset
+        for offset, nbytes, is_cached in self.opened.pieces(request.file, request.extent.offset, request.extent.nbytes):
             if self._handles and not is_cached:
-                self._read_by_cufile(lane, chunk.file, offset, offset + shift, nbytes)
+                self._read_by_cufile(request.file, offset, offset + shift, nbytes)
             else:
                 for start in range(offset, offset + nbytes, self._buffer_nbytes):
                     length = min(self._buffer_nbytes, offset + nbytes - start)
-                    self._send(lane, chunk.file, start, length, (Transfer(0, start + shift, length),))
-        return chunk.nbytes
+                    self._send(lane, request.file, start, length, (Transfer(0, start + shift, length),))
+        return request.nbytes
 
     def _send(self, lane: CudaLane, file: int, offset: int, nbytes: int, transfers: Sequence[Transfer]) -> None:
         """Read into a pinned buffer, and copy from there to the device."""
         buffer = lane.buffer()
         view = _view(buffer)[:nbytes]
-        self.sources.read(file, offset, view)
+        self.opened.read(file, offset, view)
         for transfer in transfers:
-            if self.job.checks is not None:
-                for run in transfer.runs():
-                    self.job.checks.update(run.target, view[run.source : run.source + run.nbytes])
             span = self._memory.span(transfer.target, transfer.target_end - transfer.target)
             if transfer.count == 1:
                 lane.send(buffer[transfer.source : transfer.source + transfer.nbytes], span)
@@ -256,7 +251,7 @@ class DeviceJob(ThreadedJob[CudaLane, Chunk]):
                 lane.send(source, span.as_strided(size, (transfer.target_stride, 1), span.storage_offset()))
             self.job.on_arrival(transfer.target, transfer.total_nbytes)
 
-    def _read_by_cufile(self, lane: CudaLane, file: int, offset: int, target: int, nbytes: int) -> None:
+    def _read_by_cufile(self, file: int, offset: int, target: int, nbytes: int) -> None:
         span = self._memory.span(target, nbytes)
         done = 0
         while done < nbytes:
@@ -270,13 +265,6 @@ class DeviceJob(ThreadedJob[CudaLane, Chunk]):
                     code="truncated",
                 )
             done += count
-        if self.job.checks is not None:
-            # Hash what has arrived: copy it back from the device.
-            for start in range(0, nbytes, self._buffer_nbytes):
-                piece = span[start : start + self._buffer_nbytes]
-                buffer = lane.buffer()[: piece.numel()]
-                lane.fetch(buffer, piece)
-                self.job.checks.update(target + start, _view(buffer))
         self.job.on_arrival(target, nbytes)
 
 
@@ -351,32 +339,35 @@ class ScatteredOnDevice:
         return self._pieces[which][start : start + nbytes]
 
 
-def offer_pinned(request: Request) -> Choice | Refusal:
+def offer_pinned(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend | Refusal:
     """`pinned`, for loads to a CUDA device."""
-    return _refusal("pinned", request) or Choice(
-        DeviceBackend(request.device, _lanes_of(request.device)),
-        request.reason("read into pinned memory, copied from there"),
-    )
-
-
-def offer_gds(request: Request) -> Choice | Refusal:
-    """`gds`, where GPUDirect Storage works. Opening cuFile refuses compat mode to the whole process."""
-    if refused := _refusal("gds", request) or request.refusal_without_descriptors("gds"):
+    if refused := _refusal("pinned", device):
         return refused
+    backend = DeviceBackend(device, _lanes_of(device))
+    backend.reason = "read into pinned memory, copied from there"
+    return backend
+
+
+def offer_gds(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend | Refusal:
+    """`gds`, where GPUDirect Storage works. Opening cuFile refuses compat mode to the whole process."""
+    if refused := _refusal("gds", device) or refuse_without_descriptors("gds", files):
+        return refused
+    if any(file.is_proven for file in files):
+        return Refusal("backend 'gds' does not show its bytes to the host, which proves them: use 'pinned' to verify")
     # Imported here: loads to host memory need no cuFile.
     from relayout.loader.backends import cufile
 
     why = "neither nvidia-fs nor PCI P2PDMA is set up"
-    path = request.files[0].path if request.files else None
-    if path is not None and not request.is_by_name and cufile.is_likely() and is_integrated(request.device):
-        why = f"{request.device} has no memory of its own, but a part of the host's"
-    elif path is not None and (request.is_by_name or cufile.is_likely()):
+    path = files[0].path if files else None
+    if path is not None and not is_by_name and cufile.is_likely() and is_integrated(device):
+        why = f"{device} has no memory of its own, but a part of the host's"
+    elif path is not None and (is_by_name or cufile.is_likely()):
         driver = cufile.find_cufile(path)
         if not isinstance(driver, str):
-            state = "asked for" if request.is_by_name else "available"
-            backend = DeviceBackend(request.device, _lanes_of(request.device), driver.driver)
-            reason = f"{driver.path} is {state}: {driver.reason}"
-            return Choice(backend, reason, driver.path)
+            backend = DeviceBackend(device, _lanes_of(device), driver.driver)
+            backend.reason = f"{driver.path} is {'asked for' if is_by_name else 'available'}: {driver.reason}"
+            backend.gds = driver.path
+            return backend
         why = driver
     return Refusal(f"backend 'gds': GPUDirect Storage is not available: {why}")
 
@@ -388,10 +379,10 @@ def is_integrated(device: str | torch.device | int) -> bool:
     return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
 
 
-def _refusal(name: str, request: Request) -> Refusal | None:
-    if request.kind == "cuda":
+def _refusal(name: str, device: str | torch.device) -> Refusal | None:
+    if kind_of(device) == "cuda":
         return None
-    return Refusal(f"backend {name!r} loads to a CUDA device, not to {str(request.device)!r}")
+    return Refusal(f"backend {name!r} loads to a CUDA device, not to {str(device)!r}")
 
 
 def _lanes_of(device: str | torch.device) -> Callable[[int], CudaLane]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from relayout.checkpoint.converted import check_head
+from relayout.checkpoint.converted import Proven, check_head
 from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.errors import FormatError
 from relayout.loader.budgets import local_world_size
@@ -23,7 +23,66 @@ _PIECE_NBYTES = 2**20
 """A request is cut into pieces of this size where only some of its bytes are in the page cache."""
 
 
-class Sources(Closable):
+class MixedFile(Closable):
+    """A file whose bytes in the page cache are copied from there, while all others are read directly. Thread-safe."""
+
+    def __init__(self, direct: ReadableFile, cached: ReadableFile) -> None:
+        """Take one file, opened twice."""
+        self._direct = direct
+        self._cached = cached
+        self._read_ahead = read_ahead_nbytes(_fd(cached))
+
+    @property
+    def nbytes(self) -> int:
+        return self._direct.nbytes
+
+    @property
+    def version(self) -> str:
+        return self._direct.version
+
+    @property
+    def alignment(self) -> int:
+        return self._direct.alignment
+
+    def fileno(self) -> int | None:
+        return self._direct.fileno()
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
+        """The parts to divide a request into; see `ReadableFiles.pieces`."""
+        wanted = min(nbytes, self.nbytes - offset)  # A request may end beyond the end of the file.
+        is_cached = self._is_cached(offset, wanted)
+        if is_cached or not resident_nbytes(_fd(self._cached), offset, wanted):
+            yield offset, nbytes, is_cached
+            return
+        start, through_cache = offset, None
+        for piece in range(offset, offset + wanted, _PIECE_NBYTES):
+            is_cached = self._is_cached(piece, min(_PIECE_NBYTES, offset + wanted - piece))
+            if through_cache is not None and is_cached != through_cache:
+                yield start, piece - start, through_cache
+                start = piece
+            through_cache = is_cached
+        yield start, offset + nbytes - start, bool(through_cache)
+
+    def _is_cached(self, offset: int, nbytes: int) -> bool:
+        """Whether bytes, and enough bytes after them to keep the kernel from reading ahead, are in the page cache.
+
+        Earlier read-ahead has left a mark on a page. Reading that page makes the kernel read ahead from the next
+        missing page, whatever posix_fadvise says (mm/readahead.c, page_cache_async_ra).
+        """
+        reach = min(nbytes + self._read_ahead, self.nbytes - offset)
+        return resident_nbytes(_fd(self._cached), offset, reach) == reach
+
+    def read(self, offset: int, view: memoryview) -> None:
+        for start, nbytes, through_cache in self.pieces(offset, view.nbytes):
+            file = self._cached if through_cache else self._direct
+            file.read(start, view[start - offset : start - offset + nbytes])
+
+    def close(self) -> None:
+        self._direct.close()
+        self._cached.close()
+
+
+class ReadableFiles(Closable):
     """Open files. Reads are thread-safe."""
 
     def __init__(self, files: Sequence[StoredFile], access: Access) -> None:
@@ -37,19 +96,29 @@ class Sources(Closable):
         self._is_alone = local_world_size() == 1
         self._is_mappable = access is not Access.DIRECT and not self._is_alone
         self._files: list[ReadableFile] = []
-        self._cached: list[ReadableFile | None] = []
-        self._read_ahead = 0
         try:
             for file in files:
-                opened = file.open(access)
-                if access is Access.AUTO and self._is_cold(file, opened):
-                    opened.close()
-                    opened = file.open(Access.ONCE)
-                self._files.append(opened)
-                self._cached.append(self._open_cached(file, opened) if access is Access.AUTO else None)
-                self._check_proof(len(self._files) - 1, file)
+                self._files.append(self._open(file, access))
+            self.grids = [file.grid if isinstance(file, Proven) else None for file in self._files]
+            """Of each file that is proven, the borders of its chunks, if reads can begin and end there."""
+            self._chunk_nbytes = max((grid.step for grid in self.grids if grid is not None), default=1)
         except BaseException:
             self.close()
+            raise
+
+    def _open(self, file: StoredFile, access: Access) -> ReadableFile:
+        """Open a file, and check that it is the right one."""
+        opened = file.open_unproven(access)
+        try:
+            if access is Access.AUTO and self._is_cold(file, opened):
+                opened.close()
+                opened = file.open_unproven(Access.ONCE)
+            if access is Access.AUTO:
+                opened = _mixed(file, opened)
+            _check_content(file, opened)
+            return file.proving(opened)
+        except BaseException:
+            opened.close()
             raise
 
     @property
@@ -57,45 +126,26 @@ class Sources(Closable):
         """What offset, length and address of a read must be multiples of, in bytes."""
         return max((file.alignment for file in self._files), default=1)
 
+    def whole_chunks(self, nbytes: int) -> int:
+        """About `nbytes`, as a number of whole chunks of files that are proven."""
+        return max(self._chunk_nbytes, align_down(nbytes, self._chunk_nbytes))
+
     def pieces(self, file: int, offset: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
         """The parts to divide a request into, as (offset, nbytes, whether to read through the page cache)."""
-        cached = self._cached[file]
-        if cached is None:
-            yield offset, nbytes, self._files[file].alignment == 1
-            return
-        wanted = min(nbytes, cached.nbytes - offset)  # A request may end beyond the end of the file.
-        is_cached = self._is_cached(cached, offset, wanted)
-        if is_cached or not resident_nbytes(_fd(cached), offset, wanted):
-            yield offset, nbytes, is_cached
-            return
-        start, through_cache = offset, None
-        for piece in range(offset, offset + wanted, _PIECE_NBYTES):
-            is_cached = self._is_cached(cached, piece, min(_PIECE_NBYTES, offset + wanted - piece))
-            if through_cache is not None and is_cached != through_cache:
-                yield start, piece - start, through_cache
-                start = piece
-            through_cache = is_cached
-        yield start, offset + nbytes - start, bool(through_cache)
-
-    def _is_cached(self, file: ReadableFile, offset: int, nbytes: int) -> bool:
-        """Whether bytes, and enough bytes after them to keep the kernel from reading ahead, are in the page cache.
-
-        Earlier read-ahead has left a mark on a page. Reading that page makes the kernel read ahead from the next
-        missing page, whatever posix_fadvise says (mm/readahead.c, page_cache_async_ra).
-        """
-        reach = min(nbytes + self._read_ahead, file.nbytes - offset)
-        return resident_nbytes(_fd(file), offset, reach) == reach
+        opened = self._files[file]
+        if isinstance(opened, MixedFile):
+            yield from opened.pieces(offset, nbytes)
+        else:
+            yield offset, nbytes, opened.alignment == 1
 
     def read(self, file: int, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes at `offset`, up to the end of the file.
 
         Raises:
-            FormatError: the file has become shorter.
+            FormatError: the file has become shorter; or its bytes are proven, and a digest differs.
             OSError: the read failed.
         """
-        for start, nbytes, through_cache in self.pieces(file, offset, view.nbytes):
-            source = self._cached[file] if through_cache else None
-            (source or self._files[file]).read(start, view[start - offset : start - offset + nbytes])
+        self._files[file].read(offset, view)
 
     @contextmanager
     def mapped(self, file: int, offset: int, nbytes: int) -> Iterator[memoryview | None]:
@@ -157,9 +207,8 @@ class Sources(Closable):
 
     def close(self) -> None:
         """Close all files."""
-        for file in (*self._files, *self._cached):
-            if file is not None:
-                file.close()
+        for file in self._files:
+            file.close()
 
     def _is_cold(self, file: StoredFile, opened: ReadableFile) -> bool:
         """Whether a file that cannot be read directly is to leave the page cache as it was, which has nothing of it."""
@@ -168,38 +217,40 @@ class Sources(Closable):
             return False  # Ranks of a node share what they read of a plain checkpoint.
         return resident_nbytes(fd, 0, file.nbytes) == 0
 
-    def _check_proof(self, index: int, file: StoredFile) -> None:
-        # Read the header by the descriptor that is used for the load: the file at a path may be replaced at any time.
-        if file.proof is None:
-            return
-        opened, view = self._files[index], Buffer().reserve(BLOCK)
-        opened.read(0, view)
-        check_head(view, file.proof.content, file.proof.data_start, file.where)
-        fd = opened.fileno()
-        if fd is None:
-            return
-        for hole in holes(fd, Extent(file.proof.data_start, file.nbytes - file.proof.data_start)):
-            check_hole(file, hole)
 
-    def _open_cached(self, file: StoredFile, opened: ReadableFile) -> ReadableFile | None:
-        fd = opened.fileno()
-        if fd is None or opened.alignment == 1 or not resident_nbytes(fd, 0, file.nbytes):
-            return None
-        other = file.open(Access.BUFFERED)
-        if not os.path.sameopenfile(fd, _fd(other)):
-            other.close()
-            raise _replaced(file)
-        self._read_ahead = max(self._read_ahead, read_ahead_nbytes(_fd(other)))
-        return other
+def _check_content(file: StoredFile, opened: ReadableFile) -> None:
+    # Read the header by the descriptor that is used for the load: the file at a path may be replaced at any time.
+    if file.proof is None:
+        return
+    view = Buffer().reserve(BLOCK)
+    opened.read(0, view)
+    check_head(view, file.proof.content, file.proof.data_start, file.where)
+    fd = opened.fileno()
+    if fd is None:
+        return
+    for hole in holes(fd, Extent(file.proof.data_start, file.nbytes - file.proof.data_start)):
+        check_hole(file, hole)
+
+
+def _mixed(file: StoredFile, opened: ReadableFile) -> ReadableFile:
+    """The same file, opened a second time if it is read directly and some of it is in the page cache."""
+    fd = opened.fileno()
+    if fd is None or opened.alignment == 1 or not resident_nbytes(fd, 0, file.nbytes):
+        return opened
+    other = file.open_unproven(Access.BUFFERED)
+    if not os.path.sameopenfile(fd, _fd(other)):
+        other.close()
+        raise _replaced(file)
+    return MixedFile(opened, other)
 
 
 @contextmanager
-def closed_on_error(sources: Sources) -> Iterator[Sources]:
+def closed_on_error(opened: ReadableFiles) -> Iterator[ReadableFiles]:
     """The open files, which an error closes."""
     try:
-        yield sources
+        yield opened
     except BaseException:
-        sources.close()
+        opened.close()
         raise
 
 

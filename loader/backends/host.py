@@ -1,33 +1,173 @@
-"""Backends that read into host memory with threads: `direct`, `buffered`, and `auto`, which combines both."""
+"""Backends that read into host memory with threads: `direct`, `buffered`, and `auto`, which combines both.
+
+The memory is an arena, one allocation for all of a rank's tensors, or that of existing tensors.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 import time
+import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from relayout.core.extents import BLOCK, Extent, Transfer, align_up, copy_runs, split
 from relayout.core.workers import Workers
-from relayout.loader.backends.arena import ArenaPool, HostArena, Scattered, allocate
-from relayout.loader.backends.base import Backend, Choice, Factory, Memory, ReadJob, Request
-from relayout.loader.backends.files import Sources, closed_on_error
-from relayout.loader.budgets import MIN_BUFFER, Budget
-from relayout.loader.pace import Pace, steps
-from relayout.loader.read_plan import Chunk
+from relayout.loader.backends.base import (
+    Backend,
+    Factory,
+    Memory,
+    Pool,
+    ReadJob,
+    Refusal,
+    kind_of,
+    refuse_without_descriptors,
+)
+from relayout.loader.backends.files import ReadableFiles, closed_on_error
+from relayout.loader.budgets import MIN_BUFFER, Budget, Pace, steps
+from relayout.loader.reads import Request
+from relayout.loader.sources.stored import StoredFile
+from relayout.loader.tensors import check_mode
 from relayout.storage.buffers import Buffer
-from relayout.storage.pages import HUGE_PAGE, are_small
-from relayout.storage.protocols import Access, Refusal
+from relayout.storage.libc import map_file
+from relayout.storage.pages import HUGE_PAGE, FreshMemory, address_of, are_small
+from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:
     import torch
+
+MAP_FIXED = 0x10
+"""Flag of mmap(2): replace what is mapped at the address. The value on Linux and macOS."""
 
 _FIRST_NBYTES = 8 * 2**20
 """The largest request before anything is measured."""
 
 State = TypeVar("State")
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class HostArena:
+    """Anonymous memory, aligned to a page, or to a huge page if it is that large. Freed when nothing refers to it."""
+
+    memory: mmap.mmap
+    start: int
+    """Offset of the arena in `memory`, in bytes."""
+    nbytes: int
+    fresh: FreshMemory | None = None
+    """Chooses pages for what has not been touched; None: the kernel does."""
+
+    def span(self, offset: int, nbytes: int) -> memoryview:
+        if self.fresh is not None:  # Here, by the thread that fills it: other threads read meanwhile.
+            self.fresh.touch(offset, nbytes)
+        return memoryview(self.memory)[self.start + offset : self.start + offset + nbytes]
+
+    @property
+    def address(self) -> int:
+        """Address of the arena's first byte."""
+        return address_of(self.memory) + self.start
+
+    def tensor(self, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
+        """All of it; `on_free` is called when the last view of it is gone.
+
+        Raises:
+            PlanError: as `tensors.check_mode`.
+        """
+        import torch
+
+        check_mode()
+        nbytes = max(self.nbytes, 1)
+        memory = (ctypes.c_char * nbytes).from_buffer(self.memory, self.start)
+        if on_free is not None:
+            weakref.finalize(memory, on_free, self).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+
+    def discard(self) -> None:
+        # Frees pages now, and the address range when nothing refers to it.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | MAP_FIXED
+        with suppress(OSError):
+            map_file(-1, 0, len(self.memory), flags=flags, writable=True, address=self.address - self.start)
+        with suppress(BufferError):  # A traceback refers to views of it.
+            self.memory.close()
+
+
+def allocate(nbytes: int) -> HostArena:
+    """Reserve `nbytes` of memory; pages are allocated when `span` is first asked for them.
+
+    Raises:
+        MemoryError: the address space is exhausted.
+    """
+    if nbytes < HUGE_PAGE:
+        return HostArena(_reserve(align_up(max(nbytes, 1), mmap.PAGESIZE)), 0, nbytes)
+    memory = _reserve(align_up(nbytes, HUGE_PAGE) + HUGE_PAGE)
+    start = -address_of(memory) % HUGE_PAGE
+    return HostArena(memory, start, nbytes, FreshMemory(memory, start, nbytes))
+
+
+def _reserve(nbytes: int) -> mmap.mmap:
+    try:
+        # Private: shared memory has huge pages on few systems, and a forked child would write to it, too.
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "more than there are addresses"
+        raise MemoryError(f"cannot reserve {nbytes} bytes for a rank: {reason}") from None
+
+
+class ArenaPool(Pool[memoryview]):
+    """Reuses an arena when the last reference to its tensor is gone, which saves allocating its pages again."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Arenas have at least `nbytes`, and only those of exactly `nbytes` are reused."""
+        self._nbytes = nbytes
+        self._free: list[HostArena] = []
+        self._is_open = True
+
+    def take(self, nbytes: int) -> tuple[HostArena, torch.Tensor]:
+        if nbytes <= self._nbytes and self._free:
+            arena = self._free.pop()
+        else:
+            self._free.clear()  # Free idle arenas before a larger one is allocated.
+            arena = allocate(max(nbytes, self._nbytes))
+        return arena, arena.tensor(self._give)
+
+    def _give(self, arena: HostArena) -> None:
+        """Take back an arena that is no longer used."""
+        if self._is_open and arena.nbytes == self._nbytes:
+            self._free.append(arena)
+
+    def close(self) -> None:
+        self._is_open = False
+        self._free.clear()
+
+
+class Scattered:
+    """Existing memory in pieces, each at the first free offset that is congruent with its address."""
+
+    def __init__(self, pieces: Sequence[tuple[int, int]]) -> None:
+        """Take (address, nbytes) of each piece; the caller keeps them alive."""
+        self.offsets = scatter(pieces)
+        """Offset of each piece."""
+        self._addresses = [address for address, _ in pieces]
+
+    def span(self, offset: int, nbytes: int) -> memoryview:
+        which = bisect_right(self.offsets, offset) - 1
+        address = self._addresses[which] + offset - self.offsets[which]
+        return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def scatter(pieces: Sequence[tuple[int, int]]) -> list[int]:
+    """Offsets for pieces of memory, given as (address, nbytes), in an address space that starts at 0."""
+    offsets = []
+    end = 0
+    for address, nbytes in pieces:
+        offsets.append(align_up(end, BLOCK) + address % BLOCK)
+        end = offsets[-1] + max(nbytes, 1)  # No two pieces at one offset.
+    return offsets
 
 
 class HostBackend(Backend[memoryview]):
@@ -47,74 +187,21 @@ class HostBackend(Backend[memoryview]):
         return Scattered([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
 
     def start(self, memory: Memory[memoryview], job: ReadJob) -> _PacedJob:
-        with closed_on_error(Sources(job.files, self.access)) as sources:
-            chunks = self.chunks(job.reads, sources.alignment, job.budget)
-            return _PacedJob(memory, job, sources, chunks)
+        with closed_on_error(ReadableFiles(job.files, self.access)) as opened:
+            requests = self.requests(job.reads, opened.alignment, job.budget, opened.grids)
+            return _PacedJob(memory, job, opened, requests)
 
 
-@dataclass(frozen=True, slots=True)
-class Copier:
-    """Reads chunks into memory."""
+class Requests(Collection[Request]):
+    """The requests of a job, cut to the size that its pace says."""
 
-    memory: Memory[memoryview]
-    sources: Sources
-    job: ReadJob
-
-    def read(self, bounce: Buffer, chunk: Chunk) -> int:
-        """Read a chunk, through the bounce buffer if needed, and return the number of bytes that it filled."""
-        if chunk.arena_offset is not None:
-            span = self.memory.span(chunk.arena_offset, chunk.extent.nbytes)
-            if self.sources.alignment > 1 and are_small():
-                self._read_and_copy(bounce, chunk, span)
-            else:
-                self.sources.read(chunk.file, chunk.extent.offset, span)
-            self._arrive(chunk.arena_offset, span, span.nbytes)
-        elif chunk.is_sparse:
-            with self.sources.mapped(chunk.file, chunk.extent.offset, chunk.extent.nbytes) as view:
-                self._scatter(chunk, self._bounced(bounce, chunk) if view is None else view)
-        else:
-            self._scatter(chunk, self._bounced(bounce, chunk))
-        return chunk.nbytes
-
-    def _read_and_copy(self, bounce: Buffer, chunk: Chunk, span: memoryview) -> None:
-        """Read into huge pages, and copy to small ones: few of them fit into one request of a drive.
-
-        Direct reads into small pages were seen at less than half of the drive's speed.
-        """
-        whole = chunk.extent
-        # Memory beyond the end of the file stays as it is.
-        end = min(whole.end, self.job.files[chunk.file].nbytes)
-        most = min(HUGE_PAGE, self.job.budget.buffer_nbytes)
-        for part in split(Extent(whole.offset, end - whole.offset), most):
-            view = reserve(bounce, align_up(part.nbytes, BLOCK))
-            self.sources.read(chunk.file, part.offset, view)
-            copy_runs(view, span, Transfer(0, part.offset - whole.offset, part.nbytes))
-
-    def _bounced(self, bounce: Buffer, chunk: Chunk) -> memoryview:
-        view = reserve(bounce, chunk.extent.nbytes)
-        self.sources.read(chunk.file, chunk.extent.offset, view)
-        return view
-
-    def _scatter(self, chunk: Chunk, view: memoryview) -> None:
-        for transfer in chunk.transfers:
-            span = self.memory.span(transfer.target, transfer.target_end - transfer.target)
-            copy_runs(view, span, transfer.shifted(target=-transfer.target))
-            self._arrive(transfer.target, span, transfer.total_nbytes)
-
-    def _arrive(self, offset: int, span: memoryview, nbytes: int) -> None:
-        if self.job.checks is not None:
-            self.job.checks.update(offset, span)
-        self.job.on_arrival(offset, nbytes)
-
-
-class Requests(Collection[Chunk]):
-    """The chunks of a job, cut to the size that its pace says."""
-
-    def __init__(self, chunks: Sequence[Chunk], budget: Budget) -> None:
-        self._chunks = chunks
-        nbytes = sum(chunk.extent.nbytes for chunk in chunks)
+    def __init__(self, requests: Sequence[Request], budget: Budget, whole: Callable[[int], int]) -> None:
+        """`whole` is `ReadableFiles.whole_chunks`."""
+        self._requests = requests
+        self._whole = whole
+        nbytes = sum(one.extent.nbytes for one in requests)
         # The buffers of all threads fit into the memory of the budget.
-        bounced = max((chunk.extent.nbytes for chunk in chunks if chunk.arena_offset is None), default=0)
+        bounced = max((one.extent.nbytes for one in requests if one.arena_offset is None), default=0)
         most = max(budget.threads, min(budget.max_threads, budget.memory // max(bounced, MIN_BUFFER)))
         largest = budget.cost.chunk_nbytes
         first = min(largest, _FIRST_NBYTES)
@@ -123,21 +210,23 @@ class Requests(Collection[Chunk]):
         self.pace = Pace(steps(budget.threads, most, first, largest))
 
     def __len__(self) -> int:
-        """How many there are at the first size."""
+        """The number of requests if all have the first size."""
         first = self.pace.step.request_nbytes
-        return sum(1 if chunk.arena_offset is None else -(-chunk.extent.nbytes // first) for chunk in self._chunks)
+        return sum(1 if one.arena_offset is None else -(-one.extent.nbytes // first) for one in self._requests)
 
-    def __iter__(self) -> Iterator[Chunk]:
-        for chunk in self._chunks:
-            while chunk.arena_offset is not None and chunk.extent.nbytes > (size := self.pace.step.request_nbytes):
-                offset, end = chunk.extent.offset, chunk.extent.end
-                yield replace(chunk, extent=Extent(offset, size))
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._requests:
+            while request.arena_offset is not None and request.extent.nbytes > (
+                size := self._whole(self.pace.step.request_nbytes)
+            ):
+                offset, end = request.extent.offset, request.extent.end
+                yield replace(request, extent=Extent(offset, size))
                 rest = Extent(offset + size, end - offset - size)
-                chunk = replace(chunk, extent=rest, arena_offset=chunk.arena_offset + size)
-            yield chunk
+                request = replace(request, extent=rest, arena_offset=request.arena_offset + size)
+            yield request
 
     def __contains__(self, item: object) -> bool:
-        return item in self._chunks
+        return item in self._requests
 
 
 def reserve(buffer: Buffer, nbytes: int) -> memoryview:
@@ -171,48 +260,42 @@ class Buffers:
 
 
 class ThreadedJob(Generic[State, Item]):
-    """Threads that work on the items of a job, such as chunks. Each thread has its own state."""
+    """Threads that work on the items of a job, such as requests. Each thread has its own state."""
 
     def __init__(
         self,
         job: ReadJob,
-        sources: Sources,
+        opened: ReadableFiles,
         make_state: Callable[[], State],
         work: Callable[[State, Item], int],
         items: Collection[Item],
         discard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the threads; `work` returns the number of bytes that it filled. The job closes `sources`.
+        """Start the threads; `work` returns the number of bytes that it filled. The job closes `opened`.
 
         Args:
             discard: frees the memory of all states; called when the job is cancelled.
         """
         self._discard = discard
         self.job = job
-        self.sources = sources
+        self.opened = opened
         try:
             self._workers = Workers(min(job.budget.threads, len(items)), items, make_state, work, job.stop)
             self._workers.start()
         except BaseException:
-            sources.close()
+            opened.close()
             raise
 
     def resize(self, num_threads: int) -> None:
-        """As `Workers.resize`."""
+        """Have so many threads from now on; see `Workers.resize`."""
         self._workers.resize(num_threads)
 
     def join(self, on_progress: Callable[[int], None] | None = None) -> None:
         try:
             self._workers.join(on_progress)
-            if self.job.checks is not None:
-                self.job.checks.finish()
-            self.finish()
         finally:
-            self.sources.close()
+            self.opened.close()
         self.settle()
-
-    def finish(self) -> None:
-        """Called when all items are done and the files are still open; an exception fails the job."""
 
     def settle(self) -> None:
         """Host memory needs nothing."""
@@ -223,49 +306,102 @@ class ThreadedJob(Generic[State, Item]):
 
     def cancel(self) -> None:
         self._workers.cancel()
-        self.sources.close()
+        self.opened.close()
         self._discard()
 
 
-class _PacedJob(ThreadedJob[Buffer, Chunk]):
-    """Reads chunks into memory; requests in flight, and their size, follow what is measured meanwhile."""
+class _PacedJob(ThreadedJob[Buffer, Request]):
+    """Reads into memory; requests in flight, and their size, follow what is measured meanwhile."""
 
-    def __init__(self, memory: Memory[memoryview], job: ReadJob, sources: Sources, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self, memory: Memory[memoryview], job: ReadJob, opened: ReadableFiles, requests: Sequence[Request]
+    ) -> None:
         """Start the threads."""
-        self._copier = Copier(memory, sources, job)
+        self._memory = memory
         self._lock = threading.Lock()
-        requests, buffers = Requests(chunks, job.budget), Buffers()
-        self._pace = requests.pace
-        super().__init__(job, sources, buffers.make, self._read, requests, buffers.discard)
+        cut, buffers = Requests(requests, job.budget, opened.whole_chunks), Buffers()
+        self._pace = cut.pace
+        self._copied_nbytes = opened.whole_chunks(min(HUGE_PAGE, job.budget.buffer_nbytes))
+        """Bytes that a thread reads into its buffer at once where pages are small."""
+        super().__init__(job, opened, buffers.make, self._work, cut, buffers.discard)
 
-    def _read(self, buffer: Buffer, chunk: Chunk) -> int:
+    def _work(self, bounce: Buffer, request: Request) -> int:
         step, began = self._pace.step, time.perf_counter()
-        nbytes = self._copier.read(buffer, chunk)
+        self._read(bounce, request)
         with self._lock:
-            self._pace.finished(step, chunk.extent.nbytes, time.perf_counter() - began)
+            self._pace.finished(step, request.extent.nbytes, time.perf_counter() - began)
             threads = self._pace.step.threads
         if threads != step.threads:
             self.resize(threads)
-        return nbytes
+        return request.nbytes
+
+    def _read(self, bounce: Buffer, request: Request) -> None:
+        """Fill the memory that a request is for, through the bounce buffer if needed."""
+        if request.arena_offset is not None:
+            span = self._memory.span(request.arena_offset, request.extent.nbytes)
+            if self.opened.alignment > 1 and are_small() and self._may_copy():
+                self._read_and_copy(bounce, request, span)
+            else:
+                self.opened.read(request.file, request.extent.offset, span)
+            self.job.on_arrival(request.arena_offset, span.nbytes)
+        elif request.is_sparse:
+            with self.opened.mapped(request.file, request.extent.offset, request.extent.nbytes) as view:
+                self._scatter(request, self._bounced(bounce, request) if view is None else view)
+        else:
+            self._scatter(request, self._bounced(bounce, request))
+
+    def _may_copy(self) -> bool:
+        """Whether the budget has a buffer for each thread, of which there will be no more than that then."""
+        with self._lock:
+            return self._pace.limit(self.job.budget.memory // self._copied_nbytes)
+
+    def _read_and_copy(self, bounce: Buffer, request: Request, span: memoryview) -> None:
+        """Read into huge pages, and copy to small ones: few of them fit into one request of a drive.
+
+        Direct reads into small pages were seen at less than half of the drive's speed.
+        """
+        whole = request.extent
+        # Memory beyond the end of the file stays as it is.
+        end = min(whole.end, self.job.files[request.file].nbytes)
+        for part in split(Extent(whole.offset, end - whole.offset), self._copied_nbytes):
+            view = reserve(bounce, align_up(part.nbytes, BLOCK))
+            self.opened.read(request.file, part.offset, view)
+            copy_runs(view, span, Transfer(0, part.offset - whole.offset, part.nbytes))
+
+    def _bounced(self, bounce: Buffer, request: Request) -> memoryview:
+        view = reserve(bounce, request.extent.nbytes)
+        self.opened.read(request.file, request.extent.offset, view)
+        return view
+
+    def _scatter(self, request: Request, view: memoryview) -> None:
+        for transfer in request.transfers:
+            span = self._memory.span(transfer.target, transfer.target_end - transfer.target)
+            copy_runs(view, span, transfer.shifted(target=-transfer.target))
+            self.job.on_arrival(transfer.target, transfer.total_nbytes)
 
 
-def factory(access: Access) -> Factory:
+def _factory(access: Access) -> Factory:
     """The factory of the backend with this access."""
 
-    def offer(request: Request) -> Choice | Refusal:
+    def offer(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> HostBackend | Refusal:
         separator, how = ", ", "read through the page cache"
         if access is Access.DIRECT:
-            if refused := request.refusal_without_descriptors("direct"):
+            if refused := refuse_without_descriptors("direct", files):
                 return refused
             how = "read past the page cache"
         elif access is Access.AUTO:
             separator = "; "
-            if any(file.folder.cost.is_remote for file in request.files):
+            if any(file.folder.cost.is_remote for file in files):
                 how = "threads request ranges of the files, which go straight into memory"
             else:
                 how = "bytes in the page cache are read there, all others by direct I/O where the file system allows it"
-        if request.kind != "cpu":
-            how += f"{separator}then copied to {request.device} in one piece"
-        return Choice(HostBackend(access), request.reason(how))
+        if kind_of(device) != "cpu":
+            how += f"{separator}then copied to {device} in one piece"
+        backend = HostBackend(access)
+        backend.reason = how
+        return backend
 
     return offer
+
+
+offer_auto, offer_direct, offer_buffered = map(_factory, (Access.AUTO, Access.DIRECT, Access.BUFFERED))

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from relayout.core.arguments import integer
 from relayout.core.extents import BLOCK
-from relayout.loader.backends.files import Sources
+from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.budgets import Budget
 from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.loading import options_of
-from relayout.loader.pack import ArenaPlan
-from relayout.loader.read_plan import Chunk
+from relayout.loader.reads import ArenaPlan, Request
 from relayout.loader.sources.checkpoint import find_rank
 from relayout.loader.sources.stored import StoredFile
 from relayout.results import Result
@@ -95,36 +94,36 @@ def explain(
     with error_hints():
         options = options_of(device, backend, threads=threads, memory=memory)
         plan = find_rank(path, rank, tp).arena()
-        choice, budget = options.choose(plan.files)
+        chosen, budget = options.choose(plan.files)
         # Read nothing, not even headers: that would change what is in the page cache.
-        with Sources([replace(file, proof=None) for file in plan.files], choice.backend.access) as sources:
-            chunks = choice.backend.chunks(plan.reads, sources.alignment, budget)
-            files = tuple(_facts(sources, index, file) for index, file in enumerate(plan.files))
-            resident = _resident(sources, chunks)
-    direct = sum(chunk.nbytes for chunk in chunks if chunk.arena_offset is not None)
+        with ReadableFiles([replace(file, proof=None) for file in plan.files], chosen.access) as opened:
+            requests = chosen.requests(plan.reads, opened.alignment, budget)
+            files = tuple(_facts(opened, index, file) for index, file in enumerate(plan.files))
+            resident = _resident(opened, requests)
+    direct = sum(request.nbytes for request in requests if request.arena_offset is not None)
     told = Explanation(
         path=str(path),
         rank=integer(rank, "rank"),
         device=str(options.device),
         backend="",
         reason="",
-        gds=choice.gds,
+        gds=chosen.gds,
         nbytes=plan.nbytes,
-        read_nbytes=sum(chunk.extent.nbytes for chunk in chunks),
-        zero_copy_nbytes=direct if choice.backend.is_zero_copy else 0,
+        read_nbytes=sum(request.extent.nbytes for request in requests),
+        zero_copy_nbytes=direct if chosen.is_zero_copy else 0,
         resident_nbytes=resident,
-        num_requests=len(chunks),
+        num_requests=len(requests),
         threads=budget.threads,
         memory=budget.memory,
         files=files,
     )
-    reason = f"{choice.reason}; {_basis(told, plan, budget)}; {measured_pages()}"
-    name = choice.backend.name
+    reason = f"{chosen.reason}; {_basis(told, plan, budget)}; {measured_pages()}"
+    name = chosen.name
     return replace(told, backend=" and ".join(_ways(told)) if name == "auto" else name, reason=reason)
 
 
-def _facts(sources: Sources, index: int, file: StoredFile) -> FileFacts:
-    resident = sources.resident_nbytes(index, 0, file.nbytes)
+def _facts(opened: ReadableFiles, index: int, file: StoredFile) -> FileFacts:
+    resident = opened.resident_nbytes(index, 0, file.nbytes)
     if file.path is not None:
         return FileFacts(file.name, file.nbytes, filesystem_of(file.path), refuses_direct(file.path), resident)
     store = str(file.folder)
@@ -132,12 +131,12 @@ def _facts(sources: Sources, index: int, file: StoredFile) -> FileFacts:
     return FileFacts(file.name, file.nbytes, filesystem, "the store has no file descriptors", resident)
 
 
-def _resident(sources: Sources, chunks: Sequence[Chunk]) -> int:
+def _resident(opened: ReadableFiles, requests: Sequence[Request]) -> int:
     """Requested bytes that would come from the page cache."""
     return sum(
-        sources.resident_nbytes(chunk.file, offset, nbytes) or 0
-        for chunk in chunks
-        for offset, nbytes, through_cache in sources.pieces(chunk.file, chunk.extent.offset, chunk.extent.nbytes)
+        opened.resident_nbytes(request.file, offset, nbytes) or 0
+        for request in requests
+        for offset, nbytes, through_cache in opened.pieces(request.file, request.extent.offset, request.extent.nbytes)
         if through_cache
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from relayout.core.extents import BLOCK, Transfer, align_down, align_up
+from relayout.core.extents import BLOCK, Grid, Transfer, align_up
 from relayout.format.index import Read
 
 if TYPE_CHECKING:
@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 
 PORTION_NBYTES = 32 * 2**20
 """The most bytes of the arena that one member reads before the others get them, about."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Where a file is best cut: at `origin` and every `step` bytes from there on."""
-
-    origin: int = 0
-    step: int = BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,4 +115,4 @@ def _on_grid(offset: int, run: Transfer, grid: Grid) -> int:
     if offset >= run.target_end:
         return offset
     shift = run.target - run.source
-    return max(run.target, grid.origin + align_down(offset - shift - grid.origin, grid.step) + shift)
+    return max(run.target, grid.down(offset - shift) + shift)

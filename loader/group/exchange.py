@@ -14,14 +14,14 @@ from relayout.core.extents import Bytes, copy_runs
 from relayout.core.slices import CutTensor, number_cuts
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
-from relayout.loader.backends.base import Arena, ReadJob, RunningJob
-from relayout.loader.backends.files import Sources
+from relayout.loader.backends.base import Allocation, ReadJob, RunningJob
+from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import ThreadedJob, reserve
 from relayout.loader.budgets import Budget
 from relayout.loader.group.collectives import Group
 from relayout.loader.group.exchange_plan import Chunk, Divided, Division, Round, plan_exchange
 from relayout.loader.loading import Options
-from relayout.loader.pack import ArenaPlan, place_at
+from relayout.loader.reads import ArenaPlan, place_at
 from relayout.loader.sources.base import RankSource
 from relayout.loader.sources.columns import Names, select
 from relayout.loader.sources.plain import PlainRank
@@ -76,22 +76,22 @@ def load_exchanged(
     """
     assert isinstance(source, PlainRank)
     ranks = group.all_gather(source.rank)
-    arena: Arena[Any] | None = None
+    arena: Allocation[Any] | None = None
     running: list[RunningJob] = []
     try:
         with reporting(options.progress, "loading", plan.nbytes) as report:
             with group.collective():
-                choice, budget = options.choose(plan.files)
+                backend, budget = options.choose(plan.files)
                 tensors = plan.tensors()
                 chosen, divided = _divided(source, ranks, names)
                 rounds = plan_exchange(divided, group.num_members)
                 exchanged = {name for name, one in zip(chosen, divided, strict=True) if one.division.exchanged}
                 alone = [row for row, name in enumerate(tensors.names) if name not in exchanged]
                 reads = place_at([tensors.reads[row] for row in alone], [tensors.offsets[row] for row in alone])
-                arena = choice.backend.allocate(plan.arena_nbytes)
-                running.append(choice.backend.start(arena, ReadJob(plan.files, reads, budget)))
+                arena = backend.allocate(plan.arena_nbytes)
+                running.append(backend.start(arena, ReadJob(plan.files, reads, budget)))
                 mine = [chunk for each in rounds for chunk in each.chunks if chunk.member == group.index]
-                ahead = ReadAhead(source.files, mine, choice.backend.access, budget)
+                ahead = ReadAhead(source.files, mine, backend.access, budget)
                 running.append(ahead.job)
                 base, offset_of = arena.tensor(), dict(zip(tensors.names, tensors.offsets, strict=True))
                 mail = _Mail(group, divided, [offset_of.get(name, 0) for name in chosen], base.numpy(), rounds)
@@ -136,7 +136,7 @@ class ReadAhead:
     """Reads a member's chunks with threads, the next ones before they are needed."""
 
     def __init__(self, files: tuple[StoredFile, ...], chunks: Sequence[Chunk], access: Access, budget: Budget) -> None:
-        """Start; for errors see `Sources`."""
+        """Start; for errors see `ReadableFiles`."""
         self._chunks = chunks
         self._buffers = [Buffer() for _ in range(_NUM_BUFFERS)]
         self._arrived: dict[int, memoryview] = {}
@@ -144,14 +144,14 @@ class ReadAhead:
         self._stop = Stop()
         threads = min(budget.threads, _NUM_BUFFERS)
         job = ReadJob(files, (), replace(budget, threads=threads), stop=self._stop)
-        self._sources = Sources(files, access)
-        self.job = ThreadedJob(job, self._sources, lambda: None, self._read, range(len(chunks)), self._discard)
+        self._opened = ReadableFiles(files, access)
+        self.job = ThreadedJob(job, self._opened, lambda: None, self._read, range(len(chunks)), self._discard)
 
     def take(self) -> memoryview:
         """The bytes of the next chunk, until `release`.
 
         Raises:
-            FormatError, OSError, MemoryError: as `Copier.read`.
+            FormatError, OSError, MemoryError: as `ReadableFiles.read`.
         """
         with self._stop.condition:
             self._stop.condition.wait_for(lambda: self._next in self._arrived or self._stop.requested)
@@ -173,9 +173,9 @@ class ReadAhead:
             if self._stop.requested:
                 raise Stopped("the work was canceled")
         file, extent = self._chunks[index].file, self._chunks[index].extent
-        aligned = extent.aligned(self._sources.alignment)
+        aligned = extent.aligned(self._opened.alignment)
         view = reserve(self._buffers[index % _NUM_BUFFERS], aligned.nbytes)
-        self._sources.read(file, aligned.offset, view)
+        self._opened.read(file, aligned.offset, view)
         with self._stop.condition:
             self._arrived[index] = view[extent.offset - aligned.offset : extent.end - aligned.offset]
             self._stop.condition.notify_all()

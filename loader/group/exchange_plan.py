@@ -46,7 +46,7 @@ class Division:
 
 
 def _extents(transfer: Transfer, max_gap_nbytes: int) -> Iterator[Extent]:
-    """What a read of it alone requests: see `read_plan`."""
+    """What a read of it alone requests: see `reads`."""
     gap = transfer.source_stride - transfer.nbytes
     if transfer.count > 1 and transfer.nbytes < max_gap_nbytes and gap <= max_gap_nbytes:
         yield Extent(transfer.source, transfer.source_end - transfer.source)

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.trust import TrustedStore
 from relayout.core.digests import digest_hex
+from relayout.core.extents import Grid
 from relayout.core.workers import Stop
 from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.loader.backends.base import Arena, ReadJob, RunningJob
+from relayout.loader.backends.base import Allocation, ReadJob, RunningJob
 from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.group.assign import Grid, Portion, Round, assign_reads
+from relayout.loader.group.assign import Portion, Round, assign_reads
 from relayout.loader.group.collectives import Group
 from relayout.loader.group.received import prove_received
 from relayout.loader.loading import Options, load_arena
-from relayout.loader.pack import ArenaPlan
+from relayout.loader.reads import ArenaPlan
 from relayout.loader.sources.base import RankSource
 from relayout.loader.sources.columns import Names, TensorColumns
 from relayout.loader.sources.stored import StoredFile
@@ -61,7 +62,7 @@ class Sharing:
         grids = [Grid()] * len(files)
         if options.verify or believes_none:
             files = tuple(file.proven() for file in files)
-            grids = [Grid(proof.data_start, proof.chunk_nbytes) for proof in proofs]
+            grids = [proof.grid for proof in proofs]
         what = f"rank {source.rank} of {source.num_ranks} of {source.store} to {options.kind}"
         what = f"{what}, signed" if believes_none else what
         what = f"{what}, verified" if options.verify else what
@@ -111,8 +112,7 @@ def stream_together(
         with error_hints(), group.collective():
             source, contents, options = prepare()
             sharing = Sharing.of(group, source, contents.files, options)
-            digests = None if options.verify else contents.digests  # By chunks: each member has only parts of tensors.
-            contents = replace(contents, files=sharing.files, digests=digests)
+            contents = replace(contents, files=sharing.files)
             tensors = stream(contents, options, sharing if sharing.is_sent else None)
             columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
             identity = sharing.identity(columns, sharing.grids)
@@ -147,7 +147,7 @@ def load_together(
             mine = exchange.identity_of(source, names, options)
         else:
             sharing = Sharing.of(group, source, plan.files, options)
-            choice, budget = options.choose(sharing.files)
+            backend, budget = options.choose(sharing.files)
             portions = sharing.portions(plan.reads)
             mine = sharing.identity(plan.arena_nbytes, portions)
     check_same(group, mine)
@@ -156,7 +156,7 @@ def load_together(
     if not sharing.is_sent:
         with group.collective():
             return load_arena(plan, options)
-    arena: Arena[Any] | None = None
+    arena: Allocation[Any] | None = None
     running: RunningJob | None = None
     stop = Stop()
     try:
@@ -165,10 +165,10 @@ def load_together(
             rounds = [sharing.round(portions[first : first + size]) for first in range(0, len(portions), size)]
             counter = PartCounter([each.portions[0].start for each in rounds], [each.nbytes for each in rounds], stop)
             with group.collective():
-                arena = choice.backend.allocate(plan.arena_nbytes)
+                arena = backend.allocate(plan.arena_nbytes)
                 reads = tuple(read for each in rounds for read in each.reads)
-                job = ReadJob(sharing.files, reads, budget, None, counter.count, stop)
-                running = choice.backend.start(arena, job)
+                job = ReadJob(sharing.files, reads, budget, counter.count, stop)
+                running = backend.start(arena, job)
                 base = arena.tensor()
             done = 0
             for index, each in enumerate(rounds):

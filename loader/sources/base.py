@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from relayout.core.slices import Slice
-from relayout.loader.pack import ArenaPlan, pack
+from relayout.loader.reads import ArenaPlan, pack
 from relayout.loader.sources.columns import Names, TensorColumns
 from relayout.loader.sources.stored import StoredFile
 from relayout.storage.protocols import Store
@@ -63,14 +63,6 @@ class RankSource(ABC):
     def is_as_stored(self) -> bool:
         """Whether the bytes of every tensor are contiguous in a file."""
         return False
-
-    @abstractmethod
-    def verified(self) -> RankSource:
-        """The same, whose bytes are compared with digests when they are loaded with `verify`.
-
-        Raises:
-            PlanError: there are no digests.
-        """
 
     @abstractmethod
     def contents(self, names: Names = None) -> TensorColumns:

@@ -27,7 +27,7 @@ from relayout.core.slices import WHOLE, num_bytes
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable, Read
 from relayout.format.manifest import parse_manifest
-from relayout.loader.pack import ArenaPlan, pack
+from relayout.loader.reads import ArenaPlan, pack
 from relayout.loader.sources.base import Pieces, RankSource
 from relayout.loader.sources.columns import Names, TensorColumns, select
 from relayout.loader.sources.stored import StoredFile, rank_files
@@ -67,9 +67,6 @@ class ConvertedRank(RankSource):
     def is_as_stored(self) -> bool:
         # A slice of whole tensors may be of several pieces.
         return self.manifest.whole is None or self.holder == self.manifest.num_ranks
-
-    def verified(self) -> RankSource:
-        return self  # The table has the digest of each slice.
 
     def used_files(self) -> tuple[StoredFile, ...]:
         return self.files()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, read_source
 from relayout.core.slices import WHOLE, Cut
-from relayout.errors import PlanError
 from relayout.format.index import Read
 from relayout.loader.sources.base import RankSource
 from relayout.loader.sources.columns import Names, TensorColumns
@@ -47,11 +46,6 @@ class PlainRank(RankSource):
         return (
             f"{self.store}: a plain checkpoint, sliced while it is loaded; `relayout convert {self.store}"
             f" --tp {self.num_ranks}` once makes every later load faster"
-        )
-
-    def verified(self) -> RankSource:
-        raise PlanError(
-            "cannot be verified: only converted checkpoints have digests", path=str(self.store), code="unsupported"
         )
 
     def contents(self, names: Names = None) -> TensorColumns:

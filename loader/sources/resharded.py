@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import starmap
 
 from relayout.checkpoint.converted import check_present, read_record, read_table
@@ -34,10 +34,6 @@ class ReshardedRank(RankSource):
     """The slices of all ranks."""
     wanted: Sequence[Slice]
     """Of each source tensor."""
-
-    def verified(self) -> RankSource:
-        # Digests of slices are of another degree's.
-        return replace(self, ranks=self.ranks.proven())
 
     def contents(self, names: Names = None) -> TensorColumns:
         # Of the slices that have an element, prefer that of the rank at the same place.
@@ -117,24 +113,18 @@ class ReshardedPieces:
 class Ranks:
     """The slices of all ranks, from which others are assembled. Reads each rank table on demand, once. Thread-safe."""
 
-    def __init__(self, store: Store, manifest: Manifest, record: SourceRecord, *, is_proven: bool = False) -> None:
-        """With `is_proven`, bytes are compared with the digests of their chunks when they are read."""
+    def __init__(self, store: Store, manifest: Manifest, record: SourceRecord) -> None:
         self.store = store
         self.manifest = manifest
         self.record = record
         # In the order of the manifest, so that positions do not depend on the order in which threads open tables.
-        files = files_of(store, manifest, range(len(manifest.files)))
-        self._files = tuple(file.proven() for file in files) if is_proven else files
+        self._files = files_of(store, manifest, range(len(manifest.files)))
         self._tables: dict[int, tuple[RankTable, Mapping[str, int]]] = {}
         self._lock = threading.Lock()
         remake_in_child(self)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-
-    def proven(self) -> Ranks:
-        """The same slices, whose bytes are compared with the digests of their chunks when they are read."""
-        return Ranks(self.store, self.manifest, self.record, is_proven=True)
 
     def assemble(self, wanted: Sequence[Slice], first: int) -> TensorColumns:
         """The wanted slice of each source tensor, in file order.

@@ -31,8 +31,7 @@ class StoredFile:
     version: str | None = None
     """Its expected version, if its header has been read."""
     is_proven: bool = False
-    """Whether all bytes are proven when they are read. Such a file shows no path or descriptor: all its bytes come by
-    `read`."""
+    """Whether all bytes are proven when they are read. It shows no descriptor: all its bytes come by `read`."""
 
     @property
     def where(self) -> str:
@@ -41,8 +40,8 @@ class StoredFile:
 
     @property
     def path(self) -> Path | None:
-        """Its path, if other code may read it there."""
-        return None if self.is_proven else self.folder.path(self.name)
+        """Its path; None if its store has no file descriptors."""
+        return self.folder.path(self.name)
 
     def proven(self) -> StoredFile:
         """The same file, whose bytes are proven when they are read."""
@@ -55,17 +54,28 @@ class StoredFile:
         Raises:
             FormatError: the file has neither a version nor a proof.
         """
-        access = Access.BUFFERED if self.is_proven else access
-        opened = self.folder.open(self.name, self.nbytes, access=access, version=self.version)
-        if (opened.version and not self.is_proven) or isinstance(opened, Proven):  # By the store, already.
-            return opened
+        opened = self.open_unproven(access)
         try:
-            if self.proof is None:
-                raise unversioned(self.where)
-            return Proven(opened, self.proof, self.where)
+            return self.proving(opened)
         except BaseException:
             opened.close()
             raise
+
+    def open_unproven(self, access: Access) -> ReadableFile:
+        """Open it; for errors see `Store.open`. Its bytes are for `proving`."""
+        return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
+
+    def proving(self, opened: ReadableFile) -> ReadableFile:
+        """The open file, which proves its bytes if that is wanted, or if it has no version.
+
+        Raises:
+            FormatError: it has neither a version nor a proof; or the digests are damaged.
+        """
+        if (opened.version and not self.is_proven) or isinstance(opened, Proven):  # By the store, already.
+            return opened
+        if self.proof is None:
+            raise unversioned(self.where)
+        return Proven(opened, self.proof, self.where)
 
 
 def cached_nbytes(files: Iterable[StoredFile]) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import DigestAlgorithm
-from relayout.core.extents import BLOCK, Extent, align_up
+from relayout.core.extents import Extent, Grid, align_up
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about
 from relayout.format.fields import Fields, parse_object
@@ -297,6 +297,11 @@ class FileProof:
     header_digest: str | None = None
     """Digest of the bytes before the data section, where these are to be proven, too."""
 
+    @property
+    def grid(self) -> Grid:
+        """The borders of its chunks."""
+        return Grid(self.data_start, self.chunk_nbytes)
+
 
 def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool = False) -> FileProof:
     """The proof of a file of a converted checkpoint, by its position in the manifest; of its header, too, if asked."""
@@ -312,10 +317,13 @@ def index_of(manifest: Manifest, name: str) -> int | None:
 
 
 class Proven(Closable):
-    """Reads whole chunks, and compares their digests. Thread-safe."""
+    """A file of which only whole chunks are read, and their digests compared. Thread-safe.
+
+    A read that begins and ends at borders of chunks is one request, straight into the caller's memory.
+    """
 
     def __init__(self, file: ReadableFile, proof: FileProof, where: str) -> None:
-        """`where` names the file in messages. Where its alignment is a block, its data section starts at one."""
+        """`where` names the file in messages."""
         self._file = file
         self._proof = proof
         self._where = where
@@ -337,6 +345,12 @@ class Proven(Closable):
     def alignment(self) -> int:
         return self._file.alignment
 
+    @property
+    def grid(self) -> Grid | None:
+        """The borders of its chunks; None if they are not at multiples of its alignment."""
+        grid = self._proof.grid
+        return None if grid.origin % self.alignment or grid.step % self.alignment else grid
+
     def fileno(self) -> None:
         return
 
@@ -348,13 +362,14 @@ class Proven(Closable):
         first = max(offset, start)
         wanted = Extent(first, max(0, end - first))
         touched = list(chunks_over(wanted, start, self.nbytes, self._proof.chunk_nbytes))
-        complete = [chunk for _, chunk, part in touched if part == chunk]
+        is_straight = self.grid is not None
+        complete = [chunk for _, chunk, part in touched if is_straight and part == chunk]
         if complete:  # All in one request: a store may be remote.
             until = align_up(complete[-1].end, self.alignment)
             self._file.read(complete[0].offset, view[complete[0].offset - offset : until - offset])
         for index, chunk, part in touched:
             target = view[part.offset - offset : part.end - offset]
-            if part == chunk:
+            if is_straight and part == chunk:
                 check_chunk(self._proof.digest.hex(target), self._digests, index, chunk, self._where)
             else:
                 target[:] = self._whole(index, chunk)[part.offset - chunk.offset : part.end - chunk.offset]
@@ -372,7 +387,7 @@ class Proven(Closable):
     def _read_head(self, offset: int, view: memoryview) -> None:
         """Fill `view` with a part of the header: as it is, if the manifest's other digests are enough."""
         if self._proof.header_digest is None:
-            self._file.read(offset, view)
+            view[:] = self._read_alone(Extent(offset, view.nbytes))
             return
         head = self._head
         if head is None:
@@ -383,10 +398,10 @@ class Proven(Closable):
 
     def _read_alone(self, extent: Extent) -> memoryview:
         """An extent in memory of its own, as direct I/O wants it."""
-        blocks = Buffer().reserve(align_up(extent.nbytes, BLOCK))
-        view = blocks[: extent.nbytes]
-        self._file.read(extent.offset, view if self.alignment == 1 else blocks)
-        return view
+        aligned = extent.aligned(self.alignment)
+        blocks = Buffer().reserve(aligned.nbytes)
+        self._file.read(aligned.offset, blocks)
+        return blocks[extent.offset - aligned.offset :][: extent.nbytes]
 
     def close(self) -> None:
         self._file.close()

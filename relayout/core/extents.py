@@ -31,6 +31,22 @@ def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where a file is best cut: at `origin`, and every `step` bytes from there on."""
+
+    origin: int = 0
+    step: int = BLOCK
+
+    def down(self, offset: int) -> int:
+        """The last place of the grid up to `offset`."""
+        return self.origin + align_down(offset - self.origin, self.step)
+
+    def up(self, offset: int) -> int:
+        """The first place of the grid from `offset` on."""
+        return self.origin + align_up(offset - self.origin, self.step)
+
+
 def natural_alignment(nbytes: int, limit: int) -> int:
     """The largest power of two up to `limit` that divides `nbytes`; `limit` for 0 bytes."""
     return min(nbytes & -nbytes, limit) if nbytes else limit

@@ -83,7 +83,7 @@ class EngineOptions:
     def check(self) -> None:
         """Raise PlanError unless each option has a value that it can have."""
         if self.backend != "auto":
-            from relayout.loader.backends.choice import check_name
+            from relayout.loader.backends.base import check_name
 
             check_name(self.backend)
         if self.threads is not None:
@@ -297,13 +297,12 @@ class Delivery:
 
     def _expected(self, opened: OpenedRank) -> LoadReport:
         """The report, with what is known before anything is read."""
-        from relayout.loader.backends.choice import choose
         from relayout.loader.sources.checkpoint import lease_of
         from relayout.loader.stream import most_memory
 
         weights, contents, options = self.weights, opened.contents, self.weights.stream_options()
         lease, is_mapped = lease_of(opened.source), weights.lazy and opened.is_mappable
-        chosen = choose(options.backend, options.device, contents.files).backend.name
+        chosen = options.choose(contents.files)[0].name
         is_streamed = not is_mapped or weights.is_verified  # Digests are compared before anything is mapped.
         return LoadReport(
             weights.rank,
@@ -333,7 +332,7 @@ class Delivery:
         if not (weights.lazy and opened.is_mappable):
             return weights.stream()
         from relayout.loader.mapped import map_tensors
-        from relayout.loader.pack import pack
+        from relayout.loader.reads import pack
 
         if weights.is_verified:
             for _ in weights.stream():

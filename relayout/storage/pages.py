@@ -191,7 +191,7 @@ def describe_pages() -> str:
 
 
 def measured_pages() -> str:
-    """As `describe_pages`, after touching some memory now."""
+    """Touch some memory now, and describe the pages that it got, as `describe_pages`."""
     nbytes = 6 * HUGE_PAGE
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON) as memory:
         FreshMemory(memory).touch(0, nbytes)

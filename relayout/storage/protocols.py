@@ -201,14 +201,6 @@ def _first(names: Collection[str]) -> str:
     return f"{first} ..." if len(names) > _NUM_SHOWN else first
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a backend cannot be used."""
-
-    reason: str
-    """For a person; names the backend."""
-
-
 class Closable(Protocol):
     """Something to close, by `close` or at the end of a `with` block."""
 

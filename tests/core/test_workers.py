@@ -77,10 +77,10 @@ def show():
 
 atexit.register(show)
 import torch, relayout
-from relayout.loader.backends.files import Sources
+from relayout.loader.backends.files import ReadableFiles
 
 reading, may_read = threading.Event(), threading.Event()
-true_read = Sources.read
+true_read = ReadableFiles.read
 
 def read(self, *rest):
     reading.set()
@@ -95,7 +95,7 @@ def load():
     except RuntimeError as error:
         found.append(str(error))
 
-Sources.read = read
+ReadableFiles.read = read
 loading = threading.Thread(target=load, daemon=True)
 loading.start()
 reading.wait()

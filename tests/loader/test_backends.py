@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.backend_contract import SIZES, Ground, Piece, Target, read, stored, strided
+from support.backend_contract import CHUNK, HEADS, SIZES, Ground, Piece, Target, proven, read, stored, strided
+from support.bits import flip
 from support.fake_cuda import FakeCuFile, Lanes
 from support.loader_fixtures import MIB, WAYS, Array, cache_in_part, forget, nothing_left_behind
 from support.patience import PATIENCE, in_time
@@ -27,17 +28,28 @@ from relayout.core.extents import BLOCK, Transfer
 from relayout.core.workers import Stop
 from relayout.errors import FormatError
 from relayout.format.index import Read
-from relayout.loader.backends.choice import REGISTRY
-from relayout.loader.backends.digests import checks_of
+from relayout.loader.backends.base import REGISTRY
 from relayout.loader.budgets import Budget
-from relayout.loader.sources.columns import TensorColumns
+from relayout.loader.sources.stored import StoredFile
+from relayout.storage.local.files import InputFile
 from relayout.storage.local.page_cache import resident_nbytes
+from relayout.storage.local.store import LocalStore
 
 TARGETS = [
-    *((name, kind) for name in ("auto", "gds") for kind in ("arena", "scattered")),
-    *(("direct", "scattered"), ("buffered", "arena"), ("pinned", "arena"), ("toy", "scattered")),
+    *((name, kind, name == "auto") for name in ("auto", "gds") for kind in ("arena", "scattered")),
+    *(("auto", "scattered", False), ("direct", "scattered", True), ("buffered", "arena", False)),
+    *(("pinned", "arena", True), ("pinned", "scattered", False), ("toy", "scattered", True)),
 ]
-"""Both kinds of memory by the backends that have all ways of the others; each of those by one."""
+"""Both kinds of memory by the backends that have all ways of the others, each of those by one; and whether the bytes of
+the files are proven."""
+
+
+def name_of(value: object) -> str:
+    return {True: "proven", False: "unproven"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def names_of(target: tuple[object, ...]) -> str:
+    return "-".join(map(name_of, target))
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +67,20 @@ def contents(files: list[Path]) -> list[Array]:
     return [np.fromfile(path, np.uint8) for path in files]
 
 
-@pytest.fixture(params=TARGETS, ids="-".join)
-def target(request: pytest.FixtureRequest, files: list[Path], contents: list[Array]) -> Iterator[Target]:
-    name, kind = request.param
+@pytest.fixture(scope="module")
+def headed(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[StoredFile, ...]:
+    return proven(files, tmp_path_factory.mktemp("proven"))
+
+
+@pytest.fixture(params=TARGETS, ids=names_of)
+def target(
+    request: pytest.FixtureRequest, files: list[Path], headed: tuple[StoredFile, ...], contents: list[Array]
+) -> Iterator[Target]:
+    name, kind, is_proven = request.param
     if name == "gds":  # It has nothing to do for what is in the page cache.
         forget(*files)
     with Lanes() as lanes:
-        yield Target(name, kind, stored(files), contents, lanes)
+        yield Target(name, kind, headed if is_proven else stored(files), contents, lanes)
         assert lanes.in_flight == 0
 
 
@@ -95,10 +114,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_reads_of_every_kind_arrive_where_they_belong(target: Target, case: list[Piece]) -> None:
-    target.check(case, cuts=(1, 100, 4096, 50_000, 8 * MIB + 5))
+    target.check(case)
 
 
-@pytest.mark.parametrize("target", TARGETS[:2], indirect=True, ids="-".join)
+@pytest.mark.parametrize("target", TARGETS[:2], indirect=True, ids=names_of)
 def test_small_pages_get_the_same_bytes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relayout.loader.backends.host.are_small", lambda: True)
     for case in ("whole blocks", "up to a partial last block", "several files", "more than a chunk"):
@@ -113,15 +132,15 @@ def test_no_files_are_no_error(target: Target) -> None:
 @pytest.mark.parametrize("threads", [1, 8])
 def test_any_number_of_threads_gives_the_same(target: Target, threads: int) -> None:
     pieces = [*CASES["one after the other"], *CASES["rows, made dense"], *CASES["several files"]]
-    target.check(pieces, cuts=(4000, 9000), budget=Budget(threads, threads * 32 * 1024))
+    target.check(pieces, budget=Budget(threads, threads * 32 * 1024))
 
 
 def test_bytes_in_the_page_cache_and_bytes_on_the_drive_are_taken_alike(target: Target) -> None:
     for stretch in (4 * BLOCK, 3 * MIB // 2):
         for path in (file.path for file in target.stored):
             cache_in_part(path, stretch)
-        target.check([Piece((read(BLOCK, SIZES[2] - BLOCK, file=2),))], cuts=(MIB, 5 * MIB + 1))
-        target.check([Piece((read(1, SIZES[0] - 1),), 2)], cuts=(5000,))
+        target.check([Piece((read(BLOCK, SIZES[2] - BLOCK, file=2),))])
+        target.check([Piece((read(1, SIZES[0] - 1),), 2)])
 
 
 @pytest.mark.parametrize(("kind", "registers"), [("arena", True), ("arena", False), ("scattered", True)])
@@ -134,7 +153,7 @@ def test_cufile_reads_all_whole_blocks_that_are_not_in_the_page_cache(
             pytest.skip("this file system keeps files in memory")
     with Lanes() as lanes:
         target = Target("gds", kind, stored(files), contents, lanes, FakeCuFile(registers=registers))
-        target.check([Piece((read(1000, 8 * MIB, file=2),), 1000)], cuts=(MIB, 5 * MIB + 3))
+        target.check([Piece((read(1000, 8 * MIB, file=2),), 1000)])
         assert target.cufile.nbytes == 8 * MIB - BLOCK
         assert target.cufile.num_reads > 8 * MIB // (32 * 1024)
         assert target.cufile.num_registered == (kind == "arena")
@@ -169,11 +188,10 @@ def pieces_with_gaps(draw: st.DrawFn) -> Piece:
 @settings(max_examples=12)
 @given(
     st.lists(dense_pieces(), max_size=4) | st.lists(dense_pieces() | pieces_with_gaps(), max_size=4),
-    st.lists(st.integers(1, 80_000), max_size=3),
     st.sampled_from([1, 2, 5]),
 )
-def test_any_reads_arrive_where_they_belong(target: Target, pieces: list[Piece], cuts: list[int], threads: int) -> None:
-    target.check(pieces, cuts=cuts, budget=Budget(threads, threads * 32 * 1024))
+def test_any_reads_arrive_where_they_belong(target: Target, pieces: list[Piece], threads: int) -> None:
+    target.check(pieces, budget=Budget(threads, threads * 32 * 1024))
 
 
 LARGE = [Piece((read(BLOCK, SIZES[2] - BLOCK, file=2),)), Piece((read(1, 100_000),), 5)]
@@ -182,10 +200,11 @@ SOME = [Piece((read(BLOCK, 200_000), read(0, 16 * BLOCK, 200_000, file=1))), Pie
 
 def copied(target: Target, folder: Path, num_files: int = 2) -> Target:
     """The same with files of its own, to be damaged."""
-    paths = [Path(shutil.copy(file.path, folder)) for file in target.stored[:num_files]]
+    files = target.stored[:num_files]
+    paths = [Path(shutil.copy(file.path, folder)) for file in files]
     if target.name == "gds":
         forget(*paths)
-    return replace(target, stored=stored(paths))
+    return replace(target, stored=tuple(replace(file, folder=LocalStore(folder)) for file in files))
 
 
 def assert_fails(
@@ -218,8 +237,9 @@ def test_a_file_that_is_missing_or_of_another_length_is_named(
         path.unlink()
         assert_fails(broken, FormatError, "file-1: is missing")
     else:
-        os.truncate(path, SIZES[1] + change)
-        assert_fails(broken, FormatError, f"file-1: {SIZES[1] + change} bytes long, expected {SIZES[1]}")
+        nbytes = broken.stored[1].nbytes
+        os.truncate(path, nbytes + change)
+        assert_fails(broken, FormatError, f"file-1: {nbytes + change} bytes long, expected {nbytes}")
     target.check(SOME)
 
 
@@ -227,34 +247,45 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(target: Target, tmp_path: 
     broken = copied(target, tmp_path, 3)
     path = broken.stored[2].path
     cut = 8 * MIB + 3 * BLOCK
-    message = f"file-2: ends at byte {cut}, expected {SIZES[2]} bytes"
+    message = f"file-2: ends at byte {cut}, expected {broken.stored[2].nbytes} bytes"
     options = {"budget": Budget(1, 2**16), "on_arrival": lambda *_: os.truncate(path, cut)}
     assert_fails(broken, FormatError, message, LARGE, **options)
     target.check(SOME)
 
 
-@pytest.mark.parametrize("wrong", [0, 3])
-def test_a_wrong_digest_names_the_tensor(target: Target, wrong: int) -> None:
-    ground, stop = target.lay_out(SOME), Stop()
-    checks = ground.checks(SOME, (10, 70_000), stop, wrong=wrong)
-    message = f"tensor 'tensor {wrong}': its bytes have digest"
-    assert_fails(target, FormatError, message, ground=ground, checks=checks, stop=stop)
-    target.check(SOME, cuts=(10, 70_000))
+@pytest.mark.parametrize("target", [one for one in TARGETS if one[2]], indirect=True, ids=names_of)
+@pytest.mark.parametrize(("file", "position"), [(0, 0), (0, SIZES[0] - 1), (1, 3 * CHUNK - 1), (2, 9 * MIB), (0, 9)])
+def test_a_wrong_byte_of_a_file_that_is_proven_names_file_and_range(
+    target: Target, tmp_path: Path, file: int, position: int
+) -> None:
+    """Wherever it is: requests go along the borders of chunks, or, as of the second file, across them."""
+    broken = copied(target, tmp_path, 3)
+    flip(broken.stored[file].path, HEADS[file] + position)
+    start = HEADS[file] + position // CHUNK * CHUNK
+    message = f"file-{file}: bytes {start} to {min(start + CHUNK, HEADS[file] + SIZES[file])} do not match digest"
+    whole = [Piece((read(0, size, file=number),), skew=17 * number) for number, size in enumerate(SIZES)]
+    assert_fails(broken, FormatError, message, whole)
+    target.check(whole)
 
 
-def test_a_wrong_digest_of_nothing_is_not_blamed_on_the_file_of_the_next_tensor(files: list[Path]) -> None:
-    tensors = TensorColumns(["none", "some"], ["U8"] * 2, [(0,), (4,)], digests=["0" * 32] * 2, offsets=[0, 0])
-    with pytest.raises(FormatError, match=r"^tensor 'none': its bytes have digest"):
-        checks_of(tensors, stored(files), [Read(1, Transfer(0, 0, 4))], Stop())
+@pytest.mark.parametrize("target", [one for one in TARGETS if one[2]], indirect=True, ids=names_of)
+def test_no_chunk_is_read_twice(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested = 0
+    true_read = InputFile.read
 
+    def count(self: InputFile, offset: int, view: memoryview) -> None:
+        nonlocal requested
+        requested += min(view.nbytes, self.nbytes - offset) if offset >= HEADS[2] else 0
+        true_read(self, offset, view)
 
-def test_a_tensor_that_no_read_brought_whole_is_not_taken_for_checked(target: Target) -> None:
-    """The digests are of all pieces, and the last one is not read."""
-    ground, stop = target.lay_out(SOME), Stop()
-    reads = target.fill(ground, SOME).reads[:-1]
-    checks = ground.checks(SOME, (), stop)
-    message = r"^1 tensors could not be checked"
-    assert_fails(target, FormatError, message, ground=ground, checks=checks, stop=stop, reads=reads)
+    monkeypatch.setattr(InputFile, "read", count)
+    sizes = [9_000 + n * 1_001 for n in range(50)]
+    rows = tuple(read(sum(sizes[:n]), size, sum(sizes[:n]), file=2) for n, size in enumerate(sizes))
+    for pieces in ([Piece((read(0, SIZES[2], file=2),))], [Piece((one,), 3 * n) for n, one in enumerate(rows)]):
+        requested = 0
+        target.check(pieces, budget=Budget(2, 2**18))
+        wanted = sum(one.transfer.nbytes for piece in pieces for one in piece.reads)
+        assert wanted <= requested < wanted + CHUNK + BLOCK
 
 
 def test_a_fill_that_is_cancelled_stops_and_leaves_nothing(target: Target) -> None:
@@ -289,7 +320,7 @@ def test_an_error_of_who_is_told_or_watches_ends_the_fill(target: Target) -> Non
 
 
 def test_the_backends_are_those_that_are_tested() -> None:
-    assert {name for name, _ in TARGETS} == set(WAYS) == set(REGISTRY)
+    assert {name for name, _, _ in TARGETS} == set(WAYS) == set(REGISTRY)
 
 
 @pytest.mark.parametrize("kind", ["arena", "scattered"])

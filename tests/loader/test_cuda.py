@@ -265,11 +265,11 @@ def test_verify_finds_a_flipped_bit(large: Path, backend: str, tmp_path: Path) -
     folder = Path(shutil.copytree(large, tmp_path / "copy"))
     assert relayout.load(folder, 1, device=DEVICE, backend=backend, verify=True)
     for number, file in enumerate(rank_files(folder, 1)):
-        for name, (start, end) in list(extents(file).items())[::3]:
+        for start, end in list(extents(file).values())[::3]:
             position = (start, (start + end) // 2, end - 1)[number % 3]
             flip(file, position, number % 8)
             forget(file)
-            with nothing_left_behind(), pytest.raises(FormatError, match=f"tensor '{name}': its bytes have digest"):
+            with nothing_left_behind(), pytest.raises(FormatError, match=rf"{file.name}: bytes \d+ to \d+ do not"):
                 relayout.load(folder, 1, device=DEVICE, backend=backend, verify=True)
             flip(file, position, number % 8)
     forget(*rank_files(folder, 1))

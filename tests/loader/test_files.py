@@ -32,7 +32,7 @@ import relayout
 from relayout.core.extents import align_up
 from relayout.errors import FormatError
 from relayout.loader.backends import files as sources_module
-from relayout.loader.backends.files import Sources
+from relayout.loader.backends.files import ReadableFiles
 from relayout.storage.buffers import Buffer
 from relayout.storage.local import store
 from relayout.storage.local.files import InputFile
@@ -61,12 +61,12 @@ def written(tmp_path: Path) -> Bytes:
     return written
 
 
-def sources_of(paths: Path | Sequence[Path], access: Access) -> Sources:
+def files_of(paths: Path | Sequence[Path], access: Access) -> ReadableFiles:
     paths = [paths] if isinstance(paths, Path) else paths
-    return Sources([stored_file(path, path.stat().st_size) for path in paths], access)
+    return ReadableFiles([stored_file(path, path.stat().st_size) for path in paths], access)
 
 
-def read(sources: Sources, file: int, offset: int, nbytes: int) -> bytes:
+def read(sources: ReadableFiles, file: int, offset: int, nbytes: int) -> bytes:
     """A request, and what it has brought."""
     view = Buffer().reserve(nbytes)
     sources.read(file, offset, view)
@@ -75,7 +75,7 @@ def read(sources: Sources, file: int, offset: int, nbytes: int) -> bytes:
 
 def drive_nbytes_of(path: Path, access: Access, written: Bytes) -> int:
     """Read the whole file, in requests of 2 MiB, and see how many bytes that took from the drive."""
-    with sources_of(path, access) as sources:
+    with files_of(path, access) as sources:
         requests = range(0, align_up(NBYTES, 4096), 2 * MIB)
         before = drive_nbytes()
         parts = [
@@ -132,7 +132,7 @@ def test_mapped_bytes_come_once_from_the_drive_for_all_who_want_them(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     counts = []
     for offset, nbytes in ((3, NBYTES - 3), (0, NBYTES), (4096, 2 * MIB), (NBYTES - 1, 1), (NBYTES - 1, 4096)):
-        with sources_of(tmp_path / "file", Access.AUTO) as sources:
+        with files_of(tmp_path / "file", Access.AUTO) as sources:
             before = drive_nbytes()
             with sources.mapped(0, offset, nbytes) as view:
                 assert view is not None
@@ -140,13 +140,13 @@ def test_mapped_bytes_come_once_from_the_drive_for_all_who_want_them(
             counts.append(drive_nbytes() - before)
     assert NBYTES - SLACK <= counts[0] < NBYTES + SLACK
     assert sum(counts[1:]) < SLACK, counts
-    with sources_of(tmp_path / "file", Access.DIRECT) as sources, sources.mapped(0, 0, NBYTES) as view:
+    with files_of(tmp_path / "file", Access.DIRECT) as sources, sources.mapped(0, 0, NBYTES) as view:
         assert view is None
 
 
 def test_what_has_been_cut_off_is_not_mapped_and_fails_when_it_is_read(tmp_path: Path, written: Bytes) -> None:
     """Using such a page would kill the process."""
-    with sources_of(tmp_path / "file", Access.AUTO) as sources:
+    with files_of(tmp_path / "file", Access.AUTO) as sources:
         os.truncate(tmp_path / "file", MIB)
         with sources.mapped(0, 0, NBYTES) as view:
             assert view is None
@@ -184,7 +184,7 @@ def test_without_direct_io_a_file_that_was_cold_is_cold_again(
     refuse_to_open(monkeypatch, errno.EINVAL)
     for number in there:
         warm(tmp_path / "file", number * MIB, MIB)
-    with sources_of(tmp_path / "file", Access.AUTO) as sources:
+    with files_of(tmp_path / "file", Access.AUTO) as sources:
         for offset in range(0, NBYTES, MIB):
             nbytes = min(MIB, NBYTES - offset)
             assert read(sources, 0, offset, nbytes) == written[offset : offset + nbytes].tobytes()
@@ -222,7 +222,7 @@ def test_reading_what_is_there_does_not_make_the_kernel_read_on(tmp_path: Path) 
         if not 12 * MIB < before < nbytes - MIB:
             pytest.skip(f"the kernel has read ahead to {before} of {nbytes} bytes")
         drive = drive_nbytes()
-        with sources_of(path, Access.AUTO) as sources:
+        with files_of(path, Access.AUTO) as sources:
             for offset in range(0, nbytes, MIB):
                 assert read(sources, 0, offset, MIB) == written[offset : offset + MIB].tobytes()
         assert resident_nbytes(fd, 0, nbytes) == before
@@ -248,7 +248,7 @@ def test_pieces_cover_the_request_in_order_and_come_from_where_their_bytes_are(
 
     monkeypatch.setattr(sources_module, "resident_nbytes", num_there)
     kinds = set()
-    with sources_of(tmp_path / "file", Access.AUTO) as sources:
+    with files_of(tmp_path / "file", Access.AUTO) as sources:
         for _ in range(60):
             first = int(random.integers(num_pages))
             offset, nbytes = first * 4096, int(random.integers(1, num_pages + 9 - first)) * 4096
@@ -276,29 +276,29 @@ def test_a_request_is_one_piece_where_there_is_nothing_to_choose(
     tmp_path: Path, written: Bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
-    with sources_of(path, Access.AUTO) as sources:
+    with files_of(path, Access.AUTO) as sources:
         warm(path, 0, 4096)  # What comes into the cache later is not looked for.
         assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, 4 * MIB, False)]
-    with sources_of(path, Access.AUTO) as sources:
+    with files_of(path, Access.AUTO) as sources:
         assert list(sources.pieces(0, 0, 4096)) == [(0, 4096, True)]
         assert list(sources.pieces(0, 4096, 4 * MIB)) == [(4096, 4 * MIB, False)]
         assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, 4 * MIB, False)]  # A block of 256 is not worth it.
     warm(path, 0, MIB)
-    with sources_of(path, Access.AUTO) as sources:
+    with files_of(path, Access.AUTO) as sources:
         assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, MIB, True), (MIB, 3 * MIB, False)]
-    with sources_of(path, Access.DIRECT) as sources:
+    with files_of(path, Access.DIRECT) as sources:
         assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, 4 * MIB, False)]
-    with sources_of(path, Access.BUFFERED) as sources:
+    with files_of(path, Access.BUFFERED) as sources:
         assert list(sources.pieces(0, 5, 4 * MIB)) == [(5, 4 * MIB, True)]
     monkeypatch.setattr(sources_module, "resident_nbytes", lambda *_: None)
-    with sources_of(path, Access.AUTO) as sources:  # It is not known what is there.
+    with files_of(path, Access.AUTO) as sources:  # It is not known what is there.
         assert list(sources.pieces(0, 0, 4 * MIB)) == [(0, 4 * MIB, False)]
 
 
 def test_an_empty_file_is_no_trouble(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     for access in (Access.AUTO, Access.BUFFERED):
-        with sources_of(tmp_path / "empty", access) as sources:
+        with files_of(tmp_path / "empty", access) as sources:
             assert list(sources.pieces(0, 0, 0)) in ([(0, 0, False)], [(0, 0, True)])
             sources.read(0, 0, Buffer().reserve(0))
 
@@ -307,7 +307,7 @@ def test_an_empty_file_is_no_trouble(tmp_path: Path) -> None:
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, access: Access) -> None:
     os.mkfifo(tmp_path / "file")
     with nothing_left_behind(), pytest.raises(FormatError, match=r"file: not a regular file$"):
-        Sources([stored_file(tmp_path / "file", 0)], access)
+        ReadableFiles([stored_file(tmp_path / "file", 0)], access)
 
 
 def test_a_file_that_vanishes_between_two_opens_is_refused(
@@ -324,7 +324,7 @@ def test_a_file_that_vanishes_between_two_opens_is_refused(
 
     monkeypatch.setattr(store, "InputFile", Vanishing)
     with nothing_left_behind(), pytest.raises(FormatError, match=r"file: is missing$"):
-        Sources([stored_file(path, NBYTES)], Access.AUTO)
+        ReadableFiles([stored_file(path, NBYTES)], Access.AUTO)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_a_file_that_has_become_shorter_is_damaged(
     path = tmp_path / "file"
     if resident:
         path.read_bytes()
-    with sources_of(path, access) as sources:
+    with files_of(path, access) as sources:
         os.truncate(path, nbytes)
         with pytest.raises(FormatError, match=rf"file: ends at byte {nbytes}, expected {NBYTES} bytes$"):
             read(sources, 0, MIB, 4 * MIB)
@@ -374,7 +374,7 @@ def test_refused_direct_io_is_an_error_only_where_direct_was_asked_for(
         warm(path, 0, MIB)
     refuse(monkeypatch, code)
     for access in (Access.AUTO, Access.BUFFERED):
-        with sources_of(path, access) as sources:
+        with files_of(path, access) as sources:
             for offset in (0, 2 * MIB):
                 assert read(sources, 0, offset, 2 * MIB) == written[offset : offset + 2 * MIB].tobytes()
             if refuse is refuse_to_open or not resident:
@@ -383,7 +383,7 @@ def test_refused_direct_io_is_an_error_only_where_direct_was_asked_for(
     with (
         nothing_left_behind(),
         pytest.raises(OSError, match=r"refuses direct I/O; use backend 'buffered'.*file'$") as caught,
-        sources_of(path, Access.DIRECT) as sources,
+        files_of(path, Access.DIRECT) as sources,
     ):
         read(sources, 0, 0, MIB)
     assert caught.value.errno == 95
@@ -394,5 +394,5 @@ def test_any_other_refusal_to_open_is_an_error_of_each_access(
 ) -> None:
     refuse_to_open(monkeypatch, 5)
     for access in (Access.AUTO, Access.DIRECT):
-        with pytest.raises(OSError, match=r"^\[Errno 5\] .*file'$"), sources_of(tmp_path / "file", access):
+        with pytest.raises(OSError, match=r"^\[Errno 5\] .*file'$"), files_of(tmp_path / "file", access):
             pass

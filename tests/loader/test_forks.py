@@ -32,7 +32,7 @@ from relayout.loader.backends import files as sources
 
 # The other threads are in the middle of a read, or wait for their turn, while the process forks.
 reading, may_read = threading.Event(), threading.Event()
-true_read = sources.Sources.read
+true_read = sources.ReadableFiles.read
 
 def read(self, file, offset, view):
     if offset > {MIB}:  # Behind the first tensor.
@@ -40,7 +40,7 @@ def read(self, file, offset, view):
         may_read.wait()
     return true_read(self, file, offset, view)
 
-sources.Sources.read = read
+sources.ReadableFiles.read = read
 iterator = relayout.iter_load(folder, 0, memory={IN_FLIGHT}, threads=3)
 first = [next(iterator)]
 before = first[0][1].numpy().tobytes()
@@ -54,7 +54,7 @@ CHILDREN = {
     "closes it and uses the tensors": "iterator.close(); os._exit(9 * (first[0][1].numpy().tobytes() != before))",
     "exits at once": "os._exit(0)",
     "loads by itself": """
-sources.Sources.read = true_read
+sources.ReadableFiles.read = true_read
 os._exit(0 if len(relayout.load(folder, 0)) == 16 and len(list(relayout.iter_load(folder, 0))) == 16 else 9)
 """,
     "goes on": """

@@ -30,7 +30,7 @@ from support.patience import PATIENCE
 import relayout
 from relayout.errors import FormatError, PlanError
 from relayout.loader.backends.cuda import DeviceJob
-from relayout.loader.backends.files import Sources
+from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import ThreadedJob
 
 Make = Callable[[torch.Tensor], torch.Tensor]
@@ -286,7 +286,7 @@ def test_verify_finds_damage(
         name, (_, end) = next(item for item in extents(file).items() if "_proj" in item[0])
         given = {name: MAKERS[make](_typed(torch.empty(4 * stored[name].nbytes, dtype=torch.uint8), stored[name]))}
         flip(file, end - 1, 6)
-        with nothing_left_behind(), pytest.raises(FormatError, match=f"^{file}: tensor '{name}': its bytes have"):
+        with nothing_left_behind(), pytest.raises(FormatError, match=rf"^{file}: bytes \d+ to \d+ do not"):
             relayout.load(folder, 1, into=given, backend=way, verify=True)
         relayout.load(folder, 1, into=given, backend=way)
         flip(file, end - 1, 6)
@@ -333,7 +333,7 @@ def test_f4_tensors_are_filled_as_torch_counts_them(tmp_path: Path, way: str) ->
 PAIR = ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.gate_proj.weight")
 
 
-# Which tensors do, test_disjoint.py tests.
+# Which tensors do, test_tensors.py tests.
 
 
 @pytest.mark.parametrize("is_first", [False, True])
@@ -412,10 +412,10 @@ def test_when_a_read_fails_the_error_waits_for_reads_that_are_under_way(
     converted: Path, stored: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed, over, late = threading.Event(), threading.Event(), []
-    true_read = Sources.read
+    true_read = ReadableFiles.read
     numbers = iter(range(1000))
 
-    def read(self: Sources, *given: Any) -> None:
+    def read(self: ReadableFiles, *given: Any) -> None:
         if next(numbers) == 1:
             failed.set()
             raise OSError(errno.EIO, "of the drive")
@@ -423,7 +423,7 @@ def test_when_a_read_fails_the_error_waits_for_reads_that_are_under_way(
         late.append(over.wait(0.2))  # Nobody may have been told yet.
         true_read(self, *given)
 
-    monkeypatch.setattr(Sources, "read", read)
+    monkeypatch.setattr(ReadableFiles, "read", read)
     into = {name: torch.empty_like(tensor) for name, tensor in stored.items()}
 
     def load() -> None:

@@ -29,10 +29,9 @@ from support.patience import PATIENCE
 import relayout
 from relayout.errors import FormatError, PlanError
 from relayout.loader.backends import cuda
-from relayout.loader.backends.base import Choice, ReadJob
-from relayout.loader.backends.choice import REGISTRY, choose
+from relayout.loader.backends.base import REGISTRY, ReadJob, choose
 from relayout.loader.backends.cuda import DeviceArena, DeviceBackend
-from relayout.loader.backends.files import Sources
+from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.budgets import Budget
 from relayout.loader.diagnose.doctor import diagnose
 from relayout.loader.sources.checkpoint import find_rank
@@ -83,13 +82,13 @@ def test_bytes_that_are_not_chosen_are_not_read(tmp_path: Path, backend: str, mo
     write_model(tmp_path / "source", {name: (torch.uint8, (size,)) for name, size in sizes.items()})
     relayout.convert(tmp_path / "source", tmp_path / "out")
     requested: list[int] = []
-    true_read = Sources.read
+    true_read = ReadableFiles.read
 
-    def read(self: Sources, file: int, offset: int, view: memoryview) -> None:
+    def read(self: ReadableFiles, file: int, offset: int, view: memoryview) -> None:
         requested.append(view.nbytes)
         true_read(self, file, offset, view)
 
-    monkeypatch.setattr(Sources, "read", read)
+    monkeypatch.setattr(ReadableFiles, "read", read)
     held = relayout.load(tmp_path / "out", 0, backend=backend, names=["*.05.*", "layer.01.b"])
     stored = whole_tensors(tmp_path / "out")
     assert_equal(held, {name: one for name, one in stored.items() if ".05." in name or "01.b" in name})
@@ -107,7 +106,7 @@ def positions(folder: Path) -> list[tuple[Path, int]]:
 
 
 @by_two_ways
-def test_verify_finds_a_flipped_bit_anywhere_and_names_the_tensor(large: Path, way: str) -> None:
+def test_verify_finds_a_flipped_bit_anywhere_and_names_file_and_range(large: Path, way: str) -> None:
     expected = {name: tensor.clone() for name, tensor in whole_tensors(large, "model-rank-0-*").items()}
     assert_equal(relayout.load(large, 0, verify=True, backend=way), expected)
     flips = positions(large)
@@ -116,26 +115,29 @@ def test_verify_finds_a_flipped_bit_anywhere_and_names_the_tensor(large: Path, w
         (name,) = (name for name, (start, end) in extents(file).items() if start <= position < end)
         flip(file, position, number % 8)
         try:
-            with nothing_left_behind(), pytest.raises(FormatError, match=f"^{file}: .*its bytes have digest") as caught:
+            with nothing_left_behind(), pytest.raises(FormatError, match=f"^{file}: bytes .* digest") as caught:
                 relayout.load(large, 0, verify=True, backend=way, names=name if number % 4 else None)
-            assert (caught.value.tensor, caught.value.code) == (name, "digest")
+            assert caught.value.code == "digest"
+            assert caught.value.offset is not None
+            assert caught.value.offset <= position < caught.value.offset + MIB
         finally:
             flip(file, position, number % 8)
     assert_equal(relayout.load(large, 0, verify=True, backend=way), expected)
 
 
 @by_two_ways
-def test_damage_is_loaded_as_it_is_where_nobody_looks(converted: Path, tmp_path: Path, way: str) -> None:
-    """Without `verify`; and with it if the tensor was not chosen."""
-    folder = Path(shutil.copytree(converted, tmp_path / "copy"))
-    file = min(folder.glob("model-rank-1-*"))
-    before = whole_tensors(folder, "model-rank-1-*")
-    name, (start, _) = next(iter(extents(file).items()))
-    before[name].view(torch.uint8)[0, 5] ^= 4
+def test_damage_is_loaded_as_it_is_where_nobody_looks(large: Path, tmp_path: Path, way: str) -> None:
+    """Without `verify`; and with it if no chosen tensor has bytes of the chunk."""
+    folder = Path(shutil.copytree(large, tmp_path / "copy"))
+    file = min(folder.glob("model-rank-0-*"))
+    before = {name: tensor.clone() for name, tensor in whole_tensors(folder, "model-rank-0-*").items()}
+    name, (start, end) = next(item for item in extents(file).items() if item[0] == "chunks")
+    before[name][5] ^= 4
     flip(file, start + 5, 2)
-    assert_equal(relayout.load(folder, 1, backend=way), before)
-    others = [other for other in before if other != name]
-    assert list(relayout.load(folder, 1, names=others, verify=True, backend=way)) == others
+    assert_equal(relayout.load(folder, 0, backend=way), before)
+    others = [other for other, (first, _) in extents(file).items() if first >= end]
+    assert others
+    assert list(relayout.load(folder, 0, names=others, verify=True, backend=way)) == others
 
 
 @pytest.mark.parametrize("threads", [1, 50])
@@ -148,16 +150,16 @@ def test_any_threads_and_memory_give_the_same(converted: Path, way: str, threads
 
 def test_threads_is_how_many_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readers: set[str] = set()
-    true_read = Sources.read
+    true_read = ReadableFiles.read
     everybody = threading.Barrier(3)
 
-    def read(self: Sources, file: int, offset: int, view: memoryview) -> None:
+    def read(self: ReadableFiles, file: int, offset: int, view: memoryview) -> None:
         if threading.current_thread().name not in readers:
             readers.add(threading.current_thread().name)
             everybody.wait(PATIENCE)
         true_read(self, file, offset, view)
 
-    monkeypatch.setattr(Sources, "read", read)
+    monkeypatch.setattr(ReadableFiles, "read", read)
     held = relayout.load(large, 0, threads=3)
     assert len(readers) == 3
     assert_equal(held, whole_tensors(large, "model-rank-0-*"))
@@ -209,8 +211,9 @@ def test_a_backend_that_never_ran_on_its_hardware_says_so_in_explain_and_once_wh
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = DeviceBackend("cuda:0", Lanes().make)
-    monkeypatch.setitem(REGISTRY, "pinned", lambda request: Choice(device, "reads"))
-    assert choose("pinned", "cpu", ()).reason == "reads; experimental: never tested on a GPU"
+    device.reason = "reads"
+    monkeypatch.setitem(REGISTRY, "pinned", lambda *_: device)
+    assert choose("pinned", "cpu", ()).reason == "requested: reads; experimental: never tested on a GPU"
     assert "experimental" not in choose("auto", "cpu", ()).reason
     assert caplog.text == ""
     cuda._warn_once.cache_clear()
@@ -223,37 +226,37 @@ def test_a_backend_that_never_ran_on_its_hardware_says_so_in_explain_and_once_wh
 def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_others_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from relayout.loader.backends import choice, cufile
+    from relayout.loader.backends import base, cufile
 
-    monkeypatch.setattr(choice, "resolve_device", lambda device: device)
+    monkeypatch.setattr(base, "resolve_device", lambda device: device)
     monkeypatch.setattr(cufile, "is_likely", lambda: False)
-    found = choice.choose("auto", "cuda:0", ())
-    assert (found.backend.name, found.backend.device, found.gds) == ("pinned", "cuda:0", None)
+    found = choose("auto", "cuda:0", ())
+    assert (found.name, found.device, found.gds) == ("pinned", "cuda:0", None)
     why = "backend 'gds': GPUDirect Storage is not available: neither nvidia-fs nor PCI P2PDMA is set up"
     how = "read into pinned memory, copied from there; experimental: never tested on a GPU"
     assert found.reason == f"{why}; {how}"
     with pytest.raises(PlanError, match=f"^{why}$"):
-        choice.choose("gds", "cuda:0", ())
-    assert choice.choose("pinned", "cuda:0", ()).reason == f"requested: {how}"
+        choose("gds", "cuda:0", ())
+    assert choose("pinned", "cuda:0", ()).reason == f"requested: {how}"
 
 
 def test_a_gpu_without_memory_of_its_own_gets_bounded_buffers_and_doctor_says_so(
     monkeypatch: pytest.MonkeyPatch, large: Path
 ) -> None:
-    from relayout.loader.backends import choice, cufile
+    from relayout.loader.backends import base, cufile
 
     properties = SimpleNamespace(name="NVIDIA GB10", total_memory=128 * 10**9, is_integrated=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(choice, "resolve_device", lambda device: device)
+    monkeypatch.setattr(base, "resolve_device", lambda device: device)
     monkeypatch.setattr(cufile, "is_likely", lambda: True)
     monkeypatch.setattr(cufile, "find_cufile", lambda path: pytest.fail("cuFile was opened"))
     files = find_rank(large, 0, None).used_files()
-    found = choice.choose("auto", "cuda:0", files)
+    found = choose("auto", "cuda:0", files)
     assert found.reason.startswith(
         "backend 'gds': GPUDirect Storage is not available: cuda:0 has no memory of its own, but a part of the host's;"
         " read into pinned memory"
     )
-    assert (found.backend.name, found.backend.access, found.backend.max_buffer_nbytes) == (
+    assert (found.name, found.access, found.max_buffer_nbytes) == (
         "pinned",
         Access.AUTO,
         128 * MIB,
@@ -269,7 +272,7 @@ def test_a_load_to_a_device_leaves_the_page_cache_as_it_was(monkeypatch: pytest.
     relayout.convert(tmp_path / "source", tmp_path / "out")
     [file] = (tmp_path / "out").glob("*.safetensors")
     with Lanes() as lanes:
-        monkeypatch.setitem(REGISTRY, "pinned", lambda request: Choice(DeviceBackend("cpu", lanes.make), "a fake"))
+        monkeypatch.setitem(REGISTRY, "pinned", lambda *_: DeviceBackend("cpu", lanes.make))
         drop(file)
         loaded = relayout.load(tmp_path / "out", 0, backend="pinned", memory="4MiB")
         assert lanes.pinned <= 4 * MIB

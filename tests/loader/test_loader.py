@@ -21,7 +21,7 @@ from support.models import expected_slice, read_tensors
 
 import relayout
 from relayout.errors import FormatError, PlanError
-from relayout.loader.backends.arena import HUGE_PAGE, allocate
+from relayout.loader.backends.host import HUGE_PAGE, allocate
 
 DTYPES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),

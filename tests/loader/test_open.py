@@ -260,7 +260,7 @@ def test_damage_is_told_when_it_is_opened_if_that_is_asked_for(conversions: Conv
     file = tmp_path / "out" / "model-rank-1-part-0.safetensors"
     flip(file, file.stat().st_size - 9)
     relayout.open(tmp_path / "out", 1).close()
-    with nothing_left_behind(), pytest.raises(FormatError, match=r"tensor '.*': its bytes have digest"):
+    with nothing_left_behind(), pytest.raises(FormatError, match=r"bytes \d+ to \d+ do not match digest"):
         relayout.open(tmp_path / "out", 1, verify=True)
 
 

@@ -1,9 +1,10 @@
-"""relayout.loader.pace: requests in flight, on simulated links and drives, and in loads of a store."""
+"""relayout.loader.budgets: requests in flight, on simulated links and drives, and in loads of a store."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from support.loader_fixtures import assert_equal, whole_tensors, write_model
 
 import relayout
+from relayout.loader import budgets
 from relayout.loader.backends import host
-from relayout.loader.backends.files import Sources
-from relayout.loader.pace import Pace, Step, steps
+from relayout.loader.backends.files import ReadableFiles
+from relayout.loader.budgets import InFlight, Pace, steps
+from relayout.storage.buffers import Buffer
 
 MIB = 2**20
 REMOTE = (16, 32, 8 * MIB, 16 * MIB)
@@ -27,8 +30,8 @@ FOREVER = float("inf")
 
 
 def read(
-    ladder: list[Step], nbytes: int, latency: float, rate: Callable[[int], float], connection: float = FOREVER
-) -> tuple[float, list[Step]]:
+    ladder: list[InFlight], nbytes: int, latency: float, rate: Callable[[int], float], connection: float = FOREVER
+) -> tuple[float, list[InFlight]]:
     """Seconds, and the steps taken: requests wait for the latency, then their bytes pass one after another.
 
     Args:
@@ -36,7 +39,7 @@ def read(
         connection: bytes per second of one connection.
     """
     pace, now, free_at, left, taken = Pace(ladder), 0.0, 0.0, nbytes, [ladder[0]]
-    flying: list[tuple[float, int, int, float, Step]] = []
+    flying: list[tuple[float, int, int, float, InFlight]] = []
     while left or flying:
         while left and len(flying) < pace.step.threads:
             size = min(left, pace.step.request_nbytes)
@@ -99,8 +102,8 @@ def test_on_a_local_drive_it_is_as_fast_as_a_fixed_number(
 )
 def test_steps_never_leave_their_bounds(threads: int, more: int, size: int, larger: int) -> None:
     ladder = steps(threads, threads + more, size, size + larger)
-    assert ladder[0] == Step(threads, size)
-    assert ladder[-1] == Step(threads + more, size + larger)
+    assert ladder[0] == InFlight(threads, size)
+    assert ladder[-1] == InFlight(threads + more, size + larger)
     for low, high in itertools.pairwise(ladder):
         in_flight = low.threads * low.request_nbytes
         assert in_flight < high.threads * high.request_nbytes <= 2 * in_flight
@@ -109,14 +112,75 @@ def test_steps_never_leave_their_bounds(threads: int, more: int, size: int, larg
 def test_requests_of_an_earlier_step_do_not_count() -> None:
     pace = Pace(steps(2, 4, MIB, MIB))
     for _ in range(2):
-        pace.finished(Step(2, MIB), MIB, 1.0)
-    assert pace.step == Step(4, MIB)
+        pace.finished(InFlight(2, MIB), MIB, 1.0)
+    assert pace.step == InFlight(4, MIB)
     for _ in range(100):
-        pace.finished(Step(2, MIB), MIB, 1.0)
-    assert pace.step == Step(4, MIB)
+        pace.finished(InFlight(2, MIB), MIB, 1.0)
+    assert pace.step == InFlight(4, MIB)
     for _ in range(4):
-        pace.finished(Step(4, MIB), MIB, 2.0)
-    assert pace.step == Step(2, MIB)
+        pace.finished(InFlight(4, MIB), MIB, 2.0)
+    assert pace.step == InFlight(2, MIB)
+
+
+@given(
+    threads=st.integers(1, 8),
+    most=st.integers(1, 40),
+    limit=st.integers(1, 40),
+    before=st.integers(0, 20),
+    seed=st.randoms(use_true_random=False),
+)
+def test_a_limit_is_kept_from_when_it_is_set(
+    threads: int, most: int, limit: int, before: int, seed: random.Random
+) -> None:
+    pace = Pace(steps(threads, max(threads, most), MIB, 4 * MIB))
+
+    def go_on() -> int:
+        pace.finished(pace.step, MIB, seed.choice([0.01, 0.5, 9.0]) * pace.step.threads)
+        return pace.step.threads
+
+    for _ in range(before):
+        go_on()
+    in_flight = pace.step.threads
+    assert pace.limit(limit) == (in_flight <= limit)
+    assert max([go_on() for _ in range(60)]) <= (limit if in_flight <= limit else max(threads, most))
+
+
+@pytest.mark.parametrize("pages", ["small", "huge", "small later"])
+def test_buffers_of_small_pages_stay_within_the_memory_of_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: str
+) -> None:
+    """Slow requests, of which there would be twice as many: each of 2 MiB, through a buffer if pages are small."""
+    folder, memory = tmp_path / "folder", 8 * MIB
+    relayout.convert(write_model(tmp_path / "source", {"weight": (torch.uint8, (48 * MIB,))}), folder)
+    lock, flying, most = threading.Lock(), [0], [0]
+    true_read, true_make, made, aligned = ReadableFiles.read, host.Buffers.make, list[Buffer](), set[int]()
+
+    def slow(self: ReadableFiles, file: int, offset: int, view: memoryview) -> None:
+        aligned.add(self.alignment)
+        with lock:
+            flying[0] += 1
+            most[0] = max(most[0], flying[0])
+        time.sleep(0.125)
+        true_read(self, file, offset, view)
+        with lock:
+            flying[0] -= 1
+
+    def make(self: host.Buffers) -> Buffer:
+        made.append(true_make(self))
+        return made[-1]
+
+    monkeypatch.setattr(ReadableFiles, "read", slow)
+    monkeypatch.setattr(host.Buffers, "make", make)
+    monkeypatch.setattr(host, "_FIRST_NBYTES", 2 * MIB)
+    monkeypatch.setattr(host, "are_small", lambda: pages == "small" or (pages == "small later" and most[0] > 4))
+    monkeypatch.setattr(budgets, "num_cpus", lambda: 2)
+    found = relayout.load(folder, 0, memory=memory)
+    held = [0 if buffer._memory is None else buffer._memory.nbytes for buffer in made]
+    assert sum(held) <= memory
+    if aligned != {1}:
+        assert most[0] == (4 if pages == "small" else 8)
+        assert (max(held) == 2 * MIB) == (pages == "small")
+    assert_equal(found, whole_tensors(folder))
 
 
 @pytest.mark.parametrize("threads", [None, 3])
@@ -127,9 +191,9 @@ def test_a_load_from_slow_storage_has_more_in_flight_than_at_first(
     folder = tmp_path / "folder"
     relayout.convert(write_model(tmp_path / "source", {"weight": (torch.uint8, (48 * MIB,))}), folder)
     lock, flying, sizes = threading.Lock(), [0], list[tuple[int, int]]()
-    true_read = Sources.read
+    true_read = ReadableFiles.read
 
-    def slow(self: Sources, file: int, offset: int, view: memoryview) -> None:
+    def slow(self: ReadableFiles, file: int, offset: int, view: memoryview) -> None:
         with lock:
             flying[0] += 1
             sizes.append((flying[0], view.nbytes))
@@ -138,7 +202,7 @@ def test_a_load_from_slow_storage_has_more_in_flight_than_at_first(
         with lock:
             flying[0] -= 1
 
-    monkeypatch.setattr(Sources, "read", slow)
+    monkeypatch.setattr(ReadableFiles, "read", slow)
     monkeypatch.setattr(host, "_FIRST_NBYTES", MIB)
     first = threads or relayout.explain(folder, 0).threads
     assert_equal(relayout.load(folder, 0, threads=threads), whole_tensors(folder))

@@ -14,6 +14,8 @@ import relayout
 from relayout.checkpoint.converted import Proven, proof_of, read_manifest
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
+from relayout.loader.backends.base import REGISTRY, Refusal
+from relayout.loader.sources.stored import files_of
 from relayout.storage.local.files import holes
 from relayout.storage.stores import find_input
 
@@ -33,7 +35,7 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
     return shutil.copytree(pristine / "out", tmp_path / "out")
 
 
-@pytest.mark.parametrize("backend", ["auto", "buffered"])
+@pytest.mark.parametrize("backend", ["auto", "buffered", "direct"])
 @pytest.mark.parametrize("kind", ["load", "iter_load", "open"])
 def test_a_load_at_another_degree_is_verified(pristine: Path, folder: Path, kind: str, backend: str) -> None:
     def load(rank: int) -> object:
@@ -71,17 +73,19 @@ def test_reads_anywhere_give_the_bytes_of_the_file(folder: Path) -> None:
         assert found == blob[offset:end]
 
 
-def test_a_backend_that_needs_descriptors_refuses_to_prove_chunks(folder: Path) -> None:
-    with pytest.raises(relayout.PlanError, match="descriptors") as caught:
-        relayout.load(folder, 0, tp=2, verify=True, backend="direct")
-    assert caught.value.code == "unsupported"
+def test_a_backend_that_does_not_show_bytes_to_the_host_refuses_to_prove_them(folder: Path) -> None:
+    manifest = read_manifest(find_input(folder))
+    files = tuple(file.proven() for file in files_of(find_input(folder), manifest, [0]))
+    refused = REGISTRY["gds"]("cuda:0", files, True)
+    assert isinstance(refused, Refusal)
+    assert "use 'pinned' to verify" in refused.reason
 
 
 def test_digests_of_chunks_that_are_damaged_are_refused(folder: Path) -> None:
     flip(folder / "relayout.chunks", 3)
     with pytest.raises(FormatError, match=r"relayout.chunks: its part for model-rank-0-part-0.safetensors differs"):
-        relayout.load(folder, 0, tp=2, verify=True)
-    assert relayout.load(folder, 0, verify=True)
+        relayout.load(folder, 0, verify=True)
+    assert relayout.load(folder, 0)
 
 
 def has_holes(folder: Path) -> bool:

@@ -167,12 +167,6 @@ class SlowLane:
         self._lanes.call("settle")
         self._wait(self._num_sent)
 
-    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._lanes.call("fetch")
-        self._check_buffer(target)
-        self._wait(self._num_sent)
-        target.copy_(source)
-
     def drain(self) -> None:
         self._lanes.call("drain")
         self._wait(self._num_sent)

@@ -194,7 +194,7 @@ def _member(folder: Path, number: int) -> None:
     import torch.distributed as dist
 
     from relayout.loader.api import iter_load, load
-    from relayout.loader.backends.arena import HostArena
+    from relayout.loader.backends.host import HostArena
     from relayout.loader.group import sharing
     from relayout.loader.group.assign import assign_reads
     from relayout.loader.group.collectives import Group

@@ -29,8 +29,7 @@ import relayout
 from relayout.loader import loading
 from relayout.loader import stream as streaming
 from relayout.loader.backends import cuda
-from relayout.loader.backends.base import Choice
-from relayout.loader.backends.choice import REGISTRY
+from relayout.loader.backends.base import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.sources.stored import StoredFile
 
@@ -74,13 +73,14 @@ def fake_device(
     """
     with lanes or Lanes() as lanes:
         cufile = cufile or FakeCuFile() if name == "gds" else None
-        choice = Choice(DeviceBackend("cpu", lanes.make, cufile), "a fake")
 
-        def choose(name: str, device: object, files: Sequence[StoredFile]) -> Choice:
+        def choose(name: str, device: object, files: Sequence[StoredFile]) -> DeviceBackend:
             for path in filter(None, (file.path for file in files)):
                 with suppress(FileNotFoundError):
                     cache_in_part(path)
-            return choice
+            # As `offer_gds` has it.
+            is_shown = not any(file.is_proven for file in files)
+            return DeviceBackend("cpu", lanes.make, cufile if is_shown else None)
 
         monkeypatch.setattr(cuda, "MAX_BUFFERS", 8 * MIB)
         monkeypatch.setattr(loading, "choose", choose)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayout.loader import disjoint
-from relayout.loader.disjoint import Strided, share, sharing
+from relayout.loader import tensors as tensors_module
+from relayout.loader.tensors import Strided, share, sharing
 
 ROOM = 512
 START = 4096
@@ -65,7 +65,7 @@ def test_all_pairs_that_share_memory_are_found(tensors: list[torch.Tensor]) -> N
 
 
 def test_parts_of_one_large_parameter_are_told_apart_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disjoint, "MAX_WORK", 8)
+    monkeypatch.setattr(tensors_module, "MAX_WORK", 8)
     columns = [Strided(START + part * 2048, 2, (6 * 1024, 1), (4096, 1024)) for part in range(6)]
     transposed = [Strided(START + part * 2048, 2, (1, 6 * 1024), (1024, 4096)) for part in range(6)]
     interleaved = [Strided(START + part * 2, 2, (2 * 2880 * 2880, 2 * 2880, 2), (32, 2880, 2880)) for part in range(2)]
@@ -76,7 +76,7 @@ def test_parts_of_one_large_parameter_are_told_apart_in_few_steps(monkeypatch: p
 
 
 def test_tensors_that_lie_side_by_side_need_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disjoint, "share", lambda one, other: pytest.fail("compared"))
+    monkeypatch.setattr(tensors_module, "share", lambda one, other: pytest.fail("compared"))
     assert list(sharing([Strided(number * 64, 2, (8, 1), (4, 8)) for number in (3, 0, 2, 1, 5, 4)])) == []
 
 

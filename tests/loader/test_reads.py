@@ -1,4 +1,4 @@
-"""relayout.loader.read_plan: requests carried out by numpy fill memory as the reads say, and ask for little else."""
+"""relayout.loader.reads: requests carried out by numpy fill memory as the reads say, and ask for little else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.reads import UNTOUCHED, carried_out
 
 from relayout.core.extents import Transfer
 from relayout.format.index import Read
-from relayout.loader.read_plan import Chunk, plan_chunks
+from relayout.loader.reads import Request, plan_requests
 from relayout.storage.protocols import RequestCost
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,9 +43,9 @@ class Case:
     max_gap_nbytes: int
     """Runs that are shorter, with gaps that are not longer, are requested together."""
 
-    def chunks(self) -> list[Chunk]:
+    def requests(self) -> list[Request]:
         cost = RequestCost(self.chunk_nbytes, self.max_gap_nbytes)
-        return plan_chunks(self.reads, self.alignment, cost, self.bounce_nbytes)
+        return plan_requests(self.reads, self.alignment, cost, self.bounce_nbytes)
 
 
 @st.composite
@@ -90,27 +90,27 @@ def wanted(reads: Sequence[Read]) -> list[Mask]:
 
 
 @given(cases())
-def test_chunks_bring_every_byte_of_the_reads_to_its_place_and_touch_no_other(case: Case) -> None:
+def test_requests_bring_every_byte_of_the_reads_to_its_place_and_touch_no_other(case: Case) -> None:
     expected, _ = carried_out(case.reads, FILES, case.arena_nbytes)
     arena = np.full(case.arena_nbytes, UNTOUCHED, np.uint8)
     written = np.zeros(case.arena_nbytes, np.uint8)
-    for chunk in case.chunks():
-        taken = np.full(chunk.extent.nbytes, BEHIND, np.uint8)
-        there = FILES[chunk.file][chunk.extent.offset : chunk.extent.end]
+    for request in case.requests():
+        taken = np.full(request.extent.nbytes, BEHIND, np.uint8)
+        there = FILES[request.file][request.extent.offset : request.extent.end]
         taken[: there.size] = there
-        if chunk.arena_offset is not None:
-            assert not chunk.transfers
-            arena[chunk.arena_offset : chunk.arena_offset + taken.size] = taken
-            written[chunk.arena_offset : chunk.arena_offset + taken.size] += 1
-        brought = taken.size if chunk.arena_offset is not None else 0
-        for part in chunk.transfers:
+        if request.arena_offset is not None:
+            assert not request.transfers
+            arena[request.arena_offset : request.arena_offset + taken.size] = taken
+            written[request.arena_offset : request.arena_offset + taken.size] += 1
+        brought = taken.size if request.arena_offset is not None else 0
+        for part in request.transfers:
             for run in range(part.count):
                 source, target = part.source + run * part.source_stride, part.target + run * part.target_stride
                 assert 0 <= source <= source + part.nbytes <= taken.size
                 arena[target : target + part.nbytes] = taken[source : source + part.nbytes]
                 written[target : target + part.nbytes] += 1
                 brought += part.nbytes
-        assert chunk.nbytes == brought
+        assert request.nbytes == brought
     np.testing.assert_array_equal(arena, expected)
     assert written.max() == 1
     assert written.sum() == sum(read.transfer.total_nbytes for read in case.reads)
@@ -118,16 +118,16 @@ def test_chunks_bring_every_byte_of_the_reads_to_its_place_and_touch_no_other(ca
 
 @given(cases())
 def test_requests_are_aligned_no_larger_than_they_may_be_and_one_where_they_touch_and_fit(case: Case) -> None:
-    for chunk in case.chunks():
-        assert chunk.extent.offset % case.alignment == chunk.extent.nbytes % case.alignment == 0
-        assert chunk.extent.nbytes > 0
-        if chunk.arena_offset is None:
-            assert chunk.extent.nbytes <= case.bounce_nbytes
-            assert chunk.transfers
+    for request in case.requests():
+        assert request.extent.offset % case.alignment == request.extent.nbytes % case.alignment == 0
+        assert request.extent.nbytes > 0
+        if request.arena_offset is None:
+            assert request.extent.nbytes <= case.bounce_nbytes
+            assert request.transfers
         else:
-            assert chunk.arena_offset % case.alignment == 0
-            assert chunk.extent.nbytes <= case.chunk_nbytes
-    for one, other in pairwise(case.chunks()):
+            assert request.arena_offset % case.alignment == 0
+            assert request.extent.nbytes <= case.chunk_nbytes
+    for one, other in pairwise(case.requests()):
         if one.arena_offset is None and other.arena_offset is None and one.file == other.file:
             first, then = one.extent, other.extent
             # At most a block is in both: reads that go back in a file are not looked for.
@@ -149,17 +149,17 @@ def test_what_is_requested_and_not_wanted_is_edges_of_blocks_and_gaps_of_strided
         if has_gaps_read and one.source_stride <= case.bounce_nbytes:
             low = one.source // case.alignment * case.alignment
             allowed[read.file][low : -(-one.source_end // case.alignment) * case.alignment] = True
-    for chunk in case.chunks():
-        mask = allowed[chunk.file] if chunk.arena_offset is None else exactly[chunk.file]
-        assert mask[chunk.extent.offset : chunk.extent.end].all()
+    for request in case.requests():
+        mask = allowed[request.file] if request.arena_offset is None else exactly[request.file]
+        assert mask[request.extent.offset : request.extent.end].all()
 
 
 @given(cases())
 def test_whole_blocks_of_a_congruent_read_go_through_no_buffer(case: Case) -> None:
     straight = np.zeros(case.arena_nbytes, np.bool_)
-    for chunk in case.chunks():
-        if chunk.arena_offset is not None:
-            straight[chunk.arena_offset : chunk.arena_offset + chunk.extent.nbytes] = True
+    for request in case.requests():
+        if request.arena_offset is not None:
+            straight[request.arena_offset : request.arena_offset + request.extent.nbytes] = True
     for read in case.reads:
         one = read.transfer
         if one.count == 1 and (one.target - one.source) % case.alignment == 0:
@@ -173,11 +173,11 @@ COST = RequestCost(8 * MIB, GAP)
 
 
 def test_a_large_read_to_an_odd_place_fits_the_buffers() -> None:
-    chunks = plan_chunks([Read(0, Transfer(4096, 1, 20 * MIB))], 4096, COST, MIB + 5000)
-    assert {one.arena_offset for one in chunks} == {None}
-    assert all(one.extent.nbytes <= MIB + 5000 for one in chunks)
-    assert len(chunks) == 21  # Two blocks of each buffer stay free for edges: 1 MiB - 4 KiB each.
-    assert sum(one.extent.nbytes for one in chunks) == 20 * MIB  # Nothing twice.
+    requests = plan_requests([Read(0, Transfer(4096, 1, 20 * MIB))], 4096, COST, MIB + 5000)
+    assert {one.arena_offset for one in requests} == {None}
+    assert all(one.extent.nbytes <= MIB + 5000 for one in requests)
+    assert len(requests) == 21  # Two blocks of each buffer stay free for edges: 1 MiB - 4 KiB each.
+    assert sum(one.extent.nbytes for one in requests) == 20 * MIB  # Nothing twice.
 
 
 @pytest.mark.parametrize(
@@ -191,5 +191,5 @@ def test_a_large_read_to_an_odd_place_fits_the_buffers() -> None:
     ],
 )
 def test_small_gaps_are_read_between_small_runs(run: int, stride: int, requests: int, nbytes: int) -> None:
-    chunks = plan_chunks([Read(0, Transfer(0, 1, run, 8, stride, run))], 4096, COST, 8 * MIB)
-    assert (len(chunks), sum(one.extent.nbytes for one in chunks)) == (requests, nbytes)
+    found = plan_requests([Read(0, Transfer(0, 1, run, 8, stride, run))], 4096, COST, 8 * MIB)
+    assert (len(found), sum(one.extent.nbytes for one in found)) == (requests, nbytes)

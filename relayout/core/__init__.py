@@ -1,1 +1,1 @@
-"""Values and arithmetic: dtypes, extents, slices, name patterns, workers."""
+"""Values and arithmetic: dtypes, extents, slices, arguments, digests, workers."""

@@ -1,4 +1,9 @@
-"""Parses what a person writes: integers, sizes such as "48GB", ranks such as "0-3", and patterns of tensor names."""
+"""Parses what a person writes: integers, sizes such as "48GB", ranks such as "0-3", and patterns of tensor names.
+
+Patterns are those of plans and of `load(names=...)`: `*` matches one or more characters except dots, `**` any text,
+`{a,b}` one of the words, `#` a number of at most 9 digits. All other characters match themselves. A pattern matches
+whole names.
+"""
 
 from __future__ import annotations
 

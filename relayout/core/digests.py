@@ -102,7 +102,7 @@ class OrderedDigests:
 
 
 class ExtentDigests:
-    """Digests of extents of one byte space, such as a file or an arena, whose chunks arrive in any order.
+    """Digests of extents of one byte space, such as a file or an arena, of which pieces arrive in any order.
 
     Each extent is hashed in byte order by `OrderedDigests`; the same rules apply to threads.
     """

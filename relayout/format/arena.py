@@ -1,4 +1,4 @@
-"""Where a rank's bytes lie in memory. Pure."""
+"""Lays out arenas: where in one allocation the tensors of a rank lie, and by which reads they get there. Pure."""
 
 from __future__ import annotations
 

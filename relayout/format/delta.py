@@ -1,7 +1,12 @@
 """Deltas between converted checkpoints of one layout: manifest and pieces. Pure; FORMAT.md is normative.
 
 A delta has the manifests, tables and records of both checkpoints as they are stored, and of each weight file only what
-changed: of each piece, which is the file's header or a chunk, the XOR of its two versions.
+changed: of each piece, which is the file's header or a chunk, the XOR of its two versions, compressed.
+
+Most bytes of an XOR are zero. Elements that change by an optimizer step are anywhere, and differ in their low bits. So
+`encode` stores the places of the others as gaps, and the first bytes of all elements before their second bytes: zstd
+then has little to find but the frequencies of bytes. Measured on 1 MiB of BF16 of which 5 % changed by one unit in the
+last place: 2.6 %, where planes of all bytes and zstd take 4.8 %.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The sidecar index of a converted checkpoint: the manifest and the rank tables. Pure; FORMAT.md is normative.
+"""What the sidecar index of a converted checkpoint says, as values: the manifest, the rank tables, and the chunks.
 
 The manifest is small and says at once which bytes a rank needs and where they go in memory: a rank is a list of reads
-that fill an arena. The rank table, which can be large, says which tensor lies where in the arena.
+that fill an arena. The rank table, which can be large, says which tensor lies where in the arena. Chunks divide the
+files into pieces, and relayout.chunks has a digest of each. FORMAT.md is normative.
 """
 
 from __future__ import annotations

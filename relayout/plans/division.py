@@ -190,7 +190,7 @@ def checked_cut(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -
     return cut
 
 
-class Experts:
+class ExpertOwners:
     """Assigns experts to ranks."""
 
     def __init__(self, family: Family, sizes: Sizes, whole: Cut) -> None:

@@ -1,4 +1,4 @@
-"""Plans as data: the rules that cut the tensors of a model family. PLANS.md describes the language.
+"""Plans as data: the rules that cut the tensors of a model family, read and written. PLANS.md describes the language.
 
 A plan is text in TOML (a plan file), or an object with the same keys in the source record of a converted checkpoint.
 """

@@ -1,4 +1,7 @@
-"""A plan is a value: which slice of each tensor each rank holds, whoever found it. It can be sent as JSON."""
+"""A plan is a value: which slice of each tensor each rank holds, whoever found it. It can be sent as JSON.
+
+`check_all_held` proves that the slices of all ranks together have everything.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The tensor-parallel plan: which slice of each tensor each rank holds. Pure except for reading a plan file.
+"""Finds the plan of a checkpoint: by its family, by a plan file, or by the rules that a conversion has recorded.
 
 A family's rules cut each tensor as the engines do. A quantized weight is stored as several tensors, which are cut where
-the weight is cut.
+the weight is cut. Only plan files are read here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.source_record import SourceRecord
-from relayout.plans.division import Experts, Sizes, checked_cut, divide
+from relayout.plans.division import ExpertOwners, Sizes, checked_cut, divide
 from relayout.plans.family import (
     BUILTIN,
     FILE,
@@ -113,7 +113,7 @@ def _make_plan(
     sizes = Sizes(family.sizes, checkpoint.config)
     whole = Cut((WHOLE,) * num_ranks)
     finder = _CutKindFinder(checkpoint, family, scheme)
-    experts = Experts(family, sizes, whole)
+    experts = ExpertOwners(family, sizes, whole)
     kinds: dict[_CutKind, str] = {}
     column: list[_CutKind | Cut] = []
     unmatched_names = []

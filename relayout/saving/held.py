@@ -207,15 +207,15 @@ def part_of(
         axis = placement.dim
         ranges = held.get(axis, ((0, shape[axis]),))
         held_length = sum(length for _, length in ranges)
-        pieces = []  # One for each chunk into which the axis is divided before.
-        for start, length in _chunks(held_length, int(getattr(placement, "split_factor", 1))):
-            first, taken = _chunks(length, count)[index]
+        pieces = []  # One for each piece into which the axis is divided before.
+        for start, length in _torch_pieces(held_length, int(getattr(placement, "split_factor", 1))):
+            first, taken = _torch_pieces(length, count)[index]
             pieces += _taken(ranges, start + first, taken)
         held[axis] = merged(pieces)
     return Slice.of(held).canonical(shape)
 
 
-def _chunks(length: int, count: int) -> list[Range]:
+def _torch_pieces(length: int, count: int) -> list[Range]:
     """The ranges of `torch.chunk`, with empty ones up to `count`."""
     size = -(-length // count)
     starts = [min(index * size, length) for index in range(count + 1)]

@@ -1,4 +1,8 @@
-"""A save by a group: its members exchange tensors in rounds, each writes the files of some ranks, one publishes."""
+"""A save by a group: its members exchange tensors in rounds, each writes the files of some ranks, one publishes.
+
+In each round, every member says which bytes of shards it wants next; then a message goes from each to each. The members
+that hold a part of a tensor as replicas share the work.
+"""
 
 from __future__ import annotations
 

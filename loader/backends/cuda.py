@@ -155,7 +155,7 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
             if backend.cufile is not None:
                 self._register(backend.cufile, job, opened)
             self._resources.callback(self._close_lanes)
-            super().__init__(job, opened, self._make_lane, self._work, requests)
+            super().__init__(job, opened, self._make_lane, self._work, requests, len(requests))
         except BaseException:
             self._drain()
             self._resources.close()

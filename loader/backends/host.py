@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -192,41 +192,21 @@ class HostBackend(Backend[memoryview]):
             return _PacedJob(memory, job, opened, requests)
 
 
-class Requests(Collection[Request]):
-    """The requests of a job, cut to the size that its pace says."""
-
-    def __init__(self, requests: Sequence[Request], budget: Budget, whole: Callable[[int], int]) -> None:
-        """`whole` is `ReadableFiles.whole_chunks`."""
-        self._requests = requests
-        self._whole = whole
+def _pace_of(requests: Sequence[Request], budget: Budget) -> Pace:
+    """The steps of a job: the buffers of all threads fit into the memory of the budget."""
+    bounced = max((one.extent.nbytes for one in requests if one.arena_offset is None), default=0)
+    most = max(budget.threads, min(budget.max_threads, budget.memory // max(bounced, MIN_BUFFER)))
+    largest = budget.cost.chunk_nbytes
+    first = min(largest, _FIRST_NBYTES)
+    if budget.cost.is_remote:  # A small rank, too, is read by all threads at once.
         nbytes = sum(one.extent.nbytes for one in requests)
-        # The buffers of all threads fit into the memory of the budget.
-        bounced = max((one.extent.nbytes for one in requests if one.arena_offset is None), default=0)
-        most = max(budget.threads, min(budget.max_threads, budget.memory // max(bounced, MIN_BUFFER)))
-        largest = budget.cost.chunk_nbytes
-        first = min(largest, _FIRST_NBYTES)
-        if budget.cost.is_remote:  # A small rank, too, is read by all threads at once.
-            first = min(first, max(MIN_BUFFER, align_up(-(-nbytes // budget.threads), BLOCK)))
-        self.pace = Pace(steps(budget.threads, most, first, largest))
+        first = min(first, max(MIN_BUFFER, align_up(-(-nbytes // budget.threads), BLOCK)))
+    return Pace(steps(budget.threads, most, first, largest))
 
-    def __len__(self) -> int:
-        """The number of requests if all have the first size."""
-        first = self.pace.step.request_nbytes
-        return sum(1 if one.arena_offset is None else -(-one.extent.nbytes // first) for one in self._requests)
 
-    def __iter__(self) -> Iterator[Request]:
-        for request in self._requests:
-            while request.arena_offset is not None and request.extent.nbytes > (
-                size := self._whole(self.pace.step.request_nbytes)
-            ):
-                offset, end = request.extent.offset, request.extent.end
-                yield replace(request, extent=Extent(offset, size))
-                rest = Extent(offset + size, end - offset - size)
-                request = replace(request, extent=rest, arena_offset=request.arena_offset + size)
-            yield request
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._requests
+def _num_parts(requests: Sequence[Request], nbytes: int) -> int:
+    """The number of parts that requests are cut into if each that goes straight into the arena has so many bytes."""
+    return sum(1 if one.arena_offset is None else -(-one.extent.nbytes // nbytes) for one in requests)
 
 
 def reserve(buffer: Buffer, nbytes: int) -> memoryview:
@@ -268,7 +248,8 @@ class ThreadedJob(Generic[State, Item]):
         opened: ReadableFiles,
         make_state: Callable[[], State],
         work: Callable[[State, Item], int],
-        items: Collection[Item],
+        items: Iterable[Item],
+        num_items: int,
         discard: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the threads; `work` returns the number of bytes that it filled. The job closes `opened`.
@@ -280,7 +261,7 @@ class ThreadedJob(Generic[State, Item]):
         self.job = job
         self.opened = opened
         try:
-            self._workers = Workers(min(job.budget.threads, len(items)), items, make_state, work, job.stop)
+            self._workers = Workers(min(job.budget.threads, num_items), items, make_state, work, job.stop)
             self._workers.start()
         except BaseException:
             opened.close()
@@ -319,11 +300,23 @@ class _PacedJob(ThreadedJob[Buffer, Request]):
         """Start the threads."""
         self._memory = memory
         self._lock = threading.Lock()
-        cut, buffers = Requests(requests, job.budget, opened.whole_chunks), Buffers()
-        self._pace = cut.pace
+        self._pace = _pace_of(requests, job.budget)
         self._copied_nbytes = opened.whole_chunks(min(HUGE_PAGE, job.budget.buffer_nbytes))
         """Bytes that a thread reads into its buffer at once where pages are small."""
-        super().__init__(job, opened, buffers.make, self._work, cut, buffers.discard)
+        buffers, num_parts = Buffers(), _num_parts(requests, self._pace.step.request_nbytes)
+        super().__init__(job, opened, buffers.make, self._work, self._parts(requests), num_parts, buffers.discard)
+
+    def _parts(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """The requests, cut to the size that the pace says when they are begun."""
+        for request in requests:
+            while request.arena_offset is not None and request.extent.nbytes > (
+                size := self.opened.whole_chunks(self._pace.step.request_nbytes)
+            ):
+                offset, end = request.extent.offset, request.extent.end
+                yield replace(request, extent=Extent(offset, size))
+                rest = Extent(offset + size, end - offset - size)
+                request = replace(request, extent=rest, arena_offset=request.arena_offset + size)
+            yield request
 
     def _work(self, bounce: Buffer, request: Request) -> int:
         step, began = self._pace.step, time.perf_counter()

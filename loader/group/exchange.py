@@ -145,7 +145,8 @@ class ReadAhead:
         threads = min(budget.threads, _NUM_BUFFERS)
         job = ReadJob(files, (), replace(budget, threads=threads), stop=self._stop)
         self._opened = ReadableFiles(files, access)
-        self.job = ThreadedJob(job, self._opened, lambda: None, self._read, range(len(chunks)), self._discard)
+        numbers, count = range(len(chunks)), len(chunks)
+        self.job = ThreadedJob(job, self._opened, lambda: None, self._read, numbers, count, self._discard)
 
     def take(self) -> memoryview:
         """The bytes of the next chunk, until `release`.

@@ -51,7 +51,7 @@ class ToyBackend(Backend[memoryview]):
         opened = ReadableFiles(job.files, self.access)
         one = replace(job, budget=Budget(1, job.budget.memory))
         requests = self.requests(one.reads, 1, one.budget, opened.grids)
-        return ThreadedJob(one, opened, lambda: None, Reader(memory, opened, one).read, requests)
+        return ThreadedJob(one, opened, lambda: None, Reader(memory, opened, one).read, requests, len(requests))
 
 
 @dataclass(frozen=True)

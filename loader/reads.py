@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from relayout.core.extents import Extent, Grid, Transfer, align_down, align_up, coalesce, split
-from relayout.format.arena import place
-from relayout.format.index import ARENA_ALIGNMENT, Read
+from relayout.format.index import ARENA_ALIGNMENT, Read, place
 from relayout.loader.sources.columns import TensorColumns
 from relayout.loader.sources.stored import StoredFile
 from relayout.storage.protocols import RequestCost

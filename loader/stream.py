@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from relayout.core.extents import BLOCK
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
-from relayout.format.arena import Placement, place
+from relayout.format.index import Placement, place
 from relayout.loader.backends.base import Allocation, Backend, Pool, ReadJob, RunningJob, Span, choose
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
 from relayout.loader.diagnose.hints import error_hints

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from relayout.checkpoint import identity
+from relayout.checkpoint.source import identity_of as identity_of_source
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Bytes, copy_runs
 from relayout.core.slices import CutTensor, number_cuts
@@ -54,7 +54,7 @@ def identity_of(source: RankSource, names: Names, options: Options) -> tuple[str
     patterns = [names] if isinstance(names, str) else names and list(names)
     what = repr(
         (
-            identity.identity_of(source.checkpoint).content,
+            identity_of_source(source.checkpoint).content,
             number_cuts(source.cuts),
             patterns,
             cost_of(source.files).max_gap_nbytes,

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayout.checkpoint.converted import check_intact
-from relayout.checkpoint.identity import identity_of
-from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.checkpoint.source import SourceCheckpoint, identity_of, read_source
 from relayout.conversion.jobs import commit_units, convert_unit
 from relayout.conversion.layout import DEFAULT_MAX_PART_NBYTES, Conversion
 from relayout.conversion.resume import fingerprint_of

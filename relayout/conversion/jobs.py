@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.converted import CONVERTED
-from relayout.checkpoint.identity import identity_of
-from relayout.checkpoint.source import read_source
+from relayout.checkpoint.source import identity_of, read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
 from relayout.conversion.journal import Fingerprint, Journal, Written, read_journal
 from relayout.conversion.layout import Conversion

@@ -8,8 +8,7 @@ from dataclasses import astuple
 from functools import partial
 
 from relayout.checkpoint.converted import check_intact, read_manifest, read_record
-from relayout.checkpoint.identity import SourceIdentity, identity_of
-from relayout.checkpoint.source import SourceTensor
+from relayout.checkpoint.source import SourceIdentity, SourceTensor, identity_of
 from relayout.conversion.journal import Fingerprint, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion, RankFile
 from relayout.conversion.side_files import are_there, read_side_file

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from relayout.checkpoint.converted import CONVERTED
-from relayout.checkpoint.identity import identity_of
+from relayout.checkpoint.source import identity_of
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
 from relayout.conversion.journal import Journal, TensorDigests, Written
 from relayout.conversion.layout import Conversion

@@ -11,7 +11,6 @@ from relayout.conversion.layout import Conversion, HeaderBuilder, RankFile, is_s
 from relayout.conversion.side_files import copy_side_file
 from relayout.core.digests import EMPTY_DIGEST
 from relayout.core.extents import Transfer
-from relayout.format.arena import place, plan_arena
 from relayout.format.index import (
     CHUNKS_NAME,
     DIGESTED_NBYTES,
@@ -26,6 +25,8 @@ from relayout.format.index import (
     Read,
     TensorKind,
     missing_shard_name,
+    place,
+    plan_arena,
 )
 from relayout.format.manifest import SOURCE_RECORD_NAME, WHOLE_TABLE_NAME, compress, dump_manifest, table_name
 from relayout.format.rank_table import dump_table

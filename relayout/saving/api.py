@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from relayout.checkpoint.folder import CONFIG_NAME
-from relayout.checkpoint.identity import identity_of
-from relayout.checkpoint.source import model_order, read_source
+from relayout.checkpoint.source import identity_of, model_order, read_source
 from relayout.conversion.copy import share_memory
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
 from relayout.conversion.resume import fingerprint_of

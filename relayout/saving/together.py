@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from relayout.checkpoint.converted import CONVERTED
-from relayout.checkpoint.identity import identity_of
+from relayout.checkpoint.source import identity_of
 from relayout.conversion.copy import run_unit
 from relayout.conversion.jobs import complete_parts
 from relayout.conversion.journal import Journal, TensorDigests, Written, read_journal

@@ -20,9 +20,7 @@ from support.local_stores import staging_folder
 from support.planning import slice_nbytes
 
 import relayout
-from relayout.checkpoint import identity
-from relayout.checkpoint.identity import identity_of
-from relayout.checkpoint.source import read_source
+from relayout.checkpoint.source import identity_of, read_source
 from relayout.commands.convert import convert, plan_conversion
 from relayout.conversion.copy import FileSink
 from relayout.conversion.journal import JOURNAL_NAME, Journal, Written, read_journal
@@ -509,8 +507,8 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(work: Path) -> None:
 
 def test_what_was_noted_is_compared_with_the_source_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if nothing tells the other source from the first: not one of the samples, and no time."""
-    monkeypatch.setattr(identity, "samples_of", lambda *_: {})
-    monkeypatch.setattr(identity, "place_of", lambda path: [str(path)])
+    monkeypatch.setattr("relayout.checkpoint.source.samples_of", lambda *_: {})
+    monkeypatch.setattr("relayout.checkpoint.source.place_of", lambda path: [str(path)])
     interrupt(work)
     times = {path: path.stat().st_mtime_ns for path in source_of(work).iterdir()}
     write_source(source_of(work), seed=1)

@@ -20,7 +20,6 @@ from support.planning import conversion_of, plan_of
 from support.profile import sample
 
 import relayout
-from relayout.checkpoint import identity
 from relayout.conversion.copy import run_steps
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.conversion.layout import Conversion
@@ -109,7 +108,7 @@ def test_only_what_the_ranks_need_is_read(llama: Path, tmp_path: Path, monkeypat
         true_read(self, offset, view)
         read.append((self.path.name, offset, view.nbytes))
 
-    monkeypatch.setattr(identity, "samples_of", lambda *_: {})
+    monkeypatch.setattr("relayout.checkpoint.source.samples_of", lambda *_: {})
     monkeypatch.setattr(InputFile, "read", noting)
     source = read_source(llama)
     relayout.convert(llama, tmp_path / "out", tp=TP, ranks=[1], threads=1, memory="4MiB")
@@ -142,7 +141,7 @@ def test_an_interrupted_conversion_of_some_ranks_resumes(
             raise OSError(errno.EIO, "no longer", str(self.path))
         true_read(self, offset, view)
 
-    monkeypatch.setattr(identity, "samples_of", lambda *_: {})
+    monkeypatch.setattr("relayout.checkpoint.source.samples_of", lambda *_: {})
     with monkeypatch.context() as patch:
         patch.setattr(InputFile, "read", failing)
         with pytest.raises(OSError, match="no longer"):

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from relayout.core.extents import Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError
-from relayout.format.arena import ArenaLayout, plan_arena
-from relayout.format.index import IndexedFile, Manifest, RankEntry, RankTable, Read, TensorKind
+from relayout.format.index import ArenaLayout, IndexedFile, Manifest, RankEntry, RankTable, Read, TensorKind, plan_arena
 from relayout.format.manifest import decompress, dump_manifest, parse_manifest
 from relayout.format.rank_table import dump_table, parse_table
 

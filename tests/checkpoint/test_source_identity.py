@@ -16,9 +16,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from relayout.checkpoint import identity
-from relayout.checkpoint.identity import SourceIdentity, identity_of, place_of, samples_of
-from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, read_source
+from relayout.checkpoint.source import (
+    SourceCheckpoint,
+    SourceFile,
+    SourceIdentity,
+    SourceTensor,
+    identity_of,
+    place_of,
+    read_source,
+    samples_of,
+)
 from relayout.core.arguments import collapse_numbers
 from relayout.core.extents import Extent
 from relayout.storage.local.store import LocalStore
@@ -120,7 +127,7 @@ def test_inodes_count_where_they_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_kept: bool
 ) -> None:
     """Some file systems number their files anew at each mount."""
-    monkeypatch.setattr(identity, "_kind_at", lambda folder, device: kind)
+    monkeypatch.setattr("relayout.checkpoint.source._kind_at", lambda folder, device: kind)
     assert (tmp_path.stat().st_ino in place_of(tmp_path)) == is_kept
 
 

@@ -22,8 +22,9 @@ Value = TypeVar("Value")
 
 _QUIET_SECONDS = 3.0
 """How long members may be late without a word."""
-_CONNECT_SECONDS = 60.0
-"""How long members that have all called may take to connect. It takes a second; one that is killed then never does."""
+_CONNECT_SECONDS = 8.0
+"""What gloo is given to connect members that have all called: it waits as long for each other's addresses, and then five
+times as long for each connection. A member that is killed on the way is waited for, so it ends within a minute."""
 
 
 def _as_of(member: int, error: BaseException) -> Exception:
@@ -64,14 +65,14 @@ class Group:
         if not dist.is_initialized() or dist.get_rank(group) < 0:
             raise PlanError("group: this process is not a member", code="option")
         self.index: int = dist.get_rank(group)
-        """Of this member, from 0."""
+        """The number of this member, from 0."""
         self.num_members: int = dist.get_world_size(group)
         self._process = os.getpid()
         """A fork is no member."""
         self.is_broken = False
         """Whether a collective call failed: the group can no longer be used, and it may still write to memory."""
         self._number: int | None = None
-        """Of this call among all that this member has made in the group; None: it has not met the others yet."""
+        """The number of this call among all of this member in the group; None: it has not met the others yet."""
         self.is_over = False
         """Whether no member waits for this one any more: the load is done, or all know that it has failed."""
 
@@ -99,20 +100,46 @@ class Group:
         """A new group of the same processes, for messages from host memory that meet none of this one's.
 
         Raises:
-            OSError: a member is gone, or has not called within the timeout of torch.distributed.
+            OSError: a member is gone, or has not called within the timeout of the group, or of torch.distributed.
         """
         import torch.distributed as dist
         from torch.distributed.constants import default_pg_timeout as usual
 
         ranks = dist.get_process_group_ranks(self._group)
         with self._naming_missing():
-            connecting = usual
-            if (store := self._store) is not None:  # A late member is waited for here; to connect, all are there.
-                store.wait([self._key(member) for member in range(self.num_members)], usual)
-                connecting = timedelta(seconds=_CONNECT_SECONDS)
+            # A late member is waited for here; to connect, all are there.
+            connecting = timedelta(seconds=_CONNECT_SECONDS) if self._all_called(usual) else usual
             made = cast("ProcessGroup", dist.new_group(ranks, connecting, "gloo", use_local_synchronization=True))
         made.set_timeout(usual)
         return made
+
+    def _all_called(self, limit: timedelta) -> bool:
+        """Wait until all members have called: by a message of each to each, by which gloo tells at once who is gone.
+
+        Without gloo, by the store, up to a limit.
+
+        Returns:
+            False: nobody can tell.
+        """
+        import torch
+
+        if self._has_gloo:
+            hello = torch.zeros(self.num_members, dtype=torch.uint8)
+            self.exchange(hello, [1] * self.num_members, torch.empty_like(hello), [1] * self.num_members)
+            return True
+        if (store := self._store) is None:
+            return False
+        store.wait([self._key(member) for member in range(self.num_members)], limit)
+        return True
+
+    @property
+    def _has_gloo(self) -> bool:
+        """Whether messages from host memory go by gloo."""
+        import torch
+
+        with suppress(AttributeError, RuntimeError):
+            return bool(self._group._get_backend(torch.device("cpu")).name() == "gloo")
+        return False
 
     @contextmanager
     def _naming_missing(self) -> Iterator[None]:

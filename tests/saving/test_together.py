@@ -191,9 +191,11 @@ def test_a_member_that_is_killed_before_it_connects_fails_the_others_and_a_late_
     assert done.returncode == 0, done.stderr
     for number in (0, 1, 3):
         seen = json.loads((tmp_path / f"member-{number}.json").read_text())
-        kind, message = seen.pop("killed")
+        for case in ("killed", "gone"):
+            kind, message = seen.pop(case)
+            assert (kind, "a member may be gone" in message) == ("ConnectionAbortedError", True)
+        assert "of 4 members these have not called: 2" in message
         assert seen == {"late for the first": None, "late for the next": None}
-        assert (kind, "a member may be gone" in message) == ("ConnectionAbortedError", True)
 
 
 @pytest.mark.parametrize(

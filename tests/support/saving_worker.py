@@ -88,8 +88,9 @@ def _one_is_missing(folder: Path, number: int) -> None:
 
     collectives._QUIET_SECONDS = 0.2
     join(folder, number)
-    seen, groups = Seen(folder, number), [dist.new_group(range(NUM_MEMBERS)) for _ in range(2)]
-    constants.default_pg_timeout = timedelta(seconds=3)
+    seen, limit = Seen(folder, number), timedelta(seconds=3)
+    groups = [dist.new_group(range(NUM_MEMBERS), timeout=limit) for _ in range(2)]
+    constants.default_pg_timeout = limit
 
     def case(name: str, group: Any) -> None:
         options: dict[str, Any] = {"config": {"model_type": "llama"}, "tp": 1, "force": True, "group": group}
@@ -104,7 +105,7 @@ def _one_is_missing(folder: Path, number: int) -> None:
 
 
 def connecting() -> None:
-    """`FOLDER`: members have little time to connect; one is late, and then one is killed when it is about to."""
+    """`FOLDER`: members have little time to connect; one is late, then one is killed when it is about to, and is gone."""
     codes = forked(partial(_connecting, Path(sys.argv[1])))
     assert codes == [0, 0, -signal.SIGKILL, 0], codes
 
@@ -118,7 +119,7 @@ def _connecting(folder: Path, number: int) -> None:
 
     collectives._QUIET_SECONDS, collectives._CONNECT_SECONDS = 0.2, 2.0
     join(folder, number)
-    seen, groups = Seen(folder, number), [dist.new_group(range(NUM_MEMBERS)) for _ in range(2)]
+    seen, groups = Seen(folder, number), [dist.new_group(range(NUM_MEMBERS)) for _ in range(3)]
     options: dict[str, Any] = {"config": {"model_type": "llama"}, "tp": 1, "force": True}
 
     def case(name: str, group: Any) -> None:
@@ -131,6 +132,7 @@ def _connecting(folder: Path, number: int) -> None:
     if number == 2:
         dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     case("killed", groups[1])
+    case("gone", groups[2])
 
 
 def models() -> list[str]:

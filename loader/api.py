@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from relayout.errors import FormatError, PlanError
-from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.loading import Options, load_arena, options_of
-from relayout.loader.reads import ArenaPlan
-from relayout.loader.sources.base import RankSource
-from relayout.loader.sources.checkpoint import changed_rank, doubt_cache, find_rank, lease_of
-from relayout.loader.sources.columns import Names
+from relayout.errors import FormatError, PlanError, warn
+from relayout.loader.loading import Asked, Options, error_hints, load_arena, warn_if_slow
+from relayout.loader.sources.checkpoint import doubt_cache, doubting
+from relayout.loader.sources.rank import RankSource
 from relayout.progress import Progress
 
 if TYPE_CHECKING:
@@ -23,9 +19,8 @@ if TYPE_CHECKING:
 
     from relayout.checkpoint.delta import Paths
     from relayout.checkpoint.trust import Trust
-    from relayout.loader.sources.columns import TensorColumns
+    from relayout.loader.sources.rank import TensorColumns
     from relayout.storage.cache_folder import CacheOption
-    from relayout.storage.protocols import Store
 
 
 def load(
@@ -107,45 +102,50 @@ def load(
         >>> list(tensors)
         ['model.norm.weight']
     """
-
-    def prepare() -> tuple[RankSource, ArenaPlan, Options]:
-        if into is not None:
-            raise PlanError("group cannot be combined with into: a group loads into new memory", code="option")
-        options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify, cache, None, deltas, trust, is_shared=True)
-        return source, source.arena(names), options
-
+    asked = Asked(
+        path=path,
+        rank=rank,
+        device=device,
+        backend=backend,
+        names=names,
+        verify=verify,
+        threads=threads,
+        memory=memory,
+        progress=progress,
+        into=into,
+        tp=tp,
+        cache=cache,
+        deltas=deltas,
+        trust=trust,
+        is_shared=group is not None,
+    )
     with error_hints():
         if group is not None:
             from relayout.loader.group.sharing import load_together
 
-            return load_together(prepare, group, names)
-        options = options_of(device, backend, verify, threads, memory, progress)
-        find = partial(find_source, path, rank, tp, verify, progress=progress, deltas=deltas, trust=trust)
-        source = find(cache=cache)
+            return load_together(asked, group)
+        options, source = asked.options(), asked.source()
         try:
-            return _load(source, names, into, options)
+            return _load(asked, source, options)
         except FormatError as error:
-            if not doubt_cache(source):
+            if not doubt_cache(source, error):
                 raise
-            warnings.warn(f"{error}: loading again; `relayout cache list` lists the entries", stacklevel=2)
-        return _load(find(cache=cache), names, into, options)
+            warn(f"{error}: loading again")
+        return _load(asked, asked.source(), options)
 
 
-def _load(
-    source: RankSource, names: Names, into: Mapping[str, torch.Tensor] | None, options: Options
-) -> dict[str, torch.Tensor]:
-    if into is None:
-        plan = source.arena(names)
-        warn_if_slow(source, stacklevel=4)
+def _load(asked: Asked, source: RankSource, options: Options) -> dict[str, torch.Tensor]:
+    if asked.into is None:
+        plan = source.arena(asked.names)
+        warn_if_slow(source)
         return load_arena(plan, options)
-    if not into and names is None:
+    if not asked.into and asked.names is None:
         raise PlanError("into: no tensors to fill; leave it out to load into new memory", code="option")
     from relayout.loader.into import load_into
 
     contents = source.contents()
-    warn_if_slow(source, stacklevel=4)
-    return load_into(contents, into, names, options)
+    warn_if_slow(source)
+    return load_into(contents, asked.into, asked.names, options)
 
 
 def iter_load(
@@ -194,74 +194,36 @@ def iter_load(
         >>> sum(tensor.nbytes for name, tensor in relayout.iter_load("llama-3.1-8b-tp8", rank=3)) > 200_000
         True
     """
-
-    def prepare() -> tuple[RankSource, TensorColumns, Options]:
-        options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify, cache, None, deltas, trust, is_shared=True)
-        return source, source.contents(names), options
-
+    asked = Asked(
+        path=path,
+        rank=rank,
+        device=device,
+        backend=backend,
+        names=names,
+        verify=verify,
+        threads=threads,
+        memory=memory,
+        progress=progress,
+        tp=tp,
+        cache=cache,
+        deltas=deltas,
+        trust=trust,
+        is_shared=group is not None,
+    )
     with error_hints():
         if group is not None:
             from relayout.loader.group.collectives import Group
             from relayout.loader.group.sharing import stream_together
 
-            return stream_together(prepare, Group(group))
+            return stream_together(partial(_prepared, asked), Group(group))
         from relayout.loader.stream import stream
 
-        options = options_of(device, backend, verify, threads, memory, progress)
-        source = find_source(path, rank, tp, verify, cache, progress, deltas, trust)
-        contents = source.contents(names)
+        source, contents, options = _prepared(asked)
         warn_if_slow(source)
         return doubting(stream(contents, options), source)
 
 
-def doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. If they are from a cache, the next load makes an entry again in which this one finds damage."""
-    return tensors if lease_of(source) is None else _doubting(tensors, source)
-
-
-def _doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        yield from tensors
-    except FormatError as error:
-        doubt_cache(source)
-        error.amend(
-            what=f"{error.what}; the next load makes this entry of the cache again (`relayout cache list` lists them)"
-        )
-        raise
-
-
-def find_source(
-    path: str | os.PathLike[str] | Store,
-    rank: int,
-    tp: int | None,
-    verify: bool,
-    cache: CacheOption = None,
-    progress: Progress = None,
-    deltas: Paths = (),
-    trust: Trust = None,
-    *,
-    is_shared: bool = False,
-) -> RankSource:
-    """The rank's source; with `is_shared`, for a load that the members of a group share.
-
-    Raises:
-        FormatError, OSError: as `find_rank`, and `changed_rank` of deltas.
-        PlanError: the same; or `verify` is set and the checkpoint is a plain one; or a group asks for a cache.
-    """
-    if is_shared and cache:
-        what = "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it"
-        raise PlanError(what, code="option")
-    source = find_rank(path, rank, tp, "" if is_shared else cache, progress, trust)
-    if deltas:
-        source = changed_rank(source, tp, deltas)
-    if verify and source.is_plain:
-        what = "cannot be verified: only converted checkpoints have digests"
-        raise PlanError(what, path=str(source.store), code="unsupported")
-    return source
-
-
-def warn_if_slow(source: RankSource, stacklevel: int = 3) -> None:
-    """Warn, by default at the line of the caller's caller, if there is a faster way to load."""
-    if source.slow_because is not None:
-        warnings.warn(source.slow_because, stacklevel=stacklevel)
+def _prepared(asked: Asked) -> tuple[RankSource, TensorColumns, Options]:
+    """Where a load reads from, what, and how."""
+    options, source = asked.options(), asked.source()
+    return source, source.contents(asked.names), options

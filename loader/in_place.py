@@ -21,8 +21,8 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.delta import NEW, OLD, are_alike
 from relayout.format.index import Manifest, RankTable, chunks_over
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
-from relayout.loader.diagnose.hints import error_hints
 from relayout.loader.into import bump_versions, check_tensors, sharing_memory
+from relayout.loader.loading import error_hints
 from relayout.loader.sources.checkpoint import contents_of
 from relayout.loader.tensors import bytes_of
 from relayout.progress import Progress, reporting
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     import torch
 
 _PIECE_NBYTES = 8 * 2**20
-"""What a thread copies from a device at once."""
+"""Bytes that a thread copies from a device at once."""
 _BATCH_NBYTES = 4 * 2**20
-"""What a thread reads of a delta at once, or one piece."""
+"""Bytes that a thread reads of a delta at once, or one piece."""
 
 
 def apply(
@@ -104,12 +104,12 @@ def apply(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A part of a tensor that lies in one piece."""
+class _ChangedPart:
+    """A part of a tensor whose bytes are all in one piece of a weight file."""
 
     name: str
     offset: int
-    """In the tensor, in bytes."""
+    """Offset in the tensor, in bytes."""
     place: int
     """Offset in the piece."""
     nbytes: int
@@ -117,14 +117,14 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What is to be done."""
+    """A change of tensors by a delta: which bytes change, and who changes them."""
 
     changes: Mapping[int, Changes]
-    """Of each file of the rank that has changed."""
+    """The changes of each file of the rank that has changed."""
     tensors: Mapping[str, torch.Tensor]
-    """Their bytes: 1-D, uint8."""
-    parts: Mapping[int, Mapping[int, Sequence[_Part]]]
-    """Of these files, in each piece that has changed."""
+    """The bytes of the tensors: 1-D, uint8."""
+    parts: Mapping[int, Mapping[int, Sequence[_ChangedPart]]]
+    """The parts of tensors in each piece that has changed, by file and piece."""
     threads: int
     progress: Progress
 
@@ -221,10 +221,10 @@ def _check(table: RankTable, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _parts(
     manifest: Manifest, table: RankTable, changes: Mapping[int, Changes], names: Container[str]
-) -> dict[int, dict[int, list[_Part]]]:
-    """Which bytes of the tensors of these names lie in each piece that has changed."""
+) -> dict[int, dict[int, list[_ChangedPart]]]:
+    """The parts of the tensors of these names that lie in each piece that has changed."""
     numbers = manifest.holders[table.rank].files
-    parts: dict[int, dict[int, list[_Part]]] = {index: {} for index in changes}
+    parts: dict[int, dict[int, list[_ChangedPart]]] = {index: {} for index in changes}
     contents = contents_of((), table, [index in manifest.shared for index in numbers])
     for name, reads in zip(contents.names, contents.reads, strict=True):
         for read in reads if name in names else ():
@@ -234,13 +234,13 @@ def _parts(
                 for number, chunk, part in chunks_over(extent, file.data_start, file.nbytes, manifest.chunk_nbytes):
                     if changes[index].index.place(1 + number, 2 + number).nbytes:
                         offset = run.target + part.offset - run.source
-                        found = _Part(name, offset, part.offset - chunk.offset, part.nbytes)
+                        found = _ChangedPart(name, offset, part.offset - chunk.offset, part.nbytes)
                         parts[index].setdefault(1 + number, []).append(found)
     return parts
 
 
 def _digest(tensor: torch.Tensor, buffer: Buffer) -> str:
-    """Of a tensor's bytes, of which those on a device are copied here, piece by piece."""
+    """The digest of a tensor's bytes; those on a device are copied to `buffer`, piece by piece."""
     import torch
 
     if _is_on_host(tensor):

@@ -12,8 +12,7 @@ from relayout.loader.backends.base import Backend, ReadJob
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.budgets import Budget
 from relayout.loader.loading import Options, load_arena
-from relayout.loader.reads import pack, place_at
-from relayout.loader.sources.columns import Names, TensorColumns, select
+from relayout.loader.sources.rank import Names, TensorColumns, pack, place_at, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import Strided, bytes_of, sharing, torch_dtype, torch_shape
 from relayout.progress import reporting

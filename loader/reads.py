@@ -1,4 +1,4 @@
-"""What a load reads: which bytes of files go where in memory, and the requests that bring them. Pure.
+"""The requests that bring what a load reads. Pure.
 
 A read whose target is congruent with its file offset, modulo the alignment, goes directly into the arena, except for
 the edges that do not fill a block. Everything else goes through a bounce buffer: edges, reads whose target is not
@@ -9,57 +9,12 @@ chunks, so that none is read and hashed twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from relayout.core.extents import Extent, Grid, Transfer, align_down, align_up, coalesce, split
-from relayout.format.index import ARENA_ALIGNMENT, Read, place
-from relayout.loader.sources.columns import TensorColumns
-from relayout.loader.sources.stored import StoredFile
+from relayout.core.extents import Extent, Grid, Transfer, align_down, coalesce, split
+from relayout.format.index import Read
 from relayout.storage.protocols import RequestCost
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaPlan:
-    """One allocation for tensors, and how it is filled."""
-
-    files: tuple[StoredFile, ...]
-    reads: tuple[Read, ...]
-    """What fills the arena. Targets do not overlap."""
-    arena_nbytes: int
-    nbytes: int
-    """Bytes of the tensors, without what lies between them."""
-    tensors: Callable[[], TensorColumns]
-    """Returns the tensors and their offsets. This may parse a rank table; call it while bytes arrive."""
-
-
-def pack(tensors: TensorColumns) -> ArenaPlan:
-    """The plan for an arena that holds just these tensors."""
-    sizes = tensors.sizes()
-    layout = place(tensors.reads, sizes)
-    return ArenaPlan(tensors.files, layout.reads, layout.nbytes, sum(sizes), lambda: tensors.at(layout.offsets))
-
-
-def place_at(tensors: Sequence[tuple[Read, ...]], offsets: Sequence[int]) -> tuple[Read, ...]:
-    """The reads of tensors that are at given arena offsets."""
-    return tuple(
-        Read(read.file, read.transfer.shifted(target=offset))
-        for reads, offset in zip(tensors, offsets, strict=True)
-        for read in reads
-    )
-
-
-def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Divide tensors, in order, into batches of at most `limit` bytes; a larger tensor is a batch of its own."""
-    first = total = 0
-    for row, nbytes in enumerate(sizes):
-        padded = align_up(nbytes, ARENA_ALIGNMENT)
-        if row > first and total + padded > limit:
-            yield range(first, row)
-            first, total = row, 0
-        total += padded
-    if first < len(sizes):
-        yield range(first, len(sizes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic
@@ -15,18 +15,15 @@ from relayout.errors import PlanError
 from relayout.format.index import Placement, place
 from relayout.loader.backends.base import Allocation, Backend, Pool, ReadJob, RunningJob, Span, choose
 from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
-from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.loading import Options
-from relayout.loader.reads import batches
-from relayout.loader.sources.columns import TensorColumns
-from relayout.loader.sources.stored import cost_of
+from relayout.loader.loading import Options, error_hints
+from relayout.loader.sources.rank import TensorColumns, batches, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting
 
 if TYPE_CHECKING:
     import torch
 
-    from relayout.loader.group.sharing import Sharing
+    from relayout.format.index import Read
 
 _NUM_BATCHES = 4
 """The bytes in flight are divided into so many batches: one is used while the others are read."""
@@ -35,13 +32,50 @@ _SLACK = 2 * BLOCK
 """Bytes that aligning a tensor may waste."""
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Consecutive tensors that share an arena."""
+
+    start: int
+    """Offset of the arena in the address space of all batches."""
+    layout: Placement
+    tensors: TensorColumns
+    """The tensors, at offsets relative to the arena."""
+    nbytes: int
+    """Bytes of the tensors."""
+
+
+class Reader:
+    """How this process takes part in the reads of a stream: alone, it reads all. The members of a group share them."""
+
+    def least(self, nbytes: int) -> int:
+        """The least of what each process may read ahead: all need the same batches, on machines that are not alike."""
+        return nbytes
+
+    def reads_of(self, batch: Batch) -> Sequence[Read]:
+        """What this process reads of a batch."""
+        return batch.layout.reads
+
+    def collective(self) -> AbstractContextManager[None]:
+        """A block that all processes carry out: one that fails in it fails all."""
+        return nullcontext()
+
+    def complete(self, batch: Batch, memory: torch.Tensor, num_threads: int) -> None:
+        """Fill what others have read of a batch; what this process reads of it has arrived."""
+
+    @property
+    def may_discard(self) -> bool:
+        """Whether nobody else writes to this process's memory any more."""
+        return True
+
+
 def stream(
-    contents: TensorColumns, options: Options, sharing: Sharing | None = None
+    contents: TensorColumns, options: Options, reader: Reader | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in order; bytes that wait to be yielded and buffers take `options.memory` at most.
 
     Args:
-        sharing: with the members of a group, who all stream the same; each reads a part.
+        reader: of a group, whose members all stream the same; by default this process reads all.
 
     Raises:
         PlanError: the largest tensor needs more.
@@ -49,7 +83,7 @@ def stream(
     contents = replace(contents, files=options.proving(contents.files))
     backend = choose(options.backend, options.device, contents.files)
     budget, bound = _bounds(contents, backend, options)
-    return _with_hints(_stream(contents, backend, budget, bound, options, sharing))
+    return _stream(contents, backend, budget, bound, options, reader or Reader())
 
 
 def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) -> tuple[Budget, int]:
@@ -93,12 +127,6 @@ def least_memory(contents: TensorColumns) -> int:
     return needed + max(MIN_BUFFER, needed // (_NUM_BATCHES - 1))
 
 
-def _with_hints(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors; errors get hints."""
-    with error_hints():
-        yield from tensors
-
-
 class PartCounter:
     """Counts the bytes of parts of an address space that are still to arrive. Thread-safe."""
 
@@ -128,27 +156,14 @@ class PartCounter:
             return not self._left[part]
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Tensors that share an arena."""
-
-    start: int
-    """Offset of the arena in the address space of all batches."""
-    layout: Placement
-    tensors: TensorColumns
-    """Offsets are relative to the arena."""
-    nbytes: int
-    """Of the tensors."""
-
-
-def _plan_batches(contents: TensorColumns, limit: int) -> Iterator[_Batch]:
+def _plan_batches(contents: TensorColumns, limit: int) -> Iterator[Batch]:
     start, sizes = 0, contents.sizes()
     for rows in batches(sizes, limit):
         piece = slice(rows.start, rows.stop)
         layout = place(contents.reads[piece], sizes[piece], start)
         offsets = [offset - start for offset in layout.offsets]
         names, dtypes, shapes = contents.names[piece], contents.dtypes[piece], contents.shapes[piece]
-        yield _Batch(start, layout, TensorColumns(names, dtypes, shapes, offsets=offsets), sum(sizes[piece]))
+        yield Batch(start, layout, TensorColumns(names, dtypes, shapes, offsets=offsets), sum(sizes[piece]))
         start += max(layout.nbytes, BLOCK)  # No two batches at one offset.
 
 
@@ -156,7 +171,7 @@ class _Window(Generic[Span]):
     """One address space for all batches. Some have memory; a thread that reads into another batch waits."""
 
     def __init__(
-        self, pool: Pool[Span], parts: Sequence[_Batch], counter: PartCounter, arena_nbytes: int, bound: int, stop: Stop
+        self, pool: Pool[Span], parts: Sequence[Batch], counter: PartCounter, arena_nbytes: int, bound: int, stop: Stop
     ) -> None:
         """Open batches have at most `bound` bytes in all, but one is always open. Most take `arena_nbytes`."""
         self._pool = pool
@@ -217,70 +232,92 @@ class _Window(Generic[Span]):
         return arena.span(offset - self._parts[part].start, nbytes)
 
 
-def _stream(
-    contents: TensorColumns,
-    backend: Backend[Any],
-    budget: Budget,
-    bound: int,
-    options: Options,
-    sharing: Sharing | None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    group = None if sharing is None else sharing.group
-    collective = nullcontext if group is None else group.collective
-    if group is not None:
-        bound = min(group.all_gather(bound))  # All need the same batches, on machines that are not alike, too.
-    arena_nbytes = bound // _NUM_BATCHES
-    parts = list(_plan_batches(contents, arena_nbytes * 3 // 4))  # Alignment wastes some.
-    rounds = None
-    if sharing is not None:
-        rounds = [sharing.round(sharing.portions(part.layout.reads, part.start)) for part in parts]
-    reads = [part.layout.reads for part in parts] if rounds is None else [each.reads for each in rounds]
-    stop = Stop()
-    sizes = [sum(read.transfer.total_nbytes for read in part) for part in reads]
-    counter = PartCounter([part.start for part in parts], sizes, stop)
-    pool = backend.pool(arena_nbytes)
-    window = _Window(pool, parts, counter, arena_nbytes, bound, stop)
-    job = ReadJob(contents.files, tuple(chain.from_iterable(reads)), budget, counter.count, stop)
-    done = 0
-    running: RunningJob | None = None
-    views: dict[str, torch.Tensor] = {}
-    with reporting(options.progress, "loading", sum(part.nbytes for part in parts)) as report:
-        try:
-            with collective():
-                running = backend.start(window, job)
-            for index, part in enumerate(parts):
-                with collective():
-                    if not window.wait(index):
-                        running.join()  # Raises the job's error.
-                    running.settle()
-                memory = window.take(index)
-                if group is not None and rounds is not None:
-                    group.broadcast(rounds[index].within(memory, part.start))
-                    assert sharing is not None
-                    sharing.prove(part.layout.reads, [rounds[index]], memory, part.start, budget.threads)
-                views = make_views(to_device(memory, options.device), part.tensors)
-                del memory
-                done += part.nbytes
-                report(done)
-                yield from _each(views, running, stop)
-                window.give(index)
-            with collective():
-                running.join()
-        finally:
-            if running is not None:
-                running.cancel()
-            views.clear()
-            pool.close()
-            if group is None or not group.is_broken:
-                window.discard()
+class _Arriving:
+    """The batches of a stream while they are read. Not thread-safe."""
 
+    def __init__(
+        self,
+        contents: TensorColumns,
+        backend: Backend[Any],
+        budget: Budget,
+        bound: int,
+        options: Options,
+        reader: Reader,
+    ) -> None:
+        """Plan all batches, of at most `bound` bytes in all that are read ahead."""
+        arena_nbytes = bound // _NUM_BATCHES
+        self.batches = list(_plan_batches(contents, arena_nbytes * 3 // 4))  # Alignment wastes some.
+        self._reader = reader
+        self._backend = backend
+        self._device = options.device
+        self._stop = Stop()
+        reads = [reader.reads_of(batch) for batch in self.batches]
+        sizes = [sum(read.transfer.total_nbytes for read in part) for part in reads]
+        counter = PartCounter([batch.start for batch in self.batches], sizes, self._stop)
+        self._pool = backend.pool(arena_nbytes)
+        self._window = _Window(self._pool, self.batches, counter, arena_nbytes, bound, self._stop)
+        planned = tuple(chain.from_iterable(reads))
+        self._job = ReadJob(contents.files, planned, budget, counter.count, self._stop)
+        self._running: RunningJob | None = None
+        self._views: dict[str, torch.Tensor] = {}
 
-def _each(views: dict[str, torch.Tensor], running: RunningJob, stop: Stop) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that have arrived, and keep no reference to them."""
-    stream = running.current_stream
-    for name in list(views):
-        if running.current_stream != stream:  # Another thread may call `next`: its stream must wait, too.
-            stream = running.current_stream
+    def start(self) -> None:
+        """Begin to read."""
+        with self._reader.collective():
+            self._running = self._backend.start(self._window, self._job)
+
+    def tensors(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a batch, which `wait` has waited for, and keep no reference to them."""
+        running = self._running
+        assert running is not None
+        current = running.current_stream
+        for name in list(self._views):
+            if running.current_stream != current:  # Another thread may call `next`: its stream must wait, too.
+                current = running.current_stream
+                running.settle()
+            yield name, self._views.pop(name)
+            self._stop.check_process()
+        self._window.give(index)
+
+    def wait(self, index: int) -> None:
+        """Wait for the next batch; for errors see `RunningJob.join`."""
+        running, batch = self._running, self.batches[index]
+        assert running is not None
+        with self._reader.collective():
+            if not self._window.wait(index):
+                running.join()  # Raises the job's error.
             running.settle()
-        yield name, views.pop(name)
-        stop.check_process()
+        memory = self._window.take(index)
+        self._reader.complete(batch, memory, self._job.budget.threads)
+        self._views = make_views(to_device(memory, self._device), batch.tensors)
+
+    def join(self) -> None:
+        """End the job, of which all batches have been taken."""
+        with self._reader.collective():
+            assert self._running is not None
+            self._running.join()
+
+    def close(self) -> None:
+        """End the job, wherever it is, and free all memory but that of tensors that were yielded."""
+        if self._running is not None:
+            self._running.cancel()
+        self._views.clear()
+        self._pool.close()
+        if self._reader.may_discard:
+            self._window.discard()
+
+
+def _stream(
+    contents: TensorColumns, backend: Backend[Any], budget: Budget, bound: int, options: Options, reader: Reader
+) -> Iterator[tuple[str, torch.Tensor]]:
+    with error_hints():
+        arriving = _Arriving(contents, backend, budget, reader.least(bound), options, reader)
+        total, done = sum(batch.nbytes for batch in arriving.batches), 0
+        with reporting(options.progress, "loading", total) as report, closing(arriving):
+            arriving.start()
+            for index, batch in enumerate(arriving.batches):
+                arriving.wait(index)
+                done += batch.nbytes
+                report(done)
+                yield from arriving.tensors(index)
+            arriving.join()

@@ -19,7 +19,7 @@ from relayout.errors import PlanError
 if TYPE_CHECKING:
     import torch
 
-    from relayout.loader.sources.columns import TensorColumns
+    from relayout.loader.sources.rank import TensorColumns
 
 _TORCH_NAMES = {
     "BOOL": "bool",

@@ -1,25 +1,33 @@
-"""`open` and `safe_open`: a rank's slices, or whole tensors, with the interface of `safetensors.safe_open`."""
+"""`open` and `safe_open`: a rank's slices, or whole tensors, with the interface of `safetensors.safe_open`.
+
+Where the files are on this machine, tensors are mapped pages of them, read when they are first used; engines map draft
+models so, too.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from relayout.core.extents import Transfer, align_down, align_up
 from relayout.core.slices import Range, Slice
-from relayout.errors import PlanError, did_you_mean
-from relayout.loader.api import find_source, warn_if_slow
-from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.loading import Options, load_arena, options_of
-from relayout.loader.mapped import can_map, map_tensors
-from relayout.loader.reads import pack
-from relayout.loader.sources.base import Pieces, RankSource
+from relayout.errors import FormatError, PlanError, did_you_mean
+from relayout.format.index import Read
+from relayout.loader.backends.base import ReadJob
+from relayout.loader.backends.files import ReadableFiles
+from relayout.loader.backends.host import MAP_FIXED, HostArena, HostBackend, allocate
+from relayout.loader.budgets import HOST_BUFFERS, plan_budget
+from relayout.loader.loading import Asked, Options, error_hints, load_arena, warn_if_slow
 from relayout.loader.sources.checkpoint import find_whole
-from relayout.loader.sources.columns import Names
+from relayout.loader.sources.rank import ArenaPlan, Names, Pieces, RankSource, StoredFile, pack
 from relayout.loader.stream import stream
-from relayout.loader.tensors import check_mode, to_device
-from relayout.storage.protocols import Closable
+from relayout.loader.tensors import check_mode, make_views, to_device
+from relayout.storage.libc import map_file
+from relayout.storage.protocols import Access, Closable
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +36,13 @@ if TYPE_CHECKING:
     from relayout.checkpoint.trust import Trust
     from relayout.storage.cache_folder import CacheOption
 
+_FLAGS = mmap.MAP_PRIVATE | MAP_FIXED
+"""Replace the arena's own pages. Private: a write to a tensor copies the page."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which part of a whole tensor a rank holds.
+    """The part of a whole tensor that a rank holds.
 
     Example:
         >>> import relayout
@@ -41,7 +52,7 @@ class Place:
     """
 
     shape: tuple[int, ...]
-    """Of the whole tensor, in elements."""
+    """The shape of the whole tensor, in elements."""
     part: Slice
     """The dims that are cut, and the ranges along each that the rank holds; or all of the tensor."""
 
@@ -128,7 +139,7 @@ class CheckpointView(Closable):
         self.path = path
         """The folder or URL, as given."""
         self.rank = rank
-        """From 0; 0 for whole tensors."""
+        """The rank, from 0; 0 for whole tensors."""
         self.num_ranks = num_ranks
         """The tensor-parallel degree; 1 for whole tensors."""
         self._is_whole = is_whole
@@ -147,7 +158,7 @@ class CheckpointView(Closable):
         return list(self._pieces.columns.names)
 
     def offset_keys(self) -> list[str]:
-        """The same as `keys`, which are in file order."""
+        """The names, in file order, as `keys` returns them."""
         return self.keys()
 
     def metadata(self) -> dict[str, str] | None:
@@ -159,11 +170,11 @@ class CheckpointView(Closable):
         return dict(self._pieces.metadata()) or None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """As `get_tensor`."""
+        """Read a tensor; see `get_tensor`."""
         return self.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        """Over the names, as over those of a dict; `in` asks for one."""
+        """Iterate over the names, as a dict does; `in` asks for one."""
         return iter(self.keys())
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -188,7 +199,7 @@ class CheckpointView(Closable):
         return TensorSlice(reader, self._pieces, row)
 
     def place(self, name: str) -> Place:
-        """Which part of the whole tensor the rank holds.
+        """The part of the whole tensor that the rank holds.
 
         Raises:
             PlanError: there is no such tensor.
@@ -278,7 +289,7 @@ def bounds(part: int | slice, size: int) -> Range:
 
 
 def within(part: int | slice, length: int) -> int | slice:
-    """The same selection among the `length` elements between its bounds."""
+    """Express a selection relative to its bounds, which have `length` elements between them."""
     return 0 if isinstance(part, int) else slice(0, length, part.step)
 
 
@@ -333,8 +344,8 @@ def open(
         torch.Size([128])
     """
     with error_hints():
-        options = options_of(device, verify=verify)
-        source = find_source(path, rank, tp, verify, cache, trust=trust)
+        asked = Asked(path=path, rank=rank, device=device, verify=verify, tp=tp, cache=cache, trust=trust)
+        options, source = asked.options(), asked.source()
         pieces = source.pieces(names)
         warn_if_slow(source)
         reader = _reader(source, names, pieces, options)
@@ -386,6 +397,63 @@ def safe_open(
     if framework not in ("pt", "torch", "pytorch"):
         raise PlanError(f"framework {framework!r}, expected 'pt'", code="option")
     with error_hints():
-        options = options_of(device)
+        options = Asked(path=path, rank=0, device=device).options()
         pieces = find_whole(path, deltas, trust)
         return CheckpointView(os.fspath(path), 0, 1, pieces, _OnDemand(pieces, options), is_whole=True)
+
+
+def can_map(files: Iterable[StoredFile]) -> bool:
+    """Whether files can be mapped: not those of most stores, nor those whose bytes are proven as they are read."""
+    return all(file.path is not None and not file.is_proven for file in files)
+
+
+def map_tensors(plan: ArenaPlan) -> dict[str, torch.Tensor]:
+    """Map whole pages of the files over a new arena, where offset and address are congruent, and copy the rest.
+
+    A tensor costs nothing until it is used. As with every mapping, using a page that the drive cannot read, or that was
+    truncated, kills the process (SIGBUS).
+
+    Args:
+        plan: its files can be mapped.
+
+    Raises:
+        FormatError, PlanError, MemoryError: as `api.load`.
+        OSError: a read failed, or the file system does not map files into memory.
+    """
+    with error_hints():
+        tensors = plan.tensors()
+        arena = allocate(plan.arena_nbytes)
+        try:
+            with ReadableFiles(plan.files, Access.BUFFERED) as opened:
+                rest = tuple(part for read in plan.reads for part in _map(arena, opened, read))
+                budget = plan_budget(None, None, HOST_BUFFERS)
+                HostBackend(Access.BUFFERED).fill(arena, ReadJob(plan.files, rest, budget))
+                _check_lengths(plan.files, opened)
+            return make_views(arena.tensor(), tensors)
+        except BaseException:
+            arena.discard()
+            raise
+
+
+def _map(arena: HostArena, opened: ReadableFiles, read: Read) -> Iterator[Read]:
+    """Map what can be mapped of a read, and yield what has to be copied."""
+    transfer = read.transfer
+    shift = transfer.target - transfer.source
+    low, high = align_up(transfer.source, mmap.PAGESIZE), align_down(transfer.source_end, mmap.PAGESIZE)
+    if transfer.count > 1 or shift % mmap.PAGESIZE or low >= high:
+        yield read
+        return
+    address = ctypes.addressof(ctypes.c_char.from_buffer(arena.span(low + shift, high - low)))
+    map_file(opened.fd(read.file), low, high - low, flags=_FLAGS, writable=True, address=address)
+    for start, end in ((transfer.source, low), (high, transfer.source_end)):
+        if start < end:
+            yield Read(read.file, Transfer(start, start + shift, end - start))
+
+
+def _check_lengths(files: Iterable[StoredFile], opened: ReadableFiles) -> None:
+    """Check that no file was truncated meanwhile: using its pages would kill the process."""
+    for index, file in enumerate(files):
+        length = os.fstat(opened.fd(index)).st_size
+        if length < file.nbytes:
+            what = f"ends at byte {length}, expected {file.nbytes} bytes"
+            raise FormatError(what, path=file.where, offset=length, code="truncated")

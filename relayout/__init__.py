@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from relayout.errors import FormatError, PlanError, RelayoutError
     from relayout.html_report.page import PageWritten, report
     from relayout.loader.api import iter_load, load
-    from relayout.loader.diagnose.explain import Explanation, explain
+    from relayout.loader.diagnose import Explanation, explain
     from relayout.loader.in_place import apply
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
     from relayout.plans.plan import Plan
@@ -98,7 +98,7 @@ _HOMES = {
     "errors": ("FormatError", "PlanError", "RelayoutError"),
     "html_report.page": ("PageWritten", "report"),
     "loader.api": ("iter_load", "load"),
-    "loader.diagnose.explain": ("Explanation", "explain"),
+    "loader.diagnose": ("Explanation", "explain"),
     "loader.in_place": ("apply",),
     "saving.api": ("save",),
     "storage.cache_folder": ("Cache",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -190,6 +192,16 @@ def about(*, path: Where = None, tensor: str | None = None, part: str | None = N
             tensor=tensor if error.tensor is None else None,
         )
         raise
+
+
+def warn(what: str) -> None:
+    """Warn at the line outside of relayout that led here, however deep inside relayout this is."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "relayout":
+        frame = frame.f_back
+    scope = frame.f_globals
+    registry, module = scope.setdefault("__warningregistry__", {}), scope.get("__name__")
+    warnings.warn_explicit(what, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

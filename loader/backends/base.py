@@ -14,7 +14,7 @@ from relayout.errors import PlanError
 from relayout.format.index import Read
 from relayout.loader.budgets import HOST_BUFFERS, Budget
 from relayout.loader.reads import Request, plan_requests
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.sources.rank import StoredFile
 from relayout.loader.tensors import check_mode
 from relayout.storage.protocols import Access
 

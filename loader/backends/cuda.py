@@ -23,7 +23,7 @@ from relayout.loader.backends.files import ReadableFiles, closed_on_error
 from relayout.loader.backends.host import ThreadedJob, scatter
 from relayout.loader.budgets import MAX_BUFFERS, Budget
 from relayout.loader.reads import Request, plan_requests
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.sources.rank import StoredFile
 from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:

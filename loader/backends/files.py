@@ -12,7 +12,7 @@ from relayout.checkpoint.converted import Proven, check_head
 from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.errors import FormatError
 from relayout.loader.budgets import local_world_size
-from relayout.loader.sources.stored import StoredFile, check_hole
+from relayout.loader.sources.rank import StoredFile, check_hole
 from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file, populate, unmap
 from relayout.storage.local.files import holes

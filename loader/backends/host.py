@@ -31,7 +31,7 @@ from relayout.loader.backends.base import (
 from relayout.loader.backends.files import ReadableFiles, closed_on_error
 from relayout.loader.budgets import MIN_BUFFER, Budget, Pace, steps
 from relayout.loader.reads import Request
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.sources.rank import StoredFile
 from relayout.loader.tensors import check_mode
 from relayout.storage.buffers import Buffer
 from relayout.storage.libc import map_file

@@ -23,8 +23,8 @@ Value = TypeVar("Value")
 _QUIET_SECONDS = 3.0
 """How long members may be late without a word."""
 _CONNECT_SECONDS = 8.0
-"""What gloo is given to connect members that have all called: it waits as long for each other's addresses, and then five
-times as long for each connection. A member that is killed on the way is waited for, so it ends within a minute."""
+"""The time for gloo to connect members that have all called. It waits so long for their addresses, and five times as
+long for each connection: if a member is killed meanwhile, the others wait for less than a minute."""
 
 
 def _as_of(member: int, error: BaseException) -> Exception:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from relayout.checkpoint.source import identity_of as identity_of_source
+from relayout.checkpoint.source import identity_of
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Bytes, copy_runs
 from relayout.core.slices import CutTensor, number_cuts
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
+from relayout.format.index import Read
 from relayout.loader.backends.base import Allocation, ReadJob, RunningJob
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import ThreadedJob, reserve
 from relayout.loader.budgets import Budget
 from relayout.loader.group.collectives import Group
-from relayout.loader.group.exchange_plan import Chunk, Divided, Division, Round, plan_exchange
+from relayout.loader.group.plan import Divided, Division, ExchangedRange, ExchangeRound, plan_exchange
 from relayout.loader.loading import Options
-from relayout.loader.reads import ArenaPlan, place_at
-from relayout.loader.sources.base import RankSource
-from relayout.loader.sources.columns import Names, select
 from relayout.loader.sources.plain import PlainRank
-from relayout.loader.sources.stored import StoredFile, cost_of
+from relayout.loader.sources.rank import (
+    ArenaPlan,
+    Names,
+    RankSource,
+    StoredFile,
+    TensorColumns,
+    cost_of,
+    place_at,
+    select,
+)
 from relayout.loader.tensors import make_views
 from relayout.progress import reporting
 from relayout.storage.buffers import Buffer
@@ -35,84 +42,81 @@ if TYPE_CHECKING:
     import torch
 
 _NUM_BUFFERS = 4
-"""Chunks that a member has read and not sent yet, or is reading."""
+"""Ranges that a member has read and not sent yet, or is reading."""
 
 
-def identity_of(source: RankSource, names: Names, options: Options) -> tuple[str, str]:
-    """What a member loads, but for its rank: as text, and as a digest of all that members must have in common.
+@dataclass(frozen=True, slots=True)
+class ExchangedLoad:
+    """A load of this member's rank of a plain checkpoint. See `sharing.SharedLoad`."""
 
-    Raises:
-        PlanError: the device is not the CPU.
-    """
-    assert isinstance(source, PlainRank)
-    if options.kind != "cpu":
-        raise PlanError(
-            f"group: members load a plain checkpoint to the CPU only, not to {options.device}; convert it",
-            path=str(source.store),
-            code="unsupported",
-        )
-    patterns = [names] if isinstance(names, str) else names and list(names)
-    what = repr(
-        (
-            identity_of_source(source.checkpoint).content,
-            number_cuts(source.cuts),
-            patterns,
-            cost_of(source.files).max_gap_nbytes,
-        )
-    )
-    return f"a rank of {source.num_ranks} of {source.store}", digest_hex(what.encode())
+    group: Group
+    source: PlainRank
+    plan: ArenaPlan
+    names: Names
+    options: Options
+
+    @staticmethod
+    def of(group: Group, source: RankSource, plan: ArenaPlan, names: Names, options: Options) -> ExchangedLoad:
+        """A load by these options of what `plan` has of a plain checkpoint.
+
+        Raises:
+            PlanError: the device is not the CPU.
+        """
+        assert isinstance(source, PlainRank)
+        if options.kind != "cpu":
+            raise PlanError(
+                f"group: members load a plain checkpoint to the CPU only, not to {options.device}; convert it",
+                path=str(source.store),
+                code="unsupported",
+            )
+        return ExchangedLoad(group, source, plan, names, options)
+
+    def identity(self) -> tuple[str, str]:
+        source, names = self.source, self.names
+        patterns = [names] if isinstance(names, str) else names and list(names)
+        content, max_gap_nbytes = identity_of(source.checkpoint).content, cost_of(source.files).max_gap_nbytes
+        what = repr((content, number_cuts(source.cuts), patterns, max_gap_nbytes))
+        return f"a rank of {source.num_ranks} of {source.store}", digest_hex(what.encode())
+
+    def load(self) -> dict[str, torch.Tensor]:
+        group, plan, ranks = self.group, self.plan, self.group.all_gather(self.source.rank)
+        arena: Allocation[Any] | None = None
+        running: list[RunningJob] = []
+        try:
+            with reporting(self.options.progress, "loading", plan.nbytes) as report:
+                with group.collective():
+                    backend, budget = self.options.choose(plan.files)
+                    tensors = plan.tensors()
+                    chosen, divided = _divided(self.source, ranks, self.names)
+                    rounds = plan_exchange(divided, group.num_members)
+                    exchanged = {name for name, one in zip(chosen, divided, strict=True) if one.division.exchanged}
+                    arena = backend.allocate(plan.arena_nbytes)
+                    reads = _reads_alone(tensors, exchanged)
+                    running.append(backend.start(arena, ReadJob(plan.files, reads, budget)))
+                    mine = [piece for each in rounds for piece in each.ranges if piece.member == group.index]
+                    ahead = ReadAhead(self.source.files, mine, backend.access, budget)
+                    running.append(ahead.job)
+                    base, offset_of = arena.tensor(), dict(zip(tensors.names, tensors.offsets, strict=True))
+                    mail = _Mail(group, divided, [offset_of.get(name, 0) for name in chosen], base.numpy(), rounds)
+                done = mail.exchange_all(ahead, report)
+                with group.collective():
+                    done += mail.unpack(rounds[-1] if rounds else None)
+                    ahead.job.join()
+                    running[0].join(report.after(done))
+                    return make_views(base, tensors)
+        except BaseException as error:
+            for job in running:
+                job.cancel()
+            group.fail(error)
+            if arena is not None:
+                arena.discard()
+            raise
 
 
-def load_exchanged(
-    source: RankSource, plan: ArenaPlan, names: Names, options: Options, group: Group
-) -> dict[str, torch.Tensor]:
-    """Load one rank together with the other members, whose `identity_of` is the same.
-
-    Args:
-        plan: of this rank.
-
-    Raises:
-        FormatError, PlanError, OSError, MemoryError: as `api.load`, on any member.
-    """
-    assert isinstance(source, PlainRank)
-    ranks = group.all_gather(source.rank)
-    arena: Allocation[Any] | None = None
-    running: list[RunningJob] = []
-    try:
-        with reporting(options.progress, "loading", plan.nbytes) as report:
-            with group.collective():
-                backend, budget = options.choose(plan.files)
-                tensors = plan.tensors()
-                chosen, divided = _divided(source, ranks, names)
-                rounds = plan_exchange(divided, group.num_members)
-                exchanged = {name for name, one in zip(chosen, divided, strict=True) if one.division.exchanged}
-                alone = [row for row, name in enumerate(tensors.names) if name not in exchanged]
-                reads = place_at([tensors.reads[row] for row in alone], [tensors.offsets[row] for row in alone])
-                arena = backend.allocate(plan.arena_nbytes)
-                running.append(backend.start(arena, ReadJob(plan.files, reads, budget)))
-                mine = [chunk for each in rounds for chunk in each.chunks if chunk.member == group.index]
-                ahead = ReadAhead(source.files, mine, backend.access, budget)
-                running.append(ahead.job)
-                base, offset_of = arena.tensor(), dict(zip(tensors.names, tensors.offsets, strict=True))
-                mail = _Mail(group, divided, [offset_of.get(name, 0) for name in chosen], base.numpy(), rounds)
-            done = 0
-            for before, each in zip([None, *rounds], rounds, strict=False):
-                with mail.exchange(each):
-                    done += mail.unpack(before)
-                    report(done)
-                    mail.pack(each, ahead)
-            with group.collective():
-                done += mail.unpack(rounds[-1] if rounds else None)
-                ahead.job.join()
-                running[0].join(report.after(done))
-                return make_views(base, tensors)
-    except BaseException as error:
-        for job in running:
-            job.cancel()
-        group.fail(error)
-        if arena is not None:
-            arena.discard()
-        raise
+def _reads_alone(tensors: TensorColumns, exchanged: Container[str]) -> tuple[Read, ...]:
+    """The reads of tensors that are not exchanged, which a member reads for itself."""
+    alone = [row for row, name in enumerate(tensors.names) if name not in exchanged]
+    return place_at([tensors.reads[row] for row in alone], [tensors.offsets[row] for row in alone])
 
 
 def _divided(source: PlainRank, ranks: Sequence[int], names: Names) -> tuple[list[str], list[Divided]]:
@@ -133,11 +137,13 @@ def _divided(source: PlainRank, ranks: Sequence[int], names: Names) -> tuple[lis
 
 
 class ReadAhead:
-    """Reads a member's chunks with threads, the next ones before they are needed."""
+    """Reads a member's ranges with threads, the next ones before they are needed."""
 
-    def __init__(self, files: tuple[StoredFile, ...], chunks: Sequence[Chunk], access: Access, budget: Budget) -> None:
+    def __init__(
+        self, files: tuple[StoredFile, ...], ranges: Sequence[ExchangedRange], access: Access, budget: Budget
+    ) -> None:
         """Start; for errors see `ReadableFiles`."""
-        self._chunks = chunks
+        self._ranges = ranges
         self._buffers = [Buffer() for _ in range(_NUM_BUFFERS)]
         self._arrived: dict[int, memoryview] = {}
         self._next = 0
@@ -145,11 +151,11 @@ class ReadAhead:
         threads = min(budget.threads, _NUM_BUFFERS)
         job = ReadJob(files, (), replace(budget, threads=threads), stop=self._stop)
         self._opened = ReadableFiles(files, access)
-        numbers, count = range(len(chunks)), len(chunks)
+        numbers, count = range(len(ranges)), len(ranges)
         self.job = ThreadedJob(job, self._opened, lambda: None, self._read, numbers, count, self._discard)
 
     def take(self) -> memoryview:
-        """The bytes of the next chunk, until `release`.
+        """The bytes of the next range, until `release`.
 
         Raises:
             FormatError, OSError, MemoryError: as `ReadableFiles.read`.
@@ -173,7 +179,7 @@ class ReadAhead:
             self._stop.condition.wait_for(lambda: index < self._next + _NUM_BUFFERS or self._stop.requested)
             if self._stop.requested:
                 raise Stopped("the work was canceled")
-        file, extent = self._chunks[index].file, self._chunks[index].extent
+        file, extent = self._ranges[index].file, self._ranges[index].extent
         aligned = extent.aligned(self._opened.alignment)
         view = reserve(self._buffers[index % _NUM_BUFFERS], aligned.nbytes)
         self._opened.read(file, aligned.offset, view)
@@ -192,7 +198,12 @@ class _Mail:
     """Messages between this member and the others. The last byte of each says whether its sender failed."""
 
     def __init__(
-        self, group: Group, tensors: Sequence[Divided], offsets: Sequence[int], arena: Bytes, rounds: Sequence[Round]
+        self,
+        group: Group,
+        tensors: Sequence[Divided],
+        offsets: Sequence[int],
+        arena: Bytes,
+        rounds: Sequence[ExchangeRound],
     ) -> None:
         """`offsets` are those of this member's slices in its arena."""
         import torch
@@ -201,30 +212,45 @@ class _Mail:
         self._tensors = tensors
         self._offsets = offsets
         self._arena = arena
+        self._rounds = rounds
         most_sent = max((sum(each.sent(group.index)) for each in rounds), default=0)
         most_received = max((sum(each.received(group.index)) for each in rounds), default=0)
         self._sent, self._received = (torch.empty(most, dtype=torch.uint8) for most in (most_sent, most_received))
 
-    def pack(self, each: Round, ahead: ReadAhead) -> None:
-        """Read this member's chunk of a round, and write the messages to the others.
+    def exchange_all(self, ahead: ReadAhead, report: Callable[[int], None]) -> int:
+        """Carry out all rounds; the messages of the last one are still to be unpacked. Returns the bytes that arrived.
+
+        Raises:
+            the errors of `exchange`.
+        """
+        done = 0
+        for before, each in zip([None, *self._rounds], self._rounds, strict=False):
+            with self.exchange(each):
+                done += self.unpack(before)
+                report(done)
+                self.pack(each, ahead)
+        return done
+
+    def pack(self, each: ExchangeRound, ahead: ReadAhead) -> None:
+        """Read this member's range of a round, and write the messages to the others.
 
         Raises:
             what `ReadAhead.take` raises.
         """
         me, sent = self._group.index, self._sent.numpy()
-        for chunk in each.chunks:
-            if chunk.member == me:
+        for piece in each.ranges:
+            if piece.member == me:
                 view = ahead.take()
                 for member, start in enumerate(_starts(each.sent(me))):
                     if member != me:
-                        for _, packed, _ in chunk.packed(self._tensors, member):
+                        for _, packed, _ in piece.packed(self._tensors, member):
                             copy_runs(view, sent, packed, 0, start)
-                for row, part in chunk.kept(self._tensors, me):
+                for row, part in piece.kept(self._tensors, me):
                     copy_runs(view, self._arena, part, 0, self._offsets[row])
                 ahead.release()
 
     @contextmanager
-    def exchange(self, each: Round) -> Iterator[None]:
+    def exchange(self, each: ExchangeRound) -> Iterator[None]:
         """A block that all members carry out, and that packs a round. At its end, the messages are exchanged.
 
         Raises:
@@ -252,17 +278,17 @@ class _Mail:
         finally:
             del failed  # Breaks the cycle of error, traceback and this frame.
 
-    def unpack(self, each: Round | None) -> int:
+    def unpack(self, each: ExchangeRound | None) -> int:
         """Copy from the messages of a round to the arena; returns the bytes that the round put there."""
         if each is None:
             return 0
         me, received = self._group.index, self._received.numpy()
         starts = _starts(each.received(me))
-        for chunk in each.chunks:
-            if chunk.member != me:
-                for row, _, unpacked in chunk.packed(self._tensors, me):
-                    copy_runs(received, self._arena, unpacked, starts[chunk.member], self._offsets[row])
-        return sum(chunk.sizes[me] for chunk in each.chunks)
+        for piece in each.ranges:
+            if piece.member != me:
+                for row, _, unpacked in piece.packed(self._tensors, me):
+                    copy_runs(received, self._arena, unpacked, starts[piece.member], self._offsets[row])
+        return sum(piece.sizes[me] for piece in each.ranges)
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
@@ -270,5 +296,5 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 
 def _last(sizes: Sequence[int]) -> list[int]:
-    """Where the last byte of each message is."""
+    """The positions of the messages' last bytes."""
     return [end - 1 for end, size in zip(accumulate(sizes), sizes, strict=True) if size]

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from relayout.checkpoint.converted import check_chunk
 from relayout.checkpoint.trust import TrustedStore
 from relayout.core.digests import digest_hex
-from relayout.core.extents import Grid
-from relayout.core.workers import Stop
+from relayout.core.extents import Extent, Grid, Transfer, copy_runs
+from relayout.core.workers import Stop, each
 from relayout.errors import PlanError
-from relayout.format.index import Read
-from relayout.loader.backends.base import Allocation, ReadJob, RunningJob
-from relayout.loader.diagnose.hints import error_hints
-from relayout.loader.group.assign import Portion, Round, assign_reads
+from relayout.format.index import Read, chunks_over
+from relayout.loader.backends.base import Allocation, Backend, ReadJob, RunningJob
+from relayout.loader.budgets import Budget
 from relayout.loader.group.collectives import Group
-from relayout.loader.group.received import prove_received
-from relayout.loader.loading import Options, load_arena
-from relayout.loader.reads import ArenaPlan
-from relayout.loader.sources.base import RankSource
-from relayout.loader.sources.columns import Names, TensorColumns
-from relayout.loader.sources.stored import StoredFile
-from relayout.loader.stream import PartCounter, stream
+from relayout.loader.group.plan import Portion, PortionRound, assign_reads
+from relayout.loader.loading import Asked, Options, error_hints, load_arena
+from relayout.loader.sources.rank import ArenaPlan, RankSource, StoredFile, TensorColumns
+from relayout.loader.stream import Batch, PartCounter, Reader, stream
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting
+from relayout.storage.protocols import Access, ReadableFile
 
 if TYPE_CHECKING:
     import torch
@@ -37,13 +37,13 @@ class Sharing:
 
     group: Group
     what: str
-    """What is loaded, for a person."""
+    """Names what is loaded, for a person."""
     files: tuple[StoredFile, ...]
-    """Which prove the chunks that are read of them, if that is asked for."""
+    """The files, which prove the chunks that are read of them, if that is asked for."""
     grids: Sequence[Grid]
-    """Where each file is best cut."""
+    """The places where each file is best cut."""
     kind: str
-    """Of the device."""
+    """The kind of the device."""
     believes_none: bool
     """Whether each member proves what others have read: the checkpoint is signed."""
 
@@ -74,17 +74,13 @@ class Sharing:
         return not self.believes_none or self.kind == "cpu"
 
     def portions(self, reads: Sequence[Read], start: int = 0) -> tuple[Portion, ...]:
-        """Who reads what of the reads that fill the arena from an offset on."""
+        """Assign the reads that fill the arena from an offset on to the members."""
         return assign_reads(reads, self.group.num_members, self.grids, start=start)
 
-    def round(self, portions: Sequence[Portion]) -> Round:
-        """Portions that are read at the same time."""
-        return Round(self.group.index, tuple(portions))
-
     def prove(
-        self, reads: Sequence[Read], rounds: Sequence[Round], memory: torch.Tensor, start: int, num_threads: int
+        self, reads: Sequence[Read], rounds: Sequence[PortionRound], memory: torch.Tensor, start: int, num_threads: int
     ) -> None:
-        """Prove what others have read, where that is wanted; see `received.prove_received`. All members call this."""
+        """Prove what others have read, where that is wanted; see `prove_received`. All members call this."""
         if self.believes_none:
             with self.group.collective():
                 prove_received(self.files, reads, rounds, memory.numpy().data, start, num_threads)
@@ -93,6 +89,34 @@ class Sharing:
         """What is loaded, and a digest of the files and of all else that members must have in common."""
         named = [(file.name, file.nbytes, file.proof and file.proof.content) for file in self.files]
         return self.what, digest_hex(repr((named, self.kind, self.believes_none, others)).encode())
+
+
+class _SharedStream(Reader):
+    """A stream that the members of a group share: each reads portions of each batch, and gets the others."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        self._rounds: dict[int, PortionRound] = {}
+
+    def least(self, nbytes: int) -> int:
+        return min(self._sharing.group.all_gather(nbytes))
+
+    def reads_of(self, batch: Batch) -> Sequence[Read]:
+        portions = self._sharing.portions(batch.layout.reads, batch.start)
+        self._rounds[batch.start] = PortionRound(self._sharing.group.index, portions)
+        return self._rounds[batch.start].reads
+
+    def collective(self) -> AbstractContextManager[None]:
+        return self._sharing.group.collective()
+
+    def complete(self, batch: Batch, memory: torch.Tensor, num_threads: int) -> None:
+        sent = self._rounds.pop(batch.start)
+        self._sharing.group.broadcast(sent.within(memory, batch.start))
+        self._sharing.prove(batch.layout.reads, [sent], memory, batch.start, num_threads)
+
+    @property
+    def may_discard(self) -> bool:
+        return not self._sharing.group.is_broken
 
 
 def stream_together(
@@ -113,7 +137,7 @@ def stream_together(
             source, contents, options = prepare()
             sharing = Sharing.of(group, source, contents.files, options)
             contents = replace(contents, files=sharing.files)
-            tensors = stream(contents, options, sharing if sharing.is_sent else None)
+            tensors = stream(contents, options, _SharedStream(sharing) if sharing.is_sent else None)
             columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
             identity = sharing.identity(columns, sharing.grids)
         check_same(group, identity)
@@ -124,72 +148,133 @@ def stream_together(
         raise
 
 
-def load_together(
-    prepare: Callable[[], tuple[RankSource, ArenaPlan, Options]], process_group: ProcessGroup, names: Names
-) -> dict[str, torch.Tensor]:
+def load_together(asked: Asked, process_group: ProcessGroup) -> dict[str, torch.Tensor]:
     """Load one rank together with all other members of a group, who call this, too.
 
     All load the same rank, unless the checkpoint is a plain one.
-
-    Args:
-        prepare: returns what this member loads.
-        names: of the tensors in it.
 
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `api.load`, on any member.
     """
     group = Group(process_group)
     with group.collective():
-        source, plan, options = prepare()
+        options, source = asked.options(), asked.source()
+        plan = source.arena(asked.names)
         if source.is_plain:
-            from relayout.loader.group import exchange  # Imports what plans.
+            from relayout.loader.group.exchange import ExchangedLoad  # Imports what plans.
 
-            mine = exchange.identity_of(source, names, options)
+            shared: SharedLoad = ExchangedLoad.of(group, source, plan, asked.names, options)
         else:
             sharing = Sharing.of(group, source, plan.files, options)
-            backend, budget = options.choose(sharing.files)
-            portions = sharing.portions(plan.reads)
-            mine = sharing.identity(plan.arena_nbytes, portions)
+            shared = (
+                _PortionedLoad.of(sharing, plan, options) if sharing.is_sent else _LoadAlone(sharing, plan, options)
+            )
+        mine = shared.identity()
     check_same(group, mine)
-    if source.is_plain:
-        return exchange.load_exchanged(source, plan, names, options, group)
-    if not sharing.is_sent:
-        with group.collective():
-            return load_arena(plan, options)
-    arena: Allocation[Any] | None = None
-    running: RunningJob | None = None
-    stop = Stop()
-    try:
-        with reporting(options.progress, "loading", plan.nbytes) as report:
-            size = group.num_members
-            rounds = [sharing.round(portions[first : first + size]) for first in range(0, len(portions), size)]
-            counter = PartCounter([each.portions[0].start for each in rounds], [each.nbytes for each in rounds], stop)
-            with group.collective():
-                arena = backend.allocate(plan.arena_nbytes)
-                reads = tuple(read for each in rounds for read in each.reads)
-                job = ReadJob(sharing.files, reads, budget, counter.count, stop)
-                running = backend.start(arena, job)
-                base = arena.tensor()
-            done = 0
-            for index, each in enumerate(rounds):
+    return shared.load()
+
+
+class SharedLoad(Protocol):
+    """A load that all members of a group carry out."""
+
+    def identity(self) -> tuple[str, str]:
+        """What is loaded, for a person, and a digest of all that members must have in common."""
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """Load, together with the other members, whose identity is the same.
+
+        Raises:
+            FormatError, PlanError, OSError, MemoryError: as `api.load`, on any member.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadAlone:
+    """A load in which each member reads all: what others have read cannot be proven where it would arrive."""
+
+    sharing: Sharing
+    plan: ArenaPlan
+    options: Options
+
+    def identity(self) -> tuple[str, str]:
+        return self.sharing.identity(self.plan.arena_nbytes, self.plan.reads)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        with self.sharing.group.collective():
+            return load_arena(self.plan, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class _PortionedLoad:
+    """A load of which each member reads portions, in rounds, and sends them to the others."""
+
+    sharing: Sharing
+    plan: ArenaPlan
+    options: Options
+    backend: Backend[Any]
+    budget: Budget
+    portions: tuple[Portion, ...]
+
+    @staticmethod
+    def of(sharing: Sharing, plan: ArenaPlan, options: Options) -> _PortionedLoad:
+        """Choose the backend, and assign the reads."""
+        backend, budget = options.choose(sharing.files)
+        return _PortionedLoad(sharing, plan, options, backend, budget, sharing.portions(plan.reads))
+
+    def identity(self) -> tuple[str, str]:
+        return self.sharing.identity(self.plan.arena_nbytes, self.portions)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        group = self.sharing.group
+        arena: Allocation[Any] | None = None
+        running: RunningJob | None = None
+        try:
+            with reporting(self.options.progress, "loading", self.plan.nbytes) as report:
+                rounds, stop = self._rounds(), Stop()
+                starts, sizes = [each.portions[0].start for each in rounds], [each.nbytes for each in rounds]
+                counter = PartCounter(starts, sizes, stop)
                 with group.collective():
-                    if not counter.wait(index):
-                        running.join()  # Raises the job's error.
-                    running.settle()
-                group.broadcast(each.within(base))
-                done += sum(portion.nbytes for portion in each.portions)
-                report(done)
-            sharing.prove(plan.reads, rounds, base, 0, budget.threads)
-            with group.collective():
-                running.join()
-                return make_views(to_device(base, options.device), plan.tensors())
-    except BaseException as error:
-        if running is not None:
-            running.cancel()
-        group.fail(error)
-        if arena is not None and not group.is_broken:
-            arena.discard()
-        raise
+                    arena = self.backend.allocate(self.plan.arena_nbytes)
+                    reads = tuple(read for each in rounds for read in each.reads)
+                    job = ReadJob(self.sharing.files, reads, self.budget, counter.count, stop)
+                    running = self.backend.start(arena, job)
+                    base = arena.tensor()
+                self._exchange(rounds, counter, running, base, report)
+                self.sharing.prove(self.plan.reads, rounds, base, 0, self.budget.threads)
+                with group.collective():
+                    running.join()
+                    return make_views(to_device(base, self.options.device), self.plan.tensors())
+        except BaseException as error:
+            if running is not None:
+                running.cancel()
+            group.fail(error)
+            if arena is not None and not group.is_broken:
+                arena.discard()
+            raise
+
+    def _rounds(self) -> list[PortionRound]:
+        size = self.sharing.group.num_members
+        groups = [self.portions[first : first + size] for first in range(0, len(self.portions), size)]
+        return [PortionRound(self.sharing.group.index, portions) for portions in groups]
+
+    def _exchange(
+        self,
+        rounds: Sequence[PortionRound],
+        counter: PartCounter,
+        running: RunningJob,
+        base: torch.Tensor,
+        report: Callable[[int], None],
+    ) -> None:
+        """Send what arrives, round by round."""
+        done = 0
+        for index, each_round in enumerate(rounds):
+            with self.sharing.group.collective():
+                if not counter.wait(index):
+                    running.join()  # Raises the job's error.
+                running.settle()
+            self.sharing.group.broadcast(each_round.within(base))
+            done += sum(portion.nbytes for portion in each_round.portions)
+            report(done)
 
 
 def check_same(group: Group, mine: tuple[str, str]) -> None:
@@ -207,3 +292,99 @@ def check_same(group: Group, mine: tuple[str, str]) -> None:
                 " all members of a group must load the same",
                 code="option",
             )
+
+
+def prove_received(
+    files: Sequence[StoredFile],
+    reads: Sequence[Read],
+    rounds: Sequence[PortionRound],
+    memory: memoryview,
+    start: int,
+    num_threads: int,
+) -> None:
+    """Prove what others have read; what this member has read is proven already, as its files prove what they read.
+
+    A chunk of which all bytes are there is hashed. Of any other chunk this member reads its bytes itself.
+
+    Args:
+        files: of a signed checkpoint.
+        reads: that fill the memory, from the arena's offset `start` on.
+        rounds: in which members have read them.
+
+    Raises:
+        FormatError: the bytes are not those that were signed.
+        OSError: a read failed.
+    """
+    received = _received_chunks(files, reads, rounds)
+    needed = {part.file: files[part.file] for part in received}
+    digests = {index: file.proof.chunk_digests() for index, file in needed.items() if file.proof is not None}
+    with ExitStack() as stack:
+        opened = {index: stack.enter_context(file.open(Access.BUFFERED)) for index, file in needed.items()}
+
+        def prove(part: _ReceivedChunk) -> None:
+            if not part.is_whole:
+                part.fill(opened[part.file], memory, start)
+                return
+            file = needed[part.file]
+            assert file.proof is not None
+            digest = file.proof.digest.hex(part.view(memory, start))
+            check_chunk(digest, digests[part.file], part.number, part.extent, file.where)
+
+        each(prove, received, num_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReceivedChunk:
+    """A chunk of which others have read bytes that are in an arena."""
+
+    file: int
+    number: int
+    extent: Extent
+    pieces: Sequence[Transfer]
+    """The transfers of its bytes from the file to the arena."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its bytes are in the arena."""
+        return sum(piece.total_nbytes for piece in self.pieces) == self.extent.nbytes
+
+    def fill(self, opened: ReadableFile, memory: memoryview, start: int) -> None:
+        """Read it, which proves it, into memory that begins at the arena's offset `start`."""
+        mine = memoryview(bytearray(self.extent.nbytes))
+        opened.read(self.extent.offset, mine)
+        for piece in self.pieces:
+            copy_runs(mine, memory, piece, -self.extent.offset, -start)
+
+    def view(self, memory: memoryview, start: int) -> memoryview:
+        """Its bytes in memory that begins at the arena's offset `start`, put together if they are apart there."""
+        if len(self.pieces) == 1 and self.pieces[0].count == 1:
+            return memory[self.pieces[0].target - start : self.pieces[0].target_end - start]
+        whole = memoryview(bytearray(self.extent.nbytes))
+        for piece in self.pieces:
+            copy_runs(memory, whole, piece.inverted(), -start, -self.extent.offset)
+        return whole
+
+
+def _received_chunks(
+    files: Sequence[StoredFile], reads: Sequence[Read], rounds: Sequence[PortionRound]
+) -> list[_ReceivedChunk]:
+    """The chunks of which this member has not read all bytes that are in the arena itself."""
+    own = [
+        (portion.start, portion.end)
+        for each_round in rounds
+        for portion in each_round.portions
+        if portion.member == each_round.member
+    ]
+    chunks: dict[tuple[int, int, Extent], list[Transfer]] = defaultdict(list)
+    for read in reads:
+        proof, transfer = files[read.file].proof, read.transfer
+        assert proof is not None
+        span = Extent(transfer.source, transfer.source_end - transfer.source)
+        for number, chunk, part in chunks_over(span, proof.data_start, files[read.file].nbytes, proof.chunk_nbytes):
+            if pieces := transfer.clipped(part.offset, part.end):
+                chunks[read.file, number, chunk] += pieces
+
+    def is_own(piece: Transfer) -> bool:
+        return any(low <= piece.target and piece.target_end <= high for low, high in own)
+
+    return [_ReceivedChunk(*where, pieces) for where, pieces in chunks.items() if not all(map(is_own, pieces))]

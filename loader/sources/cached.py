@@ -26,7 +26,7 @@ from relayout.errors import FormatError
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.loader.budgets import HOST_BUFFERS, plan_budget
-from relayout.loader.sources.stored import StoredFile, files_of
+from relayout.loader.sources.rank import StoredFile, files_of
 from relayout.progress import Progress, reporting
 from relayout.storage.buffers import Buffer
 from relayout.storage.cache_folder import Cache, Lease

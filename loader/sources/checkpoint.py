@@ -1,11 +1,13 @@
-"""The source of a load: one rank of a converted checkpoint, as stored or at another degree, or of a plain one."""
+"""Finds the source of a load: one rank of a converted checkpoint, as stored or at another degree, or of a plain one.
+
+What a load of a rank as stored does not need is imported where it is used.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache as once
 from functools import partial
@@ -24,23 +26,30 @@ from relayout.checkpoint.trust import TrustedStore, refuse_deltas, trusted
 from relayout.core.arguments import at_least_one, integer
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE, num_bytes
-from relayout.errors import PlanError, RelayoutError
+from relayout.errors import FormatError, PlanError, RelayoutError, warn
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable, Read
 from relayout.format.manifest import parse_manifest
-from relayout.loader.reads import ArenaPlan, pack
-from relayout.loader.sources.base import Pieces, RankSource
-from relayout.loader.sources.columns import Names, TensorColumns, select
-from relayout.loader.sources.stored import StoredFile, rank_files
+from relayout.loader.sources.rank import (
+    ArenaPlan,
+    Names,
+    Pieces,
+    RankSource,
+    StoredFile,
+    TensorColumns,
+    pack,
+    rank_files,
+    select,
+)
 from relayout.progress import Progress
 from relayout.storage.protocols import Kind, Store
 from relayout.storage.stores import check_exists, find_input, scheme_of
 
 if TYPE_CHECKING:
+    import torch
+
     from relayout.checkpoint.delta import Paths
     from relayout.checkpoint.trust import Trust
     from relayout.storage.cache_folder import Cache, CacheOption, Lease
-
-# What a load of a rank as stored does not need is imported where it is used.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class ConvertedRank(RankSource):
 
     manifest: Manifest
     holder: int
-    """Position in the manifest's holders."""
+    """Position of the rank in the manifest's holders."""
     table: Callable[[], RankTable]
     """Reads the holder's table, once. FormatError: it is damaged, or of another rank or conversion."""
     files: Callable[[], tuple[StoredFile, ...]]
@@ -57,7 +66,7 @@ class ConvertedRank(RankSource):
 
     @staticmethod
     def of(store: Store, manifest: Manifest, rank: int, holder: int) -> ConvertedRank:
-        """Read no table yet."""
+        """The rank of that position in the manifest's holders. No table is read yet."""
         table = once(partial(read_table, store, manifest, holder))
         files = once(partial(rank_files, store, manifest, holder))
         num_ranks = manifest.num_ranks if holder == rank else 1
@@ -96,23 +105,23 @@ class ConvertedRank(RankSource):
         return ArenaPlan(files, entry.reads, entry.arena_nbytes, entry.nbytes, self.columns)
 
     def pieces(self, names: Names = None) -> Pieces:
-        from relayout.loader.sources.reshard import Holder, StoredPieces
+        from relayout.loader.sources.reshard import StoredPieces, StoredSlice
 
         table, shared = self.table(), self._shared
         in_whole = [kind.in_whole if any(shared) else () for kind in table.kinds]
         rows = range(len(table.names)) if names is None else select(table.names, names)
-        holders = []
+        stored = []
         for row in rows:
             file, offset, runs = table.files[row], table.offsets[row], in_whole[table.kind_of[row]]
-            is_shared = shared[file] and runs
-            holders.append(
-                Holder(WHOLE, file, offset - runs[0].source) if is_shared else Holder(table.slices[row], file, offset)
-            )
-        return StoredPieces(self.columns().rows(rows), self.files(), holders, self._metadata)
+            if shared[file] and runs:
+                stored.append(StoredSlice(WHOLE, file, offset - runs[0].source))
+            else:
+                stored.append(StoredSlice(table.slices[row], file, offset))
+        return StoredPieces(self.columns().rows(rows), self.files(), stored, self._metadata)
 
     @property
     def _shared(self) -> list[bool]:
-        """Of each file: whether it has whole tensors, of which the rank has parts."""
+        """Whether each file has whole tensors, of which the rank has parts."""
         shared = frozenset() if self.is_as_stored else self.manifest.shared
         return [index in shared for index in self.manifest.holders[self.holder].files]
 
@@ -144,7 +153,8 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequenc
 def find_rank(
     path: str | os.PathLike[str] | Store,
     rank: int,
-    tp: int | None,
+    *,
+    tp: int | None = None,
     cache: CacheOption = None,
     progress: Progress = None,
     trust: Trust = None,
@@ -153,7 +163,7 @@ def find_rank(
 
     Args:
         cache: keeps what is in a remote store; what it lacks is fetched now.
-        progress: of that.
+        progress: of what is fetched.
         trust: whose signature is wanted; see `trust.trusted`, also for errors.
 
     Raises:
@@ -168,12 +178,18 @@ def find_rank(
     given = find_input(path) if isinstance(path, str | os.PathLike) else path
     store = trusted(given.snapshot(), trust)
     blob = find_manifest_blob(store)
-    if blob is not None:
-        manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
-        check_rank(store, rank, manifest.num_ranks if tp is None else tp)
-        if store.cost.is_remote and (kept := _kept(store, manifest, blob, rank, tp, cache, progress)) is not None:
-            return kept
-        return _rank_of(store, manifest, rank, tp)
+    if blob is None:
+        return _plain(store, rank, tp, cache)
+    manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
+    check_rank(store, rank, manifest.num_ranks if tp is None else tp)
+    rank_of = partial(_rank_of, manifest=manifest, rank=rank, tp=tp)
+    if store.cost.is_remote and (kept := _kept(store, manifest, blob, rank_of, cache, progress)) is not None:
+        return kept
+    return rank_of(store)
+
+
+def _plain(store: Store, rank: int, tp: int | None, option: CacheOption) -> RankSource:
+    """The rank of a plain checkpoint: in its conversion that a cache keeps, or sliced while it is loaded."""
     check_exists(store)
     if tp is None and store.kind() is Kind.FILE and find_manifest_blob(parent := store.parent()[0]) is not None:
         raise PlanError(f"is a file of a converted folder: give the folder, {parent}", path=str(store), code="option")
@@ -185,7 +201,7 @@ def find_rank(
             code="option",
         )
     check_rank(store, rank, tp)
-    if (tp > 1 or store.cost.is_remote) and (kept := _converted(store, rank, tp, cache)) is not None:
+    if (tp > 1 or store.cost.is_remote) and (kept := _converted(store, rank, tp, option)) is not None:
         return kept
     from relayout.loader.sources.plain import plain_rank
 
@@ -200,7 +216,7 @@ def _check_source(store: Store) -> None:
 
 
 def changed_rank(base: RankSource, tp: int | None, deltas: Paths) -> RankSource:
-    """The same rank of what deltas make of a checkpoint.
+    """The rank of what deltas make of a checkpoint, in the place of the rank of that.
 
     Raises:
         FormatError: a delta is damaged, or the base is not a converted checkpoint.
@@ -211,7 +227,7 @@ def changed_rank(base: RankSource, tp: int | None, deltas: Paths) -> RankSource:
 
 
 def _changed(base: Store, deltas: Paths) -> Store:
-    """What deltas make of a checkpoint; for errors see `changed_rank`."""
+    """A store of what deltas make of a checkpoint; for errors see `changed_rank`."""
     from relayout.checkpoint.delta import read_deltas, with_deltas
 
     refuse_deltas(base)
@@ -229,7 +245,7 @@ def _rank_of(store: Store, manifest: Manifest, rank: int, tp: int | None) -> Ran
         return ConvertedRank.of(store, manifest, rank, rank)
     if tp == 1 and manifest.whole is not None:
         return ConvertedRank.of(store, manifest, rank, manifest.num_ranks)
-    from relayout.loader.sources.resharded import resharded_rank
+    from relayout.loader.sources.reshard import resharded_rank
 
     return resharded_rank(store, manifest, rank, tp)
 
@@ -238,12 +254,11 @@ def _kept(
     store: Store,
     manifest: Manifest,
     blob: bytes,
-    rank: int,
-    tp: int | None,
+    rank_of: Callable[[Store], RankSource],
     option: CacheOption,
     progress: Progress,
 ) -> RankSource | None:
-    """The same rank as `_rank_of`, in a cache; None if there is no cache, or it cannot be used."""
+    """The rank of a remote store's copy in a cache; None if there is no cache, or it cannot be used."""
     from relayout.loader.sources.cached import cached, keep
     from relayout.storage.cache_folder import cache_of
 
@@ -254,7 +269,7 @@ def _kept(
         # Others may write to a cache, too: what is signed is proven when it is read there.
         signed = store if isinstance(store, TrustedStore) else None
         kept = cached(store if signed is None else signed.base, manifest, blob, cache)
-        source = _rank_of(kept if signed is None else signed.over(kept), manifest, rank, tp)
+        source = rank_of(kept if signed is None else signed.over(kept))
         if keep(kept, cache, [file.name for file in source.used_files()], progress):
             return source
         why = "has no room for it"
@@ -263,7 +278,7 @@ def _kept(
             raise
         why = "has no room for it" if _is_full(error) else f"cannot be used: {error}"
     advice = f"`relayout cache list --folder {cache.folder}` lists what it holds"
-    warnings.warn(f"{store}: the cache {cache.folder} {why}: reading from the store; {advice}", stacklevel=5)
+    warn(f"{store}: the cache {cache.folder} {why}: reading from the store; {advice}")
     return None
 
 
@@ -286,16 +301,27 @@ def lease_of(source: RankSource) -> Lease | None:
     return getattr(store, "lease", None)
 
 
-def doubt_cache(source: RankSource) -> bool:
-    """Have the entry of a cache that a rank was read from made again, if the files there are not right.
+def doubt_cache(source: RankSource, error: FormatError) -> bool:
+    """Have the entry of a cache in which a load has found damage made again by the next load; the error then says so.
 
     Returns:
-        Whether it will be: else the error is of another store.
+        Whether it will be: else the damage is in another store.
     """
     if (lease := lease_of(source)) is None:
         return False
     lease.doubt()
+    again = "the next load makes this entry of the cache again (`relayout cache list` lists them)"
+    error.amend(what=f"{error.what}; {again}")
     return True
+
+
+def doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors of a source; for damage that they show in a cache see `doubt_cache`."""
+    try:
+        yield from tensors
+    except FormatError as error:
+        doubt_cache(source, error)
+        raise
 
 
 def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSource | None:
@@ -312,7 +338,7 @@ def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSou
         return _rank_of(kept, read_manifest(kept), rank, tp)
     except (RelayoutError, OSError) as error:
         what = f"{store}: read as it is; it is not kept in the cache {cache.folder}: {error}"
-        warnings.warn(f"{what}; `relayout cache list --folder {cache.folder}` lists what it holds", stacklevel=5)
+        warn(f"{what}; `relayout cache list --folder {cache.folder}` lists what it holds")
     return None
 
 
@@ -332,7 +358,7 @@ def find_whole(path: str | os.PathLike[str], deltas: Paths = (), trust: Trust = 
             path=str(store),
             code="missing",
         )
-    from relayout.loader.sources.resharded import whole_pieces
+    from relayout.loader.sources.reshard import whole_pieces
 
     if deltas:
         store = _changed(store, deltas)

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, read_source
 from relayout.core.slices import WHOLE, Cut
 from relayout.format.index import Read
-from relayout.loader.sources.base import RankSource
-from relayout.loader.sources.columns import Names, TensorColumns
-from relayout.loader.sources.reshard import Holder, StoredPieces
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.sources.rank import Names, RankSource, StoredFile, TensorColumns
+from relayout.loader.sources.reshard import StoredPieces, StoredSlice
 from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.cache_folder import Cache
 from relayout.storage.protocols import Store
@@ -27,11 +25,11 @@ class PlainRank(RankSource):
 
     checkpoint: SourceCheckpoint
     cuts: Sequence[Cut]
-    """Of each of its tensors."""
+    """The cut of each of its tensors."""
 
     @property
     def tensors(self) -> list[tuple[SourceTensor, Cut]]:
-        """Those that the rank holds, with their cuts."""
+        """The tensors that the rank holds, with their cuts."""
         pairs = zip(self.checkpoint.tensors, self.cuts, strict=True)
         return [(tensor, cut) for tensor, cut in pairs if cut.slices[self.rank].is_held]
 
@@ -77,8 +75,8 @@ class PlainRank(RankSource):
             parts=slices,
             source_shapes=[tensor.shape for tensor in by_name.values()],
         ).matching(names)
-        holders = [Holder(WHOLE, by_name[name].file, by_name[name].extent.offset) for name in columns.names]
-        return StoredPieces(columns, self.files, holders, lambda: self.checkpoint.metadata)
+        stored = [StoredSlice(WHOLE, by_name[name].file, by_name[name].extent.offset) for name in columns.names]
+        return StoredPieces(columns, self.files, stored, lambda: self.checkpoint.metadata)
 
     @property
     def files(self) -> tuple[StoredFile, ...]:

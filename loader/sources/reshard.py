@@ -1,27 +1,36 @@
-"""Finds any part of a tensor in the slices that are stored. Pure."""
+"""Any part of a tensor from the slices that are stored: another degree, whole tensors, parts of one tensor."""
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 from math import prod
+from typing import NamedTuple
 
+from relayout.checkpoint.converted import check_present, read_record, read_table
+from relayout.checkpoint.folder import find_config
+from relayout.checkpoint.source import agreed_metadata
+from relayout.core.arguments import ranks_text
 from relayout.core.extents import Transfer
-from relayout.core.slices import BITS, Slice, positions, row_runs
-from relayout.errors import PlanError
-from relayout.format.index import Read
-from relayout.loader.sources.columns import TensorColumns
-from relayout.loader.sources.stored import StoredFile
+from relayout.core.slices import BITS, WHOLE, Slice, positions, row_runs, slice_transfers
+from relayout.core.workers import remake_in_child
+from relayout.errors import FormatError, PlanError
+from relayout.format.index import Manifest, RankTable, Read
+from relayout.format.safetensors import parse_header
+from relayout.format.source_record import SourceRecord
+from relayout.loader.sources.rank import Names, RankSource, StoredFile, TensorColumns, files_of, rank_files, select
+from relayout.storage.protocols import Store
 
 _MAX_WORK = 2**24
 """Ranges to look at. No plan comes near; what others cut may."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """Where a rank's slice of a tensor is stored."""
+class StoredSlice:
+    """A slice of a tensor that is stored in one piece."""
 
     part: Slice
     file: int
@@ -30,92 +39,159 @@ class Holder:
     """Absolute offset of its first byte."""
 
 
-def gather(dtype: str, shape: tuple[int, ...], wanted: Slice, holders: Sequence[Holder]) -> tuple[Read, ...]:
+def gather(dtype: str, shape: tuple[int, ...], wanted: Slice, stored: Sequence[StoredSlice]) -> tuple[Read, ...]:
     """The reads that fill a slice of a tensor; their targets are relative to its first byte.
 
-    Where several holders have the next elements, the one with the longest run is read; of equals, the first.
+    Where several stored slices have the next elements, the one with the longest run is read; of equals, the first.
 
     Raises:
-        PlanError: the holders do not have all of it, the cut falls inside a byte, or there are too many runs.
+        PlanError: the stored slices do not have all of it, the cut falls inside a byte, or there are too many runs.
     """
-    axis = max((axis for part in (wanted, *(holder.part for holder in holders)) for axis in part.axes), default=None)
+    axis = max((axis for part in (wanted, *(one.part for one in stored)) for axis in part.axes), default=None)
     if not shape or axis is None:
-        return _whole(dtype, shape, holders)
-    size, item_bits = shape[axis], prod(shape[axis + 1 :]) * BITS[dtype]
-    wanted_columns, wanted_length = _columns(wanted, axis, size)
-    stored = [(holder, row_runs(holder.part, shape, axis), *_columns(holder.part, axis, size)) for holder in holders]
-    borders = sorted(
-        {border for _, runs, _, _ in stored for first, count, _ in runs for border in (first, first + count)}
-    )
-    pieces = list(_split(row_runs(wanted, shape, axis), borders))
-    work = len(pieces) * sum(len(runs) + len(columns) for _, runs, columns, _ in stored)
-    if work > _MAX_WORK:
-        raise PlanError(
-            f"a slice is made of too many pieces: {len(pieces)}, from {len(holders)} stored slices", code="limit"
-        )
-    reads = []
-    for top, count, wanted_row in pieces:
-        # Of each holder, rows `top` to `top + count` are all there or all missing.
-        held = [
-            (holder, length, top - first + row, *column)
-            for holder, runs, columns, length in stored
-            for first, num_rows, row in runs
-            if first <= top < first + num_rows
-            for column in columns
-        ]
-        for start, length, target in wanted_columns:
-            end, shift = start + length, target - start
-            while start < end:
-                holder, held_length, row, first, span, position = max(
-                    (column for column in held if column[3] <= start < column[3] + column[4]),
-                    key=lambda column: min(column[3] + column[4], end),
-                    default=(None, 0, 0, 0, 0, 0),
-                )
-                if holder is None:
-                    raise PlanError(
-                        f"element {start} of dim {axis} of {list(shape)} is in no rank's slice", code="missing"
-                    )
-                num_read = min(first + span, end) - start
-                elements = (position + start - first, start + shift, num_read, held_length, wanted_length)
-                if any(length * item_bits % 8 for length in elements):
-                    raise PlanError(
-                        f"a cut of {dtype} {list(shape)} along dim {axis} falls inside a byte", code="indivisible"
-                    )
-                source, place, nbytes, *strides = (length * item_bits // 8 for length in elements)
-                if nbytes:
-                    transfer = Transfer(
-                        holder.offset + row * strides[0] + source,
-                        wanted_row * strides[1] + place,
-                        nbytes,
-                        count,
-                        *(strides if count > 1 else (0, 0)),
-                    )
-                    reads.append(Read(holder.file, transfer.normalized()))
-                start += num_read
+        return _whole(dtype, shape, stored)
+    gathering = _Gathering(dtype, shape, axis, prod(shape[axis + 1 :]) * BITS[dtype])
+    target = gathering.table(wanted)
+    tables = [(one, gathering.table(one.part)) for one in stored]
+    bands = list(_bands(target.rows, [rows for _, table in tables for rows in table.rows]))
+    if len(bands) * sum(len(table.rows) + len(table.columns) for _, table in tables) > _MAX_WORK:
+        what = f"a slice is made of too many pieces: {len(bands)}, from {len(stored)} stored slices"
+        raise PlanError(what, code="limit")
+    reads: list[Read] = []
+    for band in bands:
+        held = [one for slice_, table in tables for one in _held(slice_, table, band)]
+        for columns in target.columns:
+            for source, piece in gathering.pieces(columns, held):
+                reads += gathering.reads(source, band, piece, target.width)
     return tuple(reads)
 
 
-def _columns(part: Slice, axis: int, size: int) -> tuple[list[tuple[int, int, int]], int]:
-    """(start, length, position in the slice) of each range along an axis of `size` elements; and their length."""
-    ranges = part.ranges_along(axis)
-    if ranges is None:
-        return [(0, size, 0)], size
-    return positions(ranges), sum(length for _, length in ranges)
+class _Stretch(NamedTuple):
+    """Consecutive rows, or consecutive elements of rows, that a slice has."""
+
+    start: int
+    """The first of them in the tensor."""
+    length: int
+    place: int
+    """The first of them in the slice."""
+
+    @property
+    def end(self) -> int:
+        """The one after the last in the tensor."""
+        return self.start + self.length
 
 
-def _split(runs: Sequence[tuple[int, int, int]], borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of rows, as of `row_runs`, cut at the borders."""
-    for first, count, row in runs:
-        inside = borders[bisect_right(borders, first) : bisect_left(borders, first + count)]
-        for start, end in pairwise((first, *inside, first + count) if count else ()):
-            yield start, end - start, row + start - first
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A slice as a table: a row is an index of all axes before the last cut one, a column an element of that one."""
+
+    rows: Sequence[_Stretch]
+    columns: Sequence[_Stretch]
+    width: int
+    """Elements of a row."""
 
 
-def _whole(dtype: str, shape: tuple[int, ...], holders: Sequence[Holder]) -> tuple[Read, ...]:
-    if not holders:
+class _Held(NamedTuple):
+    """Columns of a stored slice, which has a band of rows."""
+
+    stored: StoredSlice
+    width: int
+    """Elements of its rows."""
+    row: int
+    """The one of its rows that is the first of the band."""
+    columns: _Stretch
+
+
+def _held(stored: StoredSlice, table: _Table, band: _Stretch) -> Iterator[_Held]:
+    """The columns that a stored slice has of a band: of all of its rows, or none."""
+    for rows in table.rows:
+        if rows.start <= band.start < rows.end:
+            for columns in table.columns:
+                yield _Held(stored, table.width, band.start - rows.start + rows.place, columns)
+
+
+def _bands(wanted: Sequence[_Stretch], stored: Sequence[_Stretch]) -> Iterator[_Stretch]:
+    """The wanted rows, in bands that no stored slice has in part."""
+    borders = sorted({border for rows in stored for border in (rows.start, rows.end)})
+    for rows in wanted:
+        inside = borders[bisect_right(borders, rows.start) : bisect_left(borders, rows.end)]
+        for start, end in pairwise((rows.start, *inside, rows.end) if rows.length else ()):
+            yield _Stretch(start, end - start, rows.place + start - rows.start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathering:
+    """A tensor of which a slice is put together, and the last axis along which slices of it are cut."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    axis: int
+    column_bits: int
+    """Bits of a column in a row."""
+
+    def table(self, part: Slice) -> _Table:
+        """A slice as rows and columns.
+
+        Raises:
+            PlanError: there are too many runs.
+        """
+        ranges = part.ranges_along(self.axis)
+        columns = positions([(0, self.shape[self.axis])] if ranges is None else ranges)
+        rows = row_runs(part, self.shape, self.axis)
+        return _Table(
+            [_Stretch(*one) for one in rows], [_Stretch(*one) for one in columns], sum(one[1] for one in columns)
+        )
+
+    def pieces(self, wanted: _Stretch, held: Sequence[_Held]) -> Iterator[tuple[_Held, _Stretch]]:
+        """Stored columns that together fill wanted ones of a band, each with those of the wanted ones that it fills.
+
+        Raises:
+            PlanError: nobody holds one.
+        """
+        start = wanted.start
+        while start < wanted.end:
+            having = [one for one in held if one.columns.start <= start < one.columns.end]
+            if not having:
+                what = f"element {start} of dim {self.axis} of {list(self.shape)} is in no rank's slice"
+                raise PlanError(what, code="missing")
+            best = max(having, key=lambda one: min(one.columns.end, wanted.end))
+            end = min(best.columns.end, wanted.end)
+            yield best, _Stretch(start, end - start, wanted.place + start - wanted.start)
+            start = end
+
+    def reads(self, source: _Held, band: _Stretch, piece: _Stretch, width: int) -> Iterator[Read]:
+        """The read of some columns of a band, from a stored slice to the wanted one, whose rows have `width` elements.
+
+        Raises:
+            PlanError: it begins or ends inside a byte.
+        """
+        column = source.columns.place + piece.start - source.columns.start
+        begin, place, nbytes = self._nbytes(column), self._nbytes(piece.place), self._nbytes(piece.length)
+        source_stride, target_stride = self._nbytes(source.width), self._nbytes(width)
+        if nbytes:
+            transfer = Transfer(
+                source.stored.offset + source.row * source_stride + begin,
+                band.place * target_stride + place,
+                nbytes,
+                band.length,
+                *((source_stride, target_stride) if band.length > 1 else (0, 0)),
+            )
+            yield Read(source.stored.file, transfer.normalized())
+
+    def _nbytes(self, num_columns: int) -> int:
+        """Bytes of so many columns in a row."""
+        num_bits = num_columns * self.column_bits
+        if num_bits % 8:
+            what = f"a cut of {self.dtype} {list(self.shape)} along dim {self.axis} falls inside a byte"
+            raise PlanError(what, code="indivisible")
+        return num_bits // 8
+
+
+def _whole(dtype: str, shape: tuple[int, ...], stored: Sequence[StoredSlice]) -> tuple[Read, ...]:
+    if not stored:
         raise PlanError("no rank holds the tensor", code="missing")
     nbytes = prod(shape) * BITS[dtype] // 8
-    return (Read(holders[0].file, Transfer(holders[0].offset, 0, nbytes)),) if nbytes else ()
+    return (Read(stored[0].file, Transfer(stored[0].offset, 0, nbytes)),) if nbytes else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +200,228 @@ class StoredPieces:
 
     columns: TensorColumns
     files: tuple[StoredFile, ...]
-    holders: Sequence[Holder]
-    """Where each tensor is stored, and which slice of it."""
+    stored: Sequence[StoredSlice]
+    """The stored slice of each tensor."""
     metadata: Callable[[], Mapping[str, str]]
 
     def axes(self, row: int) -> set[int]:
-        return {*self.columns.parts[row].axes, *self.holders[row].part.axes}
+        return {*self.columns.parts[row].axes, *self.stored[row].part.axes}
 
     def piece(self, row: int, wanted: Slice) -> TensorColumns:
         name, dtype, whole = self.columns.names[row], self.columns.dtypes[row], tuple(self.columns.source_shapes[row])
-        reads = gather(dtype, whole, wanted, [self.holders[row]])
+        reads = gather(dtype, whole, wanted, [self.stored[row]])
         return TensorColumns([name], [dtype], [wanted.shape(whole)], self.files, [reads]).rows([0])
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardedRank(RankSource):
+    """One rank of a converted folder at another degree: what it would hold if the source were converted at that one."""
+
+    ranks: Ranks
+    """The slices of all ranks."""
+    wanted: Sequence[Slice]
+    """The wanted slice of each source tensor."""
+
+    def contents(self, names: Names = None) -> TensorColumns:
+        # Of the slices that have an element, prefer that of the rank at the same place.
+        first = self.rank * self.ranks.manifest.num_ranks // self.num_ranks
+        return self.ranks.assemble(self.wanted, first).matching(names)
+
+    def pieces(self, names: Names = None) -> ReshardedPieces:
+        return _pieces(self.ranks, self.wanted, names)
+
+
+def resharded_rank(store: Store, manifest: Manifest, rank: int, num_ranks: int) -> ReshardedRank:
+    """Read the source record and the folder's config.json, and plan by the rules in the record alone.
+
+    Raises:
+        FormatError: the source record is damaged, or its rules do not cut the tensors as it says.
+        PlanError: the rank does not exist, the model cannot be cut at this degree, or the record has no rules.
+    """
+    from relayout.plans.plan import TensorInfo, TensorList
+    from relayout.plans.planner import recorded_plan
+
+    record = read_record(store, manifest)
+    columns = zip(record.names, record.dtypes, record.shapes, strict=True)
+    source = TensorList(str(store), tuple(starmap(TensorInfo, columns)), find_config(store).content)
+    plan = recorded_plan(source, record, num_ranks)
+    wanted = [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
+    return ReshardedRank(store, rank, num_ranks, Ranks(store, manifest, record), wanted)
+
+
+def whole_pieces(store: Store, manifest: Manifest) -> ReshardedPieces:
+    """The whole tensors.
+
+    Raises:
+        FormatError: the source record is damaged.
+        PlanError: the folder lacks ranks.
+    """
+    if manifest.whole is None:
+        check_present(store, manifest, range(manifest.num_ranks))
+    record = read_record(store, manifest)
+    return _pieces(Ranks(store, manifest, record), [WHOLE] * len(record.names), None)
+
+
+def _pieces(ranks: Ranks, wanted: Sequence[Slice], names: Names) -> ReshardedPieces:
+    record = ranks.record
+    held = [t for t, part in enumerate(wanted) if part.is_held]
+    held.sort(key=lambda t: (record.file_of[t], record.offsets[t]))
+    if names is not None:
+        held = [held[row] for row in select([record.names[t] for t in held], names)]
+    columns = TensorColumns(
+        names=[record.names[t] for t in held],
+        dtypes=[record.dtypes[t] for t in held],
+        shapes=[wanted[t].shape(tuple(record.shapes[t])) for t in held],
+        parts=[wanted[t] for t in held],
+        source_shapes=[record.shapes[t] for t in held],
+    )
+    return ReshardedPieces(columns, held, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardedPieces:
+    """Tensors assembled from the slices of all ranks."""
+
+    columns: TensorColumns
+    tensors: Sequence[int]
+    """Their positions in the record."""
+    ranks: Ranks
+
+    def axes(self, row: int) -> set[int]:
+        parts = (self.columns.parts[row], *self.ranks.record.cut(self.tensors[row]).distinct)
+        return {axis for part in parts for axis in part.axes}
+
+    def piece(self, row: int, wanted: Slice) -> TensorColumns:
+        return self.ranks.assemble_one(self.tensors[row], wanted)
+
+    def metadata(self) -> Mapping[str, str]:
+        where = f"{self.ranks.store}: header of "
+        files = self.ranks.record.files
+        return agreed_metadata([parse_header(file.header, file.nbytes, where + file.name).metadata for file in files])
+
+
+class Ranks:
+    """The slices of all ranks, from which others are assembled. Reads each rank table on demand, once. Thread-safe."""
+
+    def __init__(self, store: Store, manifest: Manifest, record: SourceRecord) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.record = record
+        # In the order of the manifest, so that positions do not depend on the order in which threads open tables.
+        self._files = files_of(store, manifest, range(len(manifest.files)))
+        self._tables: dict[int, tuple[RankTable, Mapping[str, int]]] = {}
+        self._lock = threading.Lock()
+        remake_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def assemble(self, wanted: Sequence[Slice], first: int) -> TensorColumns:
+        """The wanted slice of each source tensor, in file order.
+
+        Args:
+            first: the rank to prefer for elements that several hold, then the ranks after it.
+
+        Raises:
+            FormatError: a rank table is damaged.
+            PlanError: the ranks do not hold all of a tensor.
+        """
+        record = self.record
+        reads_of: dict[tuple[str, tuple[int, ...], int, Slice], tuple[Read, ...]] = {}
+        rows = []
+        for t, part in enumerate(wanted):
+            if part.is_held:
+                alike = record.dtypes[t], record.shapes[t], record.cut_of[t], part
+                if alike not in reads_of:
+                    reads_of[alike] = self._gather(t, part, first)
+                rows.append((t, self._locate(t, reads_of[alike])))
+        rows.sort(key=lambda row: (row[1][0].file, row[1][0].transfer.source) if row[1] else (-1, 0))
+        return self._columns(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
+
+    def assemble_one(self, t: int, wanted: Slice) -> TensorColumns:
+        """A slice of one source tensor.
+
+        Raises:
+            FormatError, PlanError: as `assemble`.
+        """
+        reads = self._locate(t, self._gather(t, wanted, 0))
+        return self._columns([(t, reads)], [wanted.shape(self.record.shapes[t])])
+
+    def _gather(self, t: int, wanted: Slice, first: int) -> tuple[Read, ...]:
+        """The reads of ranks' slices that fill a slice; their `file` is the rank. Tensors that are alike share them."""
+        record, count = self.record, self.manifest.num_ranks
+        order = ((first + i) % count for i in range(count))
+        slices = record.cut(t).slices
+        stored = [StoredSlice(slices[rank], rank, 0) for rank in order if slices[rank].is_held and self._has(rank)]
+        try:
+            if self._has(count) and (not self.manifest.has_all or self._is_best_of_whole(t, wanted)):
+                stored = [StoredSlice(WHOLE, count, 0)]
+            return gather(record.dtypes[t], record.shapes[t], wanted, stored)
+        except PlanError as error:
+            error.amend(path=str(self.store), tensor=record.names[t])
+            if not self.manifest.has_all:
+                has = f"of {count} ranks the folder has only {ranks_text(self.manifest.present)}"
+                error.amend(what=f"{error.what}: {has}", code="missing")
+            raise
+
+    def _has(self, holder: int) -> bool:
+        """Whether the folder has a rank, or the whole tensors."""
+        return holder in self.manifest.holders
+
+    def _is_best_of_whole(self, t: int, wanted: Slice) -> bool:
+        """Whether a slice is contiguous in the whole tensor, or no rank has another part of it in files of its own."""
+        dtype, shape = self.record.dtypes[t], self.record.shapes[t]
+        apart = self.record.cut(t).tensor(dtype, shape).transfers
+        return all(transfer.count == 1 for transfer in slice_transfers(dtype, shape, wanted)) or all(
+            transfer.count == 1 for transfers in apart for transfer in transfers
+        )
+
+    def _locate(self, t: int, reads: tuple[Read, ...]) -> tuple[Read, ...]:
+        """Reads of rank files, for reads as of `_gather`."""
+        if not reads:  # Believe that there are no bytes only if a table says so, too.
+            slices = self.record.cut(t).slices
+            present = self.manifest.present
+            self._find(t, next((rank for rank in present if slices[rank].is_held), present[0]))
+        located = []
+        for read in reads:
+            table, row = self._find(t, read.file)
+            file = self.manifest.holders[read.file].files[table.files[row]]
+            located.append(Read(file, read.transfer.shifted(source=table.offsets[row])))
+        return tuple(located)
+
+    def _find(self, t: int, rank: int) -> tuple[RankTable, int]:
+        """A rank's table, and the row of a tensor, which is as the source record has it."""
+        record, (table, row_of) = self.record, self._open(rank)
+        row = row_of.get(record.names[t], -1)
+        slices = record.cut(t).slices
+        part = slices[rank] if rank < len(slices) else WHOLE
+        expected = (record.dtypes[t], record.shapes[t], part)
+        if row < 0 or (table.dtypes[row], table.source_shapes[row], table.slices[row]) != expected:
+            raise FormatError(
+                "differs from the source record",
+                path=f"{self.store}: table of rank {rank}",
+                tensor=record.names[t],
+                code="mismatch",
+            )
+        return table, row
+
+    def _open(self, rank: int) -> tuple[RankTable, Mapping[str, int]]:
+        """A rank's table, and its rows by name."""
+        with self._lock:  # Each table is parsed once.
+            if rank not in self._tables:
+                rank_files(self.store, self.manifest, rank)
+                table = read_table(self.store, self.manifest, rank)
+                self._tables[rank] = table, {name: row for row, name in enumerate(table.names)}
+            return self._tables[rank]
+
+    def _columns(
+        self, rows: Sequence[tuple[int, tuple[Read, ...]]], shapes: Sequence[tuple[int, ...]]
+    ) -> TensorColumns:
+        columns = TensorColumns(
+            names=[self.record.names[t] for t, _ in rows],
+            dtypes=[self.record.dtypes[t] for t, _ in rows],
+            shapes=shapes,
+            files=self._files,
+            reads=[reads for _, reads in rows],
+        )
+        return columns.rows(range(len(rows)))  # Of the files, only those that are needed.

@@ -140,7 +140,7 @@ def doctor(
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
-        from relayout.loader.diagnose import doctor as diagnosis
+        from relayout.loader import diagnose as diagnosis
 
         out.show(diagnosis.diagnose(path, rank=rank, device=device, tp=tp), render.diagnosis)
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from relayout.conversion.preview import Preview
     from relayout.conversion.run import Summary
     from relayout.html_report.page import PageWritten
-    from relayout.loader.diagnose.doctor import Diagnosis
-    from relayout.loader.diagnose.explain import FileFacts
+    from relayout.loader.diagnose import Diagnosis, FileFacts
     from relayout.observe.observation import ObservedPlan
     from relayout.plans.family import Family
 

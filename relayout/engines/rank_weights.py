@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from relayout.checkpoint.delta import Paths
     from relayout.core.slices import Range, Slice
     from relayout.loader.group.collectives import Group
-    from relayout.loader.loading import Options
-    from relayout.loader.sources.base import RankSource
-    from relayout.loader.sources.columns import TensorColumns
+    from relayout.loader.loading import Asked, Options
+    from relayout.loader.sources.rank import RankSource, TensorColumns
     from relayout.loader.view import CheckpointView
     from relayout.storage.protocols import Store
 
@@ -129,7 +128,7 @@ class OpenedRank:
     @property
     def is_mappable(self) -> bool:
         """Whether slices can be mapped, to be read when they are used. Those that are put together cannot be."""
-        from relayout.loader.mapped import can_map
+        from relayout.loader.view import can_map
 
         return self.source.is_as_stored and can_map(self.contents.files)
 
@@ -174,12 +173,7 @@ class RankWeights:
         Raises:
             FormatError, PlanError, OSError: as `relayout.iter_load`.
         """
-        from relayout.loader.api import find_source
-
-        path, settings = self.store or self.path, self.options
-        source = find_source(
-            path, self.rank, self.num_ranks, self.is_verified, settings.cache, deltas=self.deltas or ()
-        )
+        source = self._asked().source()
         contents = source.contents()
         rows = [row for row, name in enumerate(contents.names) if not self.is_skipped(name)]
         unread = {name for row in rows if contents.shapes[row] and self.is_unused(name := contents.names[row])}
@@ -193,15 +187,31 @@ class RankWeights:
 
     def stream_options(self) -> Options:
         """How the slices are read."""
-        from relayout.loader.loading import options_of
         from relayout.loader.stream import least_memory
 
-        settings, memory = self.options, self.options.memory
-        if memory is None and self.deltas is not None:
-            memory = max(_UPDATE_NBYTES, least_memory(self.opened.contents))
+        asked = replace(self._asked(), progress=self.progress)
+        if asked.memory is None and self.deltas is not None:
+            asked = replace(asked, memory=max(_UPDATE_NBYTES, least_memory(self.opened.contents)))
         if self.lazy:  # The backend that was chosen may be for another device than the CPU.
-            return options_of("cpu", "auto", self.is_verified, settings.threads, memory, self.progress)
-        return options_of(self.device, settings.backend, self.is_verified, settings.threads, memory, self.progress)
+            asked = replace(asked, device="cpu", backend="auto")
+        return asked.options()
+
+    def _asked(self) -> Asked:
+        """What is asked of the loader."""
+        from relayout.loader.loading import Asked
+
+        return Asked(
+            path=self.store or self.path,
+            rank=self.rank,
+            device=self.device,
+            backend=self.options.backend,
+            verify=self.is_verified,
+            threads=self.options.threads,
+            memory=self.options.memory,
+            tp=self.num_ranks,
+            cache=self.options.cache,
+            deltas=self.deltas or (),
+        )
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The slices that are read, in file order, as this process reads them.
@@ -209,7 +219,7 @@ class RankWeights:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
-        from relayout.loader.api import doubting
+        from relayout.loader.sources.checkpoint import doubting
         from relayout.loader.stream import stream
 
         return doubting(stream(self.opened.contents, self.stream_options()), self.opened.source)
@@ -244,8 +254,8 @@ class Delivery:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
         """
-        from relayout.loader.api import warn_if_slow
-        from relayout.loader.sources.stored import cached_nbytes
+        from relayout.loader.loading import warn_if_slow
+        from relayout.loader.sources.rank import cached_nbytes
 
         started = time.perf_counter()
         opened = self.weights.opened
@@ -331,8 +341,8 @@ class Delivery:
             return stream_together(lambda: (opened.source, opened.contents, weights.stream_options()), weights.members)
         if not (weights.lazy and opened.is_mappable):
             return weights.stream()
-        from relayout.loader.mapped import map_tensors
-        from relayout.loader.reads import pack
+        from relayout.loader.sources.rank import pack
+        from relayout.loader.view import map_tensors
 
         if weights.is_verified:
             for _ in weights.stream():

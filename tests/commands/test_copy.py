@@ -30,7 +30,7 @@ from relayout.cli.app import app
 from relayout.commands import copy as copy_module
 from relayout.core.extents import split
 from relayout.errors import FormatError, PlanError
-from relayout.loader.diagnose.doctor import diagnose
+from relayout.loader.diagnose import diagnose
 
 TP = 4
 PARTIAL = ".out.relayout-partial"

@@ -327,7 +327,7 @@ def test_what_a_load_has_found_damaged_is_made_again_at_once(model: Path, cache:
     truth = relayout.load(model, 2, tp=TP, cache=cache)
     [entry] = entries_of(cache)
     flip(of_one(entry, RANK), -1)
-    with pytest.warns(UserWarning, match="digest.*: loading again; `relayout cache list` lists"):
+    with pytest.warns(UserWarning, match=r"digest.*`relayout cache list` lists them\): loading again"):
         assert_equal(relayout.load(model, 2, tp=TP, cache=cache, verify=True), truth)
     expect(cache, model)
 

@@ -21,7 +21,7 @@ from relayout.core.slices import Slice
 from relayout.engines.global_tensor import GlobalTensor, Usage
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
-from relayout.loader.sources.columns import TensorColumns
+from relayout.loader.sources.rank import TensorColumns
 
 
 @dataclass

@@ -15,7 +15,7 @@ import relayout
 from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
 
 
-@pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "resharded.read_record")])
+@pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "reshard.read_record")])
 def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
     folders: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reads: str
 ) -> None:

@@ -39,7 +39,7 @@ from vectors import export
 import relayout
 from relayout.cli.app import main
 from relayout.errors import FormatError, PlanError
-from relayout.loader.diagnose.doctor import diagnose
+from relayout.loader.diagnose import diagnose
 
 VECTORS = vectors()
 PARSERS = {"header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths", "chunks", "whole"}

@@ -15,7 +15,7 @@ from support.page_cache import opened
 from support.slow_storage import Link, absence, slow_folder, slow_server
 
 import relayout
-from relayout.loader.diagnose.doctor import diagnose
+from relayout.loader.diagnose import diagnose
 from relayout.storage.local.page_cache import resident_nbytes
 
 

@@ -30,7 +30,7 @@ from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.base import REGISTRY
 from relayout.loader.budgets import Budget
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.files import InputFile
 from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.local.store import LocalStore

@@ -254,7 +254,7 @@ def test_what_a_load_has_found_damaged_is_fetched_again_at_once(
         content[-1] ^= 1
         path.write_bytes(content)
         if load is relayout.load:
-            with pytest.warns(UserWarning, match="digest.*: loading again; `relayout cache list` lists the entries"):
+            with pytest.warns(UserWarning, match=r"digest.*`relayout cache list` lists them\): loading again"):
                 expect(load(URL, 1, cache=tmp_path, verify=True), converted)
         else:
             with pytest.raises(FormatError, match=r"digest.*the next load makes this entry of the cache again"):

@@ -143,7 +143,7 @@ print(ended(pid))
 
 def test_a_child_uses_what_is_open_while_another_thread_of_the_parent_reads_a_table(wide: Path) -> None:
     script = f"""{START}
-from relayout.loader.sources import resharded as regrouped
+from relayout.loader.sources import reshard as regrouped
 
 reading, may_read = threading.Event(), threading.Event()
 true_read = regrouped.read_table

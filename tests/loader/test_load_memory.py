@@ -47,7 +47,7 @@ LIMITED = """
 import json, resource, sys, threading
 from pathlib import Path
 import relayout
-from relayout.loader import mapped
+from relayout.loader import view
 from relayout.loader.backends import host
 
 MIB = 2**20
@@ -77,7 +77,7 @@ found = []
 sums = {name: int(tensor.sum()) for name, tensor in load(backend="buffered").items()}
 for module, name, nbytes, call, options in (
     (host, "allocate", 4 * MIB, load, {}),
-    (mapped, "allocate", 4 * MIB, map_all, {}),
+    (view, "allocate", 4 * MIB, map_all, {}),
     (host, "allocate", 4 * MIB, load, {"verify": True}),
     (host, "allocate", 4 * MIB, load, {"tp": 1}),
     (host, "ArenaPool", 4 * MIB, iterate, {}),

@@ -33,7 +33,7 @@ from relayout.loader.backends.base import REGISTRY, ReadJob, choose
 from relayout.loader.backends.cuda import DeviceArena, DeviceBackend
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.budgets import Budget
-from relayout.loader.diagnose.doctor import diagnose
+from relayout.loader.diagnose import diagnose
 from relayout.loader.sources.checkpoint import find_rank
 from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.protocols import Access
@@ -250,7 +250,7 @@ def test_a_gpu_without_memory_of_its_own_gets_bounded_buffers_and_doctor_says_so
     monkeypatch.setattr(base, "resolve_device", lambda device: device)
     monkeypatch.setattr(cufile, "is_likely", lambda: True)
     monkeypatch.setattr(cufile, "find_cufile", lambda path: pytest.fail("cuFile was opened"))
-    files = find_rank(large, 0, None).used_files()
+    files = find_rank(large, 0).used_files()
     found = choose("auto", "cuda:0", files)
     assert found.reason.startswith(
         "backend 'gds': GPUDirect Storage is not available: cuda:0 has no memory of its own, but a part of the host's;"

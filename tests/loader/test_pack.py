@@ -1,4 +1,4 @@
-"""relayout.loader.reads: reads carried out by numpy bring each tensor's bytes to its place, and nothing else."""
+"""relayout.loader.sources.rank: reads carried out by numpy bring each tensor's bytes to its place, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.reads import carried_out
 
 from relayout.core.extents import Transfer
 from relayout.format.index import Read
-from relayout.loader.reads import batches, place, place_at
+from relayout.loader.sources.rank import batches, place, place_at
 
 Tensor = tuple[Read, ...]
 

@@ -22,7 +22,7 @@ from support.s3_server import Answer, Request, Server
 
 import relayout
 from relayout.errors import FormatError
-from relayout.loader.diagnose.doctor import diagnose
+from relayout.loader.diagnose import diagnose
 from relayout.storage.cloud import connect, failures
 from relayout.storage.protocols import RequestError
 from relayout.storage.stores import find_store

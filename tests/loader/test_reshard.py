@@ -18,7 +18,7 @@ from relayout.core.extents import Transfer
 from relayout.core.slices import BITS, WHOLE, Range, Slice
 from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.loader.sources.reshard import Holder, gather
+from relayout.loader.sources.reshard import StoredSlice, gather
 
 Array = npt.NDArray[Any]
 Ranges = tuple[Range, ...]
@@ -34,7 +34,7 @@ class Case:
     dtype: str
     shape: tuple[int, ...]
     wanted: Slice
-    holders: tuple[Holder, ...]
+    holders: tuple[StoredSlice, ...]
     files: tuple[Array, ...]
     expected: Array
     """The bytes of the wanted piece."""
@@ -122,7 +122,7 @@ def cases(draw: st.DrawFn, *, max_axes: int = 3) -> Case:
     for part in slices:
         number = draw(st.integers(0, len(contents) - 1))
         contents[number].append(np.full(draw(st.integers(0, 3)), 0xEE, np.uint8))  # Something else in front.
-        holders.append(Holder(part, number, sum(one.size for one in contents[number])))
+        holders.append(StoredSlice(part, number, sum(one.size for one in contents[number])))
         contents[number].append(stored(piece_of(bits, part)))
     files = tuple(np.concatenate(parts or [np.zeros(0, np.uint8)]) for parts in contents)
     return Case(dtype, shape, wanted, tuple(holders), files, stored(piece_of(bits, wanted)))
@@ -161,21 +161,27 @@ def test_from_each_place_on_who_has_most_of_what_follows_is_asked(case: Case) ->
 
 
 def test_of_equal_holders_the_first_is_asked() -> None:
-    both = [Holder(Slice.along(0, ((0, 4),)), 3, 100), Holder(Slice.along(0, ((0, 4),)), 1, 200), Holder(WHOLE, 2, 300)]
+    both = [
+        StoredSlice(Slice.along(0, ((0, 4),)), 3, 100),
+        StoredSlice(Slice.along(0, ((0, 4),)), 1, 200),
+        StoredSlice(WHOLE, 2, 300),
+    ]
     assert gather("BF16", (8, 2), Slice.along(0, ((1, 3),)), both) == (Read(3, Transfer(104, 0, 12)),)
     assert gather("BF16", (8, 2), Slice.along(0, ((1, 3),)), both[1:]) == (Read(1, Transfer(204, 0, 12)),)
-    assert gather("BF16", (8, 2), WHOLE, [Holder(WHOLE, 5, 7), Holder(WHOLE, 6, 8)]) == (Read(5, Transfer(7, 0, 32)),)
+    assert gather("BF16", (8, 2), WHOLE, [StoredSlice(WHOLE, 5, 7), StoredSlice(WHOLE, 6, 8)]) == (
+        Read(5, Transfer(7, 0, 32)),
+    )
 
 
 def test_a_holder_of_all_is_asked_before_several_of_a_part() -> None:
-    halves = [Holder(Slice.along(0, ((0, 4),)), 0, 0), Holder(Slice.along(0, ((4, 4),)), 1, 0)]
+    halves = [StoredSlice(Slice.along(0, ((0, 4),)), 0, 0), StoredSlice(Slice.along(0, ((4, 4),)), 1, 0)]
     assert gather("U8", (8,), WHOLE, halves) == (Read(0, Transfer(0, 0, 4)), Read(1, Transfer(0, 4, 4)))
-    assert gather("U8", (8,), WHOLE, [*halves, Holder(WHOLE, 2, 0)]) == (Read(2, Transfer(0, 0, 8)),)
+    assert gather("U8", (8,), WHOLE, [*halves, StoredSlice(WHOLE, 2, 0)]) == (Read(2, Transfer(0, 0, 8)),)
 
 
 def test_quarters_are_read_row_by_row() -> None:
     quarters = [
-        Holder(Slice.of({0: ((3 * down, 3),), 1: ((4 * right, 4),)}), 2 * down + right, 100)
+        StoredSlice(Slice.of({0: ((3 * down, 3),), 1: ((4 * right, 4),)}), 2 * down + right, 100)
         for down in (0, 1)
         for right in (0, 1)
     ]
@@ -196,7 +202,7 @@ def test_quarters_are_read_row_by_row() -> None:
 @given(st.integers(1, 12), st.data())
 def test_a_hole_is_refused_at_its_first_element(size: int, data: st.DataObject) -> None:
     missing = data.draw(st.integers(0, size - 1))
-    holders = [Holder(Slice.along(0, ((0, missing), (missing + 1, size - missing - 1))), 0, 0)]
+    holders = [StoredSlice(Slice.along(0, ((0, missing), (missing + 1, size - missing - 1))), 0, 0)]
     with pytest.raises(PlanError, match=rf"^element {missing} of dim 0 of \[{size}, 3\] is in no rank's slice$"):
         gather("BF16", (size, 3), WHOLE, holders)
     if missing:
@@ -227,4 +233,4 @@ def test_what_no_rank_holds_is_refused() -> None:
 )
 def test_a_cut_inside_a_byte_is_refused(dtype: str, shape: tuple[int, ...], wanted: Slice, parts: list[Slice]) -> None:
     with pytest.raises(PlanError, match=rf"^a cut of {dtype} \[.*\] along dim {wanted.axis} falls inside a byte$"):
-        gather(dtype, shape, wanted, [Holder(part, rank, 0) for rank, part in enumerate(parts)])
+        gather(dtype, shape, wanted, [StoredSlice(part, rank, 0) for rank, part in enumerate(parts)])

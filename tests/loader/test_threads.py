@@ -19,7 +19,7 @@ from support.patience import PATIENCE
 import relayout
 from relayout.errors import PlanError
 from relayout.loader.backends.cuda import DeviceJob
-from relayout.loader.sources import resharded as regrouped
+from relayout.loader.sources import reshard as regrouped
 
 Result = TypeVar("Result")
 

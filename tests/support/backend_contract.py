@@ -22,7 +22,7 @@ from relayout.format.manifest import header_prefix
 from relayout.loader.backends.base import REGISTRY, Backend, ReadJob, Refusal
 from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.budgets import Budget
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.sources.rank import StoredFile
 
 UNTOUCHED = 0xEE
 GUARD = 64

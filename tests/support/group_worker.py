@@ -196,8 +196,8 @@ def _member(folder: Path, number: int) -> None:
     from relayout.loader.api import iter_load, load
     from relayout.loader.backends.host import HostArena
     from relayout.loader.group import sharing
-    from relayout.loader.group.assign import assign_reads
     from relayout.loader.group.collectives import Group
+    from relayout.loader.group.plan import assign_reads
 
     join(folder, number)
     sharing.assign_reads = partial(assign_reads, most_nbytes=PIECE_NBYTES)  # type: ignore[assignment]

@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 
 EXCEPTIONS: dict[str, tuple[str, ...]] = {
     "loader.sources.plain": ("plans", "conversion"),
-    "loader.sources.resharded": ("plans",),
+    "loader.sources.reshard": ("plans",),
 }
 """Modules that import more than their package may: what slices plain checkpoints, or joins the slices of several ranks,
 needs plans for it."""

@@ -31,7 +31,7 @@ from relayout.loader import stream as streaming
 from relayout.loader.backends import cuda
 from relayout.loader.backends.base import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.sources.rank import StoredFile
 
 Array = npt.NDArray[Any]
 

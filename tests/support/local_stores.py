@@ -12,7 +12,7 @@ from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.extents import Extent
 from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.sources.rank import StoredFile
 from relayout.storage import hashing
 from relayout.storage.local import staging
 from relayout.storage.local.staging import LocalStaging

@@ -22,7 +22,7 @@ from relayout.storage.stores import REGISTRY
 
 NAMES = ("llama", "qwen3_moe", "phi3", "qwen2_tied")
 """Families: dense; experts; fused query, key and value; one tensor for embedding and head."""
-CHUNK_NBYTES = 16 * BLOCK
+RANGE_NBYTES = 16 * BLOCK
 
 
 def main() -> None:
@@ -40,11 +40,11 @@ def _member(folder: Path, number: int) -> None:
 
     from relayout.loader.api import iter_load, load
     from relayout.loader.group import exchange
-    from relayout.loader.group.exchange_plan import plan_exchange
+    from relayout.loader.group.plan import plan_exchange
 
     join(folder, number)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    plan_small = partial(plan_exchange, most_nbytes=CHUNK_NBYTES)
+    plan_small = partial(plan_exchange, most_nbytes=RANGE_NBYTES)
     exchange.plan_exchange = plan_small  # type: ignore[assignment]
     seen, wide = Seen(folder, number), str(folder / "wide")
     case = seen.case

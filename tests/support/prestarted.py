@@ -36,7 +36,7 @@ COMMANDS = (
     "relayout.storage.local.staging"
 )
 """What the commands import."""
-LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose.doctor,relayout.loader.sources.resharded"
+LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose,relayout.loader.sources.reshard"
 """What a load and `relayout doctor` import."""
 GROUP = (
     f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.global_tensor,"

@@ -105,7 +105,7 @@ def _one_is_missing(folder: Path, number: int) -> None:
 
 
 def connecting() -> None:
-    """`FOLDER`: members have little time to connect; one is late, then one is killed when it is about to, and is gone."""
+    """`FOLDER`: members have little time to connect; one is late, and later killed when it is about to connect."""
     codes = forked(partial(_connecting, Path(sys.argv[1])))
     assert codes == [0, 0, -signal.SIGKILL, 0], codes
 

@@ -14,7 +14,7 @@ from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import Scattered, ThreadedJob
 from relayout.loader.budgets import Budget
 from relayout.loader.reads import Request
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.sources.rank import StoredFile
 
 
 class ToyArena:

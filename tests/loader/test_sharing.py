@@ -22,13 +22,12 @@ from support.signing import make_keys
 import relayout
 from relayout.checkpoint.converted import FileProof
 from relayout.core.digests import DigestAlgorithm
-from relayout.core.extents import BLOCK, Transfer
+from relayout.core.extents import BLOCK, Grid, Transfer
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Read
-from relayout.loader.group.assign import Grid, Portion, Round, assign_reads
-from relayout.loader.group.received import prove_received
-from relayout.loader.group.sharing import Sharing
-from relayout.loader.sources.stored import StoredFile
+from relayout.loader.group.plan import Portion, PortionRound, assign_reads
+from relayout.loader.group.sharing import Sharing, prove_received
+from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.store import LocalStore
 
 pytestmark = pytest.mark.xdist_group("group")
@@ -173,7 +172,7 @@ def test_a_chunk_of_which_two_members_have_read_parts_is_proven(tmp_path: Path, 
     if damaged is not None:
         memory[damaged] ^= 1
     with pytest.raises(FormatError, match="digest") if damaged is not None else nullcontext():
-        prove_received([file], reads, [Round(0, portions)], memoryview(memory), 0, 1)
+        prove_received([file], reads, [PortionRound(0, portions)], memoryview(memory), 0, 1)
 
 
 @pytest.mark.parametrize("is_signed", [False, True])

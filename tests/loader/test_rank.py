@@ -1,4 +1,4 @@
-"""relayout.loader.sources.columns: which tensors patterns choose, and the files that these need."""
+"""relayout.loader.sources.rank: which tensors patterns choose, and the files that these need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.local_stores import stored_file
 from relayout.core.extents import Transfer
 from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.loader.sources.columns import TensorColumns, select
+from relayout.loader.sources.rank import TensorColumns, select
 
 NAMES = [
     "model.embed_tokens.weight",

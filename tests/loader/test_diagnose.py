@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 import relayout
 from relayout.cli.app import app
 from relayout.errors import PlanError
-from relayout.loader.diagnose.doctor import diagnose
+from relayout.loader.diagnose import diagnose
 from relayout.storage.local.mounts import filesystem_of
 
 Array = npt.NDArray[Any]

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import NOT_HELD, WHOLE, Slice, slice_transfers
-from relayout.loader.group.exchange_plan import (
-    CHUNK_NBYTES,
+from relayout.loader.group.plan import (
+    EXCHANGED_NBYTES,
     RECEIVED_NBYTES,
-    Chunk,
     Divided,
     Division,
-    Round,
+    ExchangedRange,
+    ExchangeRound,
     plan_exchange,
 )
 
@@ -100,22 +100,22 @@ def copied(source: Array, target: Array, written: Array, transfer: Transfer) -> 
         written[run.target : run.target + run.nbytes] += 1
 
 
-def carried_out(case: Case, rounds: Sequence[Round]) -> tuple[list[list[Array]], list[list[Array]]]:
+def carried_out(case: Case, rounds: Sequence[ExchangeRound]) -> tuple[list[list[Array]], list[list[Array]]]:
     """What each member has of each tensor after all rounds, and how often each byte was written."""
     found = [[np.zeros_like(part) for part in parts] for parts in case.expected]
     written = [[np.zeros_like(part) for part in parts] for parts in case.expected]
-    for chunk in (chunk for each in rounds for chunk in each.chunks):
-        view = case.files[chunk.file][chunk.extent.offset : chunk.extent.end]
+    for piece in (piece for each in rounds for piece in each.ranges):
+        view = case.files[piece.file][piece.extent.offset : piece.extent.end]
         for member in range(case.num_members):
-            message = np.zeros(chunk.sizes[member], np.uint8)
+            message = np.zeros(piece.sizes[member], np.uint8)
             filled = np.zeros_like(message)
-            parts = [*chunk.packed(case.tensors, member)]
+            parts = [*piece.packed(case.tensors, member)]
             for _, packed, _ in parts:
                 copied(view, message, filled, packed)
             assert (filled == 1).all()
             for row, _, unpacked in parts:
                 copied(message, found[row][member], written[row][member], unpacked)
-            kept = [*chunk.kept(case.tensors, member)]
+            kept = [*piece.kept(case.tensors, member)]
             assert [row for row, _ in kept] == [row for row, _, _ in parts]
             for row, part in kept:
                 again = np.zeros_like(found[row][member])
@@ -126,14 +126,14 @@ def carried_out(case: Case, rounds: Sequence[Round]) -> tuple[list[list[Array]],
     return found, written
 
 
-@given(cases(), st.sampled_from([BLOCK, 3 * BLOCK, CHUNK_NBYTES]), st.sampled_from([BLOCK, 2**40]))
+@given(cases(), st.sampled_from([BLOCK, 3 * BLOCK, EXCHANGED_NBYTES]), st.sampled_from([BLOCK, 2**40]))
 def test_every_byte_arrives_once_and_is_read_once(case: Case, most: int, received: int) -> None:
     rounds = plan_exchange(case.tensors, case.num_members, most_nbytes=most, most_received=received)
     found, written = carried_out(case, rounds)
     read = [np.zeros(file.size, np.uint8) for file in case.files]
     for each in rounds:
-        for chunk in each.chunks:
-            read[chunk.file][chunk.extent.offset : chunk.extent.end] += 1
+        for piece in each.ranges:
+            read[piece.file][piece.extent.offset : piece.extent.end] += 1
     for row, tensor in enumerate(case.tensors):
         is_exchanged = bool(tensor.division.exchanged)
         for member, expected in enumerate(case.expected[row]):
@@ -150,30 +150,30 @@ def test_every_byte_arrives_once_and_is_read_once(case: Case, most: int, receive
 
 
 @given(cases(), st.sampled_from([BLOCK, 3 * BLOCK]), st.sampled_from([BLOCK, 8 * BLOCK]))
-def test_chunks_and_rounds_keep_their_limits(case: Case, most: int, received: int) -> None:
+def test_ranges_and_rounds_keep_their_limits(case: Case, most: int, received: int) -> None:
     rounds = plan_exchange(case.tensors, case.num_members, most_nbytes=most, most_received=received)
     for each in rounds:
-        members = [chunk.member for chunk in each.chunks]
+        members = [piece.member for piece in each.ranges]
         assert len(set(members)) == len(members)
         for member in range(case.num_members):
-            got = sum(chunk.sizes[member] for chunk in each.chunks)
-            assert got <= received or len(each.chunks) == 1
+            got = sum(piece.sizes[member] for piece in each.ranges)
+            assert got <= received or len(each.ranges) == 1
             for other in range(case.num_members):
                 assert each.sent(member)[other] == each.received(other)[member]
-                mine = [chunk.sizes[other] for chunk in each.chunks if chunk.member == member]
+                mine = [piece.sizes[other] for piece in each.ranges if piece.member == member]
                 assert each.sent(member)[other] == (sum(mine) + 1 if member != other else 0)
-        for chunk in each.chunks:
-            assert 0 < chunk.extent.nbytes <= most
-            blocks = -(-chunk.extent.end // BLOCK) - chunk.extent.offset // BLOCK
-            assert sum(chunk.sizes) <= most or blocks == 1
-            assert_needed(case, chunk)
+        for piece in each.ranges:
+            assert 0 < piece.extent.nbytes <= most
+            blocks = -(-piece.extent.end // BLOCK) - piece.extent.offset // BLOCK
+            assert sum(piece.sizes) <= most or blocks == 1
+            assert_needed(case, piece)
 
 
-def assert_needed(case: Case, chunk: Chunk) -> None:
+def assert_needed(case: Case, piece: ExchangedRange) -> None:
     """What nobody needs is in gaps that are shorter than a request is worth."""
-    needed = np.zeros(chunk.extent.nbytes, bool)
+    needed = np.zeros(piece.extent.nbytes, bool)
     for member in range(case.num_members):
-        for _, part in chunk.kept(case.tensors, member):
+        for _, part in piece.kept(case.tensors, member):
             for run in part.runs():
                 needed[run.source : run.source + run.nbytes] = True
     ends = np.flatnonzero(np.diff(np.concatenate([[1], needed, [1]])))
@@ -191,21 +191,21 @@ def test_long_runs_of_one_member_each_are_not_exchanged() -> None:
 def test_each_member_reads_as_much() -> None:
     columns = [slice_transfers("U8", (7168, 2048), Slice.along(1, [(start, 512)])) for start in range(0, 2048, 512)]
     division = Division.of(tuple(columns), 2**18)
-    whole = 7168 * 2048  # Three chunks, and a smaller one for the fourth member.
+    whole = 7168 * 2048  # Three ranges, and a smaller one for the fourth member.
     rounds = plan_exchange([Divided(number, 100, division) for number in range(20)], 4)
     nbytes = Counter[int]()
-    for chunk in (chunk for each in rounds for chunk in each.chunks):
-        nbytes[chunk.member] += chunk.extent.nbytes
-    assert [len(each.chunks) for each in rounds] == [4] * 20
+    for piece in (piece for each in rounds for piece in each.ranges):
+        nbytes[piece.member] += piece.extent.nbytes
+    assert [len(each.ranges) for each in rounds] == [4] * 20
     assert sum(nbytes.values()) == 20 * whole
-    assert max(nbytes.values()) - min(nbytes.values()) <= CHUNK_NBYTES
+    assert max(nbytes.values()) - min(nbytes.values()) <= EXCHANGED_NBYTES
 
 
-def test_what_all_hold_is_sent_in_small_chunks() -> None:
+def test_what_all_hold_is_sent_in_small_ranges() -> None:
     whole = slice_transfers("U8", (2**24,), WHOLE)
     rounds = plan_exchange([Divided(0, 0, Division.of((whole,) * 8, 2**18))], 8)
-    assert {chunk.extent.nbytes for each in rounds for chunk in each.chunks} == {CHUNK_NBYTES // 8}
-    assert all(each.chunks[0].sizes == (CHUNK_NBYTES // 8,) * 8 for each in rounds)
+    assert {piece.extent.nbytes for each in rounds for piece in each.ranges} == {EXCHANGED_NBYTES // 8}
+    assert all(each.ranges[0].sizes == (EXCHANGED_NBYTES // 8,) * 8 for each in rounds)
 
 
 def test_a_member_that_holds_more_than_the_others_receives_no_more_at_once() -> None:
@@ -213,5 +213,5 @@ def test_a_member_that_holds_more_than_the_others_receives_no_more_at_once() -> 
         slice_transfers("U8", (2**26,), Slice.along(0, [(0, 2**26 if not member else 100)])) for member in range(8)
     ]
     rounds = plan_exchange([Divided(0, 0, Division.of(tuple(parts), 2**18))], 8)
-    received = [sum(chunk.sizes[0] for chunk in each.chunks) for each in rounds]
+    received = [sum(piece.sizes[0] for piece in each.ranges) for each in rounds]
     assert (sum(received), max(received)) == (2**26, RECEIVED_NBYTES)

@@ -1,0 +1,334 @@
+"""`relayout doctor` and `explain`: what a load would do on this machine, why, and how fast the storage answers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import median
+from typing import TYPE_CHECKING
+
+from relayout.checkpoint.converted import find_manifest
+from relayout.checkpoint.source import read_source
+from relayout.core.arguments import integer
+from relayout.core.extents import BLOCK, Extent, align_down, align_up, split
+from relayout.core.workers import Workers
+from relayout.errors import PlanError
+from relayout.loader.backends.cuda import is_integrated
+from relayout.loader.backends.files import ReadableFiles
+from relayout.loader.budgets import Budget, local_world_size, num_cpus, plan_budget
+from relayout.loader.loading import Asked, error_hints
+from relayout.loader.reads import Request
+from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
+from relayout.results import Result
+from relayout.storage.buffers import Buffer
+from relayout.storage.local.mounts import Filesystem, filesystem_of, refuses_direct
+from relayout.storage.pages import measured_pages
+from relayout.storage.protocols import Access, ReadableFile
+from relayout.storage.stores import find_input, scheme_of
+
+if TYPE_CHECKING:
+    import torch
+
+_NUM_SHORT = 5
+"""Short requests, one after the other."""
+_MIN_LATENCY_SECONDS = 0.0005
+"""A file system that answers sooner is on this machine."""
+_MAX_SAMPLE_NBYTES = 512 * 2**20
+_MAX_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """A file that a load would read."""
+
+    name: str
+    nbytes: int
+    """Length of the file."""
+    filesystem: Filesystem
+    refuses_direct: str | None
+    """Why direct I/O does not work on it; None if it works."""
+    resident_nbytes: int | None
+    """Bytes of the file in the page cache; None where the system does not tell."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Result):
+    """The way that a load would take."""
+
+    path: str
+    rank: int
+    device: str
+    backend: str
+    """The one that would be used."""
+    reason: str
+    gds: str | None
+    """The way that GPUDirect Storage would really take, "GDS" or "P2PDMA"; None without it."""
+    nbytes: int
+    """Bytes of the tensors."""
+    read_nbytes: int
+    """Bytes that would be requested."""
+    zero_copy_nbytes: int
+    """Bytes of the tensors that are read into place, without a bounce buffer."""
+    resident_nbytes: int
+    """Requested bytes that are in the page cache."""
+    num_requests: int
+    threads: int
+    """Requests in flight."""
+    memory: int
+    """Bytes of buffers, at most."""
+    files: tuple[FileFacts, ...]
+
+
+def explain(
+    path: str | os.PathLike[str],
+    rank: int,
+    device: str | torch.device = "cpu",
+    *,
+    backend: str = "auto",
+    threads: int | None = None,
+    memory: int | str | None = None,
+    tp: int | None = None,
+) -> Explanation:
+    """Say what `load` with these arguments would do now, and why, without loading anything. Thread-safe.
+
+    Args:
+        path, rank, device, backend, threads, memory, tp: as for `load`.
+
+    Raises:
+        FormatError, PlanError, OSError: as `load`, for errors that occur before the first byte is read.
+
+    Example:
+        >>> import relayout
+        >>> relayout.explain("llama-3.1-8b-tp8", rank=3).device
+        'cpu'
+    """
+    with error_hints():
+        asked = Asked(path=path, rank=rank, device=device, backend=backend, threads=threads, memory=memory, tp=tp)
+        options, plan = asked.options(), asked.source().arena()
+        chosen, budget = options.choose(plan.files)
+        # Read nothing, not even headers: that would change what is in the page cache.
+        with ReadableFiles([replace(file, proof=None) for file in plan.files], chosen.access) as opened:
+            requests = chosen.requests(plan.reads, opened.alignment, budget)
+            files = tuple(_facts(opened, index, file) for index, file in enumerate(plan.files))
+            resident = _resident(opened, requests)
+    direct = sum(request.nbytes for request in requests if request.arena_offset is not None)
+    told = Explanation(
+        path=str(path),
+        rank=integer(rank, "rank"),
+        device=str(options.device),
+        backend="",
+        reason="",
+        gds=chosen.gds,
+        nbytes=plan.nbytes,
+        read_nbytes=sum(request.extent.nbytes for request in requests),
+        zero_copy_nbytes=direct if chosen.is_zero_copy else 0,
+        resident_nbytes=resident,
+        num_requests=len(requests),
+        threads=budget.threads,
+        memory=budget.memory,
+        files=files,
+    )
+    reason = f"{chosen.reason}; {_basis(told, plan, budget)}; {measured_pages()}"
+    name = chosen.name
+    return replace(told, backend=" and ".join(_ways(told)) if name == "auto" else name, reason=reason)
+
+
+def _facts(opened: ReadableFiles, index: int, file: StoredFile) -> FileFacts:
+    resident = opened.resident_nbytes(index, 0, file.nbytes)
+    if file.path is not None:
+        return FileFacts(file.name, file.nbytes, filesystem_of(file.path), refuses_direct(file.path), resident)
+    store = str(file.folder)
+    filesystem = Filesystem(scheme_of(store) or "unknown", store, file.folder.cost.chunk_nbytes, None)
+    return FileFacts(file.name, file.nbytes, filesystem, "the store has no file descriptors", resident)
+
+
+def _resident(opened: ReadableFiles, requests: Sequence[Request]) -> int:
+    """Requested bytes that would come from the page cache."""
+    return sum(
+        opened.resident_nbytes(request.file, offset, nbytes) or 0
+        for request in requests
+        for offset, nbytes, through_cache in opened.pieces(request.file, request.extent.offset, request.extent.nbytes)
+        if through_cache
+    )
+
+
+def _ways(told: Explanation) -> list[str]:
+    """How the requests of backend "auto" would be made."""
+    resident, files = told.resident_nbytes, told.files
+    if resident > told.read_nbytes - BLOCK * (len(files) + 1) or any(file.refuses_direct for file in files):
+        return [Access.BUFFERED.value]
+    return [Access.DIRECT.value, *([Access.BUFFERED.value] if resident else [])]
+
+
+def _basis(told: Explanation, plan: ArenaPlan, budget: Budget) -> str:
+    """The facts that the choice is based on."""
+    refused = [file for file in told.files if file.refuses_direct is not None]
+    kinds = _kinds(told.files)
+    if any(file.folder.cost.is_remote for file in plan.files):
+        chunk = budget.cost.chunk_nbytes // 2**20
+        more = f", up to {budget.max_threads} where that reads faster" if budget.max_threads > budget.threads else ""
+        return f"here {kinds} brings them by at most {chunk} MiB each, {budget.threads} at a time{more}"
+    percent = f"{100 * told.resident_nbytes / max(1, told.read_nbytes):.0f} %"
+    direct = f"{kinds} supports direct I/O"
+    if refused:
+        direct = f"{_kinds(refused)} refuses direct I/O: {refused[0].refuses_direct}"
+    return f"here {direct}, {percent} of the bytes come from the page cache"
+
+
+def _kinds(files: Sequence[FileFacts]) -> str:
+    """The kinds of the files' file systems, for a person."""
+    return " and ".join(sorted({file.filesystem.kind for file in files}))
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The speed of storage that is not on this machine."""
+
+    latency_seconds: float
+    """How long a short request takes; the median of a few."""
+    bytes_per_second: float
+    """How fast bytes come with `threads` requests at a time."""
+    sample_nbytes: int
+    """Bytes that were read for it."""
+    threads: int
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a load of so many bytes takes: manifest, files, then the bytes."""
+        return 2 * self.latency_seconds + nbytes / self.bytes_per_second
+
+
+def measure(files: Sequence[StoredFile], budget: Budget) -> Network | None:
+    """Read some of the files: for 3 s, or 512 MiB, or all of them. None if they have no bytes, or are on this machine.
+
+    Raises:
+        FormatError: a file is missing, or not as expected.
+        OSError: a request failed.
+    """
+    with ExitStack() as stack:
+        opened = [stack.enter_context(file.open(Access.AUTO)) for file in files]
+        largest = max(range(len(opened)), key=lambda index: opened[index].nbytes, default=None)
+        if largest is None or not opened[largest].nbytes:
+            return None
+        latency = median(_latencies(files[largest], opened[largest]))
+        if not files[0].folder.cost.is_remote and latency < _MIN_LATENCY_SECONDS:
+            return None
+        return _measured(opened, budget, latency)
+
+
+def _latencies(file: StoredFile, opened: ReadableFile) -> Iterator[float]:
+    """Seconds of short requests at places that no read-ahead has brought."""
+    buffer = Buffer()
+    for index in range(_NUM_SHORT):
+        start = time.perf_counter()
+        if file.path is None:
+            file.folder.snapshot().stat(file.name)
+        else:
+            opened.read(align_down(index * opened.nbytes // _NUM_SHORT, BLOCK), buffer.reserve(BLOCK))
+        yield time.perf_counter() - start
+
+
+def _measured(opened: Sequence[ReadableFile], budget: Budget, latency: float) -> Network:
+    chunk = budget.cost.chunk_nbytes
+    items = [(file, piece) for file in opened for piece in split(Extent(0, file.nbytes), chunk)]
+    end = time.perf_counter() + _MAX_SECONDS
+
+    def read(buffer: Buffer, item: tuple[int, Extent]) -> int:
+        index, piece = item
+        if time.perf_counter() > end:
+            return 0
+        items[index][0].read(piece.offset, buffer.reserve(align_up(piece.nbytes, BLOCK)))
+        return piece.nbytes
+
+    sample = [(index, piece) for index, (_, piece) in enumerate(islice(items, _MAX_SAMPLE_NBYTES // chunk))]
+    workers = Workers(min(budget.threads, len(sample)), sample, Buffer, read)
+    start = time.perf_counter()
+    workers.run()
+    seconds = time.perf_counter() - start
+    return Network(latency, workers.done_nbytes / seconds, workers.done_nbytes, budget.threads)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Diagnosis(Result):
+    """The way that loads of a checkpoint would take on this machine."""
+
+    path: str
+    is_converted: bool
+    num_cpus: int
+    local_world_size: int
+    """Ranks of this node, which divide the budgets."""
+    torch: str | None
+    """The version of torch; None if it is not installed."""
+    gpus: tuple[str, ...]
+    """Name and memory of each CUDA device, and whether that is the host's."""
+    ranks: tuple[Explanation, ...]
+    network: Network | None = None
+    """How fast the store or file system answers; None for files of this machine."""
+
+
+def diagnose(
+    path: str | os.PathLike[str], *, rank: int | None = None, device: str | None = None, tp: int | None = None
+) -> Diagnosis:
+    """Explain the load of one rank, or of all.
+
+    Args:
+        path: a folder that `relayout convert` wrote, or a plain checkpoint.
+        rank: from 0; None: all that are there.
+        device: the torch device of the tensors; None: a CUDA device if there is one, else the CPU.
+        tp: the tensor-parallel degree to load at; None: that of the conversion, 1 for a plain checkpoint.
+
+    Raises:
+        FormatError, PlanError, OSError: as `explain`.
+    """
+    version, gpus = _machine()
+    if device is None:
+        device = "cuda" if gpus else "cpu"
+    store = find_input(path)
+    manifest = find_manifest(store)
+    if manifest is None and tp is None and rank is not None and integer(rank, "rank") > 0:
+        read_source(store)  # That there is no checkpoint comes first.
+        raise PlanError(f"not converted, so it has no rank {rank}: set --tp N", path=str(store), code="option")
+    if tp is None:
+        tp = manifest.num_ranks if manifest is not None else 1
+    # `explain` refuses a degree below 1.
+    ranks = range(max(1, integer(tp, "tp")))
+    present = ranks if manifest is None or tp != manifest.num_ranks else manifest.present
+    explained = tuple(explain(path, index, device, tp=tp) for index in (present if rank is None else [rank]))
+    return Diagnosis(
+        path=str(path),
+        is_converted=manifest is not None,
+        num_cpus=num_cpus(),
+        local_world_size=local_world_size(),
+        torch=version,
+        gpus=gpus,
+        ranks=explained,
+        network=None if _is_on_drive(explained[0]) else _network(path, explained[0], tp),
+    )
+
+
+def _is_on_drive(explained: Explanation) -> bool:
+    """Whether all files are on drives of this machine. A file system over the network has no block device."""
+    return all(file.filesystem.drive_block_nbytes is not None for file in explained.files)
+
+
+def _network(path: str | os.PathLike[str], explained: Explanation, tp: int) -> Network | None:
+    """Measure with the files of a load."""
+    files = Asked(path=path, rank=explained.rank, tp=tp).source().arena().files
+    return measure(files, plan_budget(explained.threads, explained.memory, explained.memory, cost_of(files)))
+
+
+def _machine() -> tuple[str | None, tuple[str, ...]]:
+    """torch's version, and its CUDA devices."""
+    try:
+        import torch
+    except ImportError:
+        return None, ()
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        shared = " of the host's memory" if is_integrated(index) else ""
+        gpus.append(f"{properties.name}, {properties.total_memory / 1e9:.0f} GB{shared}")
+    return str(torch.__version__), tuple(gpus)

@@ -1,1 +1,0 @@
-"""Which way a load would take, and what to do about errors."""

@@ -1,0 +1,368 @@
+"""What a load asks of one rank: its tensors in columns, the files that store them, one allocation for them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeAlias, TypeVar
+
+from relayout.checkpoint.converted import FileProof, Proven, proof_of
+from relayout.core.arguments import compile_glob, invalid_because, ranks_text
+from relayout.core.extents import Extent, align_up, split
+from relayout.core.slices import Slice, num_bytes
+from relayout.core.workers import each
+from relayout.errors import FormatError, PlanError, did_you_mean
+from relayout.format.index import ARENA_ALIGNMENT, Manifest, Read, place
+from relayout.storage.local.page_cache import resident_nbytes
+from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store, unversioned
+
+Value = TypeVar("Value")
+Names: TypeAlias = Sequence[str] | str | None
+"""Patterns of names, or a single one; None: all."""
+
+_PIECE_NBYTES = 2**24
+"""Bytes of a hole that are compared with zeros at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file to read from."""
+
+    folder: Store
+    name: str
+    nbytes: int
+    """Its expected length."""
+    proof: FileProof | None = None
+    """The proof of its content; None for a file of a plain checkpoint, which has none."""
+    version: str | None = None
+    """Its expected version, if its header has been read."""
+    is_proven: bool = False
+    """Whether all bytes are proven when they are read. It shows no descriptor: all its bytes come by `read`."""
+
+    @property
+    def where(self) -> str:
+        """Its name in messages."""
+        return self.folder.location(self.name)
+
+    @property
+    def path(self) -> Path | None:
+        """Its path; None if its store has no file descriptors."""
+        return self.folder.path(self.name)
+
+    def proven(self) -> StoredFile:
+        """The same file, whose bytes are proven when they are read."""
+        assert self.proof is not None
+        return replace(self, is_proven=True)
+
+    def open(self, access: Access) -> ReadableFile:
+        """Open it; for errors see `Store.open`. A file without a version is proven, too.
+
+        Raises:
+            FormatError: the file has neither a version nor a proof.
+        """
+        opened = self.open_unproven(access)
+        try:
+            return self.proving(opened)
+        except BaseException:
+            opened.close()
+            raise
+
+    def open_unproven(self, access: Access) -> ReadableFile:
+        """Open it; for errors see `Store.open`. Its bytes are for `proving`."""
+        return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
+
+    def proving(self, opened: ReadableFile) -> ReadableFile:
+        """The open file, which proves its bytes if that is wanted, or if it has no version.
+
+        Raises:
+            FormatError: it has neither a version nor a proof; or the digests are damaged.
+        """
+        if (opened.version and not self.is_proven) or isinstance(opened, Proven):  # By the store, already.
+            return opened
+        if self.proof is None:
+            raise unversioned(self.where)
+        return Proven(opened, self.proof, self.where)
+
+
+def cached_nbytes(files: Iterable[StoredFile]) -> int | None:
+    """Bytes of the files in the page cache; None where the system does not tell, or one cannot be opened."""
+    total = 0
+    for file in files:
+        path = file.folder.path(file.name)
+        if path is None:  # What comes from a server passes by the page cache.
+            continue
+        try:
+            with path.open("rb") as opened:
+                nbytes = resident_nbytes(opened.fileno(), 0, file.nbytes)
+        except OSError:
+            return None
+        if nbytes is None:
+            return None
+        total += nbytes
+    return total
+
+
+def check_hole(file: StoredFile, hole: Extent) -> None:
+    """Check that zeros belong where nothing was ever written to a file: its copy may be unfinished.
+
+    Raises:
+        FormatError: the digest of a chunk differs.
+        OSError: a read failed.
+    """
+    with file.proven().open(Access.BUFFERED) as opened:
+        for piece in split(hole, _PIECE_NBYTES):
+            try:
+                opened.read(piece.offset, memoryview(bytearray(piece.nbytes)))
+            except FormatError as error:
+                if error.code == "digest" and error.path == file.where:
+                    error.amend(what=f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?")
+                raise
+
+
+def cost_of(files: Sequence[StoredFile]) -> RequestCost:
+    """The cost of requests for files, which are all of one store."""
+    return files[0].folder.cost if files else LOCAL_COST
+
+
+def files_of(folder: Store, manifest: Manifest, indices: Iterable[int]) -> tuple[StoredFile, ...]:
+    """Files by their positions in the manifest, not checked."""
+
+    def stored(index: int) -> StoredFile:
+        file = manifest.files[index]
+        return StoredFile(folder, file.name, file.nbytes, proof_of(folder, manifest, index))
+
+    return tuple(map(stored, indices))
+
+
+def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
+    """The files of a rank, or of another holder, after a check of their lengths.
+
+    Raises:
+        FormatError: one is missing, leads out of the folder, or has another length than the manifest says.
+        OSError: `stat` failed.
+    """
+    files = files_of(folder, manifest, manifest.holders[rank].files)
+
+    def check(file: StoredFile) -> None:
+        status = folder.stat(file.name)
+        if status is None:
+            complete = ranks_text(_complete_ranks(folder, manifest))
+            others = f"; of {manifest.num_ranks} ranks these are complete here: {complete}" if complete else ""
+            raise FormatError(f"is missing{others}", path=file.where, code="missing")
+        status.check(file.where, file.nbytes)  # Before memory is reserved: an arena is not larger than its files.
+
+    each(check, files, folder.cost.num_opens)
+    return files
+
+
+def _complete_ranks(folder: Store, manifest: Manifest) -> Iterator[int]:
+    """The ranks of which all files are in a local folder: a tool may have copied the files of some ranks only."""
+    if not folder.cost.is_remote:
+        there = {index for index, file in enumerate(manifest.files) if folder.stat(file.name) is not None}
+        yield from (rank for rank in manifest.present if there.issuperset(manifest.holders[rank].files))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorColumns:
+    """Tensors of one rank, in columns of equal length, in file order. A column that nobody needs is empty."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    """The shapes of the slices, in elements."""
+    files: tuple[StoredFile, ...] = ()
+    """The files that `reads` read."""
+    reads: Sequence[tuple[Read, ...]] = ()
+    """The reads that fill each tensor. Their targets are relative to its first byte; an empty tensor has none."""
+    digests: Sequence[str] | None = None
+    """The digests of the stored bytes; None if there are none, as in a plain checkpoint."""
+    offsets: Sequence[int] = ()
+    """The places of the first bytes in an arena, multiples of `ARENA_ALIGNMENT`."""
+    parts: Sequence[Slice] = ()
+    """The part of the whole tensor that each is."""
+    source_shapes: Sequence[tuple[int, ...]] = ()
+    """The shapes of the whole tensors, in elements."""
+
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        if self.reads:
+            return [sum(read.transfer.total_nbytes for read in reads) for reads in self.reads]
+        return [num_bytes(dtype, shape) or 0 for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
+
+    def rows(self, rows: Sequence[int]) -> TensorColumns:
+        """Some of the tensors, and only the files that they need."""
+        reads = _picked(self.reads, rows)
+        needed = sorted({read.file for tensor in reads for read in tensor})
+        position = {file: index for index, file in enumerate(needed)}
+        return TensorColumns(
+            _picked(self.names, rows),
+            _picked(self.dtypes, rows),
+            _picked(self.shapes, rows),
+            tuple(self.files[file] for file in needed),
+            [tuple(Read(position[read.file], read.transfer) for read in tensor) for tensor in reads],
+            None if self.digests is None else _picked(self.digests, rows),
+            _picked(self.offsets, rows),
+            _picked(self.parts, rows),
+            _picked(self.source_shapes, rows),
+        )
+
+    def matching(self, names: Names) -> TensorColumns:
+        """The tensors whose names match; for errors see `select`."""
+        return self if names is None else self.rows(select(self.names, names))
+
+    def at(self, offsets: Sequence[int]) -> TensorColumns:
+        """The same tensors at these offsets of an arena."""
+        return replace(self, offsets=offsets)
+
+
+def _picked(column: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:
+    return [column[row] for row in rows] if column else ()
+
+
+def select(names: Sequence[str], patterns: Sequence[str] | str) -> list[int]:
+    """The rows of the names that match, or equal, at least one of the patterns (see `core.patterns`).
+
+    Raises:
+        PlanError: a pattern is invalid, or matches no name.
+    """
+    row_of = {name: row for row, name in enumerate(names)}
+    selected: set[int] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        rows = [row_of[pattern]] if pattern in row_of else []
+        reason = invalid_because(pattern)
+        if reason is None and any(character in pattern for character in "*#{"):
+            match = compile_glob(pattern).match
+            rows += [row for row, name in enumerate(names) if match(name)]
+        if not rows:
+            hint = "" if "*" in pattern else did_you_mean(pattern, names)
+            if "*" in pattern.replace("**", ""):
+                hint = "; * is text without a dot, ** any text"
+            raise PlanError(
+                f"names: invalid pattern {pattern!r}: {reason}"
+                if reason
+                else f"names: no tensor matches {pattern!r} (there are {len(names)}){hint}",
+                code="option",
+            )
+        selected.update(rows)
+    return sorted(selected)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """One allocation for tensors, and how it is filled."""
+
+    files: tuple[StoredFile, ...]
+    reads: tuple[Read, ...]
+    """They do not overlap in the arena."""
+    arena_nbytes: int
+    nbytes: int
+    """Bytes of the tensors."""
+    tensors: Callable[[], TensorColumns]
+    """Returns the tensors and their offsets. This may parse a rank table; call it while bytes arrive."""
+
+
+def pack(tensors: TensorColumns) -> ArenaPlan:
+    """The plan for an arena that holds just these tensors."""
+    sizes = tensors.sizes()
+    layout = place(tensors.reads, sizes)
+    return ArenaPlan(tensors.files, layout.reads, layout.nbytes, sum(sizes), lambda: tensors.at(layout.offsets))
+
+
+def place_at(tensors: Sequence[tuple[Read, ...]], offsets: Sequence[int]) -> tuple[Read, ...]:
+    """The reads of tensors that are at given arena offsets."""
+    return tuple(
+        Read(read.file, read.transfer.shifted(target=offset))
+        for reads, offset in zip(tensors, offsets, strict=True)
+        for read in reads
+    )
+
+
+def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
+    """Divide tensors, in order, into batches of at most `limit` bytes; a larger tensor is a batch of its own."""
+    first = total = 0
+    for row, nbytes in enumerate(sizes):
+        padded = align_up(nbytes, ARENA_ALIGNMENT)
+        if row > first and total + padded > limit:
+            yield range(first, row)
+            first, total = row, 0
+        total += padded
+    if first < len(sizes):
+        yield range(first, len(sizes))
+
+
+class Pieces(Protocol):
+    """Tensors of which any part can be read. Thread-safe."""
+
+    @property
+    def columns(self) -> TensorColumns:
+        """The tensors, with their parts and the shapes of the whole tensors, in the order of the source's files."""
+
+    def axes(self, row: int) -> set[int]:
+        """The axes along which a part of a tensor can be read alone, besides axis 0."""
+
+    def piece(self, row: int, wanted: Slice) -> TensorColumns:
+        """A slice of one whole tensor.
+
+        Raises:
+            FormatError: a rank table is damaged.
+            PlanError: the ranks do not hold all of the piece.
+        """
+
+    def metadata(self) -> Mapping[str, str]:
+        """The entries of `__metadata__` that all files share.
+
+        Raises:
+            FormatError: a header is damaged.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class RankSource(ABC):
+    """One rank of a checkpoint."""
+
+    store: Store
+    """The folder, prefix or file."""
+    rank: int
+    num_ranks: int
+
+    @property
+    def slow_because(self) -> str | None:
+        """Why loading is slow, and how to make it fast, for a person; None if it is fast."""
+        return None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the checkpoint was not converted: this is a `PlainRank`."""
+        return False
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether the bytes of every tensor are contiguous in a file."""
+        return False
+
+    @abstractmethod
+    def contents(self, names: Names = None) -> TensorColumns:
+        """The tensors whose names match, with what to read.
+
+        Raises:
+            FormatError: the manifest's other files, or the plain checkpoint, are damaged.
+            PlanError: a pattern matches nothing.
+        """
+
+    @abstractmethod
+    def pieces(self, names: Names = None) -> Pieces:
+        """The same tensors, of which any part can be read; for errors see `contents`."""
+
+    def arena(self, names: Names = None) -> ArenaPlan:
+        """The same tensors, in one allocation; for errors see `contents`."""
+        return pack(self.contents(names))
+
+    def columns(self) -> TensorColumns:
+        """All of the rank's tensors, with their parts and without reads; for errors see `contents`."""
+        return self.pieces().columns
+
+    def used_files(self) -> tuple[StoredFile, ...]:
+        """The files that have the rank's bytes; for errors see `contents`."""
+        return self.contents().files

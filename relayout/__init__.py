@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from relayout import transformers
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
-    from relayout.commands.convert import convert, plan_conversion
+    from relayout.commands.convert import convert
     from relayout.commands.copy import Copied, NeededFiles, copy, files
     from relayout.commands.delta import DeltaDone, apply_deltas, delta
     from relayout.commands.inspect import Inspection, inspect
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from relayout.loader.diagnose import Explanation, explain
     from relayout.loader.in_place import apply
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
+    from relayout.planning import plan_conversion
     from relayout.plans.plan import Plan
     from relayout.saving.api import save
     from relayout.storage.cache_folder import Cache
@@ -82,7 +83,7 @@ __all__ = [
 
 _HOMES = {
     "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
-    "commands.convert": ("convert", "plan_conversion"),
+    "commands.convert": ("convert",),
     "commands.copy": ("Copied", "NeededFiles", "copy", "files"),
     "commands.delta": ("DeltaDone", "apply_deltas", "delta"),
     "commands.inspect": ("Inspection", "inspect"),
@@ -94,6 +95,7 @@ _HOMES = {
     "conversion.layout": ("Conversion",),
     "conversion.preview": ("Preview", "preview"),
     "conversion.run": ("Summary", "carry_out", "is_carried_out"),
+    "planning": ("plan_conversion",),
     "plans.plan": ("Plan",),
     "errors": ("FormatError", "PlanError", "RelayoutError"),
     "html_report.page": ("PageWritten", "report"),

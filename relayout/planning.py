@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from relayout.checkpoint.source import SourceCheckpoint
-from relayout.conversion.layout import Conversion, check_alignment
+from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion, check_alignment
 from relayout.core.arguments import integer, size
 from relayout.core.digests import DigestAlgorithm
 from relayout.errors import PlanError, shown
@@ -17,7 +18,7 @@ from relayout.plans.family import VLLM
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched, plan_for
 from relayout.storage.protocols import Store
-from relayout.storage.stores import scheme_of
+from relayout.storage.stores import find_input, find_store, scheme_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,70 @@ class PlanOptions:
             ranks=self.ranks,
             digest=self.algorithm,
         )
+
+
+def plan_conversion(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    tp: int = 1,
+    align: int | str = DEFAULT_ALIGNMENT,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    expert_parallel: bool = False,
+    unmatched: Unmatched | None = None,
+    max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
+    layout: Literal["ranks", "whole"] = "ranks",
+    ranks: str | Iterable[int] | None = None,
+    digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
+) -> Conversion:
+    """Read the source's headers and decide everything that `convert` does. Writes nothing.
+
+    Args:
+        source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
+        output: the folder to make; default is `SOURCE-tpN` beside the source folder. A single file has no default: it
+            would lie in the folder of the source.
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest:
+            as for `convert`.
+
+    Returns:
+        What `preview` shows, `carry_out` carries out, and `is_done` finds done.
+
+    Raises:
+        FormatError: the source is damaged.
+        PlanError: it cannot be converted like this.
+
+    Example:
+        >>> import relayout
+        >>> plan = relayout.plan_conversion("llama-3.1-8b", tp=4)
+        >>> len(relayout.preview(plan).rank_nbytes)
+        4
+    """
+    options = PlanOptions(
+        tp=tp,
+        align=align,
+        plan=plan,
+        trust_remote_code=trust_remote_code,
+        expert_parallel=expert_parallel,
+        unmatched=unmatched,
+        max_part_nbytes=max_part_nbytes,
+        layout=layout,
+        ranks=ranks,
+        digest=digest,
+    )
+    store = find_input(source)
+    target = find_store(default_output(source, options.tp) if output is None else output)
+    checkpoint = read_source(store)
+    if checkpoint.is_file and output is None:
+        what = "a single file: name the folder to write with -o OUT, or convert the file's folder"
+        raise PlanError(what, path=str(source), code="option")
+    if checkpoint.is_file and checkpoint.left_out:
+        what = f"a part of a model, without {checkpoint.left_out[0]}"
+        raise PlanError(what, path=str(source), code="option")
+    if checkpoint.is_file and store.parent()[1].startswith("."):
+        what = "a hidden file, which could not be restored: rename it"
+        raise PlanError(what, path=str(source), code="option")
+    return options.lay_out(checkpoint, target)
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:

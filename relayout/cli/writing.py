@@ -126,10 +126,8 @@ def convert(
     any model can be converted, into a folder for stock loaders.
     """
     with output(quiet, verbose, as_json) as out:
-        from relayout.commands.convert import plan_conversion
-
         way = _Way(force, if_missing, threads, memory, unit, commit, ray)
-        planned = plan_conversion(
+        planned = relayout.plan_conversion(
             source,
             output_folder,
             tp=tp,

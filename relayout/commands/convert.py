@@ -6,81 +6,14 @@ import os
 from collections.abc import Iterable
 from typing import Literal
 
-from relayout.checkpoint.source import read_source
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
-from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
+from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
 from relayout.conversion.run import Summary, carry_out
 from relayout.core.arguments import integer, size
-from relayout.errors import PlanError
-from relayout.planning import PlanOptions, default_output
+from relayout.planning import plan_conversion
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
 from relayout.progress import Progress
-from relayout.storage.stores import find_input, find_store
-
-
-def plan_conversion(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    tp: int = 1,
-    align: int | str = DEFAULT_ALIGNMENT,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    trust_remote_code: bool = False,
-    expert_parallel: bool = False,
-    unmatched: Unmatched | None = None,
-    max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
-    layout: Literal["ranks", "whole"] = "ranks",
-    ranks: str | Iterable[int] | None = None,
-    digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
-) -> Conversion:
-    """Read the source's headers and decide everything that `convert` does. Writes nothing.
-
-    Args:
-        source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
-        output: the folder to make; default is `SOURCE-tpN` beside the source folder. A single file has no default: it
-            would lie in the folder of the source.
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest:
-            as for `convert`.
-
-    Returns:
-        What `preview` shows, `carry_out` carries out, and `is_done` finds done.
-
-    Raises:
-        FormatError: the source is damaged.
-        PlanError: it cannot be converted like this.
-
-    Example:
-        >>> import relayout
-        >>> plan = relayout.plan_conversion("llama-3.1-8b", tp=4)
-        >>> len(relayout.preview(plan).rank_nbytes)
-        4
-    """
-    options = PlanOptions(
-        tp=tp,
-        align=align,
-        plan=plan,
-        trust_remote_code=trust_remote_code,
-        expert_parallel=expert_parallel,
-        unmatched=unmatched,
-        max_part_nbytes=max_part_nbytes,
-        layout=layout,
-        ranks=ranks,
-        digest=digest,
-    )
-    store = find_input(source)
-    target = find_store(default_output(source, options.tp) if output is None else output)
-    checkpoint = read_source(store)
-    if checkpoint.is_file and output is None:
-        what = "a single file: name the folder to write with -o OUT, or convert the file's folder"
-        raise PlanError(what, path=str(source), code="option")
-    if checkpoint.is_file and checkpoint.left_out:
-        what = f"a part of a model, without {checkpoint.left_out[0]}"
-        raise PlanError(what, path=str(source), code="option")
-    if checkpoint.is_file and store.parent()[1].startswith("."):
-        what = "a hidden file, which could not be restored: rename it"
-        raise PlanError(what, path=str(source), code="option")
-    return options.lay_out(checkpoint, target)
 
 
 def convert(

@@ -16,12 +16,11 @@ from typing import Any
 
 from relayout.checkpoint.converted import is_converted
 from relayout.checkpoint.source import read_source
-from relayout.commands.convert import plan_conversion
 from relayout.core.arguments import integer
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
-from relayout.planning import default_output
+from relayout.planning import default_output, plan_conversion
 from relayout.results import Result
 from relayout.storage.local.open_folder import OpenFolder, with_path
 from relayout.storage.protocols import Store

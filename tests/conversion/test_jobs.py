@@ -26,10 +26,10 @@ from support.remote import HEADER
 from support.toy_store import shelf
 
 import relayout
-from relayout.commands.convert import plan_conversion
 from relayout.conversion import jobs
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.errors import FormatError, PlanError
+from relayout.planning import plan_conversion
 from relayout.plans.family import VLLM, Family, builtin_text
 from relayout.storage.stores import find_store
 

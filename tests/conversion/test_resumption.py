@@ -21,7 +21,7 @@ from support.planning import slice_nbytes
 
 import relayout
 from relayout.checkpoint.source import identity_of, read_source
-from relayout.commands.convert import convert, plan_conversion
+from relayout.commands.convert import convert
 from relayout.conversion.copy import FileSink
 from relayout.conversion.journal import JOURNAL_NAME, Journal, Written, read_journal
 from relayout.conversion.layout import Conversion
@@ -29,6 +29,7 @@ from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import Summary, carry_out, is_carried_out
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError
+from relayout.planning import plan_conversion
 from relayout.storage.local import files as file_io
 from relayout.storage.local import staging
 from relayout.storage.local.files import InputFile, OutputFile

@@ -16,11 +16,11 @@ from safetensors.numpy import save_file
 from support.bucket_world import NEVER, Chances, Killed, Request, World, Writer, in_its_time
 from support.store_contract import MARKER, staged
 
-from relayout.commands.convert import plan_conversion
 from relayout.conversion import jobs
 from relayout.conversion.layout import Conversion as ConversionPlan
 from relayout.conversion.run import carry_out
 from relayout.errors import PlanError, RelayoutError
+from relayout.planning import plan_conversion
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.output import lease, staging
 from relayout.storage.cloud.output import records as record_types

@@ -24,7 +24,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("core", "results", "format", "storage", "checkpoint", "plans", "planning"),
         *("commands", "loader"),
     ),
-    "html_report": ("core", "results", "format", "storage", "checkpoint", "conversion", "planning", "commands"),
+    "html_report": ("core", "results", "format", "storage", "checkpoint", "conversion", "planning"),
     "engines": ("core", "progress", "storage", "checkpoint", "plans", "conversion", "loader"),
     "plugins": ("checkpoint", "plans", "planning", "engines"),
     "transformers": ("saving", "engines"),

@@ -126,7 +126,7 @@ def convert(
     any model can be converted, into a folder for stock loaders.
     """
     with output(quiet, verbose, as_json) as out:
-        way = _Way(force, if_missing, threads, memory, unit, commit, ray)
+        way = _Way(dry_run, force, if_missing, threads, memory, unit, commit, ray)
         planned = relayout.plan_conversion(
             source,
             output_folder,
@@ -141,18 +141,14 @@ def convert(
             ranks=ranks,
             digest=digest,
         )
-        if dry_run:
-            from relayout.cli import render
-
-            out.show(relayout.preview(planned), render.preview)
-        else:
-            way.carry_out(planned, out)
+        way.carry_out(planned, out)
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """The way in which `convert` carries out a conversion, by its options: here, as a part of an array, or on Ray."""
+    """What `convert` does with a conversion: shows it, or carries it out here, as a part of an array, or on Ray."""
 
+    dry_run: bool
     force: bool
     if_missing: bool
     threads: int
@@ -170,8 +166,12 @@ class _Way:
             raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
 
     def carry_out(self, planned: Conversion, out: Output) -> None:
-        """Carry out a conversion, and print what was done."""
+        """Carry out a conversion, and print what was done; or print what would be."""
         from relayout.cli import render
+
+        if self.dry_run:
+            out.show(relayout.preview(planned), render.preview)
+            return
         from relayout.conversion import jobs, run
 
         force, threads, memory = self.force, self.threads, self.memory

@@ -91,19 +91,10 @@ def verify(
     wanted = manifest.present if ranks is None else parse_ranks(ranks, manifest.num_ranks)
     check_present(folder, manifest, wanted)
     holders = [holder for holder in manifest.holders if holder in wanted or holder == manifest.num_ranks]
-    report, checked = Verification(manifest.num_ranks, wanted), check_record(folder, manifest)
-    record, found = checked.record, report.differences
-    found += checked.differences
-    usable: dict[int, RankTable] = {}
-    for holder in holders:
-        table, differences = check_holder(folder, manifest, holder, checked.source)
-        found += differences
-        if table is not None:
-            usable[holder] = table
+    report = Verification(manifest.num_ranks, wanted)
+    found = report.differences
+    record, usable = _check_small_files(folder, manifest, holders, found)
     report.num_tensors = sum(len(table.names) for table in usable.values())
-    found += [] if record is None else check_slices(manifest, usable, record)
-    found += check_arenas(manifest, usable)
-    found += check_other_files(folder, manifest, usable)
     original = None if source is None else read_source(find_input(source))
     hash_nbytes = sum(manifest.files[index].nbytes for holder in usable for index in own_files(manifest, holder))
     is_cut_again = original is not None or manifest.whole is not None
@@ -124,6 +115,28 @@ def verify(
             found += compared.differences(threads, chunk_nbytes, report_nbytes.after(hash_nbytes))
             report.compared_with_source = original is not None and compared.has_same_tensors
     return report
+
+
+def _check_small_files(
+    folder: Store, manifest: Manifest, holders: Iterable[int], found: list[Difference]
+) -> tuple[SourceRecord | None, dict[int, RankTable]]:
+    """Check whether all but the weights agree, and add to what is found.
+
+    Returns:
+        The source record, None if it cannot be read; and the tables of the holders of which all headers can be read.
+    """
+    checked = check_record(folder, manifest)
+    found += checked.differences
+    usable: dict[int, RankTable] = {}
+    for holder in holders:
+        table, differences = check_holder(folder, manifest, holder, checked.source)
+        found += differences
+        if table is not None:
+            usable[holder] = table
+    found += [] if checked.record is None else check_slices(manifest, usable, checked.record)
+    found += check_arenas(manifest, usable)
+    found += check_other_files(folder, manifest, usable)
+    return checked.record, usable
 
 
 def _check_signed(folder: Store, signed: Signed, needed: Container[str], threads: int) -> Iterator[Difference]:

@@ -133,7 +133,7 @@ def _wait_until_filled(folder: str) -> None:
     while (right := Cache(folder).try_filling()) is None and time.monotonic() < ends:
         time.sleep(0.2)
     if right is not None:
-        os.close(right)
+        right.close()
 
 
 if __name__ == "__main__":

@@ -82,78 +82,101 @@ class Filling:
             self.logger.warning("relayout: %s was not converted into the cache: %s", self.source, why)
 
 
+@dataclass(frozen=True, slots=True)
+class WantedConversion:
+    """A conversion of a plain checkpoint that an engine would load, if a cache had it."""
+
+    source: str
+    """A folder or URL."""
+    num_ranks: int
+    expert_parallel: bool = False
+    """Whether experts are owned whole, in contiguous blocks over the ranks."""
+    ranks: Collection[int] | None = None
+    """The ranks on this node, if others are elsewhere: only these are converted. None: all."""
+    observe: Callable[[], Observer] | None = None
+    """Returns what finds plans for models that no built-in plan is for."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the checkpoint is on a drive, where the engine loads it as fast as without relayout."""
+        return scheme_of(self.source) is None
+
+    def find(self, cache: Cache, logger: Logger) -> CachedConversion | None:
+        """The conversion. It is made now if the checkpoint is remote; else None: it is not there yet.
+
+        Raises:
+            FormatError, PlanError, OSError: as `cached_conversion`.
+        """
+        from relayout.conversion.cached import NotKept, cached_conversion, find_conversion, plan_in
+
+        def on_miss(conversion: Conversion) -> None:
+            who = "" if self.ranks is None else f"the ranks {ranks_text(self.ranks)} of "
+            logger.info(
+                "relayout: converting %s for %s%d ranks into the cache %s",
+                self.source, who, self.num_ranks, cache.folder,
+            )  # fmt: skip
+
+        def find_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
+            owned = self.expert_parallel
+            return plan_in(
+                cache, checkpoint, num_ranks, expert_parallel=owned, observe=self.observe, only_kept=self.is_local
+            )
+
+        store = find_input(self.source).snapshot()
+        if not self.is_local:
+            return cached_conversion(store, self.num_ranks, cache, find_plan, ranks=self.ranks, on_miss=on_miss)
+        with suppress(NotKept):
+            return find_conversion(store, self.num_ranks, cache, find_plan, ranks=self.ranks)
+        return None
+
+    def filling(self, cache: Cache, logger: Logger) -> Filling:
+        """What makes it, behind the engine."""
+        folder, model = (str(Path(path).absolute()) for path in (cache.folder, self.source))
+        arguments = ["add", model, "--tp", str(self.num_ranks), "--folder", folder, "--background"]
+        arguments += ["--expert-parallel"] if self.expert_parallel else []
+        arguments += ["--ranks", ranks_text(self.ranks)] if self.ranks is not None else []
+        arguments += ["--observe"] if self.observe is not None else []
+        return Filling(self.source, tuple(arguments), cache, logger)
+
+
 def first_start(
-    source: str,
-    num_ranks: int,
-    options: EngineOptions,
-    engine: str,
-    logger: Logger,
-    *,
-    expert_parallel: bool = False,
-    ranks: Collection[int] | None = None,
-    observe: Callable[[], Observer] | None = None,
-) -> tuple[CachedConversion | None, Filling | None]:
-    """The conversion of a plain checkpoint in the cache, or how it gets there.
+    wanted: WantedConversion, options: EngineOptions, engine: str, logger: Logger
+) -> CachedConversion | Filling | None:
+    """The conversion of a plain checkpoint in the cache, or what makes it when the engine has loaded the checkpoint.
 
     A start that would succeed without relayout must not fail with it: whatever is wrong with cache, plan or source is
     logged, and the engine's own loader takes the checkpoint. Only a wrong option is an error.
 
     Args:
-        source: a folder or URL.
         engine: its name, for messages.
-        expert_parallel: whether experts are owned whole, in contiguous blocks over the ranks.
-        ranks: those on this node, if others are elsewhere: only these are converted. None: all.
-        observe: returns what finds plans for models that no built-in plan is for.
-
-    Returns:
-        The conversion; None: the engine loads the checkpoint itself. And what it starts then, when it has loaded.
 
     Raises:
         PlanError: the option `cache` is a folder inside the checkpoint.
     """
-    cache = cache_of(options.cache)
-    is_readable = WeightsPlace(source).has_engines_loader
-    instead = f"{engine} loads it itself" if is_readable else "it is sliced while it is loaded"
+    cache, source = cache_of(options.cache), wanted.source
+    instead = what_instead(source, engine)
     if cache is None:
         logger.info(
             "relayout: %s was not converted: %s. With a cache (RELAYOUT_CACHE=FOLDER) the first start converts it, and"
             " each rank of a later start reads only its own bytes",
             source, instead,
         )  # fmt: skip
-        return None, None
-    is_local = scheme_of(source) is None
-    if options.cache is not None and is_local and Path(options.cache).resolve().is_relative_to(Path(source).resolve()):
-        raise PlanError(
-            "the option cache: is inside the model's folder; choose another", path=options.cache, code="option"
-        )
-    if num_ranks == 1 and is_local:
+        return None
+    inside = options.cache is not None and wanted.is_local
+    if inside and Path(str(options.cache)).resolve().is_relative_to(Path(source).resolve()):
+        what = "the option cache: is inside the model's folder; choose another"
+        raise PlanError(what, path=options.cache, code="option")
+    if wanted.num_ranks == 1 and wanted.is_local:
         logger.info("relayout: %s is read whole by one rank: %s", source, instead)
-        return None, None
-
-    def on_miss(conversion: Conversion) -> None:
-        who = f"{num_ranks} ranks" if ranks is None else f"the ranks {ranks_text(ranks)} of {num_ranks}"
-        logger.info("relayout: converting %s for %s into the cache %s", source, who, cache.folder)
-
-    def find_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
-        return plan_in(
-            cache, checkpoint, num_ranks, expert_parallel=expert_parallel, observe=observe, only_kept=is_local
-        )
-
+        return None
     try:
-        from relayout.conversion.cached import NotKept, cached_conversion, find_conversion, plan_in
-
-        store = find_input(source).snapshot()
-        if not is_local:
-            return cached_conversion(store, num_ranks, cache, find_plan, ranks=ranks, on_miss=on_miss), None
-        with suppress(NotKept):
-            if (found := find_conversion(store, num_ranks, cache, find_plan, ranks=ranks)) is not None:
-                return found, None
+        return wanted.find(cache, logger) or wanted.filling(cache, logger)
     except Exception as error:
         logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, instead)
-        return None, None
-    folder, model = (str(Path(path).absolute()) for path in (cache.folder, source))
-    arguments = ["add", model, "--tp", str(num_ranks), "--folder", folder, "--background"]
-    arguments += ["--expert-parallel"] if expert_parallel else []
-    arguments += ["--ranks", ranks_text(ranks)] if ranks is not None else []
-    arguments += ["--observe"] if observe is not None else []
-    return None, Filling(source, tuple(arguments), cache, logger)
+        return None
+
+
+def what_instead(source: str, engine: str) -> str:
+    """What happens to a plain checkpoint without a cache, for messages."""
+    is_readable = WeightsPlace(source).has_engines_loader
+    return f"{engine} loads it itself" if is_readable else "it is sliced while it is loaded"

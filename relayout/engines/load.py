@@ -8,7 +8,7 @@ from logging import Logger
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from relayout.engines.first_start import Filling, first_start
+from relayout.engines.first_start import Filling, WantedConversion, first_start, what_instead
 from relayout.engines.folders import Folder, Shapes, WeightsPlace
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights
 from relayout.errors import PlanError
@@ -169,35 +169,26 @@ def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -
     if place.folder is not None:
         engine.check(place.folder, place.source)
         return Weights(engine.weights(place.source, place.folder, options).deliver())
-    kept, filling = _first_start(place, options, engine)
-    if kept is not None:
+    kept = _first_start(place, options, engine)
+    if kept is not None and not isinstance(kept, Filling):
         folder = Folder(engine.num_ranks, engine.experts.is_owned)
         engine.check(folder, str(kept))
         return Weights(engine.weights(str(kept), folder, options, store=kept).deliver(), place.has_engines_loader)
     if place.has_engines_loader:
-        return Stock("it is not in a cache", filling)
+        return Stock("it is not in a cache", kept)
     return Weights(engine.weights(place.source, None, options).deliver())
 
 
-def _first_start(
-    place: WeightsPlace, options: EngineOptions, engine: EngineRank
-) -> tuple[CachedConversion | None, Filling | None]:
+def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> CachedConversion | Filling | None:
     """The same as `first_start`, for a model that can be converted."""
     if engine.is_draft:
-        instead = f"{engine.name} loads it itself" if place.has_engines_loader else "it is sliced while it is loaded"
+        instead = what_instead(place.source, engine.name)
         engine.logger.info("relayout: the draft model %s was not converted: %s", place.source, instead)
     if engine.is_draft or not engine.is_convertible:
-        return None, None
-    return first_start(
-        place.source,
-        engine.num_ranks,
-        options,
-        engine.name,
-        engine.logger,
-        expert_parallel=engine.experts.is_owned,
-        ranks=engine.local_ranks,
-        observe=engine.observe,
-    )
+        return None
+    owned, local = engine.experts.is_owned, engine.local_ranks
+    wanted = WantedConversion(place.source, engine.num_ranks, owned, local, engine.observe)
+    return first_start(wanted, options, engine.name, engine.logger)
 
 
 def open_update(path: str, deltas: Paths, options: EngineOptions, engine: EngineRank) -> RankWeights:

@@ -25,8 +25,9 @@ from support.store_contract import ground
 import relayout
 from relayout import planning
 from relayout.commands.cache import add
+from relayout.conversion.cached import CachedConversion
 from relayout.core.workers import PIPE, start_child
-from relayout.engines.first_start import first_start
+from relayout.engines.first_start import Filling, WantedConversion, first_start
 from relayout.engines.rank_weights import EngineOptions
 from relayout.errors import PlanError
 from relayout.loader.sources.plain import kept_conversion
@@ -197,8 +198,8 @@ def test_a_conversion_that_cannot_be_started_is_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    _, filling = first_start(str(model), 2, EngineOptions(), "vLLM", logging.getLogger())
-    assert filling is not None
+    filling = first_start(WantedConversion(str(model), 2), EngineOptions(), "vLLM", logging.getLogger())
+    assert isinstance(filling, Filling)
     with monkeypatch.context() as patch:
         wrong(patch)
         filling.start()
@@ -289,16 +290,14 @@ def test_an_entry_whose_damage_is_found_while_it_is_loaded_is_made_again_by_the_
 def test_with_expert_parallelism_the_second_start_is_from_the_cache(
     folders: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = (str(folders / "moe"), 2, EngineOptions(), "vLLM", logging.getLogger())
+    wanted = WantedConversion(str(folders / "moe"), 2, expert_parallel=True)
+    given = (wanted, EngineOptions(), "vLLM", logging.getLogger())
     caplog.set_level(logging.INFO)
-    kept, filling = first_start(*given, expert_parallel=True)
-    assert kept is None
-    assert filling is not None
+    filling = first_start(*given)
+    assert isinstance(filling, Filling)
     filling.start()
     wait_until_filled(caplog)
-    kept, filling = first_start(*given, expert_parallel=True)
-    assert kept is not None
-    assert filling is None
+    assert isinstance(first_start(*given), CachedConversion)
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
@@ -319,7 +318,9 @@ def test_a_wrong_value_of_an_option_stops_a_start_as_a_wrong_name_does(options: 
 def test_a_cache_inside_the_model_stops_a_start(model: Path, engine: AnyEngine) -> None:
     for place in (model, model / "cache"):
         with pytest.raises(PlanError, match="the option cache: is inside the model's folder"):
-            first_start(str(model), 2, EngineOptions(cache=str(place)), engine.name, logging.getLogger())
+            first_start(
+                WantedConversion(str(model), 2), EngineOptions(cache=str(place)), engine.name, logging.getLogger()
+            )
     assert not (model / "cache").exists()
 
 
@@ -334,8 +335,9 @@ def test_a_model_without_a_built_in_plan_is_observed_once(
 
     monkeypatch.setattr(planning, "observer", observer := lambda: ("vllm 1", observe))
     monkeypatch.setattr(importlib.import_module("relayout.commands.cache"), "observer", observer)
-    _, filling = first_start(str(unheard_of), 2, EngineOptions(), "vLLM", logging.getLogger(), observe=observer)
-    assert filling is not None
+    wanted = WantedConversion(str(unheard_of), 2, observe=observer)
+    filling = first_start(wanted, EngineOptions(), "vLLM", logging.getLogger())
+    assert isinstance(filling, Filling)
     assert "--observe" in filling.arguments
     assert observed == []
     with pytest.raises(PlanError, match="no built-in plan"):
@@ -441,8 +443,9 @@ def test_what_is_in_a_store_is_kept_for_the_ranks_of_this_node(
     with ground("toy", tmp_path, monkeypatch) as place:
         for file in (folders / "llama").iterdir():
             place.kind.write(place.store("weights"), file.name, file.read_bytes())
-        options = EngineOptions()
-        assert first_start(place.url("weights"), tp, options, "vLLM", logging.getLogger(), ranks=ranks)[0] is not None
+        wanted = WantedConversion(place.url("weights"), tp, ranks=ranks)
+        found = first_start(wanted, EngineOptions(), "vLLM", logging.getLogger())
+        assert isinstance(found, CachedConversion)
     assert [entry.ranks for entry in relayout.Cache(cache).entries()] == [kept]
 
 
@@ -457,8 +460,8 @@ def test_what_converts_behind_a_start_holds_the_right_to_fill_the_cache_too(
         raise OSError("no more processes")
 
     monkeypatch.setattr("relayout.engines.first_start.start_child", started)
-    _, filling = first_start(str(model), 2, EngineOptions(), "vLLM", logging.getLogger())
-    assert filling is not None
+    filling = first_start(WantedConversion(str(model), 2), EngineOptions(), "vLLM", logging.getLogger())
+    assert isinstance(filling, Filling)
     filling.start()
     assert [Path(f"/proc/self/fd/{one}").readlink().is_relative_to(cache) for one in copies] == [True]
     list(map(os.close, copies))

@@ -15,7 +15,8 @@ from support.loader_fixtures import MIB, mlp_model
 from support.patience import PATIENCE
 
 import relayout
-from relayout.engines.first_start import first_start
+from relayout.conversion.cached import CachedConversion
+from relayout.engines.first_start import WantedConversion, first_start
 from relayout.engines.rank_weights import EngineOptions
 
 pytestmark = pytest.mark.documents
@@ -120,6 +121,7 @@ def test_what_the_init_container_converts_is_what_the_engine_looks_for(models: P
     assert [paths[serve["args"][0]], paths[serve["env"][0]["value"]]] == [source, cache]
     assert {mount["name"] for mount in convert["volumeMounts"]} <= {mount["name"] for mount in serve["volumeMounts"]}
     options = EngineOptions(cache=cache)
-    found, _ = first_start(source, int(degree), options, "vLLM", logging.getLogger("vllm.relayout"))
-    assert found is not None
+    wanted = WantedConversion(source, int(degree))
+    found = first_start(wanted, options, "vLLM", logging.getLogger("vllm.relayout"))
+    assert isinstance(found, CachedConversion)
     assert not found.lease.was_filled

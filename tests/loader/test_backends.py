@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.backend_contract import CHUNK, HEADS, SIZES, Ground, Piece, Target, proven, read, stored, strided
+from support.backend_contract import Target
 from support.bits import flip
 from support.fake_cuda import FakeCuFile, Lanes
 from support.loader_fixtures import MIB, WAYS, Array, cache_in_part, forget, nothing_left_behind
@@ -34,6 +34,19 @@ from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.files import InputFile
 from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.local.store import LocalStore
+from relayout.testing.backends import (
+    CASES,
+    CHUNK,
+    HEADS,
+    SIZES,
+    Ground,
+    Piece,
+    proven,
+    read,
+    stored,
+    strided,
+    write_files,
+)
 
 TARGETS = [
     *((name, kind, name == "auto") for name in ("auto", "gds") for kind in ("arena", "scattered")),
@@ -54,12 +67,7 @@ def names_of(target: tuple[object, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("stored")
-    rng = np.random.default_rng(0)
-    paths = [folder / f"file-{number}" for number in range(len(SIZES))]
-    for path, size in zip(paths, SIZES, strict=True):
-        path.write_bytes(rng.integers(0, 256, size, dtype=np.uint8).tobytes())
-    return paths
+    return write_files(tmp_path_factory.mktemp("stored"))
 
 
 @pytest.fixture(scope="module")
@@ -82,34 +90,6 @@ def target(
     with Lanes() as lanes:
         yield Target(name, kind, headed if is_proven else stored(files), contents, lanes)
         assert lanes.in_flight == 0
-
-
-def many_small() -> list[Piece]:
-    """Neighbors, some of which share blocks, and some that go backwards."""
-    sizes = [3 + 7 * n % 90 for n in range(60)]
-    starts = [BLOCK * (n % 50) + 13 * n for n in range(60)]
-    return [Piece((read(start, size),), 16 * n) for n, (start, size) in enumerate(zip(starts, sizes, strict=True))]
-
-
-CASES = {
-    "whole blocks": [Piece((read(BLOCK, 40 * BLOCK),))],
-    "odd offsets": [Piece((read(101, 33_333),), 7)],
-    "congruent, with edges": [Piece((read(5000, 200_000),), 5000 % BLOCK)],
-    "inside a block": [Piece((read(5000, 2000),), 5000 % BLOCK), Piece((read(1, 1),), 99)],
-    "up to a partial last block": [Piece((read(SIZES[0] - 70_000, 70_000),), (SIZES[0] - 70_000) % BLOCK)],
-    "a partial last block alone": [Piece((read(SIZES[0] - 5, 5),))],
-    "rows, made dense": [Piece((strided(77, 1000, 90, 3000, 1000),), 3)],
-    "rows, to rows with gaps": [Piece((strided(77, 1000, 90, 3000, 1024),), 3)],
-    "rows far apart": [Piece((strided(5, 500, 8, MIB, 500, file=2),)), Piece((strided(9, 3, 8, MIB, 9, file=2),), 5)],
-    "long rows": [Piece((strided(MIB + 3, 300_000, 9, 900_001, 300_000, file=2),), 8)],
-    "many small ones": many_small(),
-    "several files": [Piece((read(8, 90_000, file=0), read(0, 16 * BLOCK, 90_000, file=1)), 8), Piece((read(3, 9),))],
-    "one after the other": [Piece(tuple(read(n * 5000, 5000, n * 5000, file=2) for n in range(40)), 12)],
-    "more than a chunk": [Piece((read(BLOCK, SIZES[2] - BLOCK, file=2),))],
-    "more than a chunk, odd": [Piece((read(1, SIZES[2] - 1, file=2),), 2)],
-    "nothing": [],
-    "memory of no bytes": [Piece(()), Piece((read(0, 10),)), Piece(())],
-}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))

@@ -85,7 +85,13 @@ def module_files() -> dict[str, Path]:
 FILES = module_files()
 MODULES = sorted(FILES)
 IMPORTABLE = [name for name in MODULES if not name.endswith("__main__") and name not in WITH_TORCH]
-ONLINE = ("relayout.loader", "relayout.engines", "relayout.saving", "relayout.transformers")
+ONLINE = (
+    "relayout.loader",
+    "relayout.engines",
+    "relayout.saving",
+    "relayout.transformers",
+    "relayout.testing.backends",
+)
 OFFLINE = [name for name in IMPORTABLE if not name.startswith(ONLINE)]
 
 

@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "plugins": ("checkpoint", "plans", "planning", "engines"),
     "transformers": ("saving", "engines"),
     "clusters": ("progress", "conversion"),
+    "testing": ("core", "format", "storage", "checkpoint", "loader"),
     "cli": (
         *("core", "progress", "format", "storage", "plans", "observe", "conversion"),
         *("commands", "loader", "benchmark", "html_report", "clusters"),

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from examples import own_backend
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import prestarted, toy_backend
+from support import prestarted
 from support.fake_cuda import FakeCuFile, Lanes
 from support.models import as_integers
 from support.page_cache import drop
@@ -47,7 +48,7 @@ IN_FLIGHT = 8 * MIB
 torch.set_num_threads(1)
 HOST = ("auto", "direct", "buffered")
 DEVICE = ("pinned", "gds")
-REGISTRY["toy"] = toy_backend.offer  # All that is needed for it to be taken as any other.
+REGISTRY["toy"] = own_backend.offer  # All that is needed for it to be taken as any other.
 OWN = (*HOST, *DEVICE)
 """The package's own: of others, an error's frames keep what they refer to."""
 WAYS = (*OWN, "toy")

@@ -1,0 +1,264 @@
+"""What every store promises to those who read from it.
+
+class TestMyStore(StoreLaws):
+    @pytest.fixture
+    def place(self, tmp_path):
+        return Place(f"my://{tmp_path.name}", write=lambda store, name, content: ...)
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pytest
+
+from relayout.errors import FormatError
+from relayout.storage.protocols import Access, Kind, ReadableFile, Store
+from relayout.storage.stores import find_store
+from relayout.testing.laws import law
+
+NBYTES = 50 * 4096 + 123
+BYTES = random.Random(7).randbytes(NBYTES)
+"""The content of a file, of which a store that keeps what opening has brought does not have all."""
+_UNTOUCHED = 0xEE
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one test makes stores."""
+
+    url: str
+    """A path or URL of this test's own, below which there is nothing yet."""
+    write: Callable[[Store, str, bytes], object]
+    """Makes a file of a store, or replaces one as a whole, as somebody else would."""
+    find: Callable[[str], Store] = find_store
+    """The store of a path or URL; by default as relayout finds it, by the scheme."""
+    is_listed: bool = True
+    """Whether the store tells all of its files, and not only those whose names are known."""
+
+    def store(self, name: str) -> Store:
+        """The store of a folder below."""
+        return self.find(f"{self.url}/{name}")
+
+    def filled(self, name: str, **files: bytes) -> Store:
+        """The same, with files in it, in whose names "__" stands for a slash."""
+        store = self.store(name)
+        for file, content in files.items():
+            self.write(store, file.replace("__", "/"), content)
+        return store
+
+
+class StoreLaws:
+    """The laws of reading. A subclass gives the fixture `place`."""
+
+    @pytest.fixture
+    def place(self) -> Place:
+        """Where this test makes stores."""
+        raise NotImplementedError(f"{type(self).__name__} has no fixture `place`, expected one that returns a Place")
+
+    @law
+    def test_what_is_written_is_read(self, place: Place) -> None:
+        """The bytes of a file are those that were written, whole and by any range, also of an empty file."""
+        store = place.filled("model", weights=BYTES, empty=b"")
+        assert store.read("weights", NBYTES) == BYTES
+        assert store.read("empty", 0) == b""
+        with store.open("weights", NBYTES) as file:
+            assert (file.nbytes, file.alignment) == (NBYTES, 1)
+            ranges = ((0, NBYTES), (0, 1), (4095, 2), (NBYTES - 1, 1), (NBYTES, 0), (17, 9999), (99_999, 50_000))
+            for offset, nbytes in ranges:
+                assert _read(file, offset, nbytes) == BYTES[offset : offset + nbytes], (offset, nbytes)
+
+    @law
+    @pytest.mark.parametrize("access", [Access.BUFFERED, Access.AUTO, Access.ONCE])
+    def test_a_read_ends_where_the_file_ends(self, place: Place, access: Access) -> None:
+        """A read fills memory as far as the file reaches, and writes nothing behind that but zeros of a direct read."""
+        store = place.filled("model", weights=BYTES)
+        with store.open("weights", NBYTES, access=access) as file:
+            assert file.alignment in (1, 4096)
+            for offset in (0, 4096, 15 * 4096, 16 * 4096, 30 * 4096, *range(44 * 4096, NBYTES, 4096)):
+                for nbytes in range(0, 7 * 4096, 4096):
+                    view = _memory(nbytes)
+                    file.read(offset, view)
+                    expected = BYTES[offset : offset + nbytes]
+                    assert view[: len(expected)] == expected, (offset, nbytes)
+                    assert set(view[len(expected) :]) <= {_UNTOUCHED, 0}, (offset, nbytes)
+
+    @law
+    def test_direct_reads_are_direct(self, place: Place) -> None:
+        """`Access.DIRECT` gives a file of alignment 4096, or an OSError that says "direct" and names the file."""
+        store = place.filled("model", weights=BYTES)
+        with suppress(OSError), store.open("weights", NBYTES, access=Access.DIRECT) as file:
+            assert file.alignment == 4096
+            assert _read(file, 4096, 4096) == BYTES[4096:8192]
+            return
+        with pytest.raises(OSError, match="direct") as caught:
+            store.open("weights", NBYTES, access=Access.DIRECT)
+        assert caught.value.filename == store.location("weights")
+
+    @law
+    def test_a_descriptor_comes_with_a_path(self, place: Place) -> None:
+        """`fileno` has a descriptor where `path` has a path, of the same file; else both are None."""
+        store = place.filled("model", weights=BYTES)
+        with store.open("weights") as file:
+            fd, path = file.fileno(), store.path("weights")
+            assert (fd is None) == (path is None)
+            if fd is not None and path is not None:
+                assert os.path.samestat(os.fstat(fd), path.stat())
+
+    @law
+    def test_threads_read_one_file(self, place: Place) -> None:
+        """Any number of threads read one open file at the same time."""
+        store = place.filled("model", weights=BYTES)
+        with store.open("weights", NBYTES) as file:
+
+            def are_right(seed: int) -> bool:
+                chosen = random.Random(seed)
+                offsets = [chosen.randrange(NBYTES - 500) for _ in range(50)]
+                return all(_read(file, offset, 500) == BYTES[offset : offset + 500] for offset in offsets)
+
+            with ThreadPoolExecutor(6) as threads:
+                assert list(threads.map(are_right, range(6))) == [True] * 6
+
+    @law
+    @pytest.mark.parametrize("nbytes", [None, NBYTES])
+    def test_a_missing_file_is_bad_input(self, place: Place, nbytes: int | None) -> None:
+        """A missing file has no `stat`; to open or read it is a FormatError of the code "missing" that names it."""
+        store = place.filled("model", other=b"1")
+        assert store.stat("weights") is None
+        for call in (lambda: store.open("weights", nbytes), lambda: store.read("weights", 10)):
+            with pytest.raises(FormatError, match=r"model/weights: ") as caught:
+                call()
+            assert caught.value.code == "missing"
+
+    @law
+    def test_a_file_of_another_length_is_refused(self, place: Place) -> None:
+        """A file that has not the expected length is a FormatError that names both lengths."""
+        store = place.filled("model", weights=BYTES)
+        for expected in (NBYTES - 1, NBYTES + 1, 0):
+            with pytest.raises(FormatError, match=rf"weights: {NBYTES} bytes long, expected {expected}$"):
+                store.open("weights", expected)
+
+    @law
+    def test_a_small_file_has_a_limit(self, place: Place) -> None:
+        """`read` returns a file up to its limit; a longer one is a FormatError that names the limit."""
+        store = place.filled("model", weights=b"12345")
+        assert store.read("weights", 5) == b"12345"
+        with pytest.raises(FormatError, match=r"weights: 5 bytes, limit 4$"):
+            store.read("weights", 4)
+
+    @law
+    def test_versions_tell_contents_apart(self, place: Place) -> None:
+        """A file keeps its version; one of other content has another, and is not opened at the old version."""
+        store = place.filled("model", weights=BYTES)
+        before = store.stat("weights")
+        assert before is not None
+        assert before.nbytes == NBYTES
+        assert store.stat("weights") == before
+        with store.open("weights", NBYTES, version=before.version) as file:
+            assert file.version == before.version
+        place.write(store, "weights", BYTES[::-1])
+        after = place.store("model").stat("weights")
+        assert after is not None
+        assert after.version != before.version
+        with pytest.raises(FormatError, match=r"weights: has changed since it was last checked$"):
+            place.store("model").open("weights", NBYTES, version=before.version)
+
+    @law
+    def test_a_replacement_is_never_mixed_in(self, place: Place) -> None:
+        """A file that is replaced while it is open goes on with its old bytes, or is a FormatError that says so."""
+        store = place.filled("model", weights=BYTES)
+        with store.open("weights", NBYTES) as file:
+            assert _read(file, 0, 100) == BYTES[:100]
+            place.write(store, "weights", BYTES[::-1])
+            try:
+                later = _read(file, NBYTES - 200, 100)
+            except FormatError as error:
+                assert "weights: was replaced" in str(error)  # noqa: PT017 (both are right)
+            else:
+                assert later == BYTES[-200:-100]
+        with place.store("model").open("weights") as file:
+            assert _read(file, 0, NBYTES) == BYTES[::-1]
+
+    @law
+    def test_a_snapshot_stays_at_its_versions(self, place: Place) -> None:
+        """What a snapshot has opened once it gives again as it was, or it is a FormatError; new files come as usual."""
+        store = place.filled("model", weights=BYTES, other=b"1")
+        load = store.snapshot()
+        with load.open("weights", NBYTES) as file:
+            assert _read(file, 0, 10) == BYTES[:10]
+        with suppress(FormatError), load.open("weights", NBYTES) as file:
+            assert _read(file, 0, NBYTES) == BYTES
+        assert load.read("other", 1) == b"1"
+
+    @law
+    def test_all_files_are_listed_but_hidden_ones(self, place: Place) -> None:
+        """`walk` has every file below, in folders too, none of a place beside, none whose name begins with a dot."""
+        if not place.is_listed:
+            pytest.skip("this store tells only files whose names are known")
+        hidden = {".hidden": b"4", ".cache__d": b"5", "sub__.e": b"6"}
+        store = place.filled("model", a=b"1", sub__b=b"2", sub__deep__c=b"3", **hidden)
+        place.filled("model2", beside=b"7")
+        entries = [entry for entry in store.walk() if not entry.is_folder]
+        assert sorted(entry.name for entry in entries) == ["a", "sub/b", "sub/deep/c"]
+        assert all(entry.refusal is None and entry.is_readable for entry in entries)
+        assert store.read("sub/deep/c", 1) == b"3"
+
+    @law
+    @pytest.mark.parametrize("name", ["with space", "grüße-模型.safetensors", "a+b%20c#d?e", "x" * 200])
+    def test_names_may_be_anything(self, place: Place, name: str) -> None:
+        """Names may have spaces, any letters, and what has a meaning in URLs; `location` shows them as they are."""
+        if not place.is_listed:
+            pytest.skip("this store asks a server for names, which decides what they may be")
+        store = place.filled("model", **{name: b"1234"})
+        assert [entry.name for entry in store.walk()] == [name]
+        assert store.read(name, 4) == b"1234"
+        assert name in store.location(name)
+
+    @law
+    def test_a_store_tells_what_is_at_its_place(self, place: Place) -> None:
+        """`kind` tells a folder, a file and nothing from each other; the store shows the URL that it was given."""
+        if not place.is_listed:
+            pytest.skip("this store tells only files whose names are known")
+        folder = place.filled("folder", weights=BYTES)
+        assert folder.kind() is Kind.FOLDER
+        assert place.store("folder/weights").kind() is Kind.FILE
+        assert place.store("nothing").kind() is Kind.NOTHING
+        assert str(folder) == f"{place.url}/folder"
+        assert folder.location("weights") == f"{place.url}/folder/weights"
+
+    @law
+    def test_costs_are_possible(self, place: Place) -> None:
+        """`cost` has a request of a multiple of 4096 bytes, a gap that is not negative, and one request or more."""
+        cost = place.store("model").cost
+        assert cost.chunk_nbytes >= 4096
+        assert cost.chunk_nbytes % 4096 == 0
+        assert cost.max_gap_nbytes >= 0
+        assert cost.concurrency is None or cost.concurrency >= 1
+
+    @law
+    def test_a_store_can_be_sent_to_another_process(self, place: Place) -> None:
+        """A store that was pickled reads the same files."""
+        store = place.filled("model", weights=BYTES)
+        again: Store = pickle.loads(pickle.dumps(store))
+        assert str(again) == str(store)
+        assert again.read("weights", NBYTES) == BYTES
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Memory that fits direct I/O, full of one byte."""
+    view = memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
+    view[:] = bytes([_UNTOUCHED]) * nbytes
+    return view
+
+
+def _read(file: ReadableFile, offset: int, nbytes: int) -> bytes:
+    view = _memory(nbytes)
+    file.read(offset, view)
+    return bytes(view)

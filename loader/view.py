@@ -308,7 +308,7 @@ def _narrowed(part: Slice, axis: int, size: int, start: int, length: int) -> Sli
     return Slice.of(cut | {axis: ranges})
 
 
-def open(
+def open(  # noqa: A001 (`relayout.open`)
     path: str | os.PathLike[str],
     rank: int,
     *,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from relayout.loader.api import iter_load, load
     from relayout.loader.diagnose import Explanation, explain
     from relayout.loader.in_place import apply
-    from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open
+    from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open  # noqa: A004
     from relayout.planning import plan_conversion
     from relayout.plans.plan import Plan
     from relayout.saving.api import save

@@ -118,9 +118,11 @@ class Output:
     as_json: bool
 
     def work(self, what: str) -> Progress:
-        """Begin work: from now on, a signal raises an exception, for cleanup, and a closed stdout does not end the
-        process. Returns how its progress is shown. Called among the arguments of the work: a signal while that is
-        imported then still ends the process at once."""
+        """Begin work, and return how its progress is shown.
+
+        From now on, a signal raises an exception, for cleanup, and a closed stdout does not end the process. Called
+        among the arguments of the work: a signal while that is imported then still ends the process at once.
+        """
         from relayout.cli.console import progress
 
         signals.raise_when_asked()

@@ -227,8 +227,7 @@ class Conversion:
 
     @property
     def replicated_nbytes(self) -> int | None:
-        """Bytes that are stored more than once, counted once for each copy beyond the first; None: not all ranks are
-        converted."""
+        """Bytes that are stored more than once, counted once for each further copy; None: some ranks are left out."""
         return self.layout.data_nbytes - self.source.nbytes if self.has_all else None
 
     @property

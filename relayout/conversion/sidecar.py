@@ -124,8 +124,10 @@ def write_sidecar(
 
 
 def digests_of_all(conversion: Conversion, written: Mapping[int, TensorDigests]) -> list[TensorDigests]:
-    """The digests of each tensor: of those that were written, and of those that no step deals with, as there is nothing
-    to read of them."""
+    """The digests of each tensor, also of those of which nothing is read.
+
+    These are in no step, so that `written` does not have them.
+    """
     return [_digests_of(conversion, t, written) for t in range(len(conversion.source.tensors))]
 
 
@@ -253,8 +255,11 @@ def source_record(
 
 
 def _hub_index(conversion: Conversion) -> bytes:
-    """The index.json that lets stock loaders read the whole tensors; where there are slices only, it names a file that
-    is not there, so that those which go by it stop, and would not take slices for tensors."""
+    """The index.json that lets stock loaders read the whole tensors.
+
+    Where there are slices only, it names a file that is not there, so that loaders which go by it stop, and do not take
+    slices for tensors.
+    """
     source, num_ranks = conversion.source, conversion.plan.num_ranks
     is_whole = num_ranks == 1 or conversion.has_whole
     holders = [-1] if is_whole else reversed(conversion.ranks)  # Of the first that has a tensor, in the end.

@@ -114,8 +114,11 @@ class CopyPlan:
         small_nbytes: int = SMALL_NBYTES,
         by_source: bool = False,
     ) -> None:
-        """With `by_source`, steps go through source files from front to back, and each has all slices of its bytes;
-        offsets in the unit's files may fall then."""
+        """Plan the steps of a conversion.
+
+        With `by_source`, they go through source files from front to back, and each has all slices of its bytes; offsets
+        in the unit's files may fall then.
+        """
         self.conversion = conversion
         self._tensors = conversion.source.tensors
         self._cut = conversion.cut

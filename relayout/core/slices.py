@@ -155,8 +155,11 @@ class Slice:
         return tuple(sizes)
 
     def canonical(self, shape: tuple[int, ...]) -> Slice:
-        """The slice as FORMAT.md spells it, with the same elements in the same order: ranges that follow each other are
-        one, and an axis along which the slice has everything is not named. The slice must be inside of the tensor."""
+        """The slice as FORMAT.md spells it, with the same elements in the same order.
+
+        Ranges that follow each other are one, and an axis along which the slice has everything is not named. The slice
+        must be inside of the tensor.
+        """
         joined = ((axis, merged(ranges)) for axis, ranges in self.by_axis or ())
         axes = tuple((axis, ranges) for axis, ranges in joined if ranges != ((0, shape[axis]),) and shape[axis])
         return Slice(axes) if self.is_held else self

@@ -297,12 +297,13 @@ class Delivery:
     @property
     def _whole(self) -> CheckpointView:
         """The whole tensors of the folder, converted or plain; opened when one is needed."""
-        from relayout.loader.view import open, safe_open
+        from relayout.loader import view
 
         path, deltas = self.weights.path, self.weights.deltas or ()
         with self._usage.lock:
             if self._view is None:
-                self._view = safe_open(path, deltas=deltas) if is_converted(find_input(path)) else open(path, 0, tp=1)
+                is_ready = is_converted(find_input(path))
+                self._view = view.safe_open(path, deltas=deltas) if is_ready else view.open(path, 0, tp=1)
             return self._view
 
     def _expected(self, opened: OpenedRank) -> LoadReport:

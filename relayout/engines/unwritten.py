@@ -166,8 +166,10 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _marked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """All of the memory that a tensor is a view of, as numbers of 8 bytes, and the positions of marks; or as numbers of
-    2 bytes, and None: it is full of marks."""
+    """All of the memory that a tensor is a view of, as numbers, and the positions of marks; None: it is full of them.
+
+    The numbers have 8 bytes, or 2 if the memory is full of marks.
+    """
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     # A parameter may have another shape than its memory was made with: of two numbers, the marks of the less are found.

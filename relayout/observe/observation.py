@@ -168,8 +168,10 @@ def parse(result: JsonObject) -> Observation | PlanError:
 
 
 def _aligned(slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
-    """The same elements; a rank without any is cut along the axis that the others are cut along. If none has any, no
-    rank holds the tensor."""
+    """Cut a rank without elements along the axis that the others are cut along.
+
+    If none has any, no rank holds the tensor.
+    """
     if all(not part.is_held or _is_empty(part) for part in slices):
         return (NOT_HELD,) * len(slices)
     axes = {part.axes for part in slices if part.axes and not _is_empty(part)}
@@ -183,8 +185,10 @@ def _is_empty(part: Slice) -> bool:
 
 
 def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
-    """Write a folder that looks like the checkpoint, with holes where the weights are. By the name of its file vLLM
-    knows the format of Mistral, whose configuration is params.json."""
+    """Write a folder that looks like the checkpoint, with holes where the weights are.
+
+    By the name of its file vLLM knows the format of Mistral, whose configuration is params.json.
+    """
     for name in checkpoint.side_files:
         status = checkpoint.folder.stat(name)
         if name.endswith(_SIDE_SUFFIXES) and status is not None and status.nbytes <= _MAX_SIDE_NBYTES:

@@ -73,9 +73,12 @@ class LoadRecorder:
         return Probe.of(_ProbeMemory(name, tuple(shape), dtype, self))
 
     def loaded(self, name: str) -> Slice:
-        """What has been copied of a tensor. All, if only constants that have replaced its elements have been: the
-        loader works on the tensor. No elements, if none has been copied of what it has been joined to: the loader wants
-        to see the tensor. `NOT_HELD`: the loader has not used it."""
+        """What has been copied of a tensor.
+
+        All, if only constants that have replaced its elements have been: the loader works on the tensor. No elements,
+        if none has been copied of what it has been joined to: the loader wants to see the tensor. `NOT_HELD`: the
+        loader has not used it.
+        """
         if name in self._boxes:
             return _slice_of(self._shapes[name], frozenset(self._boxes[name]))
         empty = Slice.along(0, ()) if name in self._joined and self._shapes[name] else NOT_HELD

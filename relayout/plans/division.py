@@ -154,8 +154,9 @@ def vocabulary_ranges(size: int, num_ranks: int) -> list[Range]:
 
 
 def ragged_ranges(size: int, block: int, num_ranks: int) -> list[Range]:
-    """Divide whole blocks: each rank holds the rounded-up share, the last ranks may hold fewer or zero
-    (vLLM 0.33 `models/gpt_oss.py`).
+    """Divide whole blocks: each rank holds the rounded-up share, the last ranks may hold fewer or zero.
+
+    So does vLLM 0.33 (`models/gpt_oss.py`).
 
     Raises:
         PlanError: `size` is not a multiple of `block`.
@@ -173,8 +174,10 @@ def owner(expert: int, count: int, num_ranks: int) -> int:
 
 
 def owner_ranges(count: int, num_ranks: int) -> list[Range]:
-    """Divide whole experts into contiguous blocks; the first ranks hold one more each if there is a remainder
-    (vLLM 0.33 `fused_moe/expert_map_manager.py`, linear placement)."""
+    """Divide whole experts into contiguous blocks; the first ranks hold one more each if there is a remainder.
+
+    So does vLLM 0.33 (`fused_moe/expert_map_manager.py`, linear placement).
+    """
     base, rest = divmod(count, num_ranks)
     return [(rank * base + min(rank, rest), base + (rank < rest)) for rank in range(num_ranks)]
 
@@ -236,8 +239,10 @@ def _ceil_ranges(size: int, share: int, num_ranks: int) -> list[Range]:
 
 
 def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
-    """Divide each part of a fused dimension; a rank holds its range of each part in turn, as fused layers of engines do
-    (vLLM 0.33 MergedColumnParallelLinear and QKVParallelLinear)."""
+    """Divide each part of a fused dimension; a rank holds its range of each part in turn.
+
+    So do fused layers of engines (vLLM 0.33 MergedColumnParallelLinear and QKVParallelLinear).
+    """
     parts = _parts(rule, size, sizes)
     groups = 1 if rule.interleaved is None else sizes.get(rule.interleaved)
     if any(count % groups for count, _ in parts):

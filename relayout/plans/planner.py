@@ -367,8 +367,11 @@ class _CutKindFinder:
         return collapse_numbers(name) if self._collapse else name
 
     def _rule(self, name: str, is_quantized: bool) -> Rule | None:
-        """The first rule that matches. One that says "or whole" holds all of a quantized module whole: each of its
-        tensors would decide by itself, so that a weight could be cut inside a block of scales that are whole."""
+        """The first rule that matches.
+
+        One that says "or whole" holds all of a quantized module whole: each of its tensors would decide by itself, so
+        that a weight could be cut inside a block of scales that are whole.
+        """
         key = self._key(name)
         if key not in self._rules:
             self._rules[key] = self._family.rule(name)

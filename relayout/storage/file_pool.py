@@ -28,8 +28,10 @@ class OpenFiles(Closable, Generic[Key, File]):
     """
 
     def __init__(self, open_file: Callable[[Key], File], *, num_descriptors: int = 1) -> None:
-        """`open_file` opens the file of a key and uses `num_descriptors`. Calls for one key never overlap each other,
-        or the closing of its file."""
+        """Keep files open that `open_file` opens by a key; each uses `num_descriptors`.
+
+        Calls for one key never overlap each other, or the closing of its file.
+        """
         self._open_file = open_file
         self._limit = max(1, min(_MAX_OPEN_FILES, _max_descriptors() // (_SHARE * num_descriptors)))
         self._changed = threading.Condition()

@@ -313,8 +313,10 @@ class Staging(Protocol):
 
     @property
     def can_read(self) -> bool:
-        """Whether `open` can read what was written. If not, a file counts for the next attempt if `write_head`
-        completed it: `names` then has no others of an earlier attempt.
+        """Whether `open` can read what was written.
+
+        If not, a file counts for the next attempt if `write_head` completed it: `names` then has no others of an
+        earlier attempt.
         """
 
     @property

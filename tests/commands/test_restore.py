@@ -35,8 +35,11 @@ def write_shard(path: Path, header: str, data: bytes) -> None:
 
 @pytest.fixture
 def odd(tmp_path: Path) -> Path:
-    """Headers that no writer of ours would make: spaces in front, keys in another order than the data, extra fields,
-    long metadata, sizes of nothing, odd offsets; a link to a shard elsewhere; a nested side file with its mode."""
+    """Headers that no writer of ours would make, a link, and a nested side file with its mode.
+
+    Headers have spaces in front, keys in another order than the data, extra fields, long metadata, sizes of nothing,
+    and odd offsets; a link leads to a shard elsewhere.
+    """
     repository = tmp_path / "models--odd"
     folder = repository / "snapshots" / "0"
     (folder / "sub").mkdir(parents=True)

@@ -63,8 +63,10 @@ def content_of(page: Path) -> Content:
 
 
 def files_of(content: Content) -> Iterator[tuple[Content, list[tuple[str, int, int, list[int]]]]]:
-    """Every file, and of each of its tensors name, offset in the data section, end and shape: as the page's script
-    finds them out."""
+    """Every file, and of each of its tensors name, offset in the data section, end and shape.
+
+    They are found out as the page's script finds them out.
+    """
     for file in content["files"]:
         order, holder = content["orders"][file["order"]], file["holder"]
         groups = [content["groups"][content["group"][t]] for t in order]

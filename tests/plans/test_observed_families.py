@@ -46,7 +46,7 @@ def test_what_was_observed_is_of_many_architectures_and_degrees() -> None:
     degrees = {degree for checkpoints in OBSERVED.values() for one in checkpoints for degree in one.observed}
     assert degrees == {2, 4, 6, 8, 16}
     assert len(OBSERVED) > 140
-    assert all(any(len(set(slices)) > 1 for slices in one.observed[2]) for all in OBSERVED.values() for one in all)
+    assert all(any(len(set(slices)) > 1 for slices in one.observed[2]) for each in OBSERVED.values() for one in each)
 
 
 @pytest.mark.parametrize("name", sorted(OBSERVED.keys() - WITHOUT_PLAN))

@@ -65,8 +65,10 @@ def is_at_borders(held: Array, unit: int, dim: int) -> bool:
 
 
 def may_split_blocks(entry: Entry, method: Method) -> bool:
-    """FP8 experts may be cut inside a block of scales, which every rank then holds whole (vLLM 0.33
-    `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`)."""
+    """FP8 experts may be cut inside a block of scales, which every rank then holds whole.
+
+    So does vLLM 0.33 (`fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`).
+    """
     return method is FP8_IN_BLOCKS and ".experts." in entry.name
 
 

@@ -339,7 +339,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *message: object) -> None:
         """Say nothing."""
 
 

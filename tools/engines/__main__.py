@@ -53,7 +53,7 @@ def compare_parameters(environment: Environment, work: Path, only: str) -> Itera
 
 
 def skip_tensors(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
-    """Load without one tensor in turn, at TP 2, or the least that there is: is it seen?"""
+    """Load without one tensor in turn, at TP 2, or the least that there is, and ask whether it is seen."""
     cases = [case for case in all_cases() if case.name in SKIPPED and fnmatch(case.name, only)]
     yield from run_cases(environment, cases, work, module="comparing.skipped", most=2)
 

@@ -49,8 +49,9 @@ class OpenFolder(Closable):
         self.fd = os.open(path, _FOLDER & ~os.O_NOFOLLOW) if fd is None else fd
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
-        """Open a file, but no link, and return its descriptor. With O_CREAT, it must be new; missing subfolders are
-        made, too.
+        """Open a file, but no link, and return its descriptor.
+
+        With O_CREAT, it must be new; missing subfolders are made, too.
         """
         above, _, base = name.rpartition("/")
         create = flags & os.O_CREAT

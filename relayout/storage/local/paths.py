@@ -16,8 +16,9 @@ _SHARED_BLOB = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 
 
 def resolve_inside(folder: Path, name: str) -> Path:
-    """The path of a file in a checkpoint folder, which need not exist. FormatError: a link in it leads out of the
-    checkpoint.
+    """The path of a file in a checkpoint folder, which need not exist.
+
+    FormatError: a link in it leads out of the checkpoint.
     """
     path = folder / name
     if not is_inside(folder, path):

@@ -337,8 +337,9 @@ def _folder_of(place: OpenFolder, shared: str | None, replaced: Callable[[Path],
 
 
 def _remove_older(place: OpenFolder, *, force: bool) -> None:
-    """Delete what earlier attempts have left in a staging folder, whose lock is held; units and resumable conversions
-    only with `force`, else raise PlanError.
+    """Delete what earlier attempts have left in a staging folder, whose lock is held.
+
+    Units and resumable conversions are deleted only with `force`; else PlanError is raised.
     """
     if not force and (_has_notes(place) or _shared(place)):
         what = "holds an interrupted conversion, or units of other processes; --force discards them"

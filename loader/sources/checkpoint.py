@@ -316,7 +316,7 @@ def doubt_cache(source: RankSource, error: FormatError) -> bool:
 
 
 def doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors of a source; for damage that they show in a cache see `doubt_cache`."""
+    """Yield the tensors of a source; for damage that they show in a cache see `doubt_cache`."""
     try:
         yield from tensors
     except FormatError as error:

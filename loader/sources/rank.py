@@ -52,7 +52,7 @@ class StoredFile:
         return self.folder.path(self.name)
 
     def proven(self) -> StoredFile:
-        """The same file, whose bytes are proven when they are read."""
+        """Prove the bytes of the file when they are read."""
         assert self.proof is not None
         return replace(self, is_proven=True)
 
@@ -213,7 +213,7 @@ class TensorColumns:
         return self if names is None else self.rows(select(self.names, names))
 
     def at(self, offsets: Sequence[int]) -> TensorColumns:
-        """The same tensors at these offsets of an arena."""
+        """Put the tensors at these offsets of an arena."""
         return replace(self, offsets=offsets)
 
 
@@ -353,10 +353,10 @@ class RankSource(ABC):
 
     @abstractmethod
     def pieces(self, names: Names = None) -> Pieces:
-        """The same tensors, of which any part can be read; for errors see `contents`."""
+        """Open the tensors so that any part of one can be read; for errors see `contents`."""
 
     def arena(self, names: Names = None) -> ArenaPlan:
-        """The same tensors, in one allocation; for errors see `contents`."""
+        """Plan one allocation for the tensors; for errors see `contents`."""
         return pack(self.contents(names))
 
     def columns(self) -> TensorColumns:

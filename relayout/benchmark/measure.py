@@ -243,7 +243,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The same ranks, loaded by several loaders from one state of the page cache."""
+    """Ranks that several loaders load from one state of the page cache."""
 
     folders: Folders
     loaders: dict[str, Loader]
@@ -260,7 +260,7 @@ class RankGroup:
     touched_nbytes: int = 0
     """Memory to touch before each load, if that is more than twice the tensors."""
     idle_seconds: float = 0.0
-    """Or so long nothing is done before each load: the host of a virtual machine may take free memory back."""
+    """Seconds in which nothing is done before each load: the host of a virtual machine may take free memory back."""
 
     @property
     def title(self) -> str:

@@ -12,9 +12,9 @@ from relayout.benchmark.run import Measured
 _CLEAR = 1.1
 """A ratio below this is no gain."""
 _SPREAD = 1.5
-"""If the slowest run takes this many times as long as the fastest, the figures are not trustworthy."""
+"""Figures are not trustworthy if the slowest run takes this many times as long as the fastest."""
 _BUSY = 0.15
-"""If other processes use more than this share of the processors, the measurement is disturbed."""
+"""The measurement is disturbed if other processes use more than this share of the processors."""
 _TOO_SHORT_SECONDS = 0.05
 """Loads that take less mostly do other things than reading: opening files, starting threads, parsing headers."""
 _AT_LIMIT = 0.85

@@ -28,12 +28,12 @@ class Signalled(BaseException):
 
 
 def leave_when_asked() -> None:
-    """From now on, a signal ends the process at once with one line on stderr: there is nothing to clean up yet."""
+    """Let a signal end the process at once with one line on stderr: there is nothing to clean up yet."""
     _install(_leave)
 
 
 def raise_when_asked() -> None:
-    """From now on, a signal raises `Signalled`, so that unfinished work is cleaned up; after `leave_when_asked`."""
+    """Let a signal raise `Signalled`, so that unfinished work is cleaned up; after `leave_when_asked`."""
     if any(signal.getsignal(signum) is _leave for signum in _ENDING):
         _install(_Raise())
 

@@ -38,7 +38,7 @@ _CANCEL_SECONDS = 10.0
 """How long tasks may take to clean up when the driver is interrupted."""
 
 _WAIT_SECONDS = 1.0
-"""After which an interruption is noticed."""
+"""Seconds after which an interruption is noticed."""
 
 _CONNECT_SECONDS = 10.0
 _ADDRESS = re.compile(r"auto|local|(ray://)?(?P<host>[\w.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})", re.ASCII)

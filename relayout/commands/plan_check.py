@@ -16,7 +16,7 @@ from relayout.results import Result
 from relayout.storage.stores import find_input
 
 _TRIED_DEGREE = 2
-"""At which other plans are tried: whether a degree divides the tensors is another question."""
+"""The degree at which other plans are tried: whether a degree divides the tensors is another question."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""From a plan to bytes on the drive: layout, copy steps, staging, resumption."""
+"""Turns a plan into bytes on the drive: layout, copy steps, staging, resumption."""

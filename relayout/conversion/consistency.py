@@ -42,7 +42,7 @@ from relayout.results import Result
 from relayout.storage.protocols import Store
 
 _ANY_LENGTH = -1
-"""In place of the length of a file of which only the digest is recorded."""
+"""Stands in place of the length of a file of which only the digest is recorded."""
 Culprit: TypeAlias = Literal["folder", "source", "either"]
 """What is wrong: the converted folder; the source that was named, while the folder agrees with its own digests and with
 its record of what it was converted from; or one of the two, as too little was read to tell which."""
@@ -315,7 +315,7 @@ class CheckedRecord:
 
     differences: list[Difference]
     record: SourceRecord | None = None
-    """None: it cannot be read."""
+    """The source record; None: it cannot be read."""
     source: SourceCheckpoint | None = None
     """What the record describes; None: it cannot be read, or its headers are damaged."""
 

@@ -33,7 +33,7 @@ SMALL_NBYTES = 256 * 2**10
 """Tensors below this many bytes are copied in batches."""
 
 _MAX_RUNS = 4096
-"""Of slices, to be read one by one in one step."""
+"""The most runs of slices that are read one by one in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
     """Byte offset in the span."""
     nbytes: int
     transfers: Sequence[Transfer]
-    """From the tensor to the slice. They fill the piece without hole or overlap."""
+    """The transfers from the tensor to the slice. They fill the piece without hole or overlap."""
     is_hashed: bool
     """Whether the slice's digest is taken here; one that is the whole tensor is hashed as source."""
 
@@ -79,9 +79,9 @@ class Span:
 
     nbytes: int
     targets: tuple[Target, ...]
-    """The same bytes go to each of these; to none, if they are put together for their digest only."""
+    """Where the bytes go, to each of these; none if they are put together for their digest only."""
     pieces: Sequence[Piece]
-    """They fill the span without hole or overlap."""
+    """The pieces that fill the span without hole or overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class CopyPlan:
         self._held = {cut: _held(cut) for cut in set(self._cut)}
         self._extents = conversion.extents_of
         self._places = [_places(conversion, holder) for holder in range(len(conversion.layout.holders))]
-        """Of each holder: the file that holds each tensor, and the absolute offset in it."""
+        """For each holder the file that holds each tensor, and the absolute offset in it."""
 
     def steps(self, unit: int, *, done: Container[int] = ()) -> Iterator[Step]:
         """The steps of a unit, but for tensors that are done."""
@@ -263,7 +263,7 @@ def _held(tensor: CutTensor) -> list[_Held]:
 
 
 def _places(conversion: Conversion, holder: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Of each tensor: the number of the holder's file that has it, and the absolute offset there; -1 if none has."""
+    """List for each tensor the number of the holder's file with it, and the absolute offset there; -1: none has it."""
     files, offsets = np.full((2, len(conversion.source.tensors)), -1, np.int64)
     for index in conversion.layout.holders[holder]:
         file = conversion.layout.files[index]

@@ -124,9 +124,9 @@ class _Content:
     """What was found at a place."""
 
     store: Store
-    """It proves what is read from it, if there is a policy."""
+    """The store of the folder. It proves what is read from it, if there is a policy."""
     manifest: Manifest | None
-    """None: a plain checkpoint."""
+    """The manifest; None: a plain checkpoint."""
 
     @property
     def folder(self) -> Folder | None:

@@ -164,7 +164,7 @@ class _Slice(_Partial):
         return filled, mask
 
     def alike(self, function: Callable[[torch.Tensor], torch.Tensor], order: Sequence[int]) -> _Slice | None:
-        """The same slice of what an elementwise function makes of the whole tensor, its axes in another order first."""
+        """The slice of what an elementwise function makes of the whole tensor, its axes in another order first."""
         local = function(self.local.permute(tuple(order)))
         shape = tuple(self.shape[axis] for axis in order)
         axis = list(order).index(self.axis)
@@ -174,7 +174,7 @@ class _Slice(_Partial):
         return _Slice(self.name, local, shape, axis, self.ranges, read, self.usage)
 
     def viewed(self, dtype: torch.dtype) -> _Slice | None:
-        """The same memory as elements of another type; None if the cut is not between these."""
+        """View the memory as elements of another type; None if the cut is not between these."""
         old, new, last = self.local.itemsize, dtype.itemsize, len(self.shape) - 1
         is_cut = self.axis == last
         if any(count * old % new for count in (self.shape[-1], *chain(*(self.ranges if is_cut else ())))):
@@ -197,7 +197,7 @@ class _Rearranged(_Partial):
     ) -> None:
         super().__init__(moved, tuple(moved.shape), moved.stride(), read, usage)
         self._mask = mask
-        """On the CPU, so that looking at it waits for no device."""
+        """The mask, on the CPU, so that looking at it waits for no device."""
 
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
         is_held = bool(self._mask.as_strided(size, strides, offset).all())
@@ -322,7 +322,7 @@ class GlobalTensor(torch.Tensor):
         raise PlanError(f"{self!r}: has no address: its memory is not contiguous")
 
     def _plain(self, operation: str) -> torch.Tensor:
-        """The same view of the whole tensor."""
+        """Make this view of the whole tensor, as an ordinary tensor."""
         return self._memory.whole(operation).as_strided(*geometry_of(self))
 
     def _order(self) -> list[int] | None:

@@ -180,7 +180,7 @@ def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -
 
 
 def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> CachedConversion | Filling | None:
-    """The same as `first_start`, for a model that can be converted."""
+    """Convert a model that can be converted into the cache, see `first_start`."""
     if engine.is_draft:
         instead = what_instead(place.source, engine.name)
         engine.logger.info("relayout: the draft model %s was not converted: %s", place.source, instead)

@@ -27,7 +27,7 @@ class LoadReport:
     nbytes: int = 0
     """Bytes of the rank's slices."""
     seconds: float = 0.0
-    """From the first to the last tensor, with what the engine did between them."""
+    """Seconds from the first to the last tensor, with what the engine did between them."""
     backend: str = "auto"
     cache: str = "none"
     """Whether the rank's files were in a cache on the drive: "hit", "miss", or "none": it has no cache."""

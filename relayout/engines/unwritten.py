@@ -44,7 +44,7 @@ class Marks(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._replaced: dict[int, tuple[StorageWeakRef, torch.Tensor | None, torch.Tensor, int]] = {}
-        """By a number that each memory has while it is here: the memory, where marks are, what was there, the unit."""
+        """The memory, where marks are, what was there, and the unit, by a number of the memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -48,7 +48,7 @@ class _Observed:
     slices: Mapping[int, tuple[Slice, ...]]
     """The slice of each rank, by degree."""
     loaded: Mapping[int, tuple[Slice, ...]]
-    """The same, at the degrees at which a rank loads it."""
+    """The slices of each rank at the degrees at which a rank loads the tensor."""
 
 
 SIZES: dict[str, tuple[str, ...]] = {

@@ -59,7 +59,7 @@ class ObservedPlan(Result):
     engine: str
     """The version of vLLM, and its class."""
     degrees: tuple[int, ...]
-    """At which its ranks were observed."""
+    """The degrees at which its ranks were observed."""
     held_out: tuple[int, ...]
     """The degrees that no rule was derived from; all rules agree with them."""
     num_rules: int

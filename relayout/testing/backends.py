@@ -266,8 +266,10 @@ class BackendLaws:
     def test_bytes_arrive_where_they_belong(
         self, backend: Backend[Any], paths: list[Path], contents: list[Array], case: str, wrapped: bool
     ) -> None:
-        """A job brings the bytes of each read to their place, writes no other byte, tells `on_arrival` each byte once,
-        counts them all as progress, and leaves no thread and no open file."""
+        """A job brings the bytes of each read to their place, and writes no other byte.
+
+        It tells `on_arrival` each byte once, counts them all as progress, and leaves no thread and no open file.
+        """
         check_fill(backend, stored(paths), contents, CASES[case], is_wrapped=wrapped)
 
     @law

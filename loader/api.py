@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from relayout.cache.folder import CacheOption
     from relayout.checkpoint.delta import Paths
     from relayout.checkpoint.trust import Trust
     from relayout.loader.sources.rank import TensorColumns
-    from relayout.storage.cache_folder import CacheOption
 
 
 def load(

@@ -25,9 +25,9 @@ from relayout.storage.protocols import RequestError
 if TYPE_CHECKING:
     import torch
 
+    from relayout.cache.folder import CacheOption
     from relayout.checkpoint.delta import Paths
     from relayout.checkpoint.trust import Trust
-    from relayout.storage.cache_folder import CacheOption
     from relayout.storage.protocols import Store
 
 _NO_ANSWER = {errno.ENOTCONN, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.ETIMEDOUT)}

@@ -32,9 +32,9 @@ from relayout.storage.protocols import Access, Closable
 if TYPE_CHECKING:
     import torch
 
+    from relayout.cache.folder import CacheOption
     from relayout.checkpoint.delta import Paths
     from relayout.checkpoint.trust import Trust
-    from relayout.storage.cache_folder import CacheOption
 
 _FLAGS = mmap.MAP_PRIVATE | MAP_FIXED
 """Replace the arena's own pages. Private: a write to a tensor copies the page."""

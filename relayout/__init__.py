@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from relayout import transformers
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
+    from relayout.cache.folder import Cache
     from relayout.commands.convert import convert
     from relayout.commands.copy import Copied, NeededFiles, copy, files
     from relayout.commands.delta import DeltaDone, apply_deltas, delta
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from relayout.planning import plan_conversion
     from relayout.plans.plan import Plan
     from relayout.saving.api import save
-    from relayout.storage.cache_folder import Cache
 
 __all__ = [
     "Bench",
@@ -103,7 +103,7 @@ _HOMES = {
     "loader.diagnose": ("Explanation", "explain"),
     "loader.in_place": ("apply",),
     "saving.api": ("save",),
-    "storage.cache_folder": ("Cache",),
+    "cache.folder": ("Cache",),
     "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayout.checkpoint.converted import (
+    StoreOver,
     check_present,
     check_rank,
     find_manifest,
@@ -47,9 +48,9 @@ from relayout.storage.stores import check_exists, find_input, scheme_of
 if TYPE_CHECKING:
     import torch
 
+    from relayout.cache.folder import Cache, CacheOption, HeldEntry
     from relayout.checkpoint.delta import Paths
     from relayout.checkpoint.trust import Trust
-    from relayout.storage.cache_folder import Cache, CacheOption, Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,10 @@ def find_rank(
         trust: whose signature is wanted; see `trust.trusted`, also for errors.
 
     Raises:
-        FormatError: relayout.json is damaged; or as `CachedStore.fetch`.
+        FormatError: relayout.json is damaged; or as `CopyingStore.keep`.
         PlanError: the path or the rank does not exist; `tp` is needed for a plain checkpoint, which a cache does not
             keep; or `rank` or `tp` is not an integer.
-        OSError: as `CachedStore.fetch`.
+        OSError: as `CopyingStore.keep`.
     """
     rank = integer(rank, "rank")
     if tp is not None:
@@ -259,8 +260,9 @@ def _kept(
     progress: Progress,
 ) -> RankSource | None:
     """The rank of a remote store's copy in a cache; None if there is no cache, or it cannot be used."""
-    from relayout.loader.sources.cached import cached, keep
-    from relayout.storage.cache_folder import cache_of
+    from relayout.cache.copies import copied
+    from relayout.cache.folder import cache_of
+    from relayout.loader.budgets import HOST_BUFFERS, plan_budget
 
     cache = cache_of(option)
     if cache is None:
@@ -268,9 +270,10 @@ def _kept(
     try:
         # Others may write to a cache, too: what is signed is proven when it is read there.
         signed = store if isinstance(store, TrustedStore) else None
-        kept = cached(store if signed is None else signed.base, manifest, blob, cache)
+        threads = plan_budget(None, None, HOST_BUFFERS, store.cost).threads
+        kept = copied(store if signed is None else signed.base, manifest, blob, cache, threads)
         source = rank_of(kept if signed is None else signed.over(kept))
-        if keep(kept, cache, [file.name for file in source.used_files()], progress):
+        if kept.keep([file.name for file in source.used_files()], cache, progress):
             return source
         why = "has no room for it"
     except (RelayoutError, OSError) as error:
@@ -295,10 +298,12 @@ def _is_full(error: RelayoutError | OSError) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def lease_of(source: RankSource) -> Lease | None:
-    """The lease on the entry of a cache that a rank is read from; None: it is not."""
-    store = source.store.base if isinstance(source.store, TrustedStore) else source.store
-    return getattr(store, "lease", None)
+def held_entry(source: RankSource) -> HeldEntry | None:
+    """The entry of a cache that a rank, or the base of deltas, is read from; None: it is not."""
+    store = source.store
+    while isinstance(store, StoreOver):
+        store = store.base
+    return getattr(store, "entry", None)
 
 
 def doubt_cache(source: RankSource, error: FormatError) -> bool:
@@ -307,9 +312,12 @@ def doubt_cache(source: RankSource, error: FormatError) -> bool:
     Returns:
         Whether it will be: else the damage is in another store.
     """
-    if (lease := lease_of(source)) is None:
+    from relayout.checkpoint.delta import DeltaStore
+
+    entry, store = held_entry(source), source.store
+    if entry is None or (isinstance(store, DeltaStore) and store.is_of_delta(error)):
         return False
-    lease.doubt()
+    entry.doubt()
     again = "the next load makes this entry of the cache again (`relayout cache list` lists them)"
     error.amend(what=f"{error.what}; {again}")
     return True
@@ -326,12 +334,12 @@ def doubting(tensors: Iterator[tuple[str, torch.Tensor]], source: RankSource) ->
 
 def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSource | None:
     """The rank in a conversion that a cache keeps; None if there is no cache, or it cannot keep one."""
-    from relayout.storage.cache_folder import cache_of
+    from relayout.cache.folder import cache_of
 
     cache = cache_of(option)
     if cache is None:
         return None
-    from relayout.loader.sources.plain import kept_conversion
+    from relayout.cache.conversions import kept_conversion
 
     try:
         kept = kept_conversion(store, tp, cache)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, read_source
 from relayout.core.slices import WHOLE, Cut
@@ -12,11 +11,7 @@ from relayout.format.index import Read
 from relayout.loader.sources.rank import Names, RankSource, StoredFile, TensorColumns
 from relayout.loader.sources.reshard import StoredPieces, StoredSlice
 from relayout.plans.planner import plan_by, plan_for
-from relayout.storage.cache_folder import Cache
 from relayout.storage.protocols import Store
-
-if TYPE_CHECKING:
-    from relayout.conversion.cached import CachedConversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +78,6 @@ class PlainRank(RankSource):
         """All files of the checkpoint."""
         folder = self.checkpoint.folder
         return tuple(StoredFile(folder, file.name, file.nbytes, version=file.version) for file in self.checkpoint.files)
-
-
-def kept_conversion(source: Store, num_ranks: int, cache: Cache) -> CachedConversion:
-    """The checkpoint's conversion in a cache; errors as for `cached_conversion`."""
-    from relayout.conversion.cached import cached_conversion
-
-    return cached_conversion(source, num_ranks, cache)
 
 
 def plain_rank(store: Store, rank: int, num_ranks: int) -> PlainRank:

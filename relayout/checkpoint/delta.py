@@ -320,6 +320,10 @@ class DeltaStore(StoreOver):
             changed.close()
             raise
 
+    def is_of_delta(self, error: FormatError) -> bool:
+        """Whether an error is of a file of a delta: then nothing says that the base is damaged."""
+        return any(str(error.path).startswith(f"{link.store}/") for link in self.links)
+
     def _place(self, name: str) -> tuple[Store, str]:
         """Where a file is; of a weight file, its oldest version."""
         if name in names_of_index(self.new):

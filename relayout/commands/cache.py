@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relayout.cache.conversions import kept_conversion, plan_in
+from relayout.cache.folder import Cache, CacheEntry, cache_of
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.conversion.cached import cached_conversion, plan_in
 from relayout.core.arguments import integer
 from relayout.core.arguments import ranks as ranks_of
 from relayout.errors import PlanError, shown
@@ -15,7 +16,6 @@ from relayout.planning import observer
 from relayout.plans.plan import Plan
 from relayout.progress import Progress
 from relayout.results import Result
-from relayout.storage.cache_folder import Cache, CacheEntry, cache_of
 from relayout.storage.stores import find_input
 
 
@@ -100,7 +100,7 @@ def add(
 
     degree = integer(tp, "tp")
     some = None if ranks is None else ranks_of(ranks, degree)
-    with cached_conversion(find_input(source).snapshot(), degree, kept, plan_of, ranks=some, progress=progress).lease:
+    with kept_conversion(find_input(source).snapshot(), degree, kept, plan_of, ranks=some, progress=progress).entry:
         return cache(kept.folder)
 
 

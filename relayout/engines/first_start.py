@@ -14,17 +14,17 @@ from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relayout.cache.folder import Cache, cache_of
 from relayout.core.arguments import ranks_text
 from relayout.core.workers import PIPE, QUIET, Child, start_child
 from relayout.engines.folders import WeightsPlace
 from relayout.errors import PlanError
-from relayout.storage.cache_folder import Cache, cache_of
 from relayout.storage.local.lock_file import HeldLock
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
+    from relayout.cache.conversions import KeptConversion, Observer
     from relayout.checkpoint.source import SourceCheckpoint
-    from relayout.conversion.cached import CachedConversion, Observer
     from relayout.conversion.layout import Conversion
     from relayout.engines.rank_weights import EngineOptions
     from relayout.plans.plan import Plan
@@ -101,13 +101,13 @@ class WantedConversion:
         """Whether the checkpoint is on a drive, where the engine loads it as fast as without relayout."""
         return scheme_of(self.source) is None
 
-    def find(self, cache: Cache, logger: Logger) -> CachedConversion | None:
+    def find(self, cache: Cache, logger: Logger) -> KeptConversion | None:
         """The conversion. It is made now if the checkpoint is remote; else None: it is not there yet.
 
         Raises:
-            FormatError, PlanError, OSError: as `cached_conversion`.
+            FormatError, PlanError, OSError: as `kept_conversion`.
         """
-        from relayout.conversion.cached import NotKept, cached_conversion, find_conversion, plan_in
+        from relayout.cache.conversions import NotKept, find_conversion, kept_conversion, plan_in
 
         def on_miss(conversion: Conversion) -> None:
             who = "" if self.ranks is None else f"the ranks {ranks_text(self.ranks)} of "
@@ -124,7 +124,7 @@ class WantedConversion:
 
         store = find_input(self.source).snapshot()
         if not self.is_local:
-            return cached_conversion(store, self.num_ranks, cache, find_plan, ranks=self.ranks, on_miss=on_miss)
+            return kept_conversion(store, self.num_ranks, cache, find_plan, ranks=self.ranks, on_miss=on_miss)
         with suppress(NotKept):
             return find_conversion(store, self.num_ranks, cache, find_plan, ranks=self.ranks)
         return None
@@ -141,7 +141,7 @@ class WantedConversion:
 
 def first_start(
     wanted: WantedConversion, options: EngineOptions, engine: str, logger: Logger
-) -> CachedConversion | Filling | None:
+) -> KeptConversion | Filling | None:
     """The conversion of a plain checkpoint in the cache, or what makes it when the engine has loaded the checkpoint.
 
     A start that would succeed without relayout must not fail with it: whatever is wrong with cache, plan or source is

@@ -16,8 +16,8 @@ from relayout.errors import PlanError
 if TYPE_CHECKING:
     import torch
 
+    from relayout.cache.conversions import KeptConversion, Observer
     from relayout.checkpoint.delta import Paths
-    from relayout.conversion.cached import CachedConversion, Observer
     from relayout.engines.unwritten import Marks
     from relayout.loader.group.collectives import Group
     from relayout.storage.protocols import Store
@@ -179,7 +179,7 @@ def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -
     return Weights(engine.weights(place.source, None, options).deliver())
 
 
-def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> CachedConversion | Filling | None:
+def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> KeptConversion | Filling | None:
     """Convert a model that can be converted into the cache, see `first_start`."""
     if engine.is_draft:
         instead = what_instead(place.source, engine.name)

@@ -308,18 +308,18 @@ class Delivery:
 
     def _expected(self, opened: OpenedRank) -> LoadReport:
         """The report, with what is known before anything is read."""
-        from relayout.loader.sources.checkpoint import lease_of
+        from relayout.loader.sources.checkpoint import held_entry
         from relayout.loader.stream import most_memory
 
         weights, contents, options = self.weights, opened.contents, self.weights.stream_options()
-        lease, is_mapped = lease_of(opened.source), weights.lazy and opened.is_mappable
+        entry, is_mapped = held_entry(opened.source), weights.lazy and opened.is_mappable
         chosen = options.choose(contents.files)[0].name
         is_streamed = not is_mapped or weights.is_verified  # Digests are compared before anything is mapped.
         return LoadReport(
             weights.rank,
             weights.num_ranks,
             backend="mapped" if is_mapped else chosen,
-            cache="none" if lease is None else "miss" if lease.was_filled else "hit",
+            cache="none" if entry is None else "miss" if entry.was_filled else "hit",
             memory=most_memory(contents, options) if is_streamed else 0,
             num_readers=1 if weights.members is None else weights.members.num_members,
         )

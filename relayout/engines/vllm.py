@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from relayout.conversion.cached import Observer
+    from relayout.cache.conversions import Observer
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 import relayout
+from relayout.cache.conversions import kept_conversion
+from relayout.cache.folder import Cache
 from relayout.cli.app import app
 from relayout.commands.cache import add, cache
 from relayout.errors import PlanError
-from relayout.loader.sources.plain import kept_conversion
-from relayout.storage.cache_folder import Cache
 from relayout.storage.stores import find_input
 
 
@@ -37,7 +37,7 @@ def test_entries_are_listed_with_source_degree_size_and_use(folder: Path, llama:
     assert listing.nbytes == sum(entry.nbytes for entry in listing.entries)
 
 
-def test_one_entry_is_removed_by_how_its_name_begins_and_all_by_clear(folder: Path) -> None:
+def test_one_entryis_removed_by_how_its_name_begins_and_all_by_clear(folder: Path) -> None:
     first, second = cache(folder).entries
     listing = cache(folder, remove=[first.name[:8]])
     assert [entry.name for entry in listing.entries] == [second.name]
@@ -46,7 +46,7 @@ def test_one_entry_is_removed_by_how_its_name_begins_and_all_by_clear(folder: Pa
     assert not list(folder.rglob("*.safetensors"))
 
 
-def test_an_entry_in_use_and_the_files_of_others_stay(folder: Path, llama: Path) -> None:
+def test_an_entryin_use_and_the_files_of_others_stay(folder: Path, llama: Path) -> None:
     own = folder / "relayout-cache-v1"
     theirs = [own / ("f" * 32) / "weights", own / "notes.txt", folder / "models" / "weights"]
     for path in theirs:
@@ -79,7 +79,7 @@ def test_what_cannot_be_listed_is_an_error(folder: Path, tmp_path: Path, monkeyp
 
 def test_a_beginning_that_several_entries_have_removes_none(tmp_path: Path) -> None:
     for name in ("ab" * 16, "ac" * 16):
-        Cache(tmp_path).lease(name).close()
+        Cache(tmp_path).hold(name).close()
     with pytest.raises(PlanError, match="2 entries begin with 'a'"):
         cache(tmp_path, remove=["a"])
     assert len(cache(tmp_path, remove=["ab"]).entries) == 1

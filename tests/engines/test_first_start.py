@@ -24,13 +24,12 @@ from support.store_contract import ground
 
 import relayout
 from relayout import planning
+from relayout.cache.conversions import KeptConversion, kept_conversion
 from relayout.commands.cache import add
-from relayout.conversion.cached import CachedConversion
 from relayout.core.workers import PIPE, start_child
 from relayout.engines.first_start import Filling, WantedConversion, first_start
 from relayout.engines.rank_weights import EngineOptions
 from relayout.errors import PlanError
-from relayout.loader.sources.plain import kept_conversion
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 from relayout.storage.stores import find_input
@@ -297,7 +296,7 @@ def test_with_expert_parallelism_the_second_start_is_from_the_cache(
     assert isinstance(filling, Filling)
     filling.start()
     wait_until_filled(caplog)
-    assert isinstance(first_start(*given), CachedConversion)
+    assert isinstance(first_start(*given), KeptConversion)
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
@@ -445,7 +444,7 @@ def test_what_is_in_a_store_is_kept_for_the_ranks_of_this_node(
             place.kind.write(place.store("weights"), file.name, file.read_bytes())
         wanted = WantedConversion(place.url("weights"), tp, ranks=ranks)
         found = first_start(wanted, EngineOptions(), "vLLM", logging.getLogger())
-        assert isinstance(found, CachedConversion)
+        assert isinstance(found, KeptConversion)
     assert [entry.ranks for entry in relayout.Cache(cache).entries()] == [kept]
 
 

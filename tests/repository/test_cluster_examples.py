@@ -15,7 +15,7 @@ from support.loader_fixtures import MIB, mlp_model
 from support.patience import PATIENCE
 
 import relayout
-from relayout.conversion.cached import CachedConversion
+from relayout.cache.conversions import KeptConversion
 from relayout.engines.first_start import WantedConversion, first_start
 from relayout.engines.rank_weights import EngineOptions
 
@@ -123,5 +123,5 @@ def test_what_the_init_container_converts_is_what_the_engine_looks_for(models: P
     options = EngineOptions(cache=cache)
     wanted = WantedConversion(source, int(degree))
     found = first_start(wanted, options, "vLLM", logging.getLogger("vllm.relayout"))
-    assert isinstance(found, CachedConversion)
-    assert not found.lease.was_filled
+    assert isinstance(found, KeptConversion)
+    assert not found.entry.was_filled

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from support.patience import PATIENCE
 
+from relayout.cache.folder import Cache
 from relayout.errors import PlanError
-from relayout.storage.cache_folder import Cache
 from relayout.storage.local import lock_file
 from relayout.storage.local.lock_file import HeldLock, Waiting, locked_file, open_ours
 
@@ -27,18 +27,18 @@ HOLDS = """
 import os, sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from relayout.storage.cache_folder import Cache
+from relayout.cache.folder import Cache
 from relayout.storage.local.lock_file import locked, locked_file
 from relayout.storage.local.open_folder import OpenFolder
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 cache = Cache(folder)
 with ExitStack() as held:
-    lease = held.enter_context(cache.lease("a" * 32))
-    held.enter_context(cache.reserve(lease, {"weights": 1000}))
+    entry = held.enter_context(cache.hold("a" * 32))
+    held.enter_context(cache.reserve(entry, {"weights": 1000}))
     held.enter_context(cache.try_filling())
-    assert held.enter_context(lease.try_lock("unit-0"))
-    held.enter_context(locked_file(lease.lock_file("weights")))
+    assert held.enter_context(entry.try_lock("unit-0"))
+    held.enter_context(locked_file(entry.lock_file("weights")))
     held.enter_context(locked(OpenFolder(folder), ".out.lock", folder / "out"))
     child = os.fork()
     if not child and how == "lives on":
@@ -55,16 +55,16 @@ with ExitStack() as held:
 """
 """Holds everything that there is to hold, and forks."""
 
-WHAT = (".out.lock", ".filling", ".lock-unit-0", ".lock-weights", ".lease", "room")
+WHAT = (".out.lock", ".filling", ".lock-unit-0", ".lock-weights", ".held", "room")
 
 
 def held(folder: Path) -> dict[str, bool]:
     """What another process holds."""
     own = folder / "relayout-cache-v1"
-    locks = [folder / ".out.lock", own / ".filling", *(own / ENTRY).glob(".lock-*"), own / ENTRY / ".lease"]
+    locks = [folder / ".out.lock", own / ".filling", *(own / ENTRY).glob(".lock-*"), own / ENTRY / ".held"]
     found = {path.name: path.exists() and not is_free(path) for path in locks}
     cache = Cache(folder, 1500)
-    with cache.lease("b" * 32) as other:
+    with cache.hold("b" * 32) as other:
         room = cache.reserve(other, {"weights": 1000})
         if room is not None:
             room.close()

@@ -14,8 +14,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "observe": ("core", "results", "format", "storage", "checkpoint", "plans", "loader"),
     "conversion": ("core", "progress", "results", "format", "storage", "checkpoint", "plans"),
     "planning": ("core", "format", "storage", "checkpoint", "plans", "observe", "conversion"),
-    "commands": ("core", "progress", "results", "format", "storage", "checkpoint", "plans", "planning", "conversion"),
-    "loader": ("core", "progress", "results", "format", "storage", "checkpoint"),
+    "cache": ("core", "progress", "format", "storage", "checkpoint", "plans", "conversion"),
+    "commands": (
+        *("core", "progress", "results", "format", "storage", "checkpoint", "plans", "planning", "conversion"),
+        "cache",
+    ),
+    "loader": ("core", "progress", "results", "format", "storage", "checkpoint", "cache"),
     "saving": (
         *("core", "progress", "format", "storage", "checkpoint", "plans"),
         *("conversion", "planning", "loader"),
@@ -25,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("commands", "loader"),
     ),
     "html_report": ("core", "results", "format", "storage", "checkpoint", "conversion", "planning"),
-    "engines": ("core", "progress", "storage", "checkpoint", "plans", "conversion", "loader"),
+    "engines": ("core", "progress", "storage", "checkpoint", "plans", "conversion", "cache", "loader"),
     "plugins": ("checkpoint", "plans", "planning", "engines"),
     "transformers": ("saving", "engines"),
     "clusters": ("progress", "conversion"),
@@ -38,7 +42,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 """`plans` reads files only where a person names a plan file."""
 
 EXCEPTIONS: dict[str, tuple[str, ...]] = {
-    "loader.sources.plain": ("plans", "conversion"),
+    "loader.sources.plain": ("plans",),
     "loader.sources.reshard": ("plans",),
 }
 """Modules that import more than their package may: what slices plain checkpoints, or joins the slices of several ranks,

@@ -1,9 +1,9 @@
-"""A folder that keeps files fetched from stores, for all processes of a machine and up to a size.
+"""The folder of a cache: its entries, who holds them, and what may be removed to make room for others.
 
 Entries are folders, one for each checkpoint, in a marked subfolder, `relayout-cache-v1`. A process that uses an entry
-holds a lease on it, which is a shared lock. Entries without a lease may be removed to make room, the least recently
-used first. Room is reserved before it is filled. A file gets its name when it is complete, so that a process may be
-killed at any moment. A process that is stopped holds others up for some seconds; then they do without the cache.
+holds it, by a shared lock. Entries that nobody holds may be removed to make room, the least recently used first. Room
+is reserved before it is filled. A file gets its name when it is complete, so that a process may be killed at any
+moment. A process that is stopped holds others up for some seconds; then they do without the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 _ENTRY = re.compile(r"[0-9a-f]{32}")
 _GONE = re.compile(r"\.gone-[0-9a-f]{16}")
 _COMING = re.compile(r"\.coming-[0-9a-f]{16}")
-_LEASE = ".lease"
+_HELD = ".held"
+"""The file of an entry that those who hold it have locked."""
 _ABOUT = ".about.json"
 _DOUBTED = ".doubted"
 _MAX_NOTE_NBYTES = 2**24
@@ -46,7 +47,7 @@ _LOCK = ".lock"
 _FILLING = ".filling"
 _OTHERS_MAY_WRITE = 0o022
 _ASIDE_SECONDS = 3.0
-"""How long others that have found the same damage may take to give up their leases."""
+"""How long others that have found the same damage may take to give the entry up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class CacheEntry:
     num_ranks: int
     """The tensor-parallel degree; 0 as above."""
     ranks: str
-    """Those that a conversion has, such as "0-7"; empty: all."""
+    """The ranks that a conversion has, such as "0-7"; empty: all."""
     nbytes: int
     used: float
     """When a process last began to use it, in seconds since 1970."""
@@ -76,41 +77,56 @@ class Cache:
     """
 
     folder: str | os.PathLike[str]
-    """On a local drive. It is made if it does not exist. Only the subfolder `relayout-cache-v1` is ever touched."""
+    """A folder on a local drive, made if it does not exist. Only the subfolder `relayout-cache-v1` is ever touched."""
     limit: int | str | None = None
     """The most bytes to keep, as a number or as text such as "2TB"; None: as much as the drive holds."""
 
-    def lease(self, name: str) -> Lease:
-        """The entry of this name, made if need be, which is not removed while the lease is open.
+    def hold(self, name: str, check: Callable[[HeldEntry], object] = lambda entry: None) -> HeldEntry:
+        """Hold the entry of this name, which is made if need be, and is not removed while it is held.
 
-        An entry that others might write is not believed: it is removed, and made anew.
+        An entry in which something is wrong is put aside, and made anew. The proof: others may write to it, or a load
+        from it has found damage (`HeldEntry.doubt`), or `check` raises FormatError.
 
         Args:
             name: 32 hexadecimal digits.
-        """
-        assert _ENTRY.fullmatch(name)
-        folder = self._own() / name
-        waiting = Waiting(folder / _LEASE)
-        while True:
-            if (lease := _leased(folder)) is not None:
-                if not _may_be_written_by_others(folder):
-                    return lease
-                self.put_aside(lease, "others may write to it")
-            waiting.pause()  # Another process is removing it, or has just done so.
-
-    def put_aside(self, lease: Lease, why: str) -> None:
-        """Remove an entry in which something is wrong, if no process has a lease on it. This one's is closed.
+            check: compares what the entry has with what it should have.
 
         Raises:
-            PlanError: a process uses it, and it stays.
+            PlanError: something is wrong with the entry, and another process holds it, so that it stays; or it is
+                wrong again when it has just been made.
+            TimeoutError: another process is removing it, and does not go on.
         """
-        own, entry, held = self._own(), lease.folder, lease.status()
-        lease.close()
+        entry = self._hold(name)
+        if (why := entry.what_is_wrong(check)) is None:
+            return entry
+        self._put_aside(entry, why)
+        entry = self._hold(name)
+        if (why := entry.what_is_wrong(check)) is not None:
+            raise PlanError(f"{why}, though it was made again", path=entry.folder)
+        return entry
+
+    def _hold(self, name: str) -> HeldEntry:
+        """Hold the entry of this name as it is; for errors see `hold`."""
+        assert _ENTRY.fullmatch(name)
+        folder = self._own() / name
+        waiting = Waiting(folder / _HELD)
+        while (entry := _held(folder)) is None:
+            waiting.pause()  # Another process is removing it, or has just done so.
+        return entry
+
+    def _put_aside(self, held: HeldEntry, why: str) -> None:
+        """Remove an entry in which something is wrong, if no other process holds it. This one gives it up.
+
+        Raises:
+            PlanError: another process holds it, and it stays.
+        """
+        own, entry, mine = self._own(), held.folder, held.status()
+        held.close()
         end = time.monotonic() + _ASIDE_SECONDS
         while True:
             with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
-                status = _status(entry / _LEASE)
-                if status is None or not os.path.samestat(status, held):
+                status = _status(entry / _HELD)
+                if status is None or not os.path.samestat(status, mine):
                     return  # Another process has put it aside, and said so.
                 if self._remove(own, entry):
                     getLogger("relayout").warning("relayout: %s: %s: made again in the cache", entry, why)
@@ -120,10 +136,10 @@ class Cache:
                 raise PlanError(f"{why}, and another process uses it; {advice}", path=entry, code="busy")
             time.sleep(_ASIDE_SECONDS / 20)
 
-    def reserve(self, lease: Lease, files: Mapping[str, int]) -> Reservation | None:
+    def reserve(self, held: HeldEntry, files: Mapping[str, int]) -> Reservation | None:
         """Reserve room for files of an entry that are not there yet, by name and bytes.
 
-        Entries that are not in use are removed for it. Processes that reserve the same file share its room.
+        Entries that nobody holds are removed for it. Processes that reserve the same file share its room.
 
         Returns:
             What keeps the room until it is closed, or the process ends; None: there is none.
@@ -136,7 +152,7 @@ class Cache:
         with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
             self._sweep(own)
             coming = {path: nbytes for path, nbytes in self._coming(own).items() if not path.exists()}
-            coming |= {lease.folder / name: n for name, n in files.items() if not (lease.folder / name).exists()}
+            coming |= {held.folder / name: n for name, n in files.items() if not (held.folder / name).exists()}
             if limit is not None and sum(coming.values()) > limit:
                 return None
             entries = sorted(self._entries(own), key=_last_use)
@@ -146,7 +162,7 @@ class Cache:
                 to_write = max(sum(coming.values()) - sum(map(_hidden_allocated_nbytes, growing)), 0)
                 fits = limit is None or sum(kept.values()) + sum(coming.values()) <= limit
                 if fits and to_write <= shutil.disk_usage(own).free:
-                    return Reservation(own, lease.folder.name, files)
+                    return Reservation(own, held.folder.name, files)
                 if entry is not None and self._remove(own, entry):
                     del kept[entry]
             return None
@@ -171,7 +187,7 @@ class Cache:
         return [_described(entry) for entry in sorted(self._entries(self._own()), key=_last_use)]
 
     def remove(self, name: str) -> bool:
-        """Remove an entry, unless a process uses it; return whether it is gone. PlanError: there is no such entry."""
+        """Remove an entry, unless a process holds it; return whether it is gone. PlanError: there is no such entry."""
         own = self._own()
         with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
             if own / name not in self._entries(own):
@@ -202,11 +218,11 @@ class Cache:
         return own
 
     def _entries(self, own: Path) -> list[Path]:
-        """The entries. The proof: real folders of this user below our tag, with our form of name and our lease."""
+        """The entries. The proof: real folders of this user below our tag, with our form of name and our lock."""
         return [
             path
             for path in own.iterdir()
-            if _ENTRY.fullmatch(path.name) and _is_own(path, stat.S_ISDIR) and _is_own(path / _LEASE, stat.S_ISREG)
+            if _ENTRY.fullmatch(path.name) and _is_own(path, stat.S_ISDIR) and _is_own(path / _HELD, stat.S_ISREG)
         ]
 
     def _sweep(self, own: Path) -> None:
@@ -215,7 +231,7 @@ class Cache:
             if _GONE.fullmatch(path.name) and _is_own(path, stat.S_ISDIR):
                 shutil.rmtree(path, ignore_errors=True)
             elif _ENTRY.fullmatch(path.name) and _is_own(path, stat.S_ISDIR):
-                with suppress(OSError):  # It has a lease at least. A process that has just made it makes it again.
+                with suppress(OSError):  # An entry has a lock at least. A process that has just made it makes it again.
                     path.rmdir()
 
     def _coming(self, own: Path) -> dict[Path, int]:
@@ -231,11 +247,11 @@ class Cache:
         return coming
 
     def _remove(self, own: Path, entry: Path) -> bool:
-        """Remove an entry, unless it is in use."""
+        """Remove an entry, unless a process holds it."""
         gone = own / f".gone-{os.urandom(8).hex()}"
         with suppress(FileNotFoundError):
-            with HeldLock(open_ours(entry / _LEASE)) as lease:
-                if not lease.try_lock(what="removing it"):
+            with HeldLock(open_ours(entry / _HELD)) as lock:
+                if not lock.try_lock(what="removing it"):
                     return False
                 entry.rename(gone)  # Atomic: no process sees an incomplete entry.
             shutil.rmtree(gone)
@@ -280,8 +296,8 @@ class Reservation(Closable):
             self._lock.close()
 
 
-class Lease(Closable):
-    """An entry in use. Thread-safe; released when it is closed or collected, or when the process ends."""
+class HeldEntry(Closable):
+    """An entry that this process holds, until this is closed or collected, or the process ends. Thread-safe."""
 
     def __init__(self, folder: Path, lock: HeldLock) -> None:
         self.folder = folder
@@ -291,7 +307,7 @@ class Lease(Closable):
         self._lock = lock
 
     def status(self) -> os.stat_result:
-        """Status of the lease's file, by which one entry of a name is told from the next."""
+        """Status of the file that is locked, by which one entry of a name is told from the next."""
         return os.fstat(self._lock.fd)
 
     def has(self, name: str, nbytes: int | None = None) -> bool:
@@ -300,12 +316,7 @@ class Lease(Closable):
         return status is not None and is_ours(status, stat.S_ISREG) and nbytes in (None, status.st_size)
 
     def keep(
-        self,
-        name: str,
-        write: Callable[[str], None],
-        nbytes: int | None = None,
-        *,
-        limit_seconds: float | None = None,
+        self, name: str, write: Callable[[str], None], nbytes: int | None = None, *, limit_seconds: float | None = None
     ) -> None:
         """Make the file `name` of the entry, unless it is there; one process and thread at a time does so.
 
@@ -323,7 +334,7 @@ class Lease(Closable):
             if self.has(name, nbytes):
                 return
             path = self.folder / name
-            partial = _partial(path)
+            partial = path.with_name(f".{path.name}.partial")
             partial.unlink(missing_ok=True)  # What a killed process left.
             try:
                 write(partial.name)
@@ -347,19 +358,26 @@ class Lease(Closable):
                 except FormatError:
                     (self.folder / name).unlink(missing_ok=True)
 
-    @property
-    def is_doubted(self) -> bool:
-        """Whether a process has found damage in the entry."""
-        return os.path.lexists(self.folder / _DOUBTED)
+    def what_is_wrong(self, check: Callable[[HeldEntry], object]) -> str | None:
+        """Why the entry must be made again; None: nothing is wrong. For the proof see `Cache.hold`."""
+        if _may_be_written_by_others(self.folder):
+            return "others may write to it"
+        if os.path.lexists(self.folder / _DOUBTED):
+            return "was damaged when it was read"
+        try:
+            check(self)
+        except FormatError as error:
+            return str(error)
+        return None
 
     def doubt(self) -> None:
-        """Note that something in the entry is wrong, for the next process that opens it, and close the lease."""
+        """Note that what was read of the entry is wrong, for the next process that holds it, and give it up."""
         with suppress(OSError):
             os.close(open_ours(self.folder / _DOUBTED, os.O_CREAT))
         self.close()
 
     def growth(self) -> object:
-        """What is another value after each write of a file that is being made in the entry."""
+        """Return what is another value after each write of a file that is being made in the entry."""
         return {
             (status.st_ino, status.st_size, status.st_blocks, status.st_mtime_ns)
             for path, is_hidden, status in _files(self.folder)
@@ -376,9 +394,7 @@ class Lease(Closable):
 
     @contextmanager
     def try_lock(self, name: str, *, shared: bool = False, what: str = "") -> Iterator[bool]:
-        """Hold the entry's lock of this name, if no other process or thread does; or, shared, only others that share.
-
-        Yields whether it is held.
+        """Hold the entry's lock of this name, if no other does, or only others that share it; yield whether it is held.
 
         Args:
             what: this process is about to do, for those that wait.
@@ -387,12 +403,12 @@ class Lease(Closable):
             yield lock.try_lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX, what)
 
     def close(self) -> None:
-        """Release the entry, which may then be removed."""
+        """Give the entry up: it may then be removed."""
         self._lock.close()
 
 
-def _leased(folder: Path) -> Lease | None:
-    """A lease on an entry, which is made if need be; None: another process is removing it.
+def _held(folder: Path) -> HeldEntry | None:
+    """Hold an entry, which is made if need be; None: another process is removing it.
 
     Raises:
         PlanError: something else is there.
@@ -404,19 +420,19 @@ def _leased(folder: Path) -> Lease | None:
     if not is_ours(status, stat.S_ISDIR):
         raise PlanError("is not a folder of this user, and no entry; remove it", path=folder, code="exists")
     try:
-        lock = HeldLock(open_ours(folder / _LEASE, os.O_CREAT))
+        lock = HeldLock(open_ours(folder / _HELD, os.O_CREAT))
     except FileNotFoundError:
         return None
-    named = _status(folder / _LEASE) if lock.try_lock(fcntl.LOCK_SH) else None
+    named = _status(folder / _HELD) if lock.try_lock(fcntl.LOCK_SH) else None
     if named is not None and os.path.samestat(named, os.fstat(lock.fd)):
         os.utime(lock.fd)
-        return Lease(folder, lock)
+        return HeldEntry(folder, lock)
     lock.close()
     return None
 
 
 def _reserved(own: Path, note: bytes) -> dict[Path, int]:
-    """What a reservation is of. FormatError: it says nothing, or names what is not below an entry."""
+    """The files of a reservation. FormatError: it says nothing, or names what is not below an entry."""
     fields = Fields(parse_object(note, ".coming"), ".coming")
     entry, files = fields.text("entry"), Fields(fields.object("files"), ".coming")
     if not _ENTRY.fullmatch(entry) or any(".." in name.split("/") or name.startswith("/") for name in files.top):
@@ -442,14 +458,9 @@ def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
     return status is not None and is_ours(status, is_kind)
 
 
-def _partial(path: Path) -> Path:
-    """Where a file of an entry is made."""
-    return path.with_name(f".{path.name}.partial")
-
-
 def _last_use(entry: Path) -> float:
     with suppress(FileNotFoundError):
-        return (entry / _LEASE).lstat().st_mtime
+        return (entry / _HELD).lstat().st_mtime
     return 0.0
 
 
@@ -459,8 +470,8 @@ def _described(entry: Path) -> CacheEntry:
         about = Fields(parse_object(file.read(_MAX_NOTE_NBYTES), _ABOUT))
         source, num_ranks, ranks = about.text("source"), about.size("num_ranks"), about.text("ranks")
     is_in_use = False
-    with suppress(FileNotFoundError), HeldLock(open_ours(entry / _LEASE)) as lease:
-        is_in_use = not lease.try_lock()
+    with suppress(FileNotFoundError), HeldLock(open_ours(entry / _HELD)) as lock:
+        is_in_use = not lock.try_lock()
     nbytes = _nbytes(entry, with_hidden=True)
     return CacheEntry(entry.name, source, num_ranks, ranks, nbytes, _last_use(entry), is_in_use)
 

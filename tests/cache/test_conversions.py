@@ -21,16 +21,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import prestarted
+from support.bits import flip
 from support.loader_fixtures import assert_equal, whole_tensors
 from support.patience import in_time
 
 import relayout
+from relayout.cache import conversions
+from relayout.cache.folder import Cache, HeldEntry
 from relayout.checkpoint.source import SourceCheckpoint, read_source
-from relayout.conversion import cached
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by, plan_for
-from relayout.storage.cache_folder import Cache, Lease
 from relayout.storage.local import lock_file
 from relayout.storage.stores import find_input
 
@@ -41,10 +42,10 @@ INTERRUPTED = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
 import relayout
-from relayout.conversion import cached
+from relayout.cache import conversions
 from support.patience import PATIENCE
 
-cached._MIN_PART_NBYTES = 50_000
+conversions._MIN_PART_NBYTES = 50_000
 model, cache, pids, how, seed = sys.argv[1:]
 chance = random.Random(int(seed))
 moments = [chance.uniform(0, 0.1) for _ in range(4)]
@@ -88,7 +89,7 @@ assert how != "held up" or codes == [0, 0], codes
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "_MIN_PART_NBYTES", 50_000)
+    monkeypatch.setattr(conversions, "_MIN_PART_NBYTES", 50_000)
 
 
 @pytest.fixture
@@ -131,12 +132,12 @@ def test_the_first_load_leaves_what_the_second_reads(
         found = relayout.load(model, rank, tp=TP, cache=cache)
         assert_equal(found, whole_tensors(by_itself, f"model-rank-{rank}-*"))
     expect(cache, model)
-    monkeypatch.delattr(cached, "convert_unit")
+    monkeypatch.delattr(conversions, "convert_unit")
     assert_equal(dict(relayout.iter_load(model, 1, tp=TP, cache=cache)), whole_tensors(by_itself, "model-rank-1-*"))
 
 
 @pytest.mark.parametrize("change", ["time", "bytes", "degree"])
-def test_an_entry_is_of_one_source_and_degree(model: Path, cache: Path, change: str) -> None:
+def test_an_entryis_of_one_source_and_degree(model: Path, cache: Path, change: str) -> None:
     relayout.load(model, 0, tp=TP, cache=cache)
     shard = min(model.glob("*.safetensors"))
     if change == "time":
@@ -179,7 +180,9 @@ def test_an_observed_plan_is_of_one_list_of_tensors_and_degree(model: Path, cach
 
     def plan_of(folder: Path, tp: int = 2) -> Plan:
         source = read_source(find_input(folder))
-        return cached.plan_in(Cache(cache), source, tp, expert_parallel=False, observe=lambda: ("engine 1", observe))
+        return conversions.plan_in(
+            Cache(cache), source, tp, expert_parallel=False, observe=lambda: ("engine 1", observe)
+        )
 
     other = Path(shutil.copytree(model, model.with_name("other")))
     save_file({"one.more": np.ones(2, np.float32)}, other / "model-of-one-more.safetensors")
@@ -196,11 +199,11 @@ def test_an_observed_plan_is_of_one_list_of_tensors_and_degree(model: Path, cach
 
 
 def test_only_a_missing_plan_is_observed(llama: Path, cache: Path) -> None:
-    def observe() -> cached.Observer:
+    def observe() -> conversions.Observer:
         raise AssertionError("a family that cannot be cut so is known")
 
     with pytest.raises(PlanError) as caught:
-        cached.plan_in(Cache(cache), read_source(find_input(llama)), 7, expert_parallel=False, observe=observe)
+        conversions.plan_in(Cache(cache), read_source(find_input(llama)), 7, expert_parallel=False, observe=observe)
     assert caught.value.code != "no_plan"
 
 
@@ -208,15 +211,15 @@ def test_those_that_load_at_once_convert_together(model: Path, cache: Path, monk
     """Every unit is converted once; every byte of the source is read once."""
     converted: Counter[int] = Counter()
     threads: set[int] = set()
-    convert_unit = cached.convert_unit
+    convert_unit = conversions.convert_unit
 
-    def counted(planned: cached.Conversion, unit: int, **options: int) -> None:
+    def counted(planned: conversions.Conversion, unit: int, **options: int) -> None:
         time.sleep(0.05)
         record = convert_unit(planned, unit, **options)
         converted[unit] += record.read_nbytes > 0
         threads.add(threading.get_ident())
 
-    monkeypatch.setattr(cached, "convert_unit", counted)
+    monkeypatch.setattr(conversions, "convert_unit", counted)
     with ThreadPoolExecutor(TP) as pool:
         loads = [pool.submit(relayout.load, model, rank, tp=TP, cache=cache) for rank in range(TP)]
         for rank, load in enumerate(loads):
@@ -257,12 +260,6 @@ def of_one(entry: Path, pattern: str) -> Path:
     return min((entry / "model").glob(pattern))
 
 
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
-
-
 RANK = "model-rank-2-part-*"
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a weight file is gone": lambda entry: of_one(entry, RANK).unlink(),
@@ -285,7 +282,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_an_entry_that_is_damaged_is_made_again(
+def test_an_entrythat_is_damaged_is_made_again(
     model: Path, cache: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     """By loads of any rank, and by a start that only looks whether it is there."""
@@ -302,16 +299,16 @@ def test_an_entry_that_is_damaged_is_made_again(
                 assert_equal(relayout.load(model, 0, tp=TP, cache=cache), truth)
             expect(cache, model)
         else:
-            assert cached.find_conversion(source, TP, Cache(cache)) is None
+            assert conversions.find_conversion(source, TP, Cache(cache)) is None
             assert not list(entry.rglob("*.safetensors"))
         [said] = caplog.messages
         assert "made again in the cache" in said
 
 
-def test_an_entry_in_use_stays_though_it_is_damaged_and_the_source_is_read(model: Path, cache: Path) -> None:
+def test_an_entryin_use_stays_though_it_is_damaged_and_the_source_is_read(model: Path, cache: Path) -> None:
     source = relayout.storage.stores.find_input(model)
     truth = relayout.load(model, 0, tp=TP, cache="")
-    with cached.cached_conversion(source, TP, Cache(cache)).lease:
+    with conversions.kept_conversion(source, TP, Cache(cache)).entry:
         [entry] = entries_of(cache)
         of_one(entry, RANK).unlink()
         left = sorted(entry.rglob("*"))
@@ -335,19 +332,19 @@ def test_what_a_load_has_found_damaged_is_made_again_at_once(model: Path, cache:
 STOPPED = """
 import os, signal, sys, time
 import relayout
-from relayout.conversion import cached
+from relayout.cache import conversions
 
 model, cache, how = sys.argv[1:]
-convert_unit, commit_units = cached.convert_unit, cached.commit_units
+convert_unit, commit_units = conversions.convert_unit, conversions.commit_units
 
 def stop(*_, **__):
     os.kill(os.getpid(), signal.SIGSTOP)
 
-cached._MIN_PART_NBYTES = 50_000
+conversions._MIN_PART_NBYTES = 50_000
 if how == "unit":
-    cached.convert_unit = stop
+    conversions.convert_unit = stop
 else:
-    cached.commit_units = stop
+    conversions.commit_units = stop
 relayout.load(model, 0, tp=4, cache=cache)
 """
 
@@ -375,8 +372,8 @@ def test_a_stopped_process_stops_nobody(
 
 
 @pytest.fixture
-def planned(model: Path, cache: Path) -> tuple[cached.Conversion, Lease]:
-    return cached._entry(relayout.storage.stores.find_input(model), TP, Cache(cache), plan_for, None)
+def planned(model: Path, cache: Path) -> tuple[conversions.Conversion, HeldEntry]:
+    return conversions._entry(relayout.storage.stores.find_input(model), TP, Cache(cache), plan_for, None)
 
 
 def never(*_: object, **__: object) -> None:
@@ -384,35 +381,35 @@ def never(*_: object, **__: object) -> None:
 
 
 def test_nobody_publishes_before_all_units_are_converted(
-    planned: tuple[cached.Conversion, Lease], monkeypatch: pytest.MonkeyPatch
+    planned: tuple[conversions.Conversion, HeldEntry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here another process holds the last unit, and is killed just after this one has found that out."""
-    plan, lease = planned
+    plan, held = planned
     left = set(range(len(plan.layout.units)))
     while len(left) > 1:
-        assert cached._step(plan, lease, left)
-    monkeypatch.setattr(cached, "commit_units", never)
-    with lease.try_lock(f"unit-{min(left)}"):
-        assert not cached._step(plan, lease, left)
+        assert conversions._step(plan, held, left)
+    monkeypatch.setattr(conversions, "commit_units", never)
+    with held.try_lock(f"unit-{min(left)}"):
+        assert not conversions._step(plan, held, left)
     monkeypatch.undo()
-    assert cached._step(plan, lease, left)
-    assert cached._step(plan, lease, left)
-    assert (lease.folder / "model" / "relayout.json").exists()
+    assert conversions._step(plan, held, left)
+    assert conversions._step(plan, held, left)
+    assert (held.folder / "model" / "relayout.json").exists()
 
 
 def test_nobody_converts_what_is_published(
-    planned: tuple[cached.Conversion, Lease], monkeypatch: pytest.MonkeyPatch
+    planned: tuple[conversions.Conversion, HeldEntry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here another process publishes just before this one takes a unit."""
-    plan, lease = planned
+    plan, held = planned
     left = set(range(len(plan.layout.units)))
     others = set(left)
-    while not cached._is_published(plan):
-        cached._step(plan, lease, others)
+    while not conversions._is_published(plan):
+        conversions._step(plan, held, others)
     for name in ("convert_unit", "commit_units"):
-        monkeypatch.setattr(cached, name, never)
-    assert not cached._step(plan, lease, left)
-    assert not cached._step(plan, lease, set())
+        monkeypatch.setattr(conversions, name, never)
+    assert not conversions._step(plan, held, left)
+    assert not conversions._step(plan, held, set())
 
 
 def test_a_cache_without_room_is_said_and_the_source_is_read(model: Path, cache: Path) -> None:
@@ -422,10 +419,10 @@ def test_a_cache_without_room_is_said_and_the_source_is_read(model: Path, cache:
     assert not list(cache.rglob("*.safetensors"))
 
 
-def test_an_entry_in_use_stays_and_the_least_used_goes(model: Path, llama: Path, cache: Path, tmp_path: Path) -> None:
+def test_an_entryin_use_stays_and_the_least_used_goes(model: Path, llama: Path, cache: Path, tmp_path: Path) -> None:
     limited = Cache(cache, int(1.5 * sum(file.stat().st_size for file in model.iterdir())) + 2**20)
     relayout.load(model, 0, tp=TP, cache=limited)
-    held = cached.cached_conversion(relayout.storage.stores.find_input(model), TP, limited)
+    held = conversions.kept_conversion(relayout.storage.stores.find_input(model), TP, limited)
     other = shutil.copytree(llama, tmp_path / "other")
     os.utime(min(other.glob("*.safetensors")))
     with pytest.warns(UserWarning, match="no room"):
@@ -465,7 +462,7 @@ def test_a_node_keeps_only_its_own_ranks(model: Path, by_itself: Path, tmp_path:
         cache = tmp_path / f"node-{node}"
         source = relayout.storage.stores.find_input(model)
         with ThreadPoolExecutor(2) as pool:
-            calls = [pool.submit(cached.cached_conversion, source, TP, Cache(cache), ranks=ranks) for _ in ranks]
+            calls = [pool.submit(conversions.kept_conversion, source, TP, Cache(cache), ranks=ranks) for _ in ranks]
             [folder] = {call.result().folder for call in calls}
         for rank in ranks:
             assert_equal(relayout.load(folder, rank, verify=True), whole_tensors(by_itself, f"model-rank-{rank}-*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from support import s3_server
+from support.bits import flip
 from support.loader_fixtures import MIB, assert_equal, child, loader_threads, whole_tensors
 from support.patience import PATIENCE
 from support.remote import HEAD, URL, expect, files_of_rank
@@ -260,6 +263,30 @@ def test_what_a_load_has_found_damaged_is_fetched_again_at_once(
             with pytest.raises(FormatError, match=r"digest.*the next load makes this entry of the cache again"):
                 load(URL, 1, cache=tmp_path, verify=True)
             expect(relayout.load(URL, 1, cache=tmp_path, verify=True), converted)
+
+
+def test_damage_below_deltas_is_fetched_again_and_that_of_a_delta_is_not_the_base_s(
+    server: Server, converted: Path, model: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    flip(source / "model.safetensors", -1)
+    relayout.convert(source, tmp_path / "new", tp=2, max_part_nbytes=MIB)
+    relayout.delta(converted, tmp_path / "new", delta := tmp_path / "delta")
+    cache = tmp_path / "cache"
+
+    def load() -> dict[str, torch.Tensor]:
+        return relayout.load(URL, 1, cache=cache, deltas=delta)
+
+    expect(load(), tmp_path / "new")
+    flip(entry_of(cache) / max(files_of_rank(converted, 1)), -1)
+    with pytest.warns(UserWarning, match="digest.*: loading again"):
+        expect(load(), tmp_path / "new")
+    server.requests.clear()
+    flip(max(delta.glob("*rank-1*"), key=lambda file: file.stat().st_size), 0)
+    with pytest.raises(FormatError, match=f"{delta}/.* does not match"):
+        load()
+    assert not weights_asked(server)
+    assert not (entry_of(cache) / ".doubted").exists()
 
 
 def test_a_cache_that_cannot_be_used_is_said_and_the_store_is_read(

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 from support.patience import PATIENCE
 
+from relayout.cache.folder import Cache, HeldEntry
 from relayout.errors import FormatError, PlanError
-from relayout.storage.cache_folder import Cache
 from relayout.storage.local import lock_file
 from relayout.storage.local.lock_file import locked_file
 
@@ -26,10 +26,10 @@ OLD, NEW, OTHER = "a" * 32, "b" * 32, "c" * 32
 
 RANK = """
 import sys
-from relayout.storage.cache_folder import Cache
+from relayout.cache.folder import Cache, HeldEntry
 cache = Cache(sys.argv[1], 1000)
-lease = cache.lease("a" * 32)
-room = cache.reserve(lease, {f"rank-{sys.argv[2]}": 900})
+held = cache.hold("a" * 32)
+room = cache.reserve(held, {f"rank-{sys.argv[2]}": 900})
 print(room is not None, flush=True)
 sys.stdin.read()
 """
@@ -37,15 +37,15 @@ sys.stdin.read()
 
 def fill(cache: Cache, entry: str, nbytes: int) -> Path:
     """An entry that nobody uses."""
-    with cache.lease(entry) as lease:
-        (lease.folder / "sub").mkdir()
-        (lease.folder / "sub" / "weights").write_bytes(bytes(nbytes))
-        return lease.folder
+    with cache.hold(entry) as held:
+        (held.folder / "sub").mkdir()
+        (held.folder / "sub" / "weights").write_bytes(bytes(nbytes))
+        return held.folder
 
 
 def has_room(cache: Cache, nbytes: int) -> bool:
-    with cache.lease(NEW) as lease:
-        reservation = cache.reserve(lease, {"weights": nbytes})
+    with cache.hold(NEW) as held:
+        reservation = cache.reserve(held, {"weights": nbytes})
         if reservation is not None:
             reservation.close()
         return reservation is not None
@@ -73,18 +73,18 @@ def test_folders_beside_the_entries_are_neither_removed_nor_counted(tmp_path: Pa
 
 
 CHANGES: dict[str, Callable[[Path, Path], object]] = {
-    "without a lease": lambda entry, elsewhere: (entry / ".lease").unlink(),
+    "without a lock": lambda entry, elsewhere: (entry / ".held").unlink(),
     "of another name": lambda entry, elsewhere: entry.rename(entry.with_name("my-model")),
     "of a longer name": lambda entry, elsewhere: entry.rename(entry.with_name(OLD + "0")),
     "a link": lambda entry, elsewhere: entry.rename(elsewhere) and entry.symlink_to(elsewhere),
-    "a link for a lease": lambda entry, elsewhere: (
-        (entry / ".lease").rename(elsewhere) and (entry / ".lease").symlink_to("sub/weights")
+    "a link for a lock": lambda entry, elsewhere: (
+        (entry / ".held").rename(elsewhere) and (entry / ".held").symlink_to("sub/weights")
     ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_no_entry_is_not_touched_also_below_our_tag(tmp_path: Path, change: str) -> None:
+def test_what_is_no_entryis_not_touched_also_below_our_tag(tmp_path: Path, change: str) -> None:
     cache = Cache(tmp_path / "cache", 2500)
     entry = fill(cache, OLD, 2000)
     CHANGES[change](entry, tmp_path / "elsewhere")
@@ -94,7 +94,7 @@ def test_what_is_no_entry_is_not_touched_also_below_our_tag(tmp_path: Path, chan
     assert {name: after.get(name, "gone") for name in before} == before
 
 
-def test_an_entry_of_another_user_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entryof_another_user_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path, 2500)
     entry = fill(cache, OLD, 2000)
     true_lstat = Path.lstat
@@ -120,7 +120,7 @@ def test_a_subfolder_of_our_name_that_is_not_ours_is_refused(
         own.write_text("mine")
     else:
         (own / OLD).mkdir(parents=True)
-        (own / OLD / ".lease").write_text("mine")
+        (own / OLD / ".held").write_text("mine")
         if kind == "a foreign tag":
             (own / "CACHEDIR.TAG").write_text("Signature: 8a477f597d28d172789f06886806bc55\n# of cargo\n")
         if kind == "another user's":
@@ -128,16 +128,16 @@ def test_a_subfolder_of_our_name_that_is_not_ours_is_refused(
             monkeypatch.setattr(os, "geteuid", lambda: user)
     before = content(tmp_path)
     with pytest.raises(PlanError, match=f"{OWN}: (is not a folder of this user|not created by relayout)"):
-        Cache(tmp_path, 10).lease(NEW)
+        Cache(tmp_path, 10).hold(NEW)
     assert content(tmp_path) == before
 
 
 def test_backups_leave_the_entries_out_and_the_tag_is_written_once(tmp_path: Path) -> None:
-    Cache(tmp_path).lease(OLD).close()
+    Cache(tmp_path).hold(OLD).close()
     tag = tmp_path / OWN / "CACHEDIR.TAG"
     assert tag.read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
     written = tag.stat()
-    Cache(tmp_path).lease(NEW).close()
+    Cache(tmp_path).hold(NEW).close()
     assert (tag.stat().st_ino, tag.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
 
 
@@ -161,26 +161,26 @@ def test_processes_that_start_at_once_keep_the_limit_together(tmp_path: Path) ->
 
 def test_room_is_counted_once_for_a_file_and_until_it_is_there(tmp_path: Path) -> None:
     cache = Cache(tmp_path, 1000)
-    lease = cache.lease(OLD)
-    first = cache.reserve(lease, {"weights": 900})
-    second = cache.reserve(lease, {"weights": 900})
+    held = cache.hold(OLD)
+    first = cache.reserve(held, {"weights": 900})
+    second = cache.reserve(held, {"weights": 900})
     assert first is not None
     assert second is not None, "two ranks want one file"
-    (lease.folder / ".weights.partial").write_bytes(bytes(900))
-    assert cache.reserve(lease, {"other": 101}) is None
-    with cache.reserve(lease, {"other": 100}) or pytest.fail("what is written counts as reserved, not once more"):
+    (held.folder / ".weights.partial").write_bytes(bytes(900))
+    assert cache.reserve(held, {"other": 101}) is None
+    with cache.reserve(held, {"other": 100}) or pytest.fail("what is written counts as reserved, not once more"):
         pass
-    (lease.folder / ".weights.partial").rename(lease.folder / "weights")
-    assert cache.reserve(lease, {"other": 101}) is None
+    (held.folder / ".weights.partial").rename(held.folder / "weights")
+    assert cache.reserve(held, {"other": 101}) is None
     for one in (first, second):
         one.close()
-    assert cache.reserve(lease, {"other": 100}) is not None
+    assert cache.reserve(held, {"other": 100}) is not None
 
 
 def test_a_full_drive_has_no_room_whatever_the_limit_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path, "1TB")
     first, second = fill(cache, OLD, 1000), fill(cache, OTHER, 1000)
-    os.utime(first / ".lease", (1, 1))
+    os.utime(first / ".held", (1, 1))
     left = {first: 1000, second: 1000}
 
     def usage(path: Path) -> SimpleNamespace:
@@ -192,30 +192,30 @@ def test_a_full_drive_has_no_room_whatever_the_limit_says(tmp_path: Path, monkey
     assert second.exists()
     assert not has_room(cache, 3001)
     assert not second.exists()
-    with cache.lease(NEW) as lease:
-        partial = lease.folder / ".weights.partial"
+    with cache.hold(NEW) as held:
+        partial = held.folder / ".weights.partial"
         partial.touch()
         os.truncate(partial, 2000)
-        assert cache.reserve(lease, {"weights": 3001}) is None, "a file with holes has no room of its own"
+        assert cache.reserve(held, {"weights": 3001}) is None, "a file with holes has no room of its own"
 
 
-def test_a_lease_is_a_use(tmp_path: Path) -> None:
+def test_who_holds_an_entry_uses_it(tmp_path: Path) -> None:
     cache = Cache(tmp_path, 1500)
     for number, name in enumerate((OLD, OTHER)):
-        os.utime(fill(cache, name, 500) / ".lease", (number, number))
-    cache.lease(OLD).close()
+        os.utime(fill(cache, name, 500) / ".held", (number, number))
+    cache.hold(OLD).close()
     assert [entry.name for entry in cache.entries()] == [OTHER, OLD]
 
 
 def test_a_fork_does_not_give_back_the_room_of_its_parent(tmp_path: Path) -> None:
     cache = Cache(tmp_path, 1000)
-    lease = cache.lease(OLD)
-    with cache.reserve(lease, {"weights": 900}) or pytest.fail("no room") as room:
+    held = cache.hold(OLD)
+    with cache.reserve(held, {"weights": 900}) or pytest.fail("no room") as room:
         if (child := os.fork()) == 0:
             room.close()
             os._exit(0)
         assert os.waitpid(child, 0) == (child, 0)
-        assert cache.reserve(lease, {"other": 101}) is None
+        assert cache.reserve(held, {"other": 101}) is None
 
 
 def test_what_can_never_fit_removes_nothing(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_what_can_never_fit_removes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
-def test_a_lease_on_an_entry_that_was_just_removed_is_taken_again(
+def test_a_lease_on_an_entrythat_was_just_removed_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made_again: bool
 ) -> None:
     cache = Cache(tmp_path)
@@ -239,12 +239,12 @@ def test_a_lease_on_an_entry_that_was_just_removed_is_taken_again(
             removed.append(entry.rename(tmp_path / "removed"))
             if is_made_again:
                 entry.mkdir()
-                (entry / ".lease").touch()
+                (entry / ".held").touch()
         true_flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with cache.lease(OLD) as lease:
-        assert (lease.folder / ".lease").exists(), "of the new entry"
+    with cache.hold(OLD) as held:
+        assert (held.folder / ".held").exists(), "of the new entry"
         assert removed
         monkeypatch.undo()
         assert not cache._remove(tmp_path / OWN, entry), "it is in use"
@@ -266,19 +266,19 @@ def test_where_others_may_write_nothing_is_believed(tmp_path: Path, mode: int) -
     cache = Cache(tmp_path)
     entry = fill(cache, OLD, 2000)
     entry.chmod(mode)
-    with cache.lease(OLD) as lease:
-        assert not list(lease.folder.glob("sub/*"))
-        lease.folder.chmod(mode)
+    with cache.hold(OLD) as held:
+        assert not list(held.folder.glob("sub/*"))
+        held.folder.chmod(mode)
         with pytest.raises(PlanError, match="others may write to it, and another process uses it"):
-            cache.lease(OLD)
+            cache.hold(OLD)
     entry.parent.chmod(mode)
-    for use in (lambda: cache.lease(OLD), cache.entries, cache.try_filling, lambda: cache.remove(OLD)):
+    for use in (lambda: cache.hold(OLD), cache.entries, cache.try_filling, lambda: cache.remove(OLD)):
         with pytest.raises(PlanError, match="others may write to it, so that nothing in it is believed"):
             use()
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link", "another user's"])
-def test_an_entry_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_entrythat_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     cache = Cache(tmp_path)
     entry = fill(cache, OLD, 2000)
     if kind == "another user's":
@@ -293,7 +293,7 @@ def test_an_entry_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pyte
         entry.rename(tmp_path / "elsewhere")
         entry.write_text("mine") if kind == "a file" else entry.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PlanError, match="is not a folder of this user, and no entry"):
-        cache.lease(OLD)
+        cache.hold(OLD)
 
 
 def full(fd: int, note: bytes) -> int:
@@ -302,17 +302,17 @@ def full(fd: int, note: bytes) -> int:
 
 def test_a_reservation_that_cannot_be_noted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path, 1500)
-    lease = cache.lease(OLD)
+    held = cache.hold(OLD)
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="quota"):
-            cache.reserve(lease, {"weights": 1000})
+            cache.reserve(held, {"weights": 1000})
     assert not list((tmp_path / OWN).glob(".coming-*"))
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     true_write = os.write
     monkeypatch.setattr(os, "write", lambda fd, note: true_write(fd, note[:7]))
-    with cache.reserve(lease, {"weights": 1000}) or pytest.fail("no room"):
+    with cache.reserve(held, {"weights": 1000}) or pytest.fail("no room"):
         assert not has_room(cache, 1000), "it was noted whole"
 
 
@@ -359,13 +359,13 @@ def test_two_that_reserve_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(lock_file, "LIMIT_SECONDS", 0.0)
     monkeypatch.setattr(lock_file, "_LOOK_SECONDS", 0.0)
     cache = Cache(tmp_path, 2000)
-    with cache.lease(NEW) as lease, locked_file(tmp_path / OWN / ".lock"):
-        for use in (lambda: cache.reserve(lease, {"weights": 1}), lambda: cache.remove(NEW)):
+    with cache.hold(NEW) as held, locked_file(tmp_path / OWN / ".lock"):
+        for use in (lambda: cache.reserve(held, {"weights": 1}), lambda: cache.remove(NEW)):
             with pytest.raises(TimeoutError):
                 use()
 
 
-def test_what_a_process_left_that_was_killed_before_it_had_a_lease_is_deleted(tmp_path: Path) -> None:
+def test_what_a_process_left_that_was_killed_before_it_held_its_entry_is_deleted(tmp_path: Path) -> None:
     cache = Cache(tmp_path, 2000)
     fill(cache, OLD, 1)
     (tmp_path / OWN / OTHER).mkdir()
@@ -381,14 +381,14 @@ def test_a_drive_without_locks_leaves_no_file_open(tmp_path: Path, monkeypatch: 
     gc.collect()  # What other tests have left is theirs.
     before = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(OSError, match="No locks"):
-        Cache(tmp_path).lease(NEW)
+        Cache(tmp_path).hold(NEW)
     gc.collect()
     assert set(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_what_another_process_has_made_anew_is_not_deleted(tmp_path: Path) -> None:
-    with Cache(tmp_path).lease(NEW) as lease:
-        file = lease.folder / "file"
+    with Cache(tmp_path).hold(NEW) as held:
+        file = held.folder / "file"
         file.write_bytes(b"damaged")
 
         def check() -> None:
@@ -397,26 +397,48 @@ def test_what_another_process_has_made_anew_is_not_deleted(tmp_path: Path) -> No
             if found == b"damaged":
                 raise FormatError("is damaged")
 
-        lease.forget_damaged("file", check)
+        held.forget_damaged("file", check)
         assert file.read_bytes() == b"made anew"
 
 
-def test_an_entry_is_put_aside_when_no_process_uses_it_and_only_once(
+def test_an_entryis_put_aside_when_no_process_uses_it_and_only_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = Cache(tmp_path)
     entry = fill(cache, OLD, 2000)
-    first, second, other = cache.lease(OLD), cache.lease(OLD), cache.lease(OLD)
+    first, second, other = cache.hold(OLD), cache.hold(OLD), cache.hold(OLD)
     with pytest.raises(PlanError, match="is torn, and another process uses it; `relayout cache remove aa"):
-        cache.put_aside(first, "is torn")
+        cache._put_aside(first, "is torn")
     assert (entry / "sub" / "weights").exists()
     other.close()
-    cache.put_aside(second, "is torn")
+    cache._put_aside(second, "is torn")
     assert not entry.exists()
     assert caplog.text.count("is torn: made again in the cache") == 1
-    with cache.lease(OLD) as old:
+    with cache.hold(OLD) as old:
         entry.rename(tmp_path / "elsewhere")
         fill(cache, OLD, 2000)
-        cache.put_aside(old, "is torn")
+        cache._put_aside(old, "is torn")
         assert (entry / "sub" / "weights").exists(), "another process has made it again meanwhile"
     assert caplog.text.count("is torn: made again in the cache") == 1
+
+
+def test_an_entry_in_which_something_is_wrong_is_made_again(tmp_path: Path) -> None:
+    """By a check, or because a load has found damage; and once only."""
+    cache = Cache(tmp_path)
+
+    def check(held: HeldEntry) -> None:
+        if (held.folder / "sub").exists():
+            raise FormatError("is torn")
+
+    def never_right(held: HeldEntry) -> None:
+        raise FormatError("is torn")
+
+    entry = fill(cache, OLD, 2000)
+    with cache.hold(OLD, check):
+        assert not (entry / "sub").exists()
+    fill(cache, OTHER, 2000)
+    cache.hold(OTHER).doubt()
+    with cache.hold(OTHER) as held:
+        assert not (held.folder / "sub").exists()
+    with pytest.raises(PlanError, match="is torn, though it was made again"):
+        cache.hold(NEW, never_right)

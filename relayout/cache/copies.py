@@ -1,0 +1,224 @@
+"""Copies of a remote converted checkpoint: its files are fetched when they are first used, and read on the drive.
+
+The entry of a cache is a converted checkpoint of the ranks that were loaded. Every byte of a weight file is compared
+with the digest of its chunk before the file gets its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from relayout.cache.folder import Cache, HeldEntry
+from relayout.checkpoint.converted import (
+    Proven,
+    check_file,
+    check_head,
+    check_small,
+    chunks_nbytes,
+    digests_of_small,
+    proof_of,
+)
+from relayout.core.digests import digest_hex
+from relayout.core.extents import Extent, split
+from relayout.core.workers import Workers
+from relayout.errors import FormatError
+from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, Manifest
+from relayout.format.manifest import MAX_TABLE_NBYTES
+from relayout.progress import Progress, reporting
+from relayout.storage.buffers import Buffer
+from relayout.storage.local.files import OutputFile
+from relayout.storage.local.open_folder import OpenFolder
+from relayout.storage.local.store import LocalStore
+from relayout.storage.protocols import (
+    LOCAL_COST,
+    Access,
+    Entry,
+    FileStat,
+    ReadableFile,
+    RequestCost,
+    Store,
+    if_there,
+)
+from relayout.storage.read_only import ReadOnlyStore
+
+_REQUEST_NBYTES = 4 * 2**20
+"""What a thread fetches at once, or one chunk: it is held in memory until its digest is known."""
+_LIMIT_SECONDS = 60.0
+"""How long another process may fetch a file without writing anything: it may repeat a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyingStore(ReadOnlyStore):
+    """A remote store that is read through copies on the drive. Thread-safe.
+
+    It has the name of the remote store, and the paths and costs of the copies. A file that is not there yet is fetched
+    when it is opened or read.
+    """
+
+    cost: ClassVar[RequestCost] = LOCAL_COST
+
+    remote: Store
+    entry: HeldEntry
+    """The entry that has the copies. It is not removed while this object lives."""
+    manifest: Manifest
+    weights: Mapping[str, int]
+    """The weight files, and their positions in the manifest."""
+    threads: int
+    """Requests in flight."""
+
+    def __str__(self) -> str:
+        return str(self.remote)
+
+    @property
+    def copies(self) -> LocalStore:
+        """The store of the files that are there."""
+        return LocalStore(self.entry.folder)
+
+    def location(self, name: str) -> str:
+        return self.copies.location(name)
+
+    def path(self, name: str) -> Path:
+        return self.copies.path(name)
+
+    def not_found_message(self) -> str:
+        return self.remote.not_found_message()
+
+    def parent(self) -> tuple[Store, str]:
+        return self.remote.parent()
+
+    def walk(self) -> Iterator[Entry]:
+        return self.copies.walk()
+
+    def stat(self, name: str) -> FileStat | None:
+        if name in self.weights and not self._has(name):
+            return self.remote.stat(name)  # A weight file is not fetched for this.
+        self._fetch(name)
+        return self.copies.stat(name)
+
+    def read(self, name: str, limit: int) -> bytes:
+        self._fetch(name)
+        return self.copies.read(name, limit)
+
+    def open(
+        self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
+    ) -> ReadableFile:
+        self._fetch(name)
+        return self.copies.open(name, nbytes, access=access, version=version)
+
+    def _has(self, name: str) -> bool:
+        """Whether a weight file is there, with its length."""
+        return self.entry.has(name, self.manifest.files[self.weights[name]].nbytes)
+
+    def _fetch(self, name: str) -> None:
+        """Fetch a file, unless it is there or the remote store lacks it."""
+        if name in self.weights:
+            self._fetch_weights([name], None)
+        elif "/" not in name and not self.entry.has(name):
+            blob = if_there(lambda: self.remote.read(name, MAX_TABLE_NBYTES))
+            if blob is not None:
+                self.entry.keep_small(name, lambda: blob)
+
+    def keep(self, names: Sequence[str], cache: Cache, progress: Progress) -> bool:
+        """Fetch weight files, if the cache has room for them; other entries are removed for it.
+
+        Returns:
+            Whether there was room.
+
+        Raises:
+            PlanError: the cache's limit is no size.
+            FormatError: a file is missing in the remote store, or damaged.
+            OSError: a request failed, or the cache cannot be written.
+        """
+        missing = {name: self.manifest.files[self.weights[name]].nbytes for name in names if not self._has(name)}
+        if missing:
+            reservation = cache.reserve(self.entry, missing)
+            if reservation is None:
+                return False
+            with reservation:
+                self._fetch_weights(list(missing), progress)
+        return True
+
+    def _fetch_weights(self, names: Sequence[str], progress: Progress) -> None:
+        """Fetch weight files that are not there; for errors see `keep`."""
+        missing = [self.weights[name] for name in names if not self._has(name)]
+        if not missing:
+            return
+        self.entry.was_filled = True
+        files = self.manifest.files
+        with reporting(progress, "fetching", sum(files[index].nbytes for index in missing)) as report:
+            done = 0
+            for index in missing:
+                file, write = files[index], partial(self._write, index, report.after(done))
+                self.entry.keep(file.name, write, file.nbytes, limit_seconds=_LIMIT_SECONDS)
+                done += file.nbytes
+            report(done)
+
+    def _write(self, index: int, on_progress: Callable[[int], None], name: str) -> None:
+        """Write a weight file to the drive under this name, by several requests at a time, and prove its bytes."""
+        file = self.manifest.files[index]
+        where = self.remote.location(file.name)
+        # The digests are kept, too: the entry can be verified as any other folder.
+        proof = proof_of(self, self.manifest, index)
+        piece_nbytes = max(_REQUEST_NBYTES // proof.chunk_nbytes, 1) * proof.chunk_nbytes
+        body = Extent(proof.data_start, file.nbytes - proof.data_start)
+        with (
+            self.remote.open(file.name, file.nbytes) as opened,
+            OpenFolder(self.entry.folder) as folder,
+            OutputFile(folder, name, file.nbytes) as output,
+        ):
+            source = Proven(opened, proof, where)
+            head = memoryview(bytearray(proof.data_start))
+            source.read(0, head)
+            check_head(head, proof.content, proof.data_start, where)
+            output.write(0, head)
+
+            def fetch(buffer: Buffer, piece: Extent) -> int:
+                view = buffer.reserve(piece.nbytes)
+                source.read(piece.offset, view)
+                output.write(piece.offset, view)
+                return piece.nbytes
+
+            Workers(self.threads, list(split(body, piece_nbytes)), Buffer, fetch).run(on_progress)
+
+
+def copied(remote: Store, manifest: Manifest, blob: bytes, cache: Cache, threads: int) -> CopyingStore:
+    """A remote converted checkpoint, read through copies in a cache; what is damaged there is fetched again.
+
+    Args:
+        blob: its manifest as stored, by which the entry is named.
+        threads: requests in flight while files are fetched.
+
+    Raises:
+        PlanError: the entry is damaged, and another process uses it; or the cache's folder is not relayout's.
+        OSError: the cache cannot be written.
+    """
+    entry = cache.hold(digest_hex(blob), lambda entry: _forget_damaged(entry, manifest, blob))
+    entry.keep_small(MANIFEST_NAME, lambda: blob)
+    entry.describe(str(remote), manifest.num_ranks)
+    weights = {file.name: index for index, file in enumerate(manifest.files)}
+    return CopyingStore(remote, entry, manifest, weights, threads)
+
+
+def _forget_damaged(entry: HeldEntry, manifest: Manifest, blob: bytes) -> None:
+    """Delete what is kept and is not what the manifest says, by digest, length or head: it is fetched again."""
+    copies = LocalStore(entry.folder)
+
+    def check(name: str) -> None:
+        if name == MANIFEST_NAME and copies.read(name, MAX_TABLE_NBYTES) != blob:
+            raise FormatError("is another", path=name, code="mismatch")
+        if name in small:
+            check_small(copies, manifest, name, small[name])
+        if name == CHUNKS_NAME:
+            copies.open(name, chunks_nbytes(manifest)).close()
+        if name in weights:
+            check_file(copies, manifest, weights[name])
+
+    small, weights = digests_of_small(manifest), {file.name: index for index, file in enumerate(manifest.files)}
+    for name in {*small, *weights, CHUNKS_NAME, MANIFEST_NAME}.intersection(
+        path.name for path in entry.folder.iterdir()
+    ):
+        entry.forget_damaged(name, partial(check, name))

@@ -224,6 +224,6 @@ def iter_load(
 
 
 def _prepared(asked: Asked) -> tuple[RankSource, TensorColumns, Options]:
-    """Where a load reads from, what, and how."""
+    """The source that a load reads from, what it reads there, and how."""
     options, source = asked.options(), asked.source()
     return source, source.contents(asked.names), options

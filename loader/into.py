@@ -161,12 +161,12 @@ def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def memory_of(tensor: torch.Tensor) -> Strided:
-    """Where the elements of a tensor lie."""
+    """The places in memory of a tensor's elements."""
     return Strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tuple(tensor.shape))
 
 
 def address_of(tensor: torch.Tensor | torch.UntypedStorage) -> int:
-    """Address of the first byte; 0: it has no memory."""
+    """The address of a tensor's first byte; 0: it has no memory."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # Several kinds of tensors have no memory, and torch has no other test for them.

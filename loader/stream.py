@@ -53,7 +53,7 @@ class Reader:
         return nbytes
 
     def reads_of(self, batch: Batch) -> Sequence[Read]:
-        """What this process reads of a batch."""
+        """The reads of a batch that this process carries out."""
         return batch.layout.reads
 
     def collective(self) -> AbstractContextManager[None]:

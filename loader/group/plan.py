@@ -1,4 +1,4 @@
-"""Which member of a group reads what, and what it sends to whom. Pure; all members compute the same plan.
+"""Plans which member of a group reads what, and what it sends to whom. Pure; all members compute the same plan.
 
 Members that load the same rank each read portions of it, which all others get. Members that load different ranks of a
 plain checkpoint hold different slices. Where these are long runs of their own, each member reads its own. All other

@@ -1,1 +1,1 @@
-"""Which reads load a rank: as stored, at another degree, or sliced from a plain checkpoint. Start at `checkpoint`."""
+"""Finds the reads that load a rank: as stored, at another degree, or of a plain checkpoint. Start at `checkpoint`."""

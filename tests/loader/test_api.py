@@ -130,6 +130,26 @@ def test_a_plain_folder_is_sliced_on_the_fly(llama: Path, way: str, tp: int) -> 
     assert_equal(held, {name: expected_slice(name, array, rank, tp) for name, array in whole.items()})
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        relayout.load,
+        lambda *given, **options: dict(relayout.iter_load(*given, **options)),
+        lambda *given, **options: relayout.open(*given, **options).close(),
+        lambda *given, **options: relayout.load(*given, names="**.norm.weight", **options),
+    ],
+)
+def test_a_warning_is_at_the_line_that_called_relayout(llama: Path, call: Callable[..., object]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(llama, 0, tp=2)
+    [warning] = caught
+    assert "relayout convert" in str(warning.message)
+    line = Path(warning.filename).read_text().splitlines()[warning.lineno - 1]
+    assert Path(warning.filename).name == Path(__file__).name
+    assert "call(llama, 0, tp=2)" in line or "relayout." in line
+
+
 @by_two_ways
 def test_large_column_cuts_of_a_plain_folder_are_right(tmp_path: Path, way: str) -> None:
     """Larger than a chunk, at odd file offsets; rows wider than what is read one by one, and narrower."""

@@ -13,6 +13,7 @@ from support.fake_vllm import Model, Tensors
 from support.signing import UNTRUSTED, Keys, make_keys, write_states
 
 from relayout import FormatError, PlanError, plugins
+from relayout.checkpoint.trust import TrustedStore
 from relayout.engines.folders import WeightsPlace, source_url
 from relayout.errors import RelayoutError
 
@@ -104,6 +105,20 @@ def test_under_a_policy_only_what_is_signed_gets_into_an_engine(
             model = Model(whole, rank, 2)
             run(engine, signed, signed, model)
             model.assert_holds_what_it_cuts_of(whole)
+
+
+@pytest.mark.parametrize("way", ["vLLM: auto", "SGLang: auto", "vLLM: draft, auto", "SGLang: update"])
+def test_a_load_proves_what_the_engine_reads_itself_once(
+    states: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch, whole: Tensors, way: str
+) -> None:
+    """And an update, of a model that was loaded, once more."""
+    monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
+    proofs: list[TrustedStore] = []
+    prove = TrustedStore.prove_side_files
+    monkeypatch.setattr(TrustedStore, "prove_side_files", lambda store: (proofs.append(store), prove(store))[1])
+    kind, run = WAYS[way]
+    run(kind.install(monkeypatch), str(states / "signed"), str(states / "signed"), Model(whole, 0, 2))
+    assert len(proofs) == (2 if way == "SGLang: update" else 1)
 
 
 def test_without_a_policy_the_engine_loads_what_is_plain(states: Path, monkeypatch: pytest.MonkeyPatch) -> None:

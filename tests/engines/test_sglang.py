@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.bits import flip
 from support.conversions import stock_tensors
-from support.fake_sglang import Engine, install
+from support.fake_sglang import Engine, ModelConfig, install, source_of
 from support.fake_vllm import Model, Tensors
 from support.signing import make_keys
 
@@ -23,7 +24,8 @@ import relayout
 from relayout import plugins
 from relayout.commands.cache import add
 from relayout.engines.first_start import Filling
-from relayout.engines.sglang import _of_other_stages, choose_loader, update_weights, weights_iterator
+from relayout.engines.rank_weights import EngineOptions
+from relayout.engines.sglang import _ExtraConfig, _of_other_stages, choose_loader, update_weights, weights_iterator
 from relayout.errors import PlanError
 
 
@@ -119,6 +121,24 @@ def test_under_a_policy_no_loader_reads_weights_in_a_way_of_its_own(
     else:
         with pytest.raises(PlanError, match=rf"\({kind}\) is not loaded by relayout"):
             choose_loader(*given)
+
+
+def test_a_copy_of_the_configuration_has_the_options_too_and_sglang_sees_none_of_them(
+    folders: Path, engine: Engine, whole: Tensors
+) -> None:
+    """SGLang's own loaders refuse what they do not know."""
+    config = engine.load_config("relayout", {"relayout": {"strict": True}, "num_threads": 4}, None)
+    assert config.model_loader_extra_config == {"num_threads": 4}
+    again = engine.load_config(config.load_format, copy.copy(config.model_loader_extra_config), None)
+    for one in (config, again):
+        assert vars(one).keys() == {"load_format", "model_loader_extra_config", "draft_model_idx"}
+        loader = SimpleNamespace(load_config=one)
+        source = source_of(ModelConfig.of(folders / "llama"))
+        vars(engine.parallel).update(tp_rank=1, tp_size=2, attn_tp_size=2)
+        # Asked for: what it reads is said, and comes from SGLang's own loader.
+        assert dict(weights_iterator(lambda *_: iter(whole.items()), loader, source)).keys() == whole.keys()
+        assert _ExtraConfig.of(one).options == EngineOptions(strict=True)
+        assert _ExtraConfig.of(one).is_asked_for
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tp2"])

@@ -255,7 +255,7 @@ class ArenaPlan:
 
     files: tuple[StoredFile, ...]
     reads: tuple[Read, ...]
-    """They do not overlap in the arena."""
+    """What fills the arena. Targets do not overlap."""
     arena_nbytes: int
     nbytes: int
     """Bytes of the tensors."""

@@ -66,7 +66,7 @@ def strided(source: int, nbytes: int, count: int, stride: int, pitch: int, *, fi
 
 
 @dataclass(frozen=True)
-class Piece:
+class Region:
     """Memory that lies by itself, and the reads that fill it; their targets are relative to its first byte."""
 
     reads: tuple[Read, ...]
@@ -84,35 +84,41 @@ class Piece:
         return sum(one.transfer.total_nbytes for one in self.reads) == self.nbytes
 
 
-def _many_small() -> list[Piece]:
+def _many_small() -> list[Region]:
     """Neighbors, some of which share blocks, and some that go backwards."""
     sizes = [3 + 7 * n % 90 for n in range(60)]
     starts = [BLOCK * (n % 50) + 13 * n for n in range(60)]
-    return [Piece((read(start, size),), 16 * n) for n, (start, size) in enumerate(zip(starts, sizes, strict=True))]
+    return [Region((read(start, size),), 16 * n) for n, (start, size) in enumerate(zip(starts, sizes, strict=True))]
 
 
-CASES: dict[str, list[Piece]] = {
-    "whole blocks": [Piece((read(BLOCK, 40 * BLOCK),))],
-    "odd offsets": [Piece((read(101, 33_333),), 7)],
-    "congruent, with edges": [Piece((read(5000, 200_000),), 5000 % BLOCK)],
-    "inside a block": [Piece((read(5000, 2000),), 5000 % BLOCK), Piece((read(1, 1),), 99)],
-    "up to a partial last block": [Piece((read(SIZES[0] - 70_000, 70_000),), (SIZES[0] - 70_000) % BLOCK)],
-    "a partial last block alone": [Piece((read(SIZES[0] - 5, 5),))],
-    "rows, made dense": [Piece((strided(77, 1000, 90, 3000, 1000),), 3)],
-    "rows, to rows with gaps": [Piece((strided(77, 1000, 90, 3000, 1024),), 3)],
-    "rows far apart": [Piece((strided(5, 500, 8, MIB, 500, file=2),)), Piece((strided(9, 3, 8, MIB, 9, file=2),), 5)],
-    "long rows": [Piece((strided(MIB + 3, 300_000, 9, 900_001, 300_000, file=2),), 8)],
+CASES: dict[str, list[Region]] = {
+    "whole blocks": [Region((read(BLOCK, 40 * BLOCK),))],
+    "odd offsets": [Region((read(101, 33_333),), 7)],
+    "congruent, with edges": [Region((read(5000, 200_000),), 5000 % BLOCK)],
+    "inside a block": [Region((read(5000, 2000),), 5000 % BLOCK), Region((read(1, 1),), 99)],
+    "up to a partial last block": [Region((read(SIZES[0] - 70_000, 70_000),), (SIZES[0] - 70_000) % BLOCK)],
+    "a partial last block alone": [Region((read(SIZES[0] - 5, 5),))],
+    "rows, made dense": [Region((strided(77, 1000, 90, 3000, 1000),), 3)],
+    "rows, to rows with gaps": [Region((strided(77, 1000, 90, 3000, 1024),), 3)],
+    "rows far apart": [
+        Region((strided(5, 500, 8, MIB, 500, file=2),)),
+        Region((strided(9, 3, 8, MIB, 9, file=2),), 5),
+    ],
+    "long rows": [Region((strided(MIB + 3, 300_000, 9, 900_001, 300_000, file=2),), 8)],
     "many small ones": _many_small(),
-    "several files": [Piece((read(8, 90_000, file=0), read(0, 16 * BLOCK, 90_000, file=1)), 8), Piece((read(3, 9),))],
-    "one after the other": [Piece(tuple(read(n * 5000, 5000, n * 5000, file=2) for n in range(40)), 12)],
-    "more than a chunk": [Piece((read(BLOCK, SIZES[2] - BLOCK, file=2),))],
-    "more than a chunk, odd": [Piece((read(1, SIZES[2] - 1, file=2),), 2)],
+    "several files": [
+        Region((read(8, 90_000, file=0), read(0, 16 * BLOCK, 90_000, file=1)), 8),
+        Region((read(3, 9),)),
+    ],
+    "one after the other": [Region(tuple(read(n * 5000, 5000, n * 5000, file=2) for n in range(40)), 12)],
+    "more than a chunk": [Region((read(BLOCK, SIZES[2] - BLOCK, file=2),))],
+    "more than a chunk, odd": [Region((read(1, SIZES[2] - 1, file=2),), 2)],
     "nothing": [],
-    "memory of no bytes": [Piece(()), Piece((read(0, 10),)), Piece(())],
+    "memory of no bytes": [Region(()), Region((read(0, 10),)), Region(())],
 }
 """Reads of every kind, by what they show."""
-_SOME = [Piece((read(BLOCK, 200_000), read(0, 16 * BLOCK, 200_000, file=1))), Piece((read(1, 100_000),), 5)]
-_LARGE = [Piece((read(BLOCK, SIZES[2] - BLOCK, file=2),)), Piece((read(1, 100_000),), 5)]
+_SOME = [Region((read(BLOCK, 200_000), read(0, 16 * BLOCK, 200_000, file=1))), Region((read(1, 100_000),), 5)]
+_LARGE = [Region((read(BLOCK, SIZES[2] - BLOCK, file=2),)), Region((read(1, 100_000),), 5)]
 
 
 def write_files(folder: Path) -> list[Path]:
@@ -124,7 +130,7 @@ def write_files(folder: Path) -> list[Path]:
 
 
 def stored(paths: Sequence[Path]) -> tuple[StoredFile, ...]:
-    """The same as backends get them."""
+    """Stored files, as backends get them."""
     return tuple(StoredFile(LocalStore(path.parent), path.name, size) for path, size in zip(paths, SIZES, strict=False))
 
 
@@ -164,7 +170,7 @@ class Ground:
     space: Array
     expected: Array
 
-    def job(self, files: tuple[StoredFile, ...], pieces: Sequence[Piece], **options: Any) -> ReadJob:
+    def job(self, files: tuple[StoredFile, ...], pieces: Sequence[Region], **options: Any) -> ReadJob:
         """The job that fills it."""
         starts = [0 if file.proof is None else file.proof.data_start for file in files]
         reads = (
@@ -176,7 +182,7 @@ class Ground:
 
 
 def lay_out(
-    backend: Backend[Any], pieces: Sequence[Piece], contents: Sequence[Array], *, is_wrapped: bool = False
+    backend: Backend[Any], pieces: Sequence[Region], contents: Sequence[Array], *, is_wrapped: bool = False
 ) -> Ground:
     """Memory for the pieces, full of one byte: an arena of the backend, or tensors that it wraps."""
     positions, end = [], _GUARD
@@ -201,7 +207,7 @@ def check_fill(
     backend: Backend[Any],
     files: tuple[StoredFile, ...],
     contents: Sequence[Array],
-    pieces: Sequence[Piece],
+    pieces: Sequence[Region],
     *,
     is_wrapped: bool = False,
     **options: Any,
@@ -373,7 +379,7 @@ def _failure(
     backend: Backend[Any],
     files: tuple[StoredFile, ...],
     contents: Sequence[Array],
-    pieces: Sequence[Piece],
+    pieces: Sequence[Region],
     error: type[Failure],
     message: str,
     *,
@@ -388,7 +394,7 @@ def _failure(
 
 
 def _copies(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """The same files, to be damaged."""
+    """Copies of the files, to be damaged."""
     copies = [folder / path.name for path in paths]
     for path, copy in zip(paths, copies, strict=True):
         copy.write_bytes(path.read_bytes())

@@ -3,7 +3,7 @@
 class TestMyStore(StoreLaws):
     @pytest.fixture
     def place(self, tmp_path):
-        return Place(f"my://{tmp_path.name}", write=lambda store, name, content: ...)
+        return StorePlace(f"my://{tmp_path.name}", write=lambda store, name, content: ...)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNTOUCHED = 0xEE
 
 
 @dataclass(frozen=True)
-class Place:
+class StorePlace:
     """Where one test makes stores."""
 
     url: str
@@ -48,7 +48,7 @@ class Place:
         return self.find(f"{self.url}/{name}")
 
     def filled(self, name: str, **files: bytes) -> Store:
-        """The same, with files in it, in whose names "__" stands for a slash."""
+        """Make a store with files in it. In the names of arguments "__" stands for a slash."""
         store = self.store(name)
         for file, content in files.items():
             self.write(store, file.replace("__", "/"), content)
@@ -59,12 +59,14 @@ class StoreLaws:
     """The laws of reading. A subclass gives the fixture `place`."""
 
     @pytest.fixture
-    def place(self) -> Place:
+    def place(self) -> StorePlace:
         """Where this test makes stores."""
-        raise NotImplementedError(f"{type(self).__name__} has no fixture `place`, expected one that returns a Place")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no fixture `place`, expected one that returns a StorePlace"
+        )
 
     @law
-    def test_what_is_written_is_read(self, place: Place) -> None:
+    def test_what_is_written_is_read(self, place: StorePlace) -> None:
         """The bytes of a file are those that were written, whole and by any range, also of an empty file."""
         store = place.filled("model", weights=BYTES, empty=b"")
         assert store.read("weights", NBYTES) == BYTES
@@ -77,7 +79,7 @@ class StoreLaws:
 
     @law
     @pytest.mark.parametrize("access", [Access.BUFFERED, Access.AUTO, Access.ONCE])
-    def test_a_read_ends_where_the_file_ends(self, place: Place, access: Access) -> None:
+    def test_a_read_ends_where_the_file_ends(self, place: StorePlace, access: Access) -> None:
         """A read fills memory as far as the file reaches, and writes nothing behind that but zeros of a direct read."""
         store = place.filled("model", weights=BYTES)
         with store.open("weights", NBYTES, access=access) as file:
@@ -91,7 +93,7 @@ class StoreLaws:
                     assert set(view[len(expected) :]) <= {_UNTOUCHED, 0}, (offset, nbytes)
 
     @law
-    def test_direct_reads_are_direct(self, place: Place) -> None:
+    def test_direct_reads_are_direct(self, place: StorePlace) -> None:
         """`Access.DIRECT` gives a file of alignment 4096, or an OSError that says "direct" and names the file."""
         store = place.filled("model", weights=BYTES)
         with suppress(OSError), store.open("weights", NBYTES, access=Access.DIRECT) as file:
@@ -103,7 +105,7 @@ class StoreLaws:
         assert caught.value.filename == store.location("weights")
 
     @law
-    def test_a_descriptor_comes_with_a_path(self, place: Place) -> None:
+    def test_a_descriptor_comes_with_a_path(self, place: StorePlace) -> None:
         """`fileno` has a descriptor where `path` has a path, of the same file; else both are None."""
         store = place.filled("model", weights=BYTES)
         with store.open("weights") as file:
@@ -113,7 +115,7 @@ class StoreLaws:
                 assert os.path.samestat(os.fstat(fd), path.stat())
 
     @law
-    def test_threads_read_one_file(self, place: Place) -> None:
+    def test_threads_read_one_file(self, place: StorePlace) -> None:
         """Any number of threads read one open file at the same time."""
         store = place.filled("model", weights=BYTES)
         with store.open("weights", NBYTES) as file:
@@ -128,7 +130,7 @@ class StoreLaws:
 
     @law
     @pytest.mark.parametrize("nbytes", [None, NBYTES])
-    def test_a_missing_file_is_bad_input(self, place: Place, nbytes: int | None) -> None:
+    def test_a_missing_file_is_bad_input(self, place: StorePlace, nbytes: int | None) -> None:
         """A missing file has no `stat`; to open or read it is a FormatError of the code "missing" that names it."""
         store = place.filled("model", other=b"1")
         assert store.stat("weights") is None
@@ -138,7 +140,7 @@ class StoreLaws:
             assert caught.value.code == "missing"
 
     @law
-    def test_a_file_of_another_length_is_refused(self, place: Place) -> None:
+    def test_a_file_of_another_length_is_refused(self, place: StorePlace) -> None:
         """A file that has not the expected length is a FormatError that names both lengths."""
         store = place.filled("model", weights=BYTES)
         for expected in (NBYTES - 1, NBYTES + 1, 0):
@@ -146,7 +148,7 @@ class StoreLaws:
                 store.open("weights", expected)
 
     @law
-    def test_a_small_file_has_a_limit(self, place: Place) -> None:
+    def test_a_small_file_has_a_limit(self, place: StorePlace) -> None:
         """`read` returns a file up to its limit; a longer one is a FormatError that names the limit."""
         store = place.filled("model", weights=b"12345")
         assert store.read("weights", 5) == b"12345"
@@ -154,7 +156,7 @@ class StoreLaws:
             store.read("weights", 4)
 
     @law
-    def test_versions_tell_contents_apart(self, place: Place) -> None:
+    def test_versions_tell_contents_apart(self, place: StorePlace) -> None:
         """A file keeps its version; one of other content has another, and is not opened at the old version."""
         store = place.filled("model", weights=BYTES)
         before = store.stat("weights")
@@ -171,7 +173,7 @@ class StoreLaws:
             place.store("model").open("weights", NBYTES, version=before.version)
 
     @law
-    def test_a_replacement_is_never_mixed_in(self, place: Place) -> None:
+    def test_a_replacement_is_never_mixed_in(self, place: StorePlace) -> None:
         """A file that is replaced while it is open goes on with its old bytes, or is a FormatError that says so."""
         store = place.filled("model", weights=BYTES)
         with store.open("weights", NBYTES) as file:
@@ -187,7 +189,7 @@ class StoreLaws:
             assert _read(file, 0, NBYTES) == BYTES[::-1]
 
     @law
-    def test_a_snapshot_stays_at_its_versions(self, place: Place) -> None:
+    def test_a_snapshot_stays_at_its_versions(self, place: StorePlace) -> None:
         """What a snapshot has opened once it gives again as it was, or it is a FormatError; new files come as usual."""
         store = place.filled("model", weights=BYTES, other=b"1")
         load = store.snapshot()
@@ -198,7 +200,7 @@ class StoreLaws:
         assert load.read("other", 1) == b"1"
 
     @law
-    def test_all_files_are_listed_but_hidden_ones(self, place: Place) -> None:
+    def test_all_files_are_listed_but_hidden_ones(self, place: StorePlace) -> None:
         """`walk` has every file below, in folders too, none of a place beside, none whose name begins with a dot."""
         if not place.is_listed:
             pytest.skip("this store tells only files whose names are known")
@@ -212,7 +214,7 @@ class StoreLaws:
 
     @law
     @pytest.mark.parametrize("name", ["with space", "grüße-模型.safetensors", "a+b%20c#d?e", "x" * 200])
-    def test_names_may_be_anything(self, place: Place, name: str) -> None:
+    def test_names_may_be_anything(self, place: StorePlace, name: str) -> None:
         """Names may have spaces, any letters, and what has a meaning in URLs; `location` shows them as they are."""
         if not place.is_listed:
             pytest.skip("this store asks a server for names, which decides what they may be")
@@ -222,7 +224,7 @@ class StoreLaws:
         assert name in store.location(name)
 
     @law
-    def test_a_store_tells_what_is_at_its_place(self, place: Place) -> None:
+    def test_a_store_tells_what_is_at_its_place(self, place: StorePlace) -> None:
         """`kind` tells a folder, a file and nothing from each other; the store shows the URL that it was given."""
         if not place.is_listed:
             pytest.skip("this store tells only files whose names are known")
@@ -234,7 +236,7 @@ class StoreLaws:
         assert folder.location("weights") == f"{place.url}/folder/weights"
 
     @law
-    def test_costs_are_possible(self, place: Place) -> None:
+    def test_costs_are_possible(self, place: StorePlace) -> None:
         """`cost` has a request of a multiple of 4096 bytes, a gap that is not negative, and one request or more."""
         cost = place.store("model").cost
         assert cost.chunk_nbytes >= 4096
@@ -243,7 +245,7 @@ class StoreLaws:
         assert cost.concurrency is None or cost.concurrency >= 1
 
     @law
-    def test_a_store_can_be_sent_to_another_process(self, place: Place) -> None:
+    def test_a_store_can_be_sent_to_another_process(self, place: StorePlace) -> None:
         """A store that was pickled reads the same files."""
         store = place.filled("model", weights=BYTES)
         again: Store = pickle.loads(pickle.dumps(store))

@@ -40,7 +40,7 @@ from relayout.testing.backends import (
     HEADS,
     SIZES,
     Ground,
-    Piece,
+    Region,
     proven,
     read,
     stored,
@@ -93,7 +93,7 @@ def target(
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_reads_of_every_kind_arrive_where_they_belong(target: Target, case: list[Piece]) -> None:
+def test_reads_of_every_kind_arrive_where_they_belong(target: Target, case: list[Region]) -> None:
     target.check(case)
 
 
@@ -119,8 +119,8 @@ def test_bytes_in_the_page_cache_and_bytes_on_the_drive_are_taken_alike(target: 
     for stretch in (4 * BLOCK, 3 * MIB // 2):
         for path in (file.path for file in target.stored):
             cache_in_part(path, stretch)
-        target.check([Piece((read(BLOCK, SIZES[2] - BLOCK, file=2),))])
-        target.check([Piece((read(1, SIZES[0] - 1),), 2)])
+        target.check([Region((read(BLOCK, SIZES[2] - BLOCK, file=2),))])
+        target.check([Region((read(1, SIZES[0] - 1),), 2)])
 
 
 @pytest.mark.parametrize(("kind", "registers"), [("arena", True), ("arena", False), ("scattered", True)])
@@ -133,14 +133,14 @@ def test_cufile_reads_all_whole_blocks_that_are_not_in_the_page_cache(
             pytest.skip("this file system keeps files in memory")
     with Lanes() as lanes:
         target = Target("gds", kind, stored(files), contents, lanes, FakeCuFile(registers=registers))
-        target.check([Piece((read(1000, 8 * MIB, file=2),), 1000)])
+        target.check([Region((read(1000, 8 * MIB, file=2),), 1000)])
         assert target.cufile.nbytes == 8 * MIB - BLOCK
         assert target.cufile.num_reads > 8 * MIB // (32 * 1024)
         assert target.cufile.num_registered == (kind == "arena")
 
 
 @st.composite
-def dense_pieces(draw: st.DrawFn) -> Piece:
+def dense_pieces(draw: st.DrawFn) -> Region:
     reads: list[Read] = []
     end = 0
     for _ in range(draw(st.integers(1, 3))):
@@ -154,15 +154,15 @@ def dense_pieces(draw: st.DrawFn) -> Piece:
         reads.append(Read(file, Transfer(start, end, nbytes, count, *strides)))
         end = reads[-1].transfer.target_end
     congruent = reads[0].transfer.source % BLOCK
-    return Piece(tuple(reads), draw(st.sampled_from([0, congruent]) | st.integers(0, BLOCK - 1)))
+    return Region(tuple(reads), draw(st.sampled_from([0, congruent]) | st.integers(0, BLOCK - 1)))
 
 
 @st.composite
-def pieces_with_gaps(draw: st.DrawFn) -> Piece:
+def pieces_with_gaps(draw: st.DrawFn) -> Region:
     nbytes, count = draw(st.integers(1, 2000)), draw(st.integers(2, 9))
     stride, pitch = nbytes + draw(st.integers(0, 20_000)), nbytes + draw(st.integers(1, 50))
     start = draw(st.integers(0, SIZES[0] - stride * count))
-    return Piece((strided(start, nbytes, count, stride, pitch),), draw(st.integers(0, BLOCK - 1)))
+    return Region((strided(start, nbytes, count, stride, pitch),), draw(st.integers(0, BLOCK - 1)))
 
 
 @settings(max_examples=12)
@@ -170,12 +170,12 @@ def pieces_with_gaps(draw: st.DrawFn) -> Piece:
     st.lists(dense_pieces(), max_size=4) | st.lists(dense_pieces() | pieces_with_gaps(), max_size=4),
     st.sampled_from([1, 2, 5]),
 )
-def test_any_reads_arrive_where_they_belong(target: Target, pieces: list[Piece], threads: int) -> None:
+def test_any_reads_arrive_where_they_belong(target: Target, pieces: list[Region], threads: int) -> None:
     target.check(pieces, budget=Budget(threads, threads * 32 * 1024))
 
 
-LARGE = [Piece((read(BLOCK, SIZES[2] - BLOCK, file=2),)), Piece((read(1, 100_000),), 5)]
-SOME = [Piece((read(BLOCK, 200_000), read(0, 16 * BLOCK, 200_000, file=1))), Piece((read(1, 100_000),), 5)]
+LARGE = [Region((read(BLOCK, SIZES[2] - BLOCK, file=2),)), Region((read(1, 100_000),), 5)]
+SOME = [Region((read(BLOCK, 200_000), read(0, 16 * BLOCK, 200_000, file=1))), Region((read(1, 100_000),), 5)]
 
 
 def copied(target: Target, folder: Path, num_files: int = 2) -> Target:
@@ -243,7 +243,7 @@ def test_a_wrong_byte_of_a_file_that_is_proven_names_file_and_range(
     flip(broken.stored[file].path, HEADS[file] + position)
     start = HEADS[file] + position // CHUNK * CHUNK
     message = f"file-{file}: bytes {start} to {min(start + CHUNK, HEADS[file] + SIZES[file])} do not match digest"
-    whole = [Piece((read(0, size, file=number),), skew=17 * number) for number, size in enumerate(SIZES)]
+    whole = [Region((read(0, size, file=number),), skew=17 * number) for number, size in enumerate(SIZES)]
     assert_fails(broken, FormatError, message, whole)
     target.check(whole)
 
@@ -261,7 +261,10 @@ def test_no_chunk_is_read_twice(target: Target, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(InputFile, "read", count)
     sizes = [9_000 + n * 1_001 for n in range(50)]
     rows = tuple(read(sum(sizes[:n]), size, sum(sizes[:n]), file=2) for n, size in enumerate(sizes))
-    for pieces in ([Piece((read(0, SIZES[2], file=2),))], [Piece((one,), 3 * n) for n, one in enumerate(rows)]):
+    for pieces in (
+        [Region((read(0, SIZES[2], file=2),))],
+        [Region((one,), 3 * n) for n, one in enumerate(rows)],
+    ):
         requested = 0
         target.check(pieces, budget=Budget(2, 2**18))
         wanted = sum(one.transfer.nbytes for piece in pieces for one in piece.reads)

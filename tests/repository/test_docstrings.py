@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import doctest
 import inspect
 import pydoc
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,34 @@ def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=what):
         relayout.save({"x": torch.ones(2)}, tmp_path / "out", **wrong)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+FRAGMENT = re.compile(
+    r"\s*(Of|That|Those|They|As|By|From|To|At|In (which|the|place|front)|Such|None|Not|Or|And|See|Whose|The same)\b"
+)
+"""How a docstring begins that says something only together with the line above it, or with another docstring."""
+NOT_YET = ("cache/", "conversion/", "publish/", "storage/", "commands/cache.py", "commands/copy.py")
+"""Where some still do."""
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Every docstring of a file, also those of attributes and constants, with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            value = getattr(statement, "value", None) if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value
+
+
+def test_a_docstring_can_be_understood_alone() -> None:
+    package = Path(relayout.__file__).parent
+    files = [path for folder in (package, package.parent / "loader") for path in folder.rglob("*.py")]
+    files = [path for path in files if not path.is_relative_to(package / "loader")]
+    found = [(path, *one) for path in files for one in docstrings(path)]
+    assert len(found) > 2000
+    fragments = [f"{path}:{line}: {text.strip()[:60]}" for path, line, text in found if FRAGMENT.match(text)]
+    assert [each for each in fragments if not each.startswith(tuple(f"{package}/{part}" for part in NOT_YET))] == []
 
 
 def test_dir_shows_what_is_public_and_nothing_else() -> None:

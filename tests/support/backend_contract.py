@@ -12,7 +12,7 @@ from support.loader_fixtures import Array, nothing_left_behind
 from relayout.loader.backends.base import REGISTRY, Backend, ReadJob, Refusal
 from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.sources.rank import StoredFile
-from relayout.testing.backends import SMALL, Ground, Piece, check_fill, lay_out
+from relayout.testing.backends import SMALL, Ground, Region, check_fill, lay_out
 
 
 @dataclass
@@ -33,15 +33,15 @@ class Target:
             return found
         return DeviceBackend("cpu", self.lanes.make, self.cufile if self.name == "gds" else None)
 
-    def lay_out(self, pieces: Sequence[Piece]) -> Ground:
+    def lay_out(self, pieces: Sequence[Region]) -> Ground:
         """Memory for the pieces, full of one byte, and what it should hold in the end."""
         return lay_out(self.backend, pieces, self.contents, is_wrapped=self.kind != "arena")
 
-    def fill(self, ground: Ground, pieces: Sequence[Piece], **options: Any) -> ReadJob:
+    def fill(self, ground: Ground, pieces: Sequence[Region], **options: Any) -> ReadJob:
         """What brings the pieces where the memory has them."""
         return ground.job(self.stored, pieces, **options)
 
-    def check(self, pieces: Sequence[Piece], **options: Any) -> None:
+    def check(self, pieces: Sequence[Region], **options: Any) -> None:
         """Fill the pieces, and look at everything that a fill promises."""
         with nothing_left_behind():
             check_fill(self.backend, self.stored, self.contents, pieces, is_wrapped=self.kind != "arena", **options)

@@ -15,16 +15,18 @@ from relayout.errors import FormatError
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.protocols import Store
 from relayout.testing.laws import LawBroken
-from relayout.testing.stores import Place, StoreLaws
+from relayout.testing.stores import StoreLaws, StorePlace
 
 
 class TestStores(StoreLaws):
     """Those of the package, and the one that tests use."""
 
     @pytest.fixture(params=KINDS)
-    def place(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    def place(
+        self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[StorePlace]:
         with ground(request.param, tmp_path, monkeypatch) as found:
-            yield Place(found.root, found.kind.write, is_listed=found.kind.is_listed)
+            yield StorePlace(found.root, found.kind.write, is_listed=found.kind.is_listed)
 
 
 def write(store: Store, name: str, content: bytes) -> None:
@@ -37,8 +39,8 @@ class TestOwnStore(StoreLaws):
     """The example."""
 
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
-        return Place(f"shelf://{tmp_path.name}", write, own_store.offer)
+    def place(self, tmp_path: Path) -> StorePlace:
+        return StorePlace(f"shelf://{tmp_path.name}", write, own_store.offer)
 
 
 def one_byte_late(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +88,7 @@ def test_who_breaks_a_law_is_told_which(
     break_it: Callable[[Shelf, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     law, words, options = WRONG[break_it]
-    place = Place(f"shelf://{tmp_path.name}", write, own_store.offer)
+    place = StorePlace(f"shelf://{tmp_path.name}", write, own_store.offer)
     break_it(own_store.shelf(tmp_path.name), monkeypatch)
     with pytest.raises(LawBroken, match=f"^this law does not hold: {words}"):
         getattr(StoreLaws(), law)(place, **options)

@@ -12,8 +12,8 @@ from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Kind, Store
 
 REGISTRY: dict[str, str] = {
-    "https": "relayout.storage.web.site",
-    "http": "relayout.storage.web.site",
+    "https": "relayout.storage.web.http",
+    "http": "relayout.storage.web.http",
     "hf": "relayout.storage.web.hub",
     **dict.fromkeys(("s3", "gs", "az"), "relayout.storage.cloud.store"),
 }

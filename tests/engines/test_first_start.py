@@ -359,10 +359,9 @@ def test_a_model_on_the_hub_is_streamed_into_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("huggingface_hub", reason="the hub's own library")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
     with hub_server.running() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.hub.url)
+        hub_server.point_to(hub.hub.url, monkeypatch, tmp_path)
         hub.repos["org/model"] = {file.name: file.read_bytes() for file in (folders / "llama").iterdir()}
         start(engine, "org/model", folders / "llama")
         assert said(caplog, "relayout: converting hf://org/model") == 1

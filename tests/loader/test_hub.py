@@ -27,7 +27,7 @@ from relayout.storage.web import hub as web_hub
 from relayout.storage.web.hub import HubClient
 
 pytest.importorskip("urllib3", reason="the client of web servers")
-pytest.importorskip("huggingface_hub", reason="the hub's own library")
+constants = pytest.importorskip("huggingface_hub.constants", reason="the hub's own library")
 
 
 def download(hub: Hub, repo: str, folder: Path, *names: str) -> Path:
@@ -141,9 +141,9 @@ def test_a_plain_model_in_the_hubs_cache_needs_no_network(
 ) -> None:
     download(hub, "org/model", tmp_path, *hub.repos["org/model"])
     if how == "HF_HUB_OFFLINE":
-        monkeypatch.setenv(how, "1")
+        monkeypatch.setattr(constants, how, True)
     else:
-        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        hub_server.point_to("http://127.0.0.1:9", monkeypatch, tmp_path)
     monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
     url = f"hf://org/model{pinned.replace('COMMIT', hub.commit('org/model'))}"
     assert relayout.inspect(url).num_tensors == len(whole_tensors(model))
@@ -163,7 +163,7 @@ def test_the_place_of_the_hub_s_cache_is_known_without_a_variable(tmp_path: Path
 
 
 def test_offline_without_a_cache_it_says_what_to_do(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RequestError, match=r"HF_HUB_OFFLINE is set.*hf download org/out"):
         relayout.load("hf://org/out", 1)
     assert not hub.hub.requests
@@ -223,14 +223,14 @@ def test_bytes_that_only_xet_brings_are_no_matter_of_credentials(hub: Hub) -> No
 
     def interfere(request: Request) -> Answer:
         answer = right(request)
-        return replace(answer, headers=answer.headers | {"X-Xet-Hash": "0" * 64})
+        return replace(answer, headers=answer.headers | {"X-Xet-Hash": "0" * 64, "X-Xet-Refresh-Route": "/x"})
 
     hub.hub.interfere = interfere
     with pytest.raises(RequestError, match=r"by Xet only: download it with the hub's own tool"):
         relayout.load("org/out", 1)
 
 
-def test_what_is_not_there_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there_is_told(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = "no such file or folder; as a repository of the hub: "
     with pytest.raises(PlanError, match=r"^hf://org/none: no such repository on the hub"):
         relayout.load("hf://org/none", 0)
@@ -244,7 +244,7 @@ def test_what_is_not_there_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
     hub.hub.interfere = lambda request: Answer(500)
     with pytest.raises(RequestError, match=r"the hub returned a server error.* \(HTTP 500\)"):
         relayout.load("hf://org/out", 1)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    hub_server.point_to("http://127.0.0.1:9", monkeypatch, tmp_path)
     with pytest.raises(PlanError, match=f"^org/out: {nothing}the server cannot be reached"):
         relayout.load("org/out", 0)
     with pytest.raises(RequestError, match="the server cannot be reached"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support import s3_server
+from support import hub_server, s3_server
 from support.lying_server import Interference, dropped, is_part, refused, stalled
 from support.s3_server import Answer, Request, Server, error
 
@@ -402,11 +402,11 @@ OF_READERS = ("read", "open", "head", "list")
 
 
 @pytest.fixture
-def redirected(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def redirected(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """Another host, to which all clients of stores are sent: with `redirected.status`, which a test sets."""
     monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
     monkeypatch.setenv("AWS_SESSION_TOKEN", SECRET)
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    hub_server.point_to(server.url, monkeypatch, tmp_path)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     with s3_server.running() as other:
         port = other.server_address[1]

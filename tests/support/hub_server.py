@@ -11,10 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from support import s3_server
 from support.s3_server import Answer, Request
+
+if TYPE_CHECKING:
+    import pytest
 
 TOKEN = "hf_token-that-nobody-else-may-see"
 LARGE = 4096
@@ -109,6 +114,17 @@ def _blob_id(content: bytes) -> str:
 @lru_cache(64)
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def point_to(url: str, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have the hub's library ask this hub, and keep cache and token in a folder. It reads its variables only once."""
+    from huggingface_hub import constants
+
+    patch.setattr(constants, "ENDPOINT", url)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 @contextmanager

@@ -46,12 +46,10 @@ def server(converted: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 def hub(converted: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a converted repository, org/out, and its source, org/model; nothing of them is on this machine."""
     monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
     with hub_server.running() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.hub.url)
+        hub_server.point_to(hub.hub.url, monkeypatch, tmp_path)
         for folder, repo in ((converted, "org/out"), (model, "org/model")):
             hub.repos[repo] = dict(_files(folder))
         yield hub

@@ -1,7 +1,7 @@
-"""Requests to web servers: ranges of files, and small answers. A server chooses no host, scheme, size or time.
+"""Web servers: files below an https:// URL, of which ranges are requested. A server chooses no host, scheme or size.
 
 obstore follows redirects anywhere, and reports neither the final URL nor `Retry-After`. Here redirects are followed on
-the same server only.
+the same server only. Web servers cannot be listed, so that well-known names are asked for.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
-from urllib.parse import urljoin, urlsplit
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from relayout.core.workers import each
 from relayout.errors import FormatError, escape_controls
+from relayout.format.fields import parse_object
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.bucket import check_answer, is_comparable
-from relayout.storage.cloud.client import Body, timed
+from relayout.storage.cloud.client import CLOUD_COST, Body
 from relayout.storage.cloud.failures import persistent, replaced, request_error, texts_of
-from relayout.storage.protocols import FileStat, RequestError, if_there
+from relayout.storage.cloud.store import CloudStore, check_url
+from relayout.storage.protocols import FileStat, RequestCost, RequestError, Store, if_there
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -30,6 +34,31 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PIECE_NBYTES = 256 * 2**10
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
+_INDEX = "model.safetensors.index.json"
+_KNOWN = (
+    "relayout.json",
+    _INDEX,
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "LICENSE",
+    "README.md",
+)
+"""Files of checkpoints that are requested one by one."""
+_MAX_INDEX_NBYTES = 64 * 2**20
 
 Headers = Mapping[str, str]
 
@@ -87,7 +116,7 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
         except (HTTPError, ValueError, UnicodeError) as error:
             failure = _failure(error, location)
         else:
-            target = redirect_of(answer, url)
+            target = _redirect_of(answer, url)
             # Proof that the server may choose: the address is its own.
             if target is None or _origin(target) != _origin(url):
                 return answer
@@ -98,7 +127,7 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
     raise RequestError(errno.EPROTO, f"more than {_MAX_REDIRECTS} redirects", location)
 
 
-def redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
+def _redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
     """Where an answer to a request for `url` leads; None if it is no redirect."""
     if answer.status not in _REDIRECTS or "location" not in answer.headers:
         return None
@@ -110,20 +139,10 @@ def redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
     return target
 
 
-def small_answer(answer: BaseHTTPResponse, location: str, limit: int) -> bytes:
-    """The body of an answer. FormatError: it has more than `limit` bytes."""
-    content = bytearray()
-    for piece in timed(_pieces(answer, location), location):
-        content += piece
-        if len(content) > limit:
-            raise FormatError(f"more than {limit} bytes", path=location, code="limit")
-    return bytes(content)
-
-
 def _described(
     answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None
 ) -> tuple[FileStat, tuple[int, int]]:
-    """Of an answer with bytes: length and version of the file, and which range it brings; for errors see `Client.get`.
+    """Read length and version of the file from an answer, and which range it brings; for errors see `Client.get`.
 
     Args:
         part: the range that was asked for.
@@ -138,7 +157,7 @@ def _described(
         brought = (int(found[1]), int(found[2]) + 1) if found else (0, int(length))
         return FileStat(int(length), version, vouched=_vouched(location, int(length), version)), brought
     answer.close()
-    target = redirect_of(answer, "")
+    target = _redirect_of(answer, "")
     if target is not None:
         parts = urlsplit(target)
         named = escape_controls(f"{parts.scheme}://{parts.hostname}"[:100])  # Not what may be a signature.
@@ -180,8 +199,20 @@ def _failure(error: Exception, location: str, part: tuple[int, int] | None = Non
     """The error that one of urllib3's means; it shows nothing of the URL."""
     if isinstance(error, ValueError) and not isinstance(error, OSError):  # Those of certificates are both.
         return RequestError(errno.EINVAL, "is not a valid URL for a request", location)
-    # Without names of hosts, which may have any words.
-    return request_error(_HOST.sub("", texts_of(error)), location, part)
+    return request_error(without_hosts(texts_of(error)), location, part)
+
+
+def without_hosts(text: str) -> str:
+    """What a client says, without names of hosts, which may have any words."""
+    return _HOST.sub("", text)
+
+
+def is_same_server(url: str, other: str) -> bool:
+    """Whether two URLs are of one server: scheme, host and port. What is no URL is of none."""
+    try:
+        return _origin(url) == _origin(other)
+    except ValueError:
+        return False
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:
@@ -197,3 +228,46 @@ def _pool(scheme: str, host: str) -> PoolManager:
 
     proxy = None if proxy_bypass(host) else getproxies().get(scheme)
     return urllib3.ProxyManager(proxy, maxsize=128) if proxy else urllib3.PoolManager(maxsize=128)
+
+
+@dataclass(frozen=True, slots=True)
+class WebClient:
+    """A web server."""
+
+    root: str
+    cost: ClassVar[RequestCost] = CLOUD_COST
+
+    def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
+        return get(f"{self.root}/{quote(name)}", f"{self.root}/{name}", start, end, version)
+
+    def stat(self, name: str) -> FileStat | None:
+        return stat(f"{self.root}/{quote(name)}", f"{self.root}/{name}")
+
+    def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Well-known names, and those that an index has."""
+        above = f"{prefix}/" if prefix else ""
+        stats = each(lambda name: self.stat(above + name), _KNOWN, self.cost.num_opens)
+        versions = {name: stat.version for name, stat in zip(_KNOWN, stats, strict=True) if stat is not None}
+        if _INDEX in versions:
+            shards = self._shards(above)
+            if "relayout.json" in versions:  # The index of a folder with slices only names a file that is not there.
+                found = each(lambda name: self.stat(above + name), shards, self.cost.num_opens)
+                shards = [name for name, stat in zip(shards, found, strict=True) if stat is not None]
+            versions |= dict.fromkeys(shards, "")
+        yield from ((above + name, version) for name, version in versions.items())
+
+    def _shards(self, above: str) -> list[str]:
+        """The files that an index names. The reader of the checkpoint checks these names."""
+        location = f"{self.root}/{above}{_INDEX}"
+        content = self.get(above + _INDEX, 0, None, None).content(_MAX_INDEX_NBYTES)
+        named = parse_object(content, location).get("weight_map")
+        values = named.values() if isinstance(named, dict) else ()
+        return sorted({name for name in values if isinstance(name, str)} - set(_KNOWN))
+
+
+def offer(url: str) -> Store:
+    """A folder or file of a web server."""
+    check_url(url)
+    connect.require("urllib3", url, "web")
+    parts = urlsplit(url)
+    return CloudStore(WebClient(f"{parts.scheme.lower()}://{parts.netloc}"), unquote(parts.path).strip("/"))

@@ -1,14 +1,13 @@
 """Repositories of models on the Hugging Face hub: `hf://ORG/MODEL[@REVISION][/FOLDER]`.
 
-One request tells the commit and all files; each file is resolved once, to a signed URL from which its ranges come. So
-the hub's limit on requests is met by the number of files and not of ranges. What is in the hub's own cache on this
-machine is read there.
+The hub's own library says where the hub is, who asks, and where the bytes of a file are, and keeps what was downloaded
+in its cache on this machine, which is read there. Here are the ranges: each file is resolved once, to a signed URL from
+which its ranges come. So the hub's limit on requests is met by the number of files and not of ranges.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import re
 import threading
 import time
@@ -16,21 +15,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import quote
 
-from relayout.errors import FormatError, PlanError, how_to_install, shown
+from relayout.errors import FormatError, PlanError, RelayoutError, how_to_install, shown
 from relayout.format.fields import Fields, is_plain_path, parse_object
-from relayout.storage.cloud.client import CLOUD_COST, Body
-from relayout.storage.cloud.connect import require
-from relayout.storage.cloud.failures import persistent, replaced, seconds_of
+from relayout.storage.cloud import connect
+from relayout.storage.cloud.client import CLOUD_COST, Body, timed
+from relayout.storage.cloud.failures import persistent, replaced, request_error, seconds_of, texts_of
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Access, FileStat, Kind, ReadableFile, RequestCost, RequestError, Store
 from relayout.storage.web import http
 
-if TYPE_CHECKING:
-    from urllib3 import BaseHTTPResponse
+Asked = TypeVar("Asked")
 
 _URL = re.compile(
     r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/@?#]+))?(?P<folder>(?:/[^/?#]+)*)/?", re.IGNORECASE | re.ASCII
@@ -63,7 +61,7 @@ class HubClient:
         """With `is_guess`, the name is a path that does not exist."""
         self._is_guess = is_guess
         self.repo = repo
-        """As ORG/MODEL."""
+        """The name, as ORG/MODEL."""
         self.revision = revision
         """A branch, tag or commit; None: the main branch."""
         self._addresses: dict[str, _Address] = {}
@@ -126,12 +124,10 @@ class HubClient:
 
     def _request_commit(self, *, is_expected: bool) -> tuple[str, Mapping[str, FileStat]]:
         """What the hub says. Without `is_expected`, the request is not repeated if the hub cannot be reached."""
-        revision = f"/revision/{quote(self.revision, safe='')}" if self.revision else ""
-        url = f"{_endpoint()}/api/models/{self.repo}{revision}?blobs=true"
 
         def ask() -> bytes:
             try:
-                return http.small_answer(self._answer("GET", url, self.root), self.root, _MAX_INFO_NBYTES)
+                return self._asked(self._info, self.root)
             except RequestError as error:
                 if error.status is None and not is_expected:
                     raise RequestError(errno.EHOSTUNREACH, str(error.strerror), self.root) from None
@@ -143,6 +139,20 @@ class HubClient:
         if self.revision is not None and _COMMIT.fullmatch(self.revision) and commit != self.revision:
             raise FormatError(f"is of commit {commit}", path=location, code="mismatch")
         return commit, dict(_file(entry, location) for entry in top.column("siblings", dict))
+
+    def _info(self) -> bytes:
+        """Request commit and files. The library's `model_info` would follow redirects, and read without a limit."""
+        hub, content = _hub(), bytearray()
+        revision = f"/revision/{quote(self.revision, safe='')}" if self.revision else ""
+        url = f"{hub.constants.ENDPOINT}/api/models/{self.repo}{revision}?blobs=true"
+        options = {"headers": hub.utils.build_hf_headers(), "timeout": connect.STALL_SECONDS}
+        with hub.utils.get_session().stream("GET", url, follow_redirects=False, **options) as answer:
+            hub.utils.hf_raise_for_status(answer)
+            for piece in timed(answer.iter_bytes(), self.root):
+                content += piece
+                if len(content) > _MAX_INFO_NBYTES:
+                    raise FormatError(f"more than {_MAX_INFO_NBYTES} bytes", path=self.root, code="limit")
+        return bytes(content)
 
     def _cached(self) -> tuple[str, Mapping[str, FileStat]] | None:
         """What the hub's cache has, read as the hub's own tools do; None if it has nothing."""
@@ -162,8 +172,8 @@ class HubClient:
     @property
     def _cache(self) -> Path:
         """The repository's folder in the hub's own cache."""
-        folder = os.environ.get("HF_HUB_CACHE") or _hub().constants.HF_HUB_CACHE
-        return Path(folder) / f"models--{self.repo.replace('/', '--')}"
+        name = _hub().file_download.repo_folder_name(repo_id=self.repo, repo_type="model")
+        return Path(_hub().constants.HF_HUB_CACHE, name)
 
     def snapshot_of(self, commit: str) -> Path | None:
         """The folder of a commit in the hub's own cache, where only some of its files may be; None if it has none."""
@@ -194,7 +204,7 @@ class HubClient:
         return replace(body, stat=known, again=lambda offset: self.get(name, offset, end, known.version))
 
     def stat(self, name: str) -> FileStat | None:
-        """From the list of the commit."""
+        """Look a file up in the list of the commit."""
         return self.files.get(name)
 
     def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
@@ -208,61 +218,71 @@ class HubClient:
         An address on another server is accepted by this proof: it is https, as the hub is; length and hash are those
         of the commit; and the token is not sent there.
         """
-        url, location = f"{_endpoint()}/{self.repo}/resolve/{self.commit}/{quote(name)}", f"{self.root}/{name}"
-        answer = persistent(lambda: self._answer("HEAD", url, location), location)
-        answer.close()
-        headers = answer.headers
-        hashed = (headers.get("x-linked-etag") or headers.get("etag") or "").removeprefix("W/").strip('"')
-        length = headers.get("x-linked-size") or headers.get("content-length")
-        if (hashed, length) != (known.version, str(known.nbytes)):
+        hub, location = _hub(), f"{self.root}/{name}"
+        url = hub.hf_hub_url(self.repo, name, revision=self.commit)
+        found = persistent(
+            lambda: self._asked(lambda: hub.get_hf_file_metadata(url, timeout=connect.STALL_SECONDS), location),
+            location,
+        )
+        if (found.etag, found.size) != (known.version, known.nbytes):
             raise FormatError("the hub returned a file that is not the commit's", path=location, code="mismatch")
-        target, is_xet = http.redirect_of(answer, url), "x-xet-hash" in headers
-        if target is None:  # The hub itself has small files.
-            address = _Address(url, _headers(), time.monotonic(), is_xet)
-        elif urlsplit(target).scheme not in {"https", urlsplit(_endpoint()).scheme} or "@" in urlsplit(target).netloc:
-            what = f"the hub redirects to {shown(urlsplit(target).scheme)}, expected https"
-            raise RequestError(errno.EPROTO, what, location, answer.status)
-        else:
-            address = _Address(target, {}, time.monotonic(), is_xet)
+        scheme, _, rest = found.location.partition("://")
+        is_hub = http.is_same_server(found.location, url)
+        if not is_hub and (scheme not in ("https", url.partition(":")[0]) or "@" in rest.partition("/")[0]):
+            raise RequestError(errno.EPROTO, f"the hub redirects to {shown(scheme)}, expected https", location)
+        headers = hub.utils.build_hf_headers() if is_hub else {}  # The hub itself has small files.
+        address = _Address(found.location, headers, time.monotonic(), found.xet_file_data is not None)
         self._addresses[name] = address
         return address
 
-    def _answer(self, method: str, url: str, location: str) -> BaseHTTPResponse:
-        """The hub's answer: a body, or the name of another place. Errors are in our words."""
-        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-            what = (
-                "HF_HUB_OFFLINE is set, and the hub's cache on this machine does not have it: download it where there"
-                f" is a network (hf download {self.repo}), or unset HF_HUB_OFFLINE"
-            )
-            raise RequestError(errno.EHOSTUNREACH, what, location)
-        answer = http.send(method, url, location, _headers())
-        if answer.status < 400:
-            return answer
-        answer.close()
-        code, status = answer.headers.get("x-error-code", ""), answer.status
-        if code in _CODES:
-            kind = FormatError if code == "EntryNotFound" else PlanError
-            raise kind(_CODES[code], path=location, code="missing")
-        if status in (401, 404) and method == "GET":  # Who may not read a repository gets 401, as if there were none.
-            raise PlanError(_CODES["RepoNotFound"], path=location, code="missing")
-        error_number, what = _STATUS.get(status, (errno.EIO, "the hub returned a server error: retry later"))
-        wait = seconds_of(answer.headers.get("retry-after"))
-        raise RequestError(error_number, f"{what} (HTTP {status})", location, status, code, wait)
+    def _asked(self, call: Callable[[], Asked], location: str) -> Asked:
+        """What the hub's library returns. Its errors are translated, and show nothing of what a server says."""
+        try:
+            return call()
+        except Exception as error:
+            failure = _translated(error, location, self.repo)
+        raise failure  # Here, so that it does not refer to the library's error, which a traceback would show.
 
 
-_CODES = {
-    "GatedRepo": "is gated: accept its terms on the hub, and log in (hf auth login, or HF_TOKEN)",
-    "RepoNotFound": "no such repository on the hub; for a private one, log in (hf auth login, or HF_TOKEN)",
-    "RevisionNotFound": "no such revision of the repository",
-    "EntryNotFound": "is missing",
+_LOG_IN = "log in (hf auth login, or HF_TOKEN)"
+_ERRORS: dict[str, tuple[type[FormatError | PlanError], str]] = {
+    "GatedRepoError": (PlanError, f"is gated: accept its terms on the hub, and {_LOG_IN}"),
+    "RepositoryNotFoundError": (PlanError, f"no such repository on the hub; for a private one, {_LOG_IN}"),
+    "RevisionNotFoundError": (PlanError, "no such revision of the repository"),
+    "EntryNotFoundError": (FormatError, "is missing"),
 }
+"""What an error of the library means, by the names of its classes, of which the first is the nearest."""
 _STATUS = {
     400: (errno.EINVAL, "the hub refuses the request"),
-    401: (errno.EACCES, "the hub refuses the token: log in again (hf auth login, or HF_TOKEN)"),
+    401: (errno.EACCES, f"the hub refuses the token: {_LOG_IN}"),
     403: (errno.EACCES, "the token may not read it"),
     404: (errno.ENOENT, "not found on the hub"),
     429: (errno.EAGAIN, "the hub throttles requests from here: retry later, or use a token"),
 }
+
+
+def _translated(error: Exception, location: str, repo: str) -> Exception:
+    """The error in our words: the library's are of several packages, which are others in each major version."""
+    errors = _hub().errors
+    for kind in type(error).__mro__:
+        if kind.__name__ in _ERRORS:
+            family, what = _ERRORS[kind.__name__]
+            return family(what, path=location, code="missing")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        what = (
+            "HF_HUB_OFFLINE is set, and the hub's cache on this machine does not have it: download it where there is"
+            f" a network (hf download {repo}), or unset HF_HUB_OFFLINE"
+        )
+        return RequestError(errno.EHOSTUNREACH, what, location)
+    if isinstance(error, errors.HfHubHTTPError):
+        status, wait = error.response.status_code, seconds_of(error.response.headers.get("retry-after"))
+        number, what = _STATUS.get(status, (errno.EIO, "the hub returned a server error: retry later"))
+        return RequestError(number, f"{what} (HTTP {status})", location, status, retry_after=wait)
+    if isinstance(error, RelayoutError | RequestError):
+        return error
+    if isinstance(error, ValueError):  # An address that is none.
+        return FormatError("the hub's answer is not what its library expects", path=location, code="invalid")
+    return request_error(http.without_hosts(texts_of(error)), location)
 
 
 def _denied(error: RequestError, address: _Address, location: str) -> RequestError:
@@ -333,8 +353,8 @@ def offer(url: str) -> Store:
     match = _URL.fullmatch(url)
     if match is None or {".", ".."} & set(match["folder"].split("/")):
         raise PlanError("expected hf://ORG/MODEL, hf://ORG/MODEL@REVISION or a folder below it", code="option")
-    require("huggingface_hub", url, "hub")
-    require("urllib3", url, "hub")
+    connect.require("huggingface_hub", url, "hub")
+    connect.require("urllib3", url, "hub")
     return HubStore(HubClient(match["repo"], match["revision"]), match["folder"].strip("/"))
 
 
@@ -353,17 +373,9 @@ def offer_model(path: str, not_found_message: Callable[[], str]) -> Store | None
 
 
 def _hub() -> Any:
-    """The library; imported where it is used, as that takes a while."""
-    import huggingface_hub.constants  # Which the package alone may not bring.
+    """The hub's library, imported where it is used, as that takes a while."""
+    import huggingface_hub.errors
+    import huggingface_hub.file_download
+    import huggingface_hub.utils
 
     return huggingface_hub
-
-
-def _endpoint() -> str:
-    return str(os.environ.get("HF_ENDPOINT") or _hub().constants.ENDPOINT).rstrip("/")
-
-
-def _headers() -> dict[str, str]:
-    """For the hub only."""
-    token = _hub().get_token()
-    return {"authorization": f"Bearer {token}"} if token else {}

@@ -135,11 +135,7 @@ def warn_if_slow(source: RankSource) -> None:
 
 
 def load_arena(plan: ArenaPlan, options: Options) -> dict[str, torch.Tensor]:
-    """Load tensors into a new arena.
-
-    Raises:
-        FormatError, PlanError, OSError, MemoryError: as `api.load`.
-    """
+    """Load tensors into a new arena."""
     backend, budget = options.choose(plan.files)
     job = ReadJob(options.proving(plan.files), plan.reads, budget)
     with reporting(options.progress, "loading", plan.nbytes) as report:

@@ -109,11 +109,7 @@ def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) ->
 
 
 def most_memory(contents: TensorColumns, options: Options) -> int:
-    """Most bytes that `stream` takes beside the tensors that it has yielded: buffers, and tensors that wait.
-
-    Raises:
-        PlanError: as `choose`.
-    """
+    """Most bytes that `stream` takes beside the tensors that it has yielded: buffers, and tensors that wait."""
     backend = choose(options.backend, options.device, options.proving(contents.files))
     if options.memory is not None:
         return options.memory

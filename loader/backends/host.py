@@ -73,11 +73,7 @@ class HostArena:
         return address_of(self.memory) + self.start
 
     def tensor(self, on_free: Callable[[HostArena], None] | None = None) -> torch.Tensor:
-        """All of it; `on_free` is called when the last view of it is gone.
-
-        Raises:
-            PlanError: as `tensors.check_mode`.
-        """
+        """All of it; `on_free` is called when the last view of it is gone."""
         import torch
 
         check_mode()

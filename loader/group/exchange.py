@@ -155,11 +155,7 @@ class ReadAhead:
         self.job = ThreadedJob(job, self._opened, lambda: None, self._read, numbers, count, self._discard)
 
     def take(self) -> memoryview:
-        """The bytes of the next range, until `release`.
-
-        Raises:
-            FormatError, OSError, MemoryError: as `ReadableFiles.read`.
-        """
+        """The bytes of the next range, until `release`."""
         with self._stop.condition:
             self._stop.condition.wait_for(lambda: self._next in self._arrived or self._stop.requested)
             if self._next in self._arrived:

@@ -128,9 +128,6 @@ def stream_together(
 
     Args:
         prepare: returns what this member loads.
-
-    Raises:
-        FormatError, PlanError, OSError, MemoryError: as `api.iter_load`, on any member.
     """
     try:
         with error_hints(), group.collective():
@@ -152,9 +149,6 @@ def load_together(asked: Asked, process_group: ProcessGroup) -> dict[str, torch.
     """Load one rank together with all other members of a group, who call this, too.
 
     All load the same rank, unless the checkpoint is a plain one.
-
-    Raises:
-        FormatError, PlanError, OSError, MemoryError: as `api.load`, on any member.
     """
     group = Group(process_group)
     with group.collective():

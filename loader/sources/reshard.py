@@ -339,11 +339,7 @@ class Ranks:
         return self._columns(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
 
     def assemble_one(self, t: int, wanted: Slice) -> TensorColumns:
-        """A slice of one source tensor.
-
-        Raises:
-            FormatError, PlanError: as `assemble`.
-        """
+        """A slice of one source tensor."""
         reads = self._locate(t, self._gather(t, wanted, 0))
         return self._columns([(t, reads)], [wanted.shape(self.record.shapes[t])])
 

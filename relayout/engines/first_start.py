@@ -102,11 +102,7 @@ class WantedConversion:
         return scheme_of(self.source) is None
 
     def find(self, cache: Cache, logger: Logger) -> KeptConversion | None:
-        """The conversion. It is made now if the checkpoint is remote; else None: it is not there yet.
-
-        Raises:
-            FormatError, PlanError, OSError: as `kept_conversion`.
-        """
+        """The conversion. It is made now if the checkpoint is remote; else None: it is not there yet."""
         from relayout.cache.conversions import NotKept, find_conversion, kept_conversion, plan_in
 
         def on_miss(conversion: Conversion) -> None:

@@ -74,11 +74,7 @@ class WeightsPlace:
 
     @property
     def folder(self) -> Folder | None:
-        """How this was converted; None: it was not. What is on the hub by its id is the engine's to find.
-
-        Raises:
-            FormatError, PlanError: as `find_folder`.
-        """
+        """How this was converted; None: it was not. What is on the hub by its id is the engine's to find."""
         return None if scheme_of(self.source) == "hf" else self._content.folder
 
     @property

@@ -145,11 +145,7 @@ def _check_same_layout(source: str, had: RankWeights, new: RankWeights) -> None:
 
 
 def _prove(weights: RankWeights) -> str:
-    """Read all that will be delivered, and compare all digests; return that of relayout.json, with deltas too.
-
-    Raises:
-        FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
-    """
+    """Read all that will be delivered, and compare all digests; return that of relayout.json, with deltas too."""
     with about(path=weights.path):
         for _ in weights.stream():
             pass

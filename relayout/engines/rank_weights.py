@@ -168,11 +168,7 @@ class RankWeights:
 
     @cached_property
     def opened(self) -> OpenedRank:
-        """The checkpoint, opened once.
-
-        Raises:
-            FormatError, PlanError, OSError: as `relayout.iter_load`.
-        """
+        """The checkpoint, opened once."""
         source = self._asked().source()
         contents = source.contents()
         rows = [row for row, name in enumerate(contents.names) if not self.is_skipped(name)]
@@ -214,11 +210,7 @@ class RankWeights:
         )
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The slices that are read, in file order, as this process reads them.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
-        """
+        """The slices that are read, in file order, as this process reads them."""
         from relayout.loader.sources.checkpoint import doubting
         from relayout.loader.stream import stream
 
@@ -249,11 +241,7 @@ class Delivery:
         self._done: LoadReport | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, in file order; those that are not read come last.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`.
-        """
+        """The tensors, in file order; those that are not read come last."""
         from relayout.loader.loading import warn_if_slow
         from relayout.loader.sources.rank import cached_nbytes
 
@@ -287,11 +275,7 @@ class Delivery:
         return replace(self._done, num_whole=usage.count, whole_nbytes=usage.nbytes, unused=unused)
 
     def read(self, name: str, index: Any) -> torch.Tensor:
-        """A part of a tensor, from the files of all ranks that hold some of it. Any thread may call this.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: as `relayout.safe_open`.
-        """
+        """A part of a tensor, from the files of all ranks that hold some of it. Any thread may call this."""
         return self._whole.get_slice(name)[index]
 
     @property

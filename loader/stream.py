@@ -288,7 +288,7 @@ class _Arriving:
         self._views = make_views(to_device(memory, self._device), batch.tensors)
 
     def join(self) -> None:
-        """End the job, of which all batches have been taken."""
+        """End the job, after all of its batches were taken."""
         with self._reader.collective():
             assert self._running is not None
             self._running.join()

@@ -82,7 +82,7 @@ def torch_dtype(name: str, dtype: str) -> torch.dtype:
 
 
 def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in torch's elements, of which one holds two of F4.
+    """The shape in torch's elements; one of these holds two of F4.
 
     Raises:
         PlanError: the last dim of an F4 tensor is odd, or missing.

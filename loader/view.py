@@ -68,7 +68,7 @@ class _Reader(Protocol):
 
 
 class TensorSlice:
-    """A tensor of which parts can be read; returned by `get_slice`.
+    """A tensor that can be read in parts; returned by `get_slice`.
 
     Thread-safe, and usable after the checkpoint has been closed.
 

@@ -151,7 +151,7 @@ class Backend(ABC, Generic[Span]):
         """
 
     def pool(self, nbytes: int) -> Pool[Span]:
-        """A pool of arenas, most of which will have `nbytes`."""
+        """A pool of arenas. Most of them will have `nbytes`."""
         return Pool(self.allocate)
 
     @abstractmethod

@@ -340,7 +340,7 @@ class _PacedJob(ThreadedJob[Buffer, Request]):
             self._scatter(request, self._bounced(bounce, request))
 
     def _may_copy(self) -> bool:
-        """Whether the budget has a buffer for each thread, of which there will be no more than that then."""
+        """Whether the budget has a buffer for each thread. If so, there will not be more threads than buffers."""
         with self._lock:
             return self._pace.limit(self.job.budget.memory // self._copied_nbytes)
 

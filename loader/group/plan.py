@@ -168,7 +168,7 @@ def _extents(transfer: Transfer, max_gap_nbytes: int) -> Iterator[Extent]:
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """A tensor of which members load slices."""
+    """A tensor that members load slices of."""
 
     file: int
     offset: int

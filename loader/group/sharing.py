@@ -200,7 +200,7 @@ class _LoadAlone:
 
 @dataclass(frozen=True, slots=True)
 class _PortionedLoad:
-    """A load of which each member reads portions, in rounds, and sends them to the others."""
+    """A load in rounds: each member reads portions, and sends them to the others."""
 
     sharing: Sharing
     plan: ArenaPlan
@@ -298,7 +298,7 @@ def prove_received(
 ) -> None:
     """Prove what others have read; what this member has read is proven already, as its files prove what they read.
 
-    A chunk of which all bytes are there is hashed. Of any other chunk this member reads its bytes itself.
+    A chunk that is there completely is hashed. This member reads its bytes of any other chunk itself.
 
     Args:
         files: of a signed checkpoint.
@@ -329,7 +329,7 @@ def prove_received(
 
 @dataclass(frozen=True, slots=True)
 class _ReceivedChunk:
-    """A chunk of which others have read bytes that are in an arena."""
+    """A chunk with bytes in an arena that others have read."""
 
     file: int
     number: int
@@ -362,7 +362,7 @@ class _ReceivedChunk:
 def _received_chunks(
     files: Sequence[StoredFile], reads: Sequence[Read], rounds: Sequence[PortionRound]
 ) -> list[_ReceivedChunk]:
-    """The chunks of which this member has not read all bytes that are in the arena itself."""
+    """The chunks with bytes in the arena that this member has not read itself."""
     own = [
         (portion.start, portion.end)
         for each_round in rounds

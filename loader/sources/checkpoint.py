@@ -122,7 +122,7 @@ class ConvertedRank(RankSource):
 
     @property
     def _shared(self) -> list[bool]:
-        """Whether each file has whole tensors, of which the rank has parts."""
+        """Whether each file has whole tensors, while the rank has parts of them."""
         shared = frozenset() if self.is_as_stored else self.manifest.shared
         return [index in shared for index in self.manifest.holders[self.holder].files]
 

@@ -158,7 +158,7 @@ def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile
 
 
 def _complete_ranks(folder: Store, manifest: Manifest) -> Iterator[int]:
-    """The ranks of which all files are in a local folder: a tool may have copied the files of some ranks only."""
+    """The ranks whose files are all in a local folder: a tool may have copied the files of some ranks only."""
     if not folder.cost.is_remote:
         there = {index for index, file in enumerate(manifest.files) if folder.stat(file.name) is not None}
         yield from (rank for rank in manifest.present if there.issuperset(manifest.holders[rank].files))
@@ -293,7 +293,7 @@ def batches(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 
 class Pieces(Protocol):
-    """Tensors of which any part can be read. Thread-safe."""
+    """Tensors that can be read in any part. Thread-safe."""
 
     @property
     def columns(self) -> TensorColumns:

@@ -121,7 +121,7 @@ def _bands(wanted: Sequence[_Stretch], stored: Sequence[_Stretch]) -> Iterator[_
 
 @dataclass(frozen=True, slots=True)
 class _Gathering:
-    """A tensor of which a slice is put together, and the last axis along which slices of it are cut."""
+    """A tensor whose slice is put together, and the last axis along which its slices are cut."""
 
     dtype: str
     shape: tuple[int, ...]

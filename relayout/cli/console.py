@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Lines with the same label, of which only the first may be printed."""
+    """Lines with the same label. Perhaps only the first ones are printed."""
 
     texts: Sequence[str]
     what: str
@@ -68,7 +68,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, of which only the first rows may be printed."""
+    """A table. Perhaps only its first rows are printed."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]

@@ -360,7 +360,7 @@ class _Copying:
         return piece.nbytes
 
     def _complete(self, index: int) -> None:
-        """Copy the header of a file, all else of which is there."""
+        """Copy the header of a file that is complete but for it."""
         file = self._files[index]
         with self._inputs.use(index) as opened:
             head = memoryview(bytearray(align_up(file.data_start, opened.alignment)))

@@ -282,7 +282,7 @@ def _read(file: ReadableFile, extent: Extent) -> memoryview:
 
 
 class _Runs:
-    """Which bytes of a file are elements of which width."""
+    """The width of the elements that each byte of a file belongs to."""
 
     def __init__(self, header: Header) -> None:
         self._starts: list[int] = []

@@ -135,7 +135,7 @@ def _check_older(store: Store) -> None:
 
 
 def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | None]:
-    """The SHA-256 of each file that manifest and record name; None for weight files, of which they prove the pieces."""
+    """The SHA-256 of each file that manifest and record name; None for weight files, whose pieces they prove."""
     record = read_record(store, manifest)
     expected: dict[str, str | None] = dict.fromkeys(names_of(manifest, record))
     expected |= {side.name: side.digest for side in record.side_files}

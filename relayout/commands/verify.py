@@ -63,7 +63,7 @@ def verify(
     Args:
         path: the converted folder.
         source: the source checkpoint; every slice is cut from it again and compared.
-        ranks: only these, such as range(4) or "0-3", of which the files must be there; None: all that the folder has.
+        ranks: only these, such as range(4) or "0-3", whose files must be there; None: all that the folder has.
         trust: whose signature is wanted, as for `load`; then all that is signed is compared, and nothing else may be
             there, as `model_signing verify` has it. Reads the files again.
         threads: threads that read and hash.
@@ -123,7 +123,7 @@ def _check_small_files(
     """Check whether all but the weights agree, and add to what is found.
 
     Returns:
-        The source record, None if it cannot be read; and the tables of the holders of which all headers can be read.
+        The source record, None if it cannot be read; and the tables of the holders whose headers can all be read.
     """
     checked = check_record(folder, manifest)
     found += checked.differences

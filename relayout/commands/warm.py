@@ -65,7 +65,7 @@ def warm(
     Cached bytes are not read again. All files are read at once, each from its start, in the order of a load.
 
     Args:
-        path: a converted folder, or a plain checkpoint, of which all shards are read.
+        path: a converted folder, or a plain checkpoint, whose shards are all read.
         rank: read only this rank's files; None: those of all ranks.
         memory: limit of bytes of these files in the page cache, or text such as "64GiB". Default: half of the available
             memory.

@@ -45,7 +45,7 @@ class Usage:
         self.strict = strict
         """Refuse to read whole tensors."""
         self.used: set[str] = set()
-        """Names of the tensors of which anything has been asked."""
+        """Names of the tensors that were asked for anything."""
         self.count = 0
         """How many whole tensors have been read."""
         self.nbytes = 0
@@ -70,7 +70,7 @@ class Usage:
 
 
 class _Partial(ABC):
-    """Memory with the layout of a whole tensor, of which some elements are at hand."""
+    """Memory with the layout of a whole tensor that holds some of its elements."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _Partial(ABC):
 
 
 class _Slice(_Partial):
-    """A dense row-major tensor of which one rank's slice is at hand."""
+    """A dense row-major tensor that holds one rank's slice."""
 
     def __init__(
         self,

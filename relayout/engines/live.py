@@ -126,7 +126,7 @@ def _started_with(worker: Any) -> _Content:
 
 
 def _layout(weights: RankWeights) -> dict[str, tuple[object, ...]]:
-    """The dtype, shape and slice of each tensor of which the rank holds something."""
+    """The dtype, shape and slice of each tensor that the rank holds."""
     columns = weights.opened.source.columns()
     rows = zip(columns.dtypes, map(tuple, columns.source_shapes), columns.parts, strict=True)
     return dict(zip(columns.names, rows, strict=True))

@@ -1,4 +1,4 @@
-"""What an engine is given to load: the tensors of the whole model, of which this rank's slices are at hand."""
+"""What an engine is given to load: tensors with the shapes of the whole model, which hold this rank's slices."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class RankWeights:
     """Whether nothing of a tensor is expected to be used. The engine is given it; if it does use it, it is read from
     the files of all ranks."""
     only_held: bool = True
-    """Give no tensors of which the rank holds nothing, such as other ranks' experts."""
+    """Leave out tensors that the rank does not hold, such as other ranks' experts."""
     lazy: bool = False
     """Read slices when they are used, through the page cache, into the CPU's memory, whatever `device` says."""
     progress: bool = False
@@ -382,7 +382,7 @@ class Delivery:
             yield name, GlobalTensor.of(name, nothing, shape, 0, (), partial(self.read, name, ...), self._usage)
 
     def _not_held(self, columns: TensorColumns) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of each tensor of which this rank holds nothing."""
+        """Name, dtype and shape of each tensor that this rank does not hold."""
         held, whole = set(columns.names), self._whole
         for name in whole.keys():  # noqa: SIM118 (it is no mapping)
             if name not in held and not self.weights.is_skipped(name):

@@ -41,7 +41,7 @@ class LoadReport:
     num_readers: int = 1
     """Replicas that have read the slices together, each a part of them; 1: this process alone."""
     unused: tuple[str, ...] = ()
-    """Tensors of which the rank's slice was read, and nothing has been asked for yet."""
+    """Tensors whose slice was read, and that nothing has been asked of yet."""
 
     def __str__(self) -> str:
         rate = self.nbytes / max(self.seconds, 1e-9)

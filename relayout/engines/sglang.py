@@ -44,7 +44,7 @@ FORMAT = "relayout"
 _LOGGER = getLogger("sglang.relayout")
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _OF_DEFAULT_LOADER = {"auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"}
-"""Formats of which SGLang's default loader reads all tensors: other loaders write memory in ways of their own."""
+"""Formats whose tensors SGLang's default loader reads: other loaders write memory in ways of their own."""
 
 
 class _ExtraConfig(dict[str, Any]):

@@ -88,7 +88,7 @@ def _refused(loader: type[Any], load_config: Any) -> Any:
 def loader_class(
     stock: type[Any], *, is_asked_for: bool = True, observe: Callable[[], Observer] | None = None
 ) -> type[Any]:
-    """The model loader, given vLLM's default one, of which it changes only where the tensors come from.
+    """The model loader: vLLM's default one, but for where the tensors come from.
 
     Args:
         is_asked_for: else only what is a converted folder is loaded by it.

@@ -101,6 +101,8 @@ class SourceCheckpoint:
     """Files that a conversion does not copy, each with the reason, as text for the user."""
     is_file: bool = False
     """Whether `root` is a single file; its side files are beside it."""
+    identities: list[SourceIdentity] = field(init=False, default_factory=list, compare=False, repr=False)
+    """What `identity_of` has found, once: it costs many small reads."""
 
     @property
     def folder(self) -> Store:
@@ -325,14 +327,12 @@ _NUM_BLOCKS = 4
 """How many blocks of a large tensor are read: one in each third, at an offset that its name decides, and the last."""
 _WHOLE_NBYTES = _NUM_BLOCKS * BLOCK
 """Tensors up to this size are read whole."""
-_MAX_SAMPLES = 16_384
-_MAX_REMOTE_SAMPLES = 512
-"""How many are read from a server, to which each is a request."""
-_RUN = 16
-"""Samples that one thread reads in a row."""
-_NUM_THREADS = 8
+_RUN, _NUM_THREADS = 16, 8
+"""Samples that one thread reads in a row, and threads."""
 _MADE_UP_INODES = ("fuse", "vfat", "exfat", "msdos")
 """File systems that number their files anew at each mount, or while they are mounted."""
+_OWN_DRIVES = ("ext", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay")
+"""File systems of which this machine's kernel makes every write: each changes the ctime. Their kinds begin so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,15 +351,46 @@ class SourceIdentity:
 
 
 def identity_of(checkpoint: SourceCheckpoint) -> SourceIdentity:
-    """The identity of a checkpoint, with its files as they are now.
+    """The identity of a checkpoint, with its files as they are when it is first asked for; see `is_unchanged`.
 
     Raises:
         FormatError: a file is missing, or was truncated.
         OSError: a read failed.
     """
+    if not checkpoint.identities:
+        checkpoint.identities.append(_identity_now(checkpoint))
+    return checkpoint.identities[0]
+
+
+def is_unchanged(checkpoint: SourceCheckpoint, before: SourceIdentity) -> bool:
+    """Whether the files are still those of an identity; for errors see `identity_of`.
+
+    The proof reads none: each has the version of its header, as all reads want it, and a local one its place, of which
+    a write changes the ctime. On file systems of other machines, which say the ctime, samples are read again.
+    """
+    folder, files = checkpoint.folder, checkpoint.files
+    if any(_status(folder, file.name).version != file.version for file in files if file.version):
+        return False
+    paths = [path for file in files if (path := folder.path(file.name)) is not None]
+    if all(_kind_of(path).startswith(_OWN_DRIVES) for path in paths):
+        return digest_hex(compact_json(_places(checkpoint))) == before.place
+    return _identity_now(checkpoint) == before
+
+
+def max_samples(*stores: Store) -> int:
+    """How many samples are read where these stores are compared: of a server each is a request."""
+    return 512 if any(store.cost.is_remote for store in stores) else 16_384
+
+
+def _places(checkpoint: SourceCheckpoint) -> list[list[object] | None]:
+    """The place of each local file; None for one of a server."""
+    return [place_of(path) if (path := checkpoint.folder.path(file.name)) else None for file in checkpoint.files]
+
+
+def _identity_now(checkpoint: SourceCheckpoint) -> SourceIdentity:
     folder, files = checkpoint.folder, checkpoint.files
     statuses = [_status(folder, file.name) for file in files]
-    places = [place_of(path) if (path := folder.path(file.name)) else None for file in files]
+    places = _places(checkpoint)
     # A file of another length than its header says has another content in any case.
     unknown = [i for i, one in enumerate(statuses) if one.vouched is None and one.nbytes == files[i].nbytes]
     sampled = _hashed(checkpoint, samples_of(checkpoint, unknown))
@@ -385,8 +416,13 @@ def place_of(path: Path) -> list[object]:
     """
     status = path.stat()
     real = Path(os.path.realpath(path))
-    inode = None if _kind_at(real.parent, status.st_dev).startswith(_MADE_UP_INODES) else status.st_ino
+    inode = None if _kind_of(path).startswith(_MADE_UP_INODES) else status.st_ino
     return [os.fsencode(real).hex(), inode, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _kind_of(path: Path) -> str:
+    """The kind of the file system that a file is on."""
+    return _kind_at(Path(os.path.realpath(path)).parent, path.stat().st_dev)
 
 
 @lru_cache(maxsize=64)
@@ -405,7 +441,7 @@ def samples_of(checkpoint: SourceCheckpoint, files: Collection[int]) -> dict[int
     for tensor in checkpoint.tensors:
         if tensor.file in wanted and tensor.extent.nbytes:
             kinds[collapse_numbers(tensor.name)].append((_seed(tensor.name), tensor))
-    left = _MAX_REMOTE_SAMPLES if checkpoint.folder.cost.is_remote else _MAX_SAMPLES
+    left = max_samples(checkpoint.folder)
     samples: dict[int, list[Extent]] = {index: [] for index in files}
     for done, members in enumerate(sorted(kinds.values(), key=len)):
         members.sort(key=lambda member: member[0])

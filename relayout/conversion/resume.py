@@ -8,7 +8,7 @@ from dataclasses import astuple
 from functools import partial
 
 from relayout.checkpoint.converted import check_intact, read_manifest, read_record
-from relayout.checkpoint.source import SourceIdentity, SourceTensor, identity_of
+from relayout.checkpoint.source import SourceIdentity, SourceTensor, is_unchanged, max_samples
 from relayout.conversion.journal import Fingerprint, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion, RankFile
 from relayout.conversion.side_files import are_there, read_side_file
@@ -25,9 +25,6 @@ from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.protocols import Access, Kind, Staging
 
 _AGAIN_NBYTES = 64 * 2**20
-_MAX_SAMPLES = 16_384
-_MAX_REMOTE_SAMPLES = 512
-"""Each is a request."""
 _RUN = 64
 """Samples that one thread compares in a row."""
 
@@ -46,12 +43,12 @@ def fingerprint_of(conversion: Conversion, source: str) -> Fingerprint:
 
 
 def check_unchanged(conversion: Conversion, before: SourceIdentity) -> None:
-    """Check that the source is still what it was before it was read.
+    """Check that the source is still what it was before it was read; for the proof see `is_unchanged`.
 
     Raises:
         FormatError: it is not.
     """
-    if identity_of(conversion.source) != before:
+    if not is_unchanged(conversion.source, before):
         raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
 
 
@@ -114,9 +111,8 @@ def is_done(conversion: Conversion, threads: int) -> bool:
 def _samples_agree(conversion: Conversion, threads: int) -> bool:
     """Whether samples of the output are what the source has in their places."""
     source, output = conversion.source, conversion.output
-    is_remote = source.folder.cost.is_remote or output.cost.is_remote
     samples = [sample for index in range(len(conversion.layout.files)) for sample in _samples(conversion, index)]
-    samples = samples[:: -(-len(samples) // (_MAX_REMOTE_SAMPLES if is_remote else _MAX_SAMPLES)) or 1]
+    samples = samples[:: -(-len(samples) // max_samples(source.folder, output)) or 1]
 
     def agree(first: int) -> bool:
         ours, theirs = bytearray(BLOCK), bytearray(BLOCK)

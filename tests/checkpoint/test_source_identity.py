@@ -22,6 +22,7 @@ from relayout.checkpoint.source import (
     SourceIdentity,
     SourceTensor,
     identity_of,
+    is_unchanged,
     place_of,
     read_source,
     samples_of,
@@ -177,3 +178,35 @@ def test_samples_are_bounded_and_no_small_kind_is_left_out(monkeypatch: pytest.M
     assert min(kinds[f"layers.*.experts.*.{part}"] for part in ("gate", "up", "down")) > (80 if is_remote else 5000)
     assert min(small[:3]) > 80 if is_remote else small[:3] == [232] * 3
     assert small[3] == 4
+
+
+def test_at_the_end_nothing_is_read_again_of_a_drive_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write in place, with the times set back, is seen by the ctime; on others' file systems samples are read."""
+    write(tmp_path, model(1))
+    checkpoint = read_source(LocalStore(tmp_path))
+    before = identity_of(checkpoint)
+    read: list[int] = []
+    true_samples = samples_of
+
+    def counted(of: SourceCheckpoint, files: list[int]) -> object:
+        read.extend(files)
+        return true_samples(of, files)
+
+    monkeypatch.setattr("relayout.checkpoint.source.samples_of", counted)
+    for kind, num_files in (("ext4", 0), ("xfs", 0), ("nfs4", 2), ("fuse.sshfs", 2)):
+        monkeypatch.setattr("relayout.checkpoint.source._kind_at", lambda folder, device, kind=kind: kind)
+        again = read_source(LocalStore(tmp_path))
+        known = identity_of(again)
+        read.clear()
+        assert is_unchanged(again, known)
+        assert identity_of(again) is known
+        assert len(read) == num_files, kind
+    monkeypatch.setattr("relayout.checkpoint.source._kind_at", lambda folder, device: "ext4")
+    path = min(tmp_path.glob("*.safetensors"))
+    status, content = path.stat(), path.read_bytes()
+    while path.stat().st_ctime_ns == status.st_ctime_ns:  # The clock of the file system is coarse.
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert not is_unchanged(checkpoint, before)

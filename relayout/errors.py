@@ -115,7 +115,7 @@ class RelayoutError(Exception):
         self.offset = offset
         """Absolute byte offset in the file, if known."""
         self.code: Code = code
-        """The kind of error: a key of `FORMAT_CODES` or `PLAN_CODES`."""
+        """The kind of error: a key of `relayout.errors.FORMAT_CODES` or `PLAN_CODES`."""
 
     @property
     def text(self) -> str:
@@ -144,7 +144,7 @@ class RelayoutError(Exception):
 
 
 class FormatError(RelayoutError):
-    """A file violates its format. `FORMAT_CODES` lists the codes."""
+    """A file violates its format. `relayout.errors.FORMAT_CODES` lists the codes."""
 
     code: FormatCode
 
@@ -163,7 +163,7 @@ class FormatError(RelayoutError):
 class PlanError(RelayoutError, ValueError):
     """The request is invalid, or cannot be carried out on this checkpoint: what Python calls a ValueError.
 
-    `PLAN_CODES` lists the codes.
+    `relayout.errors.PLAN_CODES` lists the codes.
     """
 
     code: PlanCode

@@ -27,7 +27,7 @@ class CacheListing(Result):
     entries: tuple[CacheEntry, ...]
     """The least recently used first."""
     nbytes: int
-    """Of all entries."""
+    """Bytes of all entries."""
     removed_nbytes: int
     in_use: tuple[str, ...]
     """Names of entries that were to be removed, and are used by a process."""

@@ -24,11 +24,11 @@ class HashedFile:
     open: Callable[[], ReadableFile]
     """Opens the file; may be called more than once."""
     extents: Sequence[Extent]
-    """In rising order, without overlap. Empty extents may be at any offset."""
+    """The extents in rising order, without overlap. Empty extents may be at any offset."""
     chunks: Sequence[Extent] = ()
     """More extents, likewise, which may overlap the others."""
     chunk_digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
-    """Of the chunks; the extents are hashed by XXH3-128."""
+    """The algorithm for chunks; the extents are hashed by XXH3-128."""
 
 
 def hash_files(

@@ -14,8 +14,8 @@ _CONTROLLERS = {
     "": ("", "memory.max", "memory.current", ""),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
-"""Of the versions 2 and 1 of cgroups, by the name in /proc/self/cgroup: the folder, the files of limit and usage, and
-how the counters of a cgroup with those below it begin."""
+"""The memory controllers of cgroups, versions 2 and 1, by the name in /proc/self/cgroup: the folder, the files of limit
+and usage, and how the counters of a cgroup with those below it begin."""
 
 
 def peak_nbytes() -> int:

@@ -24,7 +24,7 @@ _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _OTHER_SHARE = 1 / 20
 """Most of the time that may be lost by trying the pages that were dearer."""
 _MIN_BETWEEN = 8
-"""At least so many touches lie between two trials, each of which divides a mapping."""
+"""The least number of touches between two trials, each of which divides a mapping."""
 _MOST_AT_ONCE = 4.0
 """One touch that took longer than so many times the cost says no more: something came between."""
 _FORGOTTEN_SECONDS = 1.0

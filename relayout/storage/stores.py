@@ -17,7 +17,7 @@ REGISTRY: dict[str, str] = {
     "hf": "relayout.storage.web.hub",
     **dict.fromkeys(("s3", "gs", "az"), "relayout.storage.cloud.store"),
 }
-"""By the scheme of URLs: a module, imported on first use, with `offer(url: str) -> Store`, which raises PlanError
+"""The module for each scheme of URLs, imported on first use. It has `offer(url: str) -> Store`, which raises PlanError
 for a URL that names no place there."""
 
 _SLASH = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)", re.DOTALL)

@@ -160,7 +160,7 @@ class InputFile(Closable):
 
 
 class OutputFile(Closable):
-    """See `protocols.WritableFile`.
+    """A file of an output on a local drive, see `protocols.WritableFile`.
 
     Whole pages of a write use direct I/O, and its edges use the page cache. Writes do not overlap, so a page is either
     inside one write or consists of edges: it is never written both ways. Without direct I/O, written pages are sent to
@@ -236,7 +236,7 @@ class OutputFile(Closable):
                 raise _at_byte(error, offset + done, self.path) from None
 
     def close(self) -> None:
-        """See `Closable.close`. The kernel reports a write-back error once, to descriptors open at that time."""
+        """Close the file. The kernel reports a write-back error once, to descriptors open at that time."""
         fds = [fd for fd in (self._fd, self._direct_fd) if fd >= 0]
         self._fd = self._direct_fd = -1
         try:

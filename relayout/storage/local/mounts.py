@@ -23,7 +23,7 @@ class Filesystem:
     """The file system of a file."""
 
     kind: str
-    """As mount(8) names it: ext4, xfs, nfs4, overlay ...; "unknown" if the system does not report it."""
+    """The kind as mount(8) names it: ext4, xfs, nfs4, overlay ...; "unknown" if the system does not report it."""
     mount_point: str
     block_nbytes: int
     """Preferred I/O size of the file system."""

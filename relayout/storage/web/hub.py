@@ -58,7 +58,7 @@ class HubClient:
     cost: RequestCost = CLOUD_COST
 
     def __init__(self, repo: str, revision: str | None, *, is_guess: bool = False) -> None:
-        """With `is_guess`, the name is a path that does not exist."""
+        """Name a repository. With `is_guess`, the name is a path that does not exist."""
         self._is_guess = is_guess
         self.repo = repo
         """The name, as ORG/MODEL."""

@@ -23,7 +23,7 @@ from relayout.storage.memory import proc_nbytes
 
 _COLD_SHARE, _WARM_SHARE = 0.001, 0.99
 """A file set is cold with at most this share of its bytes in the page cache, and warm with at least this share."""
-_CHUNK_NBYTES = 16 * 2**20
+_READ_NBYTES = 16 * 2**20
 _DIRECT_NBYTES, _DIRECT_THREADS = 8 * 2**20, 8
 """Bytes of a direct request, and how many are in flight, when the drive's limit is measured."""
 _DIRECT_SECONDS, _MAX_DIRECT_NBYTES = 3.0, 8 * 10**9
@@ -65,7 +65,7 @@ def forget(files: Iterable[Path]) -> None:
 
 def remember(files: Iterable[Path]) -> None:
     """Read the files into the page cache."""
-    buffer = bytearray(_CHUNK_NBYTES)
+    buffer = bytearray(_READ_NBYTES)
     for path in files:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):

@@ -23,7 +23,7 @@ from relayout.storage.memory import available_nbytes
 from relayout.storage.protocols import Access, ReadableFile, Store
 from relayout.storage.stores import find_store
 
-_CHUNK_NBYTES = 8 * 2**20
+_REQUEST_NBYTES = 8 * 2**20
 _DEFAULT_THREADS = 4
 _SHARE_OF_MEMORY = 2
 """The default limit is half of the available memory."""
@@ -86,8 +86,8 @@ def warm(
     store = find_store(path)
     names, sizes = _files(store, None if rank is None else integer(rank, "rank"))
     limit = available_nbytes() // _SHARE_OF_MEMORY if memory is None else size(memory, "memory")
-    chunks, left = _within(list(_side_by_side(sizes)), limit)
-    total, read = sum(extent.nbytes for _, extent in chunks), 0
+    requests, left = _within(list(_side_by_side(sizes)), limit)
+    total, read = sum(extent.nbytes for _, extent in requests), 0
     stop = Stop()
 
     def open_file(index: int) -> ReadableFile:
@@ -110,7 +110,7 @@ def warm(
     with OpenFiles(open_file) as inputs:
         before = list(map(resident, range(len(sizes))))
         with reporting(progress, "warming", total) as on_progress:
-            Workers(integer(threads, "threads"), chunks, Buffer, work, stop).run(on_progress)
+            Workers(integer(threads, "threads"), requests, Buffer, work, stop).run(on_progress)
         after = list(map(resident, range(len(sizes))))
     files = tuple(map(WarmFile, names, sizes, before, after))
     return Warmed(str(path), files, read, left, time.perf_counter() - started)
@@ -134,21 +134,21 @@ def _files(store: Store, rank: int | None) -> tuple[list[str], list[int]]:
 
 
 def _side_by_side(sizes: Sequence[int]) -> Iterator[tuple[int, Extent]]:
-    """Chunks of all files: the first of each, then the second of each."""
+    """Requests for all files: the first of each, then the second of each."""
     columns = [
-        [(index, extent) for extent in split(Extent(0, nbytes), _CHUNK_NBYTES)] for index, nbytes in enumerate(sizes)
+        [(index, extent) for extent in split(Extent(0, nbytes), _REQUEST_NBYTES)] for index, nbytes in enumerate(sizes)
     ]
-    return (chunk for chunk in chain.from_iterable(zip_longest(*columns)) if chunk is not None)
+    return (request for request in chain.from_iterable(zip_longest(*columns)) if request is not None)
 
 
-def _within(chunks: list[tuple[int, Extent]], limit: int) -> tuple[list[tuple[int, Extent]], int]:
-    """The first chunks, up to a limit of bytes, and the bytes of the others."""
+def _within(requests: list[tuple[int, Extent]], limit: int) -> tuple[list[tuple[int, Extent]], int]:
+    """The first requests, up to a limit of bytes, and the bytes of the others."""
     total = 0
-    for count, (_, extent) in enumerate(chunks):
+    for count, (_, extent) in enumerate(requests):
         if total + extent.nbytes > limit:
-            return chunks[:count], sum(other.nbytes for _, other in chunks[count:])
+            return requests[:count], sum(other.nbytes for _, other in requests[count:])
         total += extent.nbytes
-    return chunks, 0
+    return requests, 0
 
 
 def _resident(file: ReadableFile, extent: Extent, store: Store) -> int | None:

@@ -27,7 +27,7 @@ from relayout.conversion.steps import CopyPlan
 from relayout.errors import FormatError
 from relayout.progress import Progress, reporting
 from relayout.results import Result
-from relayout.storage.hashing import CHUNK_NBYTES as REHASH_NBYTES
+from relayout.storage.hashing import READ_NBYTES as REHASH_NBYTES
 from relayout.storage.memory import peak_nbytes
 from relayout.storage.protocols import Staging
 from relayout.storage.stores import scheme_of

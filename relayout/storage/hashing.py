@@ -14,7 +14,7 @@ from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.protocols import ReadableFile
 
-CHUNK_NBYTES = 16 * 2**20
+READ_NBYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def sha256_hex(opened: ReadableFile) -> str:
     digest = hashlib.sha256()
     buffer = Buffer()
     with opened as file:
-        for extent in split(Extent(0, file.nbytes), CHUNK_NBYTES):
+        for extent in split(Extent(0, file.nbytes), READ_NBYTES):
             view = buffer.reserve(align_up(extent.nbytes, BLOCK))
             file.read(extent.offset, view)
             digest.update(view[: extent.nbytes])
@@ -91,4 +91,4 @@ def _requests(file: HashedFile) -> Iterator[Extent]:
 
     wanted = (extent for extent in merge(file.extents, file.chunks) if extent.nbytes)
     for group in coalesce(wanted, blocks):
-        yield from split(group.extent, CHUNK_NBYTES)
+        yield from split(group.extent, READ_NBYTES)

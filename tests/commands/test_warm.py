@@ -47,7 +47,7 @@ def test_one_rank_is_brought_alone(folder: Path) -> None:
 
 
 def test_a_limit_leaves_the_rest_on_the_drive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayout.commands.warm._CHUNK_NBYTES", 65536)
+    monkeypatch.setattr("relayout.commands.warm._REQUEST_NBYTES", 65536)
     total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     done = relayout.warm(folder, memory="256KiB", threads=2)
     assert 0 < done.read_nbytes <= 4 * 65536  # The kernel reads ahead.

@@ -44,7 +44,7 @@ CHUNK_BLOCKS = [1, 2, 5, 1000]
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Requests of another size, so that a small file takes many."""
     nbytes: int = request.param * BLOCK
-    monkeypatch.setattr(rehash, "CHUNK_NBYTES", nbytes)
+    monkeypatch.setattr(rehash, "READ_NBYTES", nbytes)
     return nbytes
 
 
@@ -92,7 +92,7 @@ def test_digests_are_those_of_each_files_bytes(
         other.write_bytes(BYTES[::-1])
     files = [hashed_file((path, other)[n % 2], NBYTES, extents) for n, extents in enumerate(arrangement)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehash, "CHUNK_NBYTES", blocks * BLOCK)
+        patch.setattr(rehash, "READ_NBYTES", blocks * BLOCK)
         digests = hash_files(files, threads)
     assert digests == [expected(extents, (BYTES, BYTES[::-1])[n % 2]) for n, extents in enumerate(arrangement)]
 

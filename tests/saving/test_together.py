@@ -136,6 +136,13 @@ def test_layer_10_comes_behind_layer_2_for_all_members(place: Path, seen: list[d
     }
 
 
+@pytest.mark.parametrize("case", ["tied", "tied-copies"])
+def test_tied_weights_are_one_for_all_members(place: Path, seen: list[dict[str, Any]], case: str) -> None:
+    assert [member[case] for member in seen] == [None] * NUM_MEMBERS
+    with relayout.safe_open(place / case) as saved:
+        assert list(saved.keys()) == ["embedding"]
+
+
 def test_only_the_first_member_reads_the_configuration(seen: list[dict[str, Any]]) -> None:
     assert [member["config-of-one"] for member in seen] == [None] * NUM_MEMBERS
 

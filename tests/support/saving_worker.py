@@ -258,6 +258,13 @@ def _member(folder: Path, url: str, number: int) -> None:
     seen.case("shape", save("shape", {"x": DTensor.from_local(eight[:3], line, [Shard(0)], **place)}))
     layers = {f"layers.{n}.x": distribute_tensor(torch.arange(4.0 * n), line, [Shard(0)]) for n in (1, 2, 10)}
     seen.case("numbers", save("numbers", layers, unmatched="replicate"))
+    embedding = distribute_tensor(torch.arange(12.0).reshape(3, 4), line, [Shard(0)])  # Of which one member has no row.
+    config = {"tie_word_embeddings": True, "vocab_size": 3} if number == 0 else None
+    for case, background in (("tied", False), ("tied-copies", True)):
+        done = save(
+            case, {"embedding": embedding, "head": embedding.detach()}, config=config, background=background, tp=1
+        )
+        seen.case(case, (lambda later: later.result)(done()) if background else done)
     with _failing(f"{held}.copy", RuntimeError("the device is on fire"), number == 1):
         seen.case("copy", save("copy", parts, tp=1))  # This member only sends.
     with _failing("relayout.conversion.journal.Journal.add", OSError(errno.EIO, "the drive is on fire"), number == 0):

@@ -110,7 +110,7 @@ R = TypeVar("R", bound=_Shown)
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class Printing:
     """How a command prints, by the options that all commands have."""
 
     quiet: bool
@@ -153,10 +153,10 @@ class Output:
 
 
 @contextmanager
-def output(quiet: bool, verbose: bool, as_json: bool) -> Iterator[Output]:
+def output(quiet: bool, verbose: bool, as_json: bool) -> Iterator[Printing]:
     """Yield how the command in the block prints, and print its warnings and its error."""
     with errors(as_json=as_json), _warnings(quiet, as_json):
-        yield Output(quiet, verbose, as_json)
+        yield Printing(quiet, verbose, as_json)
 
 
 def examples(*lines: str) -> str:

@@ -15,9 +15,9 @@ from relayout.cli.command import (
     ConvertedArgument,
     JsonOption,
     MemoryOption,
-    Output,
     PathArgument,
     PlanOption,
+    Printing,
     QuietOption,
     RankOption,
     RanksOption,
@@ -213,13 +213,13 @@ def bench(
             raise typer.Exit(EXIT_DIFFERENCE)
 
 
-def _show_bench(out: Output, result: Bench) -> None:
+def _show_bench(out: Printing, result: Bench) -> None:
     from relayout.cli import render
 
     out.show(result, render.bench)
 
 
-def _made(out: Output, path: str, size: str, tp: int | None, runs: int | None) -> Bench:
+def _made(out: Printing, path: str, size: str, tp: int | None, runs: int | None) -> Bench:
     """Measure a checkpoint that is made for it, and deleted afterwards."""
     from relayout.benchmark import measure
 
@@ -229,7 +229,9 @@ def _made(out: Output, path: str, size: str, tp: int | None, runs: int | None) -
     return replace(result, source=None, converted=None)
 
 
-def _measured(out: Output, path: str, tp: int | None, against: str | None, runs: int | None, yes: bool | None) -> Bench:
+def _measured(
+    out: Printing, path: str, tp: int | None, against: str | None, runs: int | None, yes: bool | None
+) -> Bench:
     """Measure a checkpoint that is there."""
     from relayout.benchmark import measure
 

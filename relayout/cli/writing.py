@@ -16,8 +16,8 @@ from relayout.cli.command import (
     IfMissingOption,
     JsonOption,
     MemoryOption,
-    Output,
     PlanOption,
+    Printing,
     QuietOption,
     RanksOption,
     SourceArgument,
@@ -165,7 +165,7 @@ class _Way:
         if self.unit is not None and self.commit:
             raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
 
-    def carry_out(self, planned: Conversion, out: Output) -> None:
+    def carry_out(self, planned: Conversion, out: Printing) -> None:
         """Carry out a conversion, and print what was done; or print what would be."""
         from relayout.cli import render
 

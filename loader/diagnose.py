@@ -25,10 +25,11 @@ from relayout.loader.reads import Request
 from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
 from relayout.results import Result
 from relayout.storage.buffers import Buffer
-from relayout.storage.local.mounts import Filesystem, filesystem_of, refuses_direct
+from relayout.storage.local.files import refuses_direct
 from relayout.storage.pages import measured_pages
 from relayout.storage.protocols import Access, ReadableFile
 from relayout.storage.stores import find_input, scheme_of
+from relayout.storage.system import Filesystem, filesystem_of
 
 if TYPE_CHECKING:
     import torch

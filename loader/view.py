@@ -26,8 +26,8 @@ from relayout.loader.sources.checkpoint import find_whole
 from relayout.loader.sources.rank import ArenaPlan, Names, Pieces, RankSource, StoredFile, pack
 from relayout.loader.stream import stream
 from relayout.loader.tensors import check_mode, make_views, to_device
-from relayout.storage.libc import map_file
 from relayout.storage.protocols import Access, Closable
+from relayout.storage.system import map_file
 
 if TYPE_CHECKING:
     import torch

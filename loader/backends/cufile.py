@@ -31,7 +31,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relayout.storage.local.mounts import filesystem_of
+from relayout.storage.system import filesystem_of
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from threading import local
 import numpy as np
 
 from relayout.core.extents import BLOCK
-from relayout.storage.local.mounts import filesystem_of, refuses_direct
-from relayout.storage.local.page_cache import resident_nbytes
+from relayout.storage.local.files import refuses_direct
 from relayout.storage.memory import proc_nbytes
+from relayout.storage.system import filesystem_of, resident_nbytes
 
 _COLD_SHARE, _WARM_SHARE = 0.001, 0.99
 """A file set is cold with at most this share of its bytes in the page cache, and warm with at least this share."""

@@ -20,9 +20,9 @@ from relayout.format.fields import decode, parse_toml
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
 from relayout.storage.head_file import HeadFile
-from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.protocols import Access, FileStat, ReadableFile, Store, if_there
 from relayout.storage.stores import scheme_of
+from relayout.storage.system import resident_nbytes
 
 Trust: TypeAlias = str | os.PathLike[str] | None
 """A policy file; None: what RELAYOUT_TRUST names, or no policy if that is not set."""

@@ -18,10 +18,10 @@ from relayout.progress import Progress, reporting
 from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
-from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.memory import available_nbytes
 from relayout.storage.protocols import Access, ReadableFile, Store
 from relayout.storage.stores import find_store
+from relayout.storage.system import resident_nbytes
 
 _REQUEST_NBYTES = 8 * 2**20
 _DEFAULT_THREADS = 4

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayout.core.extents import align_up
-from relayout.storage.libc import advise, populate
+from relayout.storage.system import advise, populate
 
 HUGE_PAGE = 2 * 2**20
 """Bytes of a huge page on x86-64 and, mostly, arm64."""

@@ -16,7 +16,7 @@ from support.slow_storage import Link, absence, slow_folder, slow_server
 
 import relayout
 from relayout.loader.diagnose import diagnose
-from relayout.storage.local.page_cache import resident_nbytes
+from relayout.storage.system import resident_nbytes
 
 
 @pytest.mark.skipif(absence() is not None, reason=str(absence()))

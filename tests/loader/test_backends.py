@@ -32,8 +32,8 @@ from relayout.loader.backends.base import REGISTRY
 from relayout.loader.budgets import Budget
 from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.files import InputFile
-from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.local.store import LocalStore
+from relayout.storage.system import resident_nbytes
 from relayout.testing.backends import (
     CASES,
     CHUNK,

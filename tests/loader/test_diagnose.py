@@ -35,7 +35,7 @@ import relayout
 from relayout.cli.app import app
 from relayout.errors import PlanError
 from relayout.loader.diagnose import diagnose
-from relayout.storage.local.mounts import filesystem_of
+from relayout.storage.system import filesystem_of
 
 Array = npt.NDArray[Any]
 

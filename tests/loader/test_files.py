@@ -36,8 +36,8 @@ from relayout.loader.backends.files import ReadableFiles
 from relayout.storage.buffers import Buffer
 from relayout.storage.local import store
 from relayout.storage.local.files import InputFile
-from relayout.storage.local.page_cache import read_ahead_nbytes, resident_nbytes
 from relayout.storage.protocols import Access
+from relayout.storage.system import read_ahead_nbytes, resident_nbytes
 
 Bytes = npt.NDArray[np.uint8]
 

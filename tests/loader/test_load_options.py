@@ -35,8 +35,8 @@ from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.budgets import Budget
 from relayout.loader.diagnose import diagnose
 from relayout.loader.sources.checkpoint import find_rank
-from relayout.storage.local.page_cache import resident_nbytes
 from relayout.storage.protocols import Access
+from relayout.storage.system import resident_nbytes
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,6 @@ NOT_FOR_LOADS = {
     "relayout.loader.view",
     "relayout.storage.hashing",
     "relayout.storage.cloud.store",
-    "relayout.storage.local.mounts",
     "relayout.storage.local.staging",
     "rich",
     "safetensors",

@@ -72,7 +72,7 @@ def measure(source: Path, limit: float, tell: Callable[[str], None]) -> list[dic
 
 
 def _resident(path: Path) -> int:
-    from relayout.storage.local.page_cache import resident_nbytes
+    from relayout.storage.system import resident_nbytes
 
     with path.open("rb") as file:
         return resident_nbytes(file.fileno(), 0, path.stat().st_size) or 0

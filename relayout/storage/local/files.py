@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.errors import FormatCode, FormatError
-from relayout.storage.libc import allocate, sync_range
+from relayout.errors import FormatCode, FormatError, RelayoutError
+from relayout.storage.buffers import Buffer
 from relayout.storage.local.open_folder import OpenFolder, restrict, with_path
 from relayout.storage.protocols import Access, Closable, FileStat, read_whole
+from relayout.storage.system import allocate, sync_range
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
@@ -321,3 +322,15 @@ def holes(fd: int, extent: Extent) -> Iterator[Extent]:
             yield Extent(hole, position - hole)
     except OSError:  # Not supported by the file system.
         return
+
+
+def refuses_direct(path: Path) -> str | None:
+    """Why direct I/O fails on a file, tested by reading its first block; None if it works."""
+    try:
+        with InputFile(path, path.stat().st_size, access=Access.DIRECT) as file:
+            file.read(0, Buffer().reserve(BLOCK))
+    except OSError as error:
+        return error.strerror or str(error)
+    except RelayoutError as error:
+        return str(error)
+    return None

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from relayout.errors import FormatError
-from relayout.storage.libc import exchange_names
 from relayout.storage.protocols import Closable
+from relayout.storage.system import exchange_names
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -1,4 +1,4 @@
-"""relayout.storage.local.page_cache against a page cache that was emptied, and filled again by reading known pages."""
+"""relayout.storage.system against a page cache that was emptied, and filled again by reading known pages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pytest
 from support.page_cache import Bytes, drive_nbytes, drop, opened, warm, write_cold
 
-from relayout.storage.local import page_cache as residency
-from relayout.storage.local.page_cache import resident_nbytes
+from relayout.storage import system as residency
+from relayout.storage.system import resident_nbytes
 
 PAGE = mmap.PAGESIZE
 NUM_PAGES = 64
@@ -152,7 +152,7 @@ def test_mapping_to_look_leaves_no_mapping(stored: Stored, monkeypatch: pytest.M
 
 AS_ANOTHER = """
 import ctypes, mmap, os, sys
-from relayout.storage.local import page_cache as residency
+from relayout.storage import system as residency
 user = int(sys.argv[1])
 fd = os.open(sys.argv[2], os.O_RDONLY)
 nbytes = os.fstat(fd).st_size

@@ -1,0 +1,222 @@
+"""What the operating system is asked: C library calls that Python lacks, the page cache, and file systems."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from relayout.core.extents import align_down, align_up
+
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ESPIPE})
+"""Errors of a system or file system that does not support the call."""
+_START, _WAIT = 2, 7
+"""Flags of sync_file_range(2): SYNC_FILE_RANGE_WRITE alone, and with both WAIT flags."""
+_RENAME_EXCHANGE = 2
+"""`linux/fs.h`."""
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""MADV_POPULATE_READ and MADV_POPULATE_WRITE of `asm-generic/mman-common.h` (Linux 5.14)."""
+_CACHESTAT = 451
+"""The number of cachestat(2) in every architecture that has it (Linux 6.5)."""
+_READ_AHEAD_NBYTES = 8 * 2**20
+"""More than the defaults of file systems; used if the system does not report it."""
+_MOUNTS = Path("/proc/self/mountinfo")
+_DESCRIPTORS = Path("/proc/self/fdinfo")
+_DRIVES = Path("/sys/dev/block")
+
+
+@cache
+def libc() -> ctypes.CDLL:
+    """The C library; `mmap` returns an address."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    return library
+
+
+def _call(name: str, *arguments: object) -> bool:
+    """Call a function that returns 0; return False if the system or file system does not support it.
+
+    Raises:
+        OSError: the call failed.
+    """
+    function = getattr(libc(), name, None)
+    if function is not None and function(*arguments) == 0:
+        return True
+    code = errno.ENOSYS if function is None else ctypes.get_errno()
+    if code in _REFUSED:
+        return False
+    raise OSError(code, os.strerror(code))
+
+
+def sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
+    """Start writing a range from the page cache to the drive, and optionally wait; does nothing if not supported.
+
+    Raises:
+        OSError: the bytes could not be written; a later fsync would not report it again.
+    """
+    _call("sync_file_range", fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WAIT if wait else _START)
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Set a file's length and, if the file system can, allocate its blocks, so that a full disk fails here."""
+    os.ftruncate(fd, nbytes)
+    # Not os.posix_fallocate: if the file system cannot allocate, the C library writes to every block.
+    if nbytes:
+        _call("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+
+
+def exchange_names(folder: int, name: str, other_folder: int, other: str) -> bool:
+    """Exchange two names, each in an open folder, atomically. Return False if the system does not support it."""
+    return _call("renameat2", folder, os.fsencode(name), other_folder, os.fsencode(other), _RENAME_EXCHANGE)
+
+
+def map_file(fd: int, offset: int, nbytes: int, *, flags: int, writable: bool = False, address: int = 0) -> int:
+    """Map bytes of a file into memory and return the address; `offset` is a multiple of the page size."""
+    result = libc().mmap(
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(nbytes),
+        mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
+        flags,
+        fd,
+        ctypes.c_int64(offset),
+    )
+    if result == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot be mapped into memory: {os.strerror(code)}")
+    return int(result or 0)
+
+
+def populate(address: int, nbytes: int, *, writable: bool = False) -> bool:
+    """Bring mapped pages into memory, to be read or written. Return False if one cannot be had, or there is no support.
+
+    Using a page of a file that cannot be read, or that was truncated, would kill the process.
+    """
+    return advise(address, nbytes, _POPULATE_WRITE if writable else _POPULATE_READ)
+
+
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """Call madvise(2), without Python's lock, which mmap.madvise would hold. Return False if it failed."""
+    return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Unmap memory that `map_file` mapped."""
+    libc().munmap(ctypes.c_void_p(address), ctypes.c_size_t(align_up(nbytes, mmap.PAGESIZE)))
+
+
+class _Range(ctypes.Structure):
+    """`struct cachestat_range` of linux/mman.h."""
+
+    _fields_ = (("off", ctypes.c_uint64), ("len", ctypes.c_uint64))
+
+
+class _Counts(ctypes.Structure):
+    """`struct cachestat` of linux/mman.h, in pages."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently_evicted"))
+
+
+def resident_nbytes(fd: int, offset: int, nbytes: int) -> int | None:
+    """How many of a file's bytes are in the page cache, by whole pages; None if the system does not report it.
+
+    Uses cachestat(2). If that is missing or not permitted, uses mincore(2), but only for files that this process may
+    write: Linux 5.2 and later report all pages of other files as resident (mm/mincore.c, can_do_mincore).
+    """
+    nbytes = min(nbytes, os.fstat(fd).st_size - offset)
+    if nbytes <= 0:
+        return 0
+    if sys.platform != "linux":
+        return None
+    num_pages = _cachestat(fd, offset, nbytes)
+    if num_pages is None:
+        num_pages = _mincore(fd, offset, nbytes)
+    return None if num_pages is None else min(nbytes, num_pages * mmap.PAGESIZE)
+
+
+def read_ahead_nbytes(fd: int) -> int:
+    """The kernel's read-ahead window of the file's device, in bytes."""
+    device = os.fstat(fd).st_dev
+    try:
+        text = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb").read_text()
+        return int(text) * 1024
+    except (OSError, ValueError):
+        return _READ_AHEAD_NBYTES
+
+
+def _cachestat(fd: int, offset: int, nbytes: int) -> int | None:
+    counts = _Counts()
+    location = _Range(offset, nbytes)
+    if libc().syscall(ctypes.c_long(_CACHESTAT), fd, ctypes.byref(location), ctypes.byref(counts), 0):
+        return None
+    return int(counts.cache)
+
+
+def _mincore(fd: int, offset: int, nbytes: int) -> int | None:
+    if os.fstat(fd).st_uid != os.geteuid() and not os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True):
+        return None
+    start = align_down(offset, mmap.PAGESIZE)
+    length = align_up(offset + nbytes, mmap.PAGESIZE) - start
+    pages = (ctypes.c_ubyte * (length // mmap.PAGESIZE))()
+    try:
+        address = map_file(fd, start, length, flags=mmap.MAP_SHARED)
+    except OSError:
+        return None
+    try:
+        if libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), pages):
+            return None
+    finally:
+        unmap(address, length)
+    return sum(page & 1 for page in pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Filesystem:
+    """The file system of a file."""
+
+    kind: str
+    """The kind as mount(8) names it: ext4, xfs, nfs4, overlay ...; "unknown" if the system does not report it."""
+    mount_point: str
+    block_nbytes: int
+    """Preferred I/O size of the file system."""
+    drive_block_nbytes: int | None
+    """Logical block size of the drive; None if unknown or if there are several drives."""
+
+
+def filesystem_of(path: Path) -> Filesystem:
+    """The file system of an existing file."""
+    status = path.stat()
+    mount_point, kind = _mount_of(path)
+    return Filesystem(kind, mount_point, status.st_blksize, _drive_block(status.st_dev))
+
+
+def _mount_of(path: Path) -> tuple[str, str]:
+    """Mount point and kind of a file's file system; see proc(5), fdinfo and mountinfo."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            described = (_DESCRIPTORS / str(fd)).read_text()
+        finally:
+            os.close(fd)
+        mount = next(line.split()[1] for line in described.splitlines() if line.startswith("mnt_id:"))
+        lines = os.fsdecode(_MOUNTS.read_bytes()).splitlines()
+        before, _, after = next(line.partition(" - ") for line in lines if line.split(" ", 1)[0] == mount)
+    except (AttributeError, OSError, StopIteration):  # AttributeError: macOS has no O_PATH.
+        return "/", "unknown"
+    mount_point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split(" ")[4])
+    return mount_point, after.split(" ")[0]
+
+
+def _drive_block(device: int) -> int | None:
+    drive = _DRIVES / f"{os.major(device)}:{os.minor(device)}"
+    for place in (drive, drive.resolve().parent):  # A partition's queue is its drive's.
+        try:
+            return int((place / "queue" / "logical_block_size").read_text())
+        except (OSError, ValueError):
+            continue
+    return None

@@ -68,8 +68,10 @@ def save_pretrained(
     Args:
         model: of transformers 5; not quantized, and without adapters. All processes give the same one, not stages.
         dtype: the floating-point dtype to write, as if the model had been moved `to` it before; it keeps its own.
-        output, tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest,
-            background, max_shard_size, force, threads, memory, progress: as for `relayout.save`.
+
+    All other arguments (`output`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`, `unmatched`,
+    `max_part_nbytes`, `layout`, `ranks`, `digest`, `background`, `max_shard_size`, `force`, `threads`, `memory`,
+    `progress`) are those of `relayout.save`.
 
     Raises:
         PlanError: the model cannot be saved like this; or as `relayout.save`.

@@ -41,13 +41,13 @@ from relayout.format.fields import parse_object
 from relayout.format.index import MANIFEST_NAME, IndexedFile, Manifest, RankTable
 from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, parse_manifest
 from relayout.format.rank_table import parse_table
+from relayout.publish.output import Replaceable
 from relayout.storage.protocols import (
     Access,
     Closable,
     Entry,
     FileStat,
     ReadableFile,
-    Replaceable,
     Store,
 )
 from relayout.storage.stores import check_exists, find_input

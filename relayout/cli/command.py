@@ -78,6 +78,12 @@ IfMissingOption = Annotated[
 ]
 ThreadsOption = Annotated[int, typer.Option(metavar="N", help="Threads that read, copy, hash and write.")]
 MemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of these threads.")]
+ScratchOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR", help="Folder for files on their way to a bucket. Default: that of temporary files (TMPDIR)."
+    ),
+]
 DegreeOption = Annotated[
     int, typer.Option("--tp", "-tp", metavar="N", help="Number of tensor-parallel ranks; 1 cuts no tensor.")
 ]

@@ -20,6 +20,7 @@ from relayout.cli.command import (
     Printing,
     QuietOption,
     RanksOption,
+    ScratchOption,
     SourceArgument,
     ThreadsOption,
     TrustOption,
@@ -108,6 +109,7 @@ def convert(
     digest: _DigestOption = "xxh3_128",
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
+    scratch: ScratchOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
     force: ForceOption = False,
     if_missing: IfMissingOption = False,
@@ -126,7 +128,7 @@ def convert(
     any model can be converted, into a folder for stock loaders.
     """
     with output(quiet, verbose, as_json) as out:
-        way = _Way(dry_run, force, if_missing, threads, memory, unit, commit, ray)
+        way = _Way(dry_run, force, if_missing, threads, memory, scratch, unit, commit, ray)
         planned = relayout.plan_conversion(
             source,
             output_folder,
@@ -153,6 +155,7 @@ class _Way:
     if_missing: bool
     threads: int
     memory: str
+    scratch: str | None
     unit: str | None
     commit: bool
     ray: str | None
@@ -174,7 +177,7 @@ class _Way:
             return
         from relayout.conversion import jobs, run
 
-        force, threads, memory = self.force, self.threads, self.memory
+        force, threads, memory, scratch = self.force, self.threads, self.memory, self.scratch
         progress = out.work("converting")
         if self.if_missing and run.is_carried_out(planned, threads=threads, memory=memory):
             from relayout.commands.copy import AlreadyThere
@@ -184,18 +187,26 @@ class _Way:
             from relayout.clusters import on_ray
 
             done = on_ray.convert(
-                planned, address=self.ray, force=force, threads=threads, memory=memory, progress=progress
+                planned,
+                address=self.ray,
+                force=force,
+                threads=threads,
+                memory=memory,
+                scratch=scratch,
+                progress=progress,
             )
             out.show(done, render.summary)
         elif self.unit is not None:
             share = jobs.convert_share(
-                planned, self.unit, force=force, threads=threads, memory=memory, progress=progress
+                planned, self.unit, force=force, threads=threads, memory=memory, scratch=scratch, progress=progress
             )
             out.show(share, render.units)
         elif self.commit:
             out.show(jobs.commit_units(planned, force=force), render.committed)
         else:
-            done = run.carry_out(planned, force=force, threads=threads, memory=memory, progress=progress)
+            done = run.carry_out(
+                planned, force=force, threads=threads, memory=memory, scratch=scratch, progress=progress
+            )
             out.show(done, render.summary)
 
 
@@ -206,6 +217,7 @@ def restore(
     trust: TrustOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
+    scratch: ScratchOption = None,
     force: Annotated[
         bool,
         typer.Option(
@@ -231,6 +243,7 @@ def restore(
             trust=trust,
             threads=threads,
             memory=memory,
+            scratch=scratch,
             progress=out.work("restoring"),
         )
         out.show(done, render.restored)
@@ -249,6 +262,7 @@ def copy(
     trust: TrustOption = None,
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
+    scratch: ScratchOption = None,
     force: ForceOption = False,
     if_missing: IfMissingOption = False,
     quiet: QuietOption = False,
@@ -276,6 +290,7 @@ def copy(
             trust=trust,
             threads=threads,
             memory=memory,
+            scratch=scratch,
             progress=progress,
         )
         out.show(done, render.copied)
@@ -287,6 +302,7 @@ def delta(
     new: Annotated[str, typer.Argument(metavar="NEW", help="The same model, converted alike, with other weights.")],
     output_folder: Annotated[str, typer.Option("--output", "-o", metavar="DELTA", help="Folder to write, or its URL.")],
     threads: ThreadsOption = 8,
+    scratch: ScratchOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -299,7 +315,9 @@ def delta(
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
 
-        done = relayout.delta(old, new, output_folder, force=force, threads=threads, progress=out.work("comparing"))
+        done = relayout.delta(
+            old, new, output_folder, force=force, threads=threads, scratch=scratch, progress=out.work("comparing")
+        )
         out.show(done, render.delta_done)
 
 
@@ -313,6 +331,7 @@ def apply(
     ],
     output_folder: Annotated[str, typer.Option("--output", "-o", metavar="NEW", help="Folder to write, or its URL.")],
     threads: ThreadsOption = 8,
+    scratch: ScratchOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -327,7 +346,7 @@ def apply(
         from relayout.cli import render
 
         done = relayout.apply_deltas(
-            base, changes, output_folder, force=force, threads=threads, progress=out.work("copying")
+            base, changes, output_folder, force=force, threads=threads, scratch=scratch, progress=out.work("copying")
         )
         out.show(done, render.copied)
 

@@ -52,6 +52,7 @@ def convert(
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
+    scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> Summary:
     """Carry out a conversion on a Ray cluster. After an interruption the same call goes on, on any number of nodes.
@@ -62,7 +63,7 @@ def convert(
         address: of the cluster, "HOST:PORT" or "ray://HOST:PORT"; "auto": what RAY_ADDRESS says, or else that of this
             machine; "local": starts one. Not used if this process is connected to one.
         progress: as for `relayout.convert`, of units that are done.
-        threads, memory: of each task.
+        threads, memory, scratch: of each task.
 
     Raises:
         FormatError, PlanError, OSError: as `relayout.convert`, wherever it happened; or ray is not installed.
@@ -72,7 +73,7 @@ def convert(
     with _cluster(address, threads) as cluster:
         what = f"converting {len(jobs)} units on {cluster.num_nodes} nodes"
         with reporting(progress, what, sum(job.source_nbytes for job in jobs)) as report:
-            records = cluster.run(jobs, {"threads": threads, "memory": memory}, report)
+            records = cluster.run(jobs, {"threads": threads, "memory": memory, "scratch": scratch}, report)
     summary = commit_jobs(jobs)
     return replace(
         summary,

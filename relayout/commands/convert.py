@@ -33,6 +33,7 @@ def convert(
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
+    scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> Summary:
     """Rewrite a safetensors checkpoint so that each tensor-parallel rank's bytes are contiguous and aligned.
@@ -60,6 +61,8 @@ def convert(
             resumed.
         threads: threads that read, copy and write.
         memory: bytes that they may use for copying, also as text, such as "512MiB".
+        scratch: the folder for files on their way to a bucket; default is that of temporary files (TMPDIR). It needs
+            room for two units: all files of one number, of about `max_part_nbytes` for each rank.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
@@ -91,4 +94,4 @@ def convert(
         ranks=ranks,
         digest=digest,
     )
-    return carry_out(planned, force=force, threads=threads, memory=memory, progress=progress)
+    return carry_out(planned, force=force, threads=threads, memory=memory, scratch=scratch, progress=progress)

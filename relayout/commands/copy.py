@@ -53,12 +53,15 @@ from relayout.format.manifest import (
 )
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
+from relayout.publish.local_output import LocalOutput
+from relayout.publish.output import Output, Work
+from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.memory import peak_nbytes
-from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
+from relayout.storage.protocols import Access, ReadableFile, Store, WritableFile
 from relayout.storage.stores import find_input, find_store
 
 Ranks = str | Iterable[int] | None
@@ -153,6 +156,7 @@ def copy(
     trust: Trust = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
+    scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> Copied:
     """Copy what ranks need of a converted folder. Every byte is compared with its digest while it passes.
@@ -165,6 +169,7 @@ def copy(
         trust: whose signature is wanted, as for `load`.
         threads: threads that read, hash and write.
         memory: bytes that they may use, also as text, such as "512MiB".
+        scratch: the folder for files on their way to a bucket; default is that of temporary files (TMPDIR).
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
@@ -181,7 +186,7 @@ def copy(
         (0, 1, 2, 3)
     """
     source = trusted(find_input(path).snapshot(), trust)
-    return copy_from(source, [source], output, ranks, force, threads, memory, progress)
+    return copy_from(source, [source], output, ranks, force, threads, memory, progress, scratch)
 
 
 def is_copied(
@@ -217,6 +222,7 @@ def copy_from(
     threads: int,
     memory: int | str,
     progress: Progress,
+    scratch: str | os.PathLike[str] | None = None,
 ) -> Copied:
     """As `copy`, of a store of which no file changes; `inputs` are those that its bytes come from."""
     started = time.monotonic()
@@ -225,23 +231,35 @@ def copy_from(
     blob, manifest, kept = _kept(source, ranks)
     record = read_record(source, manifest)
     for store in inputs:
-        target.check_output(store, CONVERTED, force=force)
+        check_output(target, store, CONVERTED, force=force)
     fingerprint = Fingerprint(digest_hex(blob), digest_hex(compact_json(["copy", kept.present])))
-    modes = modes_of(inputs, [file.name for file in kept.files])
-    with target.stage(CONVERTED, replace=force, modes=modes) as staging:
-        noted = read_progress(staging, fingerprint, force=force)
-        for name in set(staging.names()) - {file.name for file in kept.files}:
-            staging.remove(name)  # Of a copy that was interrupted behind its last rank file.
-        nbytes = sum(file.nbytes for file in kept.files)
-        staging.check_space(nbytes + nbytes // 2**16 + sum(side.nbytes for side in record.side_files) + len(blob))
-        with Journal(staging, fingerprint, append=bool(noted.chunks)) as journal:
-            copying = _Copying(source, manifest, kept, staging, journal)
-            resumed_nbytes = copying.run(threads, min(piece_nbytes, source.cost.chunk_nbytes), progress)
-        put_index(source, staging, kept, record, copying.digests)
+    nbytes = sum(file.nbytes for file in kept.files)
+    work = Work(
+        what=f"a copy of {source}",
+        fingerprint=digest_hex(compact_json([fingerprint.source, fingerprint.options])),
+        others=[*names_of(kept, record), SIGNATURE_NAME],
+        modes=modes_of(inputs, [file.name for file in kept.files]),
+        scratch=None if scratch is None else os.fspath(scratch),
+    )
+    with begin(target, CONVERTED, work, force=force) as made:
+        copying = _Copying(source, manifest, kept, made)
+        threads_and_piece = threads, min(piece_nbytes, source.cost.chunk_nbytes)
+        if made.earlier is None:
+            made.check_space(nbytes, max((file.nbytes for file in kept.files), default=0))
+            resumed_nbytes = copying.copy_parts(*threads_and_piece, progress)
+        else:
+            noted = read_progress(made.earlier, fingerprint, force=force)
+            for name in set(made.earlier.names()) - {file.name for file in kept.files}:
+                made.earlier.remove(name)  # Of a copy that was interrupted behind its last rank file.
+            others_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
+            made.check_space(nbytes + nbytes // 2**16 + others_nbytes)
+            with Journal(made.earlier, fingerprint, append=bool(noted.chunks)) as journal:
+                resumed_nbytes = copying.copy_in(made.earlier, journal, *threads_and_piece, progress)
+        put_index(source, made, kept, record, copying.digests)
         signature = find_signature(source, blob) if kept is manifest else None  # Of another manifest it is none.
         if signature is not None:
-            staging.put(SIGNATURE_NAME, [signature])
-        staging.put(MANIFEST_NAME, [blob if kept is manifest else dump_manifest(kept)])
+            made.put(SIGNATURE_NAME, [signature])
+        made.put(MANIFEST_NAME, [blob if kept is manifest else dump_manifest(kept)])
     return Copied(
         output=str(target),
         num_ranks=manifest.num_ranks,
@@ -268,16 +286,15 @@ def _kept(folder: Store, ranks: Ranks) -> tuple[bytes, Manifest, Manifest]:
 class _Copying:
     """Copies rank files, and compares the digest of every chunk."""
 
-    def __init__(self, source: Store, manifest: Manifest, kept: Manifest, staging: Staging, journal: Journal) -> None:
+    def __init__(self, source: Store, manifest: Manifest, kept: Manifest, output: Output) -> None:
         self._source = source
-        self._staging = staging
-        self._journal = journal
+        self._output = output
+        self._journal: Journal | None = None
         self._chunk_nbytes, self._digest = manifest.chunk_nbytes, manifest.digest
         self._files: tuple[IndexedFile, ...] = kept.files
         number = {file.name: index for index, file in enumerate(manifest.files)}
         self.digests = [read_chunk_digests(source, manifest, number[file.name]) for file in kept.files]
         """Of the chunks of each file."""
-        self._existing = set(staging.names())
         self._num_left = [0] * len(self._files)
         """Of each file: bytes to be copied."""
         self._lock = threading.Lock()
@@ -286,14 +303,37 @@ class _Copying:
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
-    def run(self, threads: int, piece_nbytes: int, progress: Progress) -> int:
-        """Copy what is not there yet; returns how many bytes were."""
+    def copy_parts(self, threads: int, piece_nbytes: int, progress: Progress) -> int:
+        """Copy each file as a part of the output, but for those that are there; returns how many bytes were."""
+        sizes = [file.nbytes - file.data_start for file in self._files]
+        kept = {index for index in range(len(sizes)) if self._output.kept(_part_name(index)) is not None}
+        done = resumed_nbytes = sum(sizes[index] for index in kept)
+        with reporting(progress, "copying", sum(sizes)) as report, self._inputs, self._outputs:
+            for index in sorted(set(range(len(sizes))) - kept):
+                file = self._files[index]
+                chunks = chunks_of(file.data_start, file.nbytes, self._chunk_nbytes)
+                pieces = ((index, piece) for chunk in chunks for piece in split(chunk, piece_nbytes))
+                self._num_left[index] = sizes[index]
+                if not sizes[index]:
+                    self._complete(index)
+                stop = Stop()
+                self._hashes = OrderedDigests(stop, self._digest)
+                Workers(threads, pieces, Buffer, self._copy, stop).run(report.after(done))
+                self._output.keep(_part_name(index), b"")
+                done += sizes[index]
+        return resumed_nbytes
+
+    def copy_in(
+        self, folder: LocalOutput, journal: Journal, threads: int, piece_nbytes: int, progress: Progress
+    ) -> int:
+        """Copy what is not in a folder yet; returns how many bytes were."""
+        self._journal, existing = journal, set(folder.names())
         total = sum(file.nbytes - file.data_start for file in self._files)
         num_readers = num_readers_of(threads, piece_nbytes)
-        with reporting(progress if self._existing else None, "checking finished work", total) as report:
+        with reporting(progress if existing else None, "checking finished work", total) as report:
             missing = []
-            for index in range(len(self._files)):
-                missing.append(self._missing(index, num_readers))
+            for index, file in enumerate(self._files):
+                missing.append(self._missing(index, folder if file.name in existing else None, num_readers))
                 report(sum(file.nbytes - file.data_start for file in self._files[: index + 1]))
         self._num_left = [sum(extent.nbytes for extent in extents) for extents in missing]
         resumed_nbytes = total - sum(self._num_left)
@@ -309,19 +349,17 @@ class _Copying:
             Workers(threads, pieces(), Buffer, self._copy, self._stop).run(report.after(resumed_nbytes))
         return resumed_nbytes
 
-    def _missing(self, index: int, num_readers: int) -> list[Extent]:
-        """The chunks of a file that are not there with their digests."""
+    def _missing(self, index: int, folder: LocalOutput | None, num_readers: int) -> list[Extent]:
+        """The chunks of a file that are not in a folder with their digests; None: the file is nowhere."""
         file = self._files[index]
         chunks = chunks_of(file.data_start, file.nbytes, self._chunk_nbytes)
-        if file.name not in self._existing:
+        if folder is None:
             return chunks
-        if not self._staging.can_read:  # Only complete files are there.
-            return []
         try:
-            stored = HashedFile(lambda: self._staging.open(file.name, file.nbytes), (), chunks, self._digest)
+            stored = HashedFile(lambda: folder.open(file.name, file.nbytes), (), chunks, self._digest)
             [found] = hash_files([stored], num_readers)
         except FormatError:  # It has another length.
-            self._staging.remove(file.name)
+            folder.remove(file.name)
             return chunks
         expected = self.digests[index].hex()
         width = 2 * self._digest.nbytes
@@ -333,8 +371,9 @@ class _Copying:
 
     def _open_output(self, index: int) -> WritableFile:
         file = self._files[index]
-        self._journal.add(Written(chunks={index: b""}))  # From now on there is something to resume.
-        return self._staging.write_file(file.name, file.nbytes)
+        if self._journal is not None:
+            self._journal.add(Written(chunks={index: b""}))  # From now on there is something to resume.
+        return self._output.write(file.name, file.nbytes)
 
     def _copy(self, buffer: Buffer, item: tuple[int, Extent]) -> int:
         index, piece = item
@@ -367,11 +406,16 @@ class _Copying:
             opened.read(0, head)
         head = head[: file.data_start]
         check_header(head, file.header_digest, self._digest, self._source.location(file.name))
-        self._staging.write_head(file.name, bytes(head), file.nbytes)
+        self._output.head(file.name, bytes(head), file.nbytes)
+
+
+def _part_name(index: int) -> str:
+    """The name of a file as a part of an output."""
+    return f"file-{index}"
 
 
 def put_index(
-    source: Store, staging: Staging, kept: Manifest, record: SourceRecord, chunk_digests: Iterable[bytes], to: str = ""
+    source: Store, output: Output, kept: Manifest, record: SourceRecord, chunk_digests: Iterable[bytes], to: str = ""
 ) -> None:
     """Copy all but weight files and the manifest, as the manifest proves it, with `to` in front of the names.
 
@@ -381,24 +425,22 @@ def put_index(
     expected = {SOURCE_RECORD_NAME: kept.record_digest}
     if kept.hub_index_digest is not None:
         expected[HUB_INDEX_NAME] = kept.hub_index_digest
-    _put_proven(source, staging, kept.digest, expected, to)
-    put_tables(source, staging, kept, to)
-    staging.put(to + CHUNKS_NAME, chunk_digests)
+    _put_proven(source, output, kept.digest, expected, to)
+    put_tables(source, output, kept, to)
+    output.put(to + CHUNKS_NAME, chunk_digests)
     for side in record.side_files:
-        copy_side_file(source, staging, side.name, kept.digest, side, to)
+        copy_side_file(source, output, side.name, kept.digest, side, to)
 
 
-def put_tables(source: Store, staging: Staging, kept: Manifest, to: str) -> None:
+def put_tables(source: Store, output: Output, kept: Manifest, to: str) -> None:
     """Copy the tables of ranks and other holders; for errors see `put_index`."""
     digests = {entry.table: entry.table_digest for entry in kept.holders.values()}
-    _put_proven(source, staging, kept.digest, digests, to)
+    _put_proven(source, output, kept.digest, digests, to)
 
 
-def _put_proven(
-    source: Store, staging: Staging, algorithm: DigestAlgorithm, digests: Mapping[str, str], to: str
-) -> None:
+def _put_proven(source: Store, output: Output, algorithm: DigestAlgorithm, digests: Mapping[str, str], to: str) -> None:
     for name, digest in digests.items():
         blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_TABLE_NBYTES))
         if algorithm.hex(blob) != digest:
             raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
-        staging.put(to + name, [blob])
+        output.put(to + name, [blob])

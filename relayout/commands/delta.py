@@ -15,6 +15,7 @@ import numpy as np
 from relayout.checkpoint.converted import (
     check_chunk,
     check_header,
+    names_of_index,
     read_chunk_digests,
     read_manifest_blob,
     read_record,
@@ -24,8 +25,8 @@ from relayout.checkpoint.delta import DELTA_OUTPUT, DeltaStore, Paths, read_delt
 from relayout.checkpoint.source import read_shard
 from relayout.checkpoint.trust import refuse_deltas
 from relayout.commands.copy import Copied, copy_from, put_index, put_tables
-from relayout.commands.restore import refuse_conversion
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
+from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.side_files import modes_of
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
 from relayout.core.extents import Extent, align_down
@@ -50,10 +51,12 @@ from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
+from relayout.publish.output import Output, Work
+from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.memory import peak_nbytes
-from relayout.storage.protocols import Access, ReadableFile, Staging, Store
+from relayout.storage.protocols import Access, ReadableFile, Store
 from relayout.storage.stores import find_input, find_store
 
 _AHEAD = 4
@@ -108,6 +111,7 @@ def delta(
     *,
     force: bool = False,
     threads: int = DEFAULT_THREADS,
+    scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> DeltaDone:
     """Write what changed between two converted checkpoints of one layout, such as two steps of a training.
@@ -119,6 +123,7 @@ def delta(
         output: the folder to create. It is complete, or absent.
         force: replace an output folder that this function wrote.
         threads: threads that read, compare and compress.
+        scratch: the folder for files on their way to a bucket; default is that of temporary files (TMPDIR).
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
@@ -138,24 +143,38 @@ def delta(
     files = after.manifest.files
     total = sum(file.nbytes for file in files)
     for side in (before, after):
-        target.check_output(side.store, DELTA_OUTPUT, force=force)
-    modes = modes_of([before.store, after.store], [file.name for file in files])
-    with target.stage(DELTA_OUTPUT, replace=force, modes=modes) as staging:
-        refuse_conversion(staging, force=force)
-        staging.clear()
+        check_output(target, side.store, DELTA_OUTPUT, force=force)
+    known = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}
+    changed = tuple(side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in known)
+    tables = [entry.table for entry in before.manifest.holders.values()]
+    work = Work(
+        what=f"what changed from {before.store} to {after.store}",
+        fingerprint=digest_hex(b"delta" + before.blob + after.blob),
+        others=[
+            *(delta_name(file.name) for file in files),
+            *(OLD + name for name in (*tables, MANIFEST_NAME)),
+            *(NEW + name for name in (*names_of_index(after.manifest), *(side.name for side in changed))),
+            MANIFEST_NAME,
+        ],
+        modes=modes_of([before.store, after.store], [file.name for file in files]),
+        is_resumable=False,
+        scratch=None if scratch is None else os.fspath(scratch),
+    )
+    with begin(target, DELTA_OUTPUT, work, force=force) as made:
+        if made.earlier is not None:
+            refuse_attempt(made.earlier, force=force)
+            made.earlier.clear()
         written, done = [], 0
         with reporting(progress, "comparing", total) as report:
             for index, file in enumerate(files):
-                written.append(_write_changes(before, after, index, staging, threads, report.after(done)))
+                written.append(_write_changes(before, after, index, made, threads, report.after(done)))
                 done += file.nbytes
                 report(done)
-        known = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}
-        changed = tuple(side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in known)
-        put_tables(before.store, staging, before.manifest, OLD)
+        put_tables(before.store, made, before.manifest, OLD)
         digests = (read_chunk_digests(after.store, after.manifest, index) for index in range(len(files)))
-        put_index(after.store, staging, after.manifest, replace(after.record, side_files=changed), digests, NEW)
-        staging.put(OLD + MANIFEST_NAME, [before.blob])
-        staging.put(NEW + MANIFEST_NAME, [after.blob])
+        put_index(after.store, made, after.manifest, replace(after.record, side_files=changed), digests, NEW)
+        made.put(OLD + MANIFEST_NAME, [before.blob])
+        made.put(NEW + MANIFEST_NAME, [after.blob])
         manifest = DeltaManifest(
             generator=f"relayout {VERSION}",
             base=digest_hex(before.blob),
@@ -163,7 +182,7 @@ def delta(
             files=tuple(written),
             side_files=tuple(side_file.name for side_file in changed),
         )
-        staging.put(MANIFEST_NAME, [dump_delta(manifest)])
+        made.put(MANIFEST_NAME, [dump_delta(manifest)])
     return DeltaDone(
         output=str(target),
         num_files=len(files),
@@ -181,6 +200,7 @@ def apply_deltas(
     *,
     force: bool = False,
     threads: int = DEFAULT_THREADS,
+    scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> Copied:
     """Write the folder that deltas make of a converted checkpoint: byte for byte the one that they were made from.
@@ -191,6 +211,7 @@ def apply_deltas(
         output: the folder to create. It is complete, with every digest compared, or absent.
         force: replace an output folder that relayout converted, or discard an interrupted attempt at another.
         threads: threads that read, change and write: some 8 MiB for each.
+        scratch: as for `copy`.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
@@ -211,7 +232,7 @@ def apply_deltas(
     if not isinstance(made, DeltaStore):
         raise PlanError("no delta to apply", code="option")
     inputs = [found, *(link.store for link in made.links)]
-    return copy_from(made, inputs, output, None, force, threads, DEFAULT_MEMORY, progress)
+    return copy_from(made, inputs, output, None, force, threads, DEFAULT_MEMORY, progress, scratch)
 
 
 def _check_layout(before: _Side, after: _Side) -> None:
@@ -225,7 +246,7 @@ def _check_layout(before: _Side, after: _Side) -> None:
 
 
 def _write_changes(
-    before: _Side, after: _Side, index: int, staging: Staging, threads: int, report: Callable[[int], None]
+    before: _Side, after: _Side, index: int, made: Output, threads: int, report: Callable[[int], None]
 ) -> DeltaFile:
     """Compare two versions of a weight file, and write what differs."""
     file, sides, algorithm = after.manifest.files[index], (before, after), after.manifest.digest
@@ -268,7 +289,7 @@ def _write_changes(
 
     with ExitStack() as stack:
         files = [stack.enter_context(side.store.open(file.name, file.nbytes, access=Access.ONCE)) for side in sides]
-        staging.put(delta_name(file.name), stored())
+        made.put(delta_name(file.name), stored())
     entry = b"".join(entries)
     return DeltaFile(nbytes + len(entry), digest_hex(entry))
 

@@ -17,25 +17,27 @@ from itertools import chain
 from relayout.checkpoint.converted import CONVERTED, check_present, read_manifest, read_record, read_table
 from relayout.checkpoint.trust import Trust, trusted
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
-from relayout.conversion.journal import read_journal
 from relayout.conversion.layout import Conversion
+from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.side_files import copy_side_file, modes_of
 from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
 from relayout.conversion.stored import as_one_rank, recorded_source, stored_conversion
-from relayout.core.digests import OrderedDigests
+from relayout.core.digests import OrderedDigests, digest_hex
 from relayout.core.extents import Extent, copy_runs
 from relayout.core.slices import num_bytes
 from relayout.core.workers import Stop, Workers
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError
 from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
+from relayout.publish.output import Output, Work
+from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.memory import peak_nbytes
-from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
+from relayout.storage.protocols import Access, ReadableFile, Store, WritableFile
 from relayout.storage.stores import find_input, find_store
 
 
@@ -62,6 +64,7 @@ def restore(
     trust: Trust = None,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
+    scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> Restored:
     """Rebuild the source of a converted checkpoint: its shards, index and side files, byte for byte.
@@ -75,6 +78,7 @@ def restore(
         trust: whose signature is wanted, as for `load`.
         threads: threads that read, copy and write.
         memory: bytes that these threads may use, or text such as "512MiB".
+        scratch: the folder for files on their way to a bucket; default is that of temporary files (TMPDIR).
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Returns:
@@ -97,23 +101,33 @@ def restore(
     if manifest.whole is None:
         check_present(folder, manifest, range(manifest.num_ranks))
     record = read_record(folder, manifest)
-    target.check_output(folder, CONVERTED, force=force)
-    written = sum(file.nbytes for file in record.files)
-    modes = modes_of([folder], [file.name for file in manifest.files])
-    with target.stage(CONVERTED, replace=force, modes=modes) as staging:
-        refuse_conversion(staging, force=force)
-        staging.clear()
-        staging.check_space(written + sum(side.nbytes for side in record.side_files))
+    check_output(target, folder, CONVERTED, force=force)
+    sizes = [file.nbytes for file in record.files]
+    written, index = sum(sizes), [] if record.index is None else [record.index[0]]
+    work = Work(
+        what=f"the source of {folder}",
+        fingerprint=digest_hex(f"restored {manifest.record_digest}".encode()),
+        others=[*(file.name for file in record.files), *index, *(side.name for side in record.side_files)],
+        modes=modes_of([folder], [file.name for file in manifest.files]),
+        is_resumable=False,
+        scratch=None if scratch is None else os.fspath(scratch),
+    )
+    with begin(target, CONVERTED, work, force=force) as made:
+        if made.earlier is not None:
+            refuse_attempt(made.earlier, force=force)
+            made.earlier.clear()
+        # Each thread may have a complete shard that waits to be sent.
+        made.check_space(written + sum(side.nbytes for side in record.side_files), threads * max(sizes, default=0))
         source = recorded_source(folder, record)
         stored, of_stored = as_one_rank(manifest, record)
         tables = {rank: read_table(folder, stored, rank) for rank in range(stored.num_ranks)}
         conversion = stored_conversion(folder, stored, tables, of_stored, source)
         with reporting(progress, "restoring", source.nbytes) as on_progress:
-            _TensorWriter(folder, record, conversion, staging, stored, tables).run(threads, chunk_nbytes, on_progress)
+            _TensorWriter(folder, record, conversion, made, stored, tables).run(threads, chunk_nbytes, on_progress)
         if record.index is not None:
-            staging.put(record.index[0], [record.index[1]])
+            made.put(record.index[0], [record.index[1]])
         for side in record.side_files:
-            copy_side_file(folder, staging, side.name, manifest.digest, side)
+            copy_side_file(folder, made, side.name, manifest.digest, side)
     return Restored(
         output=str(target),
         num_files=len(record.files),
@@ -124,13 +138,6 @@ def restore(
     )
 
 
-def refuse_conversion(staging: Staging, *, force: bool) -> None:
-    """Refuse to discard an interrupted conversion without `force`."""
-    journal = read_journal(staging)
-    if journal is not None and (journal[1].tensors or journal[1].chunks) and not force:
-        raise PlanError("holds an interrupted attempt; --force discards it", path=staging.location, code="exists")
-
-
 class _TensorWriter:
     """Reads the rank files and writes the shards; only a few of these are incomplete at a time."""
 
@@ -139,14 +146,14 @@ class _TensorWriter:
         folder: Store,
         record: SourceRecord,
         conversion: Conversion,
-        staging: Staging,
+        output: Output,
         manifest: Manifest,
         tables: Mapping[int, RankTable],
     ) -> None:
         self._folder = folder
         self._record = record
         self._conversion = conversion
-        self._staging = staging
+        self._output = output
         self._manifest = manifest
         self._tables = tables
         self._tensors = conversion.source.tensors
@@ -180,7 +187,7 @@ class _TensorWriter:
 
     def _open_output(self, index: int) -> WritableFile:
         shard = self._conversion.source.files[index]
-        return self._staging.write_file(shard.name, shard.nbytes)
+        return self._output.write(shard.name, shard.nbytes)
 
     def _work(self, memory: tuple[Buffer, Buffer], step: Step) -> int:
         """Read a step's spans, rearrange, write and check them."""
@@ -204,7 +211,8 @@ class _TensorWriter:
 
     def _complete(self, index: int) -> None:
         file = self._conversion.source.files[index]
-        self._staging.write_head(file.name, file.header, file.nbytes)
+        self._output.head(file.name, file.header, file.nbytes)
+        self._output.keep(f"shard-{index}", b"")
 
     def _read_span(self, span: Span, loaded: Loaded, buffer: Buffer) -> None:
         """Read a span from its first target, and copy its pieces to their order in the source."""

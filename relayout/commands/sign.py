@@ -32,6 +32,7 @@ from relayout.format.fields import parse_object
 from relayout.format.index import CHUNKS_NAME, HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import SOURCE_RECORD_NAME, parse_manifest
 from relayout.progress import Progress, reporting
+from relayout.publish.publishers import add
 from relayout.results import Result
 from relayout.storage.hashing import sha256_hex
 from relayout.storage.protocols import Access, Store
@@ -111,7 +112,7 @@ def sign(
 
         each(digest, list(sizes), integer(threads, "threads"))
     signature = _signed(signer, Path(str(path)).name, digests)
-    store.add(SIGNATURE_NAME, signature)
+    add(store, SIGNATURE_NAME, signature)
     return SignatureWritten(
         signature=store.location(SIGNATURE_NAME),
         content=digests[MANIFEST_NAME],

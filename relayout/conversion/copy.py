@@ -21,11 +21,13 @@ from relayout.core.slices import CutTensor
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
 from relayout.format.index import DIGESTED_NBYTES, chunks_of, chunks_over
+from relayout.publish.local_output import LocalOutput
+from relayout.publish.output import Output
 from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
 from relayout.storage.memory import available_nbytes
-from relayout.storage.protocols import Access, ReadableFile, Staging, Store, WritableFile
+from relayout.storage.protocols import Access, ReadableFile, Store, WritableFile
 
 DEFAULT_THREADS = 8
 """Threads that read, copy, hash and write."""
@@ -47,9 +49,9 @@ class FileSink:
     Each file is written from front to back, except for writes that are under way at the same time.
     """
 
-    def __init__(self, staging: Staging, conversion: Conversion, hashed: Iterable[int], stop: Stop) -> None:
+    def __init__(self, output: Output, conversion: Conversion, hashed: Iterable[int], stop: Stop) -> None:
         """Files that are there already must have their full length; `hashed` are those whose chunks are hashed."""
-        self._staging = staging
+        self._output = output
         self._layout = conversion.layout
         self._files = OpenFiles(self._open_file, num_descriptors=2)
         self._ordered = OrderedDigests(stop, conversion.digest)
@@ -77,7 +79,7 @@ class FileSink:
 
     def _open_file(self, index: int) -> WritableFile:
         file = self._layout.files[index]
-        return self._staging.write_file(file.name, file.nbytes)
+        return self._output.write(file.name, file.nbytes)
 
     def close(self) -> None:
         """Return when all that was put is on the drive, and close what is open.
@@ -171,7 +173,7 @@ def _streams(tensor: CutTensor, *, with_source: bool) -> set[int]:
 def share_memory(threads: int, memory: int | str, output: Store | None = None) -> tuple[int, int]:
     """Share memory for copying among threads: at most `memory`, or three quarters of what the system could give.
 
-    What goes to a remote store is in memory a third time: in parts of uploads that are not full yet.
+    A third is for what is sent meanwhile, if the output is in a remote store.
 
     Returns:
         The number of threads, `threads` at most, and how many source bytes each copies at once.
@@ -192,7 +194,7 @@ def share_memory(threads: int, memory: int | str, output: Store | None = None) -
 def run_unit(
     plan: CopyPlan,
     unit: int,
-    staging: Staging,
+    output: Output,
     *,
     done: Set[int] = frozenset(),
     threads: int = DEFAULT_THREADS,
@@ -205,7 +207,7 @@ def run_unit(
     Nothing of other units is read or written. When it returns, all is on the drive.
 
     Args:
-        staging: where the files go. Those that are there already must have their full length.
+        output: where the files go. Those that are there already must have their full length.
         done: tensors that are written already.
         deliver: makes each step possible, before it is carried out.
 
@@ -216,7 +218,7 @@ def run_unit(
     layout, stop = plan.conversion.layout, Stop()
     # What is done is not hashed again here, so that chunks of these files would never be complete.
     hashed = [file for file in layout.files_of_unit[unit] if done.isdisjoint(layout.files[file].tensors)]
-    sink = FileSink(staging, plan.conversion, hashed, stop)
+    sink = FileSink(output, plan.conversion, hashed, stop)
     try:
         tensors = run_steps(
             plan.conversion,
@@ -232,7 +234,7 @@ def run_unit(
     return Written(tensors, sink.chunks())
 
 
-def hash_chunks(staging: Staging, conversion: Conversion, indices: Sequence[int], threads: int) -> dict[int, bytes]:
+def hash_chunks(folder: LocalOutput, conversion: Conversion, indices: Sequence[int], threads: int) -> dict[int, bytes]:
     """The digests of the chunks of files that are written, from what is stored. Those without data need not be there.
 
     Raises:
@@ -242,7 +244,7 @@ def hash_chunks(staging: Staging, conversion: Conversion, indices: Sequence[int]
     with_data = {index: file for index, file in files.items() if file.nbytes > file.data_start}
     stored = [
         HashedFile(
-            partial(staging.open, file.name, file.nbytes),
+            partial(folder.open, file.name, file.nbytes),
             (),
             chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES),
             conversion.digest,

@@ -18,24 +18,32 @@ from typing import Any
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import identity_of, read_source
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_unit, share_memory
-from relayout.conversion.journal import Fingerprint, Journal, Written, read_journal
+from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
+from relayout.conversion.journal import Fingerprint, Written
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import check_unchanged, fingerprint_of, source_agrees
-from relayout.conversion.run import Summary, summary_of
-from relayout.conversion.side_files import output_modes
+from relayout.conversion.run import (
+    Summary,
+    make_unit,
+    merged,
+    needed_for_units,
+    read_unit,
+    summary_of,
+    work_of,
+)
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
-from relayout.conversion.steps import CopyPlan
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
 from relayout.progress import Progress, reporting
+from relayout.publish.local_output import LocalOutput
+from relayout.publish.output import Output
+from relayout.publish.publishers import begin, begin_part, check_output
 from relayout.results import Result
 from relayout.storage.buffers import Buffer
 from relayout.storage.memory import peak_nbytes
-from relayout.storage.protocols import Staging
 from relayout.storage.stores import find_input, find_store, scheme_of
 
 
@@ -138,7 +146,7 @@ def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
     Raises:
         PlanError: the output exists.
     """
-    planned.output.check_output(planned.source.root, CONVERTED, force=force)
+    check_output(planned.output, planned.source.root, CONVERTED, force=force)
     units = planned.layout.units
     where = absolute(str(planned.source.root)), absolute(str(planned.output))
     fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
@@ -147,7 +155,7 @@ def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
 
 
 def run_job(job: UnitJob, **options: Any) -> UnitRecord:
-    """Convert the unit of a job; `threads`, `memory`, `progress`, result and errors as for `convert_unit`.
+    """Convert the unit of a job; `threads`, `memory`, `scratch`, `progress`, result and errors as for `convert_unit`.
 
     Raises:
         FormatError, PlanError: as `UnitJob.planned`.
@@ -162,12 +170,13 @@ def convert_unit(
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
+    scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
 ) -> UnitRecord:
     """Convert one unit, unless that was done before, and leave its record. The output appears by `commit_units`.
 
     Args:
-        force, threads, memory, progress: as for `convert`.
+        force, threads, memory, scratch, progress: as for `convert`.
 
     Raises:
         FormatError: the source is damaged, or has changed meanwhile.
@@ -176,30 +185,33 @@ def convert_unit(
     """
     started = time.monotonic()
     threads, chunk_nbytes = share_memory(threads, memory, planned.output)
-    layout, source, identity = planned.layout, planned.source, identity_of(planned.source)
+    units, identity = planned.layout.units, identity_of(planned.source)
     fingerprint = fingerprint_of(planned, identity.content)
-    if not 0 <= unit < len(layout.units):
-        raise PlanError(f"unit {unit}, expected 0 to {len(layout.units) - 1}", code="option")
-    nbytes = planned.nbytes_of(layout.units[unit])
-    planned.output.check_output(source.root, CONVERTED, force=force)
-    with planned.output.stage_part(
-        CONVERTED, _shared_name(fingerprint), _part_name(unit), replace=force, modes=output_modes(source)
-    ) as staging:
-        is_done = _record(staging, planned, fingerprint, unit) is not None
-        if not is_done:
-            staging.check_space(sum(layout.files[index].nbytes for index in layout.files_of_unit[unit]))
-            with (
-                Journal(staging, fingerprint, append=False, name=_part_name(unit)) as journal,
-                reporting(progress, f"unit {unit} of {len(layout.units)}", nbytes) as report,
-            ):
-                plan = CopyPlan(planned, chunk_nbytes=chunk_nbytes)
-                written = run_unit(plan, unit, staging, threads=threads, on_progress=report)
-                journal.add(written)
-            HeaderWriter(staging, planned).write(unit, written)
-            check_unchanged(planned, identity)
+    if not 0 <= unit < len(units):
+        raise PlanError(f"unit {unit}, expected 0 to {len(units) - 1}", code="option")
+    nbytes = planned.nbytes_of(units[unit])
+    check_output(planned.output, planned.source.root, CONVERTED, force=force)
+    work = work_of(planned, fingerprint, scratch=scratch)
+    with begin_part(planned.output, CONVERTED, work, force=force) as output:
+        conversion = planned.marked(output.mark)
+        is_finished = read_unit(output, conversion, fingerprint, unit) is not None
+        if not is_finished:
+            output.check_space(needed_for_units(conversion, [unit])[0])
+            headers = HeaderWriter(output, conversion)
+            with reporting(progress, f"unit {unit} of {len(units)}", nbytes) as report:
+                make_unit(
+                    output,
+                    conversion,
+                    unit,
+                    identity,
+                    headers,
+                    threads=threads,
+                    chunk_nbytes=chunk_nbytes,
+                    on_progress=report,
+                )
         elif callable(progress):
             progress(nbytes, nbytes)
-    return UnitRecord(unit, nbytes, 0 if is_done else nbytes, time.monotonic() - started, peak_nbytes())
+    return UnitRecord(unit, nbytes, 0 if is_finished else nbytes, time.monotonic() - started, peak_nbytes())
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -257,31 +269,32 @@ def commit_units(
     started = time.monotonic()
     source, layout, identity = planned.source, planned.layout, identity_of(planned.source)
     fingerprint = fingerprint_of(planned, identity.content)
-    planned.output.check_output(source.root, CONVERTED, force=force)
-    with planned.output.stage(
-        CONVERTED, replace=force, modes=output_modes(source), shared=_shared_name(fingerprint)
-    ) as staging:
-        units = range(len(layout.units))
-        records = {
-            unit: record for unit in units if (record := _record(staging, planned, fingerprint, unit)) is not None
+    check_output(planned.output, source.root, CONVERTED, force=force)
+    work = work_of(planned, fingerprint)
+    with begin(planned.output, CONVERTED, work, force=force, gathers=True) as output:
+        conversion, units = planned.marked(output.mark), range(len(layout.units))
+        written = {
+            unit: done for unit in units if (done := read_unit(output, conversion, fingerprint, unit)) is not None
         }
-        if missing := [str(unit) for unit in units if unit not in records]:
+        if missing := [str(unit) for unit in units if unit not in written]:
             names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             what = f"{len(missing)} of {len(units)} units are not done: {names}"
-            raise PlanError(what, path=staging.location, code="missing")
-        for name in set(staging.names()) - {file.name for file in layout.files}:
-            staging.remove(name)  # Of a commit that was interrupted.
-        tensors = {t: digests for record in records.values() for t, digests in record.tensors.items()}
-        chunks = {file: digests for record in records.values() for file, digests in record.chunks.items()}
-        if not source_agrees(planned, Written(tensors), DEFAULT_THREADS):
+            raise PlanError(what, path=output.location, code="missing")
+        if (folder := output.earlier) is not None:
+            for name in set(folder.names()) - {file.name for file in layout.files}:
+                folder.remove(name)  # Of a commit that was interrupted.
+        whole = merged(written.values())
+        if not source_agrees(planned, whole, DEFAULT_THREADS):
             raise FormatError("has changed since its units were converted", path=str(source.root), code="mismatch")
-        complete_parts(staging, planned, Written(tensors, chunks))
+        complete_parts(output, conversion, whole)
         check_unchanged(planned, identity)
     return summary_of(planned, 0, time.monotonic() - started)
 
 
-def complete_parts(staging: Staging, conversion: Conversion, written: Written) -> None:
+def complete_parts(output: Output, conversion: Conversion, written: Written) -> None:
     """Compare the length and the header of each file that parts have added, and write what belongs beside them.
+
+    In a bucket, the publisher does the comparison, by the records of the parts.
 
     Args:
         written: all tensors with bytes, and all files.
@@ -290,12 +303,12 @@ def complete_parts(staging: Staging, conversion: Conversion, written: Written) -
         FormatError: a file differs from what is known of it.
         OSError: reading or writing failed.
     """
-    headers = HeaderWriter(staging, conversion)
+    headers = HeaderWriter(output, conversion)
     for unit in range(len(conversion.layout.units)):
         for file, header in headers.headers(unit, written):
-            if staging.can_read:
-                _check_head(staging, file.name, file.nbytes, header)
-    write_sidecar(staging, conversion, written, headers.files)
+            if output.earlier is not None:
+                _check_head(output.earlier, file.name, file.nbytes, header)
+    write_sidecar(output, conversion, written, headers.files)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -303,33 +316,13 @@ def absolute(path: str | os.PathLike[str]) -> str:
     return os.fspath(path) if scheme_of(path) else str(Path(path).absolute())
 
 
-def _shared_name(fingerprint: Fingerprint) -> str:
-    """What parts of one conversion of one source have in common, and no others."""
-    return f"{fingerprint.source[:16]}{fingerprint.options[:16]}"
-
-
-def _part_name(unit: int) -> str:
-    return f"unit-{unit}"
-
-
-def _record(staging: Staging, conversion: Conversion, fingerprint: Fingerprint, unit: int) -> Written | None:
-    """The record of a unit; None if there is none of this conversion, or it is incomplete."""
-    journal = read_journal(staging, _part_name(unit))
-    if journal is None or journal[0] != fingerprint:
-        return None
-    layout, record = conversion.layout, journal[1]
-    with_bytes = {t for t in layout.units[unit] if conversion.extents_of(t)}
-    is_complete = with_bytes <= record.tensors.keys() and record.chunks.keys() >= set(layout.files_of_unit[unit])
-    return record if is_complete else None
-
-
-def _check_head(staging: Staging, name: str, nbytes: int, header: bytes) -> None:
+def _check_head(folder: LocalOutput, name: str, nbytes: int, header: bytes) -> None:
     """Check that a file has its length and header, which was written last.
 
     Raises:
         FormatError: it has another.
     """
-    with staging.open(name, nbytes) as file:
+    with folder.open(name, nbytes) as file:
         view = Buffer().reserve(align_up(len(header), BLOCK))
         file.read(0, view)
     if view[: len(header)] != header:

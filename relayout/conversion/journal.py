@@ -4,8 +4,7 @@ A file of lines, each with a digest of itself in front, appended as tensors are 
 written, a line has the digests of its chunks. A line that was torn by a dying process or machine is ignored. What a
 line says of slices is not believed either: who resumes reads the written bytes again and compares their digests
 (`resume`), so that nothing need be forced to the drive before it is noted. The digests of source tensors and of chunks
-are taken from the lines. A store that cannot read unpublished files names those that are complete, and these are
-believed (`Staging.can_read`).
+are taken from the lines. The notes of a finished part of an output are such a text, too (`part_notes`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import Any
 import xxhash
 
 from relayout.format.safetensors import json_text
-from relayout.storage.protocols import Closable, Staging
+from relayout.publish.local_output import LocalOutput
+from relayout.storage.protocols import Closable
 
 JOURNAL_NAME = "relayout.journal"
 
@@ -62,32 +62,41 @@ class Written:
 class Journal(Closable):
     """Appends to a journal. Thread-safe."""
 
-    def __init__(self, staging: Staging, fingerprint: Fingerprint, *, append: bool, name: str = JOURNAL_NAME) -> None:
+    def __init__(self, folder: LocalOutput, fingerprint: Fingerprint, *, append: bool) -> None:
         """Continue the journal of an output, or begin a new one in place of what may be there."""
         header = None if append else _line([fingerprint.source, fingerprint.options])
-        self._notes = staging.open_notes(name, header)
+        self._notes = folder.open_notes(JOURNAL_NAME, header)
         if append:
             self._notes.append(b"\n")  # Behind a torn line, too, a new one starts.
 
     def add(self, written: Written) -> None:
         """Note what is written."""
-        tensors: Iterable[list[object]] = (
-            [tensor, digests.source, *digests.slices] for tensor, digests in written.tensors.items()
-        )
-        files: Iterable[list[object]] = ([_CHUNKS, file, digests.hex()] for file, digests in written.chunks.items())
-        self._notes.append(b"".join(map(_line, [*tensors, *files])))
+        self._notes.append(_lines(written))
 
     def close(self) -> None:
         self._notes.close()
 
 
-def read_journal(staging: Staging, name: str = JOURNAL_NAME) -> tuple[Fingerprint, Written] | None:
+def part_notes(fingerprint: Fingerprint, written: Written) -> bytes:
+    """The journal of just this, as the notes of a part; `parse_journal` reads it."""
+    return _line([fingerprint.source, fingerprint.options]) + _lines(written)
+
+
+def _lines(written: Written) -> bytes:
+    tensors: Iterable[list[object]] = (
+        [tensor, digests.source, *digests.slices] for tensor, digests in written.tensors.items()
+    )
+    files: Iterable[list[object]] = ([_CHUNKS, file, digests.hex()] for file, digests in written.chunks.items())
+    return b"".join(map(_line, [*tensors, *files]))
+
+
+def read_journal(folder: LocalOutput) -> tuple[Fingerprint, Written] | None:
     """What a journal says is written, and of which conversion; None if this user has no journal there.
 
     Raises:
         OSError: it cannot be read now.
     """
-    text = staging.read_notes(name)
+    text = folder.read_notes(JOURNAL_NAME)
     return None if text is None else parse_journal(text)
 
 

@@ -50,6 +50,7 @@ from relayout.format.safetensors import (
 )
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
+from relayout.publish.output import marked
 from relayout.storage.protocols import Store
 
 DEFAULT_ALIGNMENT = 4096
@@ -218,6 +219,17 @@ class Conversion:
         holders = {*some, *([self.plan.num_ranks] if self.has_whole else [])}
         cut = cut_tensors(self.source, self.plan, self.options.layout, holders)
         return replace(self, cut=cut, layout=self.layout.only(holders), ranks=some)
+
+    def named(self, names: Sequence[str]) -> Self:
+        """The same conversion to files of these names, one for each of the layout."""
+        if names == [file.name for file in self.layout.files]:
+            return self
+        files = tuple(replace(file, name=name) for file, name in zip(self.layout.files, names, strict=True))
+        return replace(self, layout=replace(self.layout, files=files))
+
+    def marked(self, mark: str) -> Self:
+        """The same conversion to files whose names carry a mark."""
+        return self.named([marked(file.name, mark) for file in self.layout.files])
 
     @property
     def rank_nbytes(self) -> tuple[int, ...]:

@@ -21,8 +21,9 @@ from relayout.format.fields import dump_slice
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json
 from relayout.format.source_record import dump_record
+from relayout.publish.local_output import LocalOutput
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.protocols import Access, Kind, Staging
+from relayout.storage.protocols import Access, Kind
 
 _AGAIN_NBYTES = 64 * 2**20
 _RUN = 64
@@ -97,13 +98,14 @@ def is_done(conversion: Conversion, threads: int) -> bool:
     except FormatError:
         return False
     expected = source_record(conversion, record.digests, sides)
-    files = [(file.name, file.nbytes, file.data_start) for file in conversion.layout.files]
+    files = [(file.nbytes, file.data_start) for file in conversion.layout.files]
     if (
         (manifest.present, manifest.digest) != (conversion.ranks, conversion.digest)
-        or [(file.name, file.nbytes, file.data_start) for file in manifest.files] != files
+        or [(file.nbytes, file.data_start) for file in manifest.files] != files
         or dump_record(record) != dump_record(expected)
     ):
         return False
+    conversion = conversion.named([file.name for file in manifest.files])
     noted = Written({t: TensorDigests(digest, ()) for t, digest in enumerate(record.digests)})
     return source_agrees(conversion, noted, threads) and _samples_agree(conversion, threads)
 
@@ -148,8 +150,15 @@ def _rank_of(tensors: Sequence[SourceTensor], t: int) -> int:
     return nbytes if nbytes > _AGAIN_NBYTES else -nbytes
 
 
+def refuse_attempt(folder: LocalOutput, *, force: bool) -> None:
+    """Refuse to discard an interrupted conversion without `force`."""
+    journal = read_journal(folder)
+    if journal is not None and (journal[1].tensors or journal[1].chunks) and not force:
+        raise PlanError("holds an interrupted attempt; --force discards it", path=folder.location, code="exists")
+
+
 def read_progress(
-    staging: Staging, fingerprint: Fingerprint, *, force: bool, agrees: Callable[[Written], bool] = lambda _: True
+    folder: LocalOutput, fingerprint: Fingerprint, *, force: bool, agrees: Callable[[Written], bool] = lambda _: True
 ) -> Written:
     """What an earlier attempt at the same conversion has noted. An attempt at another is deleted, or refused.
 
@@ -159,7 +168,7 @@ def read_progress(
     Raises:
         PlanError: the place holds an attempt at another conversion, and `force` is not set.
     """
-    journal = read_journal(staging)
+    journal = read_journal(folder)
     if journal is not None and (journal[1].tensors or journal[1].chunks):
         earlier, written = journal
         if earlier == fingerprint and agrees(written):
@@ -167,16 +176,15 @@ def read_progress(
         if not force:
             change = "the source has changed since" if earlier.options == fingerprint.options else "with other options"
             what = f"holds an interrupted attempt, {change}; --force discards it and starts again"
-            raise PlanError(what, path=staging.location, code="exists")
-    staging.clear()
+            raise PlanError(what, path=folder.location, code="exists")
+    folder.clear()
     return Written()
 
 
-def verified_progress(staging: Staging, written: Written, conversion: Conversion, threads: int) -> Written:
+def verified_progress(folder: LocalOutput, written: Written, conversion: Conversion, threads: int) -> Written:
     """The tensors whose stored bytes have the noted digests, and the files that hold only such tensors.
 
-    What cannot be resumed is deleted: what is no rank file of this layout, and in a store that cannot read unpublished
-    files, each file that is not complete.
+    What is no rank file of this layout is deleted.
 
     Raises:
         OSError: a read failed.
@@ -184,21 +192,16 @@ def verified_progress(staging: Staging, written: Written, conversion: Conversion
     if not written.tensors:
         return Written()
     files, width = conversion.layout.files, conversion.digest.nbytes
-    index_of = {file.name: index for index, file in enumerate(files)}
-    stored = set(staging.names())
-    for name in stored - index_of.keys():
-        staging.remove(name)
+    for name in set(folder.names()) - {file.name for file in files}:
+        folder.remove(name)
     fitting = {
         t: digests
         for t, digests in written.tensors.items()
         if 0 <= t < len(conversion.cut) and len(digests.slices) == len(conversion.cut[t].cut.distinct)
     }
     wrong: set[int] = set()
-    for index, file in enumerate(files):
-        if staging.can_read:
-            wrong |= _wrong(staging, file, fitting, conversion, threads)
-        elif file.name not in stored or index not in written.chunks:
-            wrong.update(file.tensors)
+    for file in files:
+        wrong |= _wrong(folder, file, fitting, conversion, threads)
     verified = {t: digests for t, digests in fitting.items() if t not in wrong}
     chunks = {
         index: digests
@@ -207,15 +210,11 @@ def verified_progress(staging: Staging, written: Written, conversion: Conversion
         and len(digests) == width * files[index].num_chunks
         and all(t in verified or not conversion.cut[t].rank_nbytes(files[index].holder) for t in files[index].tensors)
     }
-    if not staging.can_read:
-        for name in stored & index_of.keys():
-            if index_of[name] not in chunks:
-                staging.remove(name)
     return Written(verified, chunks)
 
 
 def _wrong(
-    staging: Staging, file: RankFile, noted: Mapping[int, TensorDigests], conversion: Conversion, threads: int
+    folder: LocalOutput, file: RankFile, noted: Mapping[int, TensorDigests], conversion: Conversion, threads: int
 ) -> set[int]:
     """The noted tensors whose slice in this rank file has another digest. A file that cannot be read is deleted."""
     rows = [
@@ -224,12 +223,12 @@ def _wrong(
         if t in noted
     ]
     try:
-        stored = HashedFile(lambda: staging.open(file.name, file.nbytes), [extent for _, extent in rows])
+        stored = HashedFile(lambda: folder.open(file.name, file.nbytes), [extent for _, extent in rows])
         [digests] = hash_files([stored], threads)
     except (FormatError, OSError) as error:
         if not isinstance(error, FormatError | FileNotFoundError | PermissionError) and error.errno != errno.EIO:
             raise
-        staging.remove(file.name)  # Missing or unreadable: to be written again.
+        folder.remove(file.name)  # Missing or unreadable: to be written again.
         return {t for t, _ in rows}
     return {
         t

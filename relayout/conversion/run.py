@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from relayout.checkpoint.converted import CONVERTED
-from relayout.checkpoint.source import identity_of
+from relayout.checkpoint.source import SourceIdentity, identity_of
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
-from relayout.conversion.journal import Journal, TensorDigests, Written
+from relayout.conversion.journal import Fingerprint, Journal, TensorDigests, Written, parse_journal, part_notes
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import (
     check_unchanged,
@@ -22,14 +24,16 @@ from relayout.conversion.resume import (
     verified_progress,
 )
 from relayout.conversion.side_files import output_modes
-from relayout.conversion.sidecar import HeaderWriter, write_sidecar
+from relayout.conversion.sidecar import HeaderWriter, other_names, write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.errors import FormatError
 from relayout.progress import Progress, reporting
+from relayout.publish.local_output import LocalOutput
+from relayout.publish.output import Output, Work
+from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
 from relayout.storage.hashing import READ_NBYTES as REHASH_NBYTES
 from relayout.storage.memory import peak_nbytes
-from relayout.storage.protocols import Staging
 from relayout.storage.stores import scheme_of
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
@@ -77,6 +81,7 @@ def carry_out(
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
+    scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
     resumable: bool = True,
 ) -> Summary:
@@ -84,7 +89,7 @@ def carry_out(
 
     Args:
         conversion: what to do. Any number of threads may share it.
-        force, threads, memory, progress: as for `convert`.
+        force, threads, memory, scratch, progress: as for `convert`.
         resumable: whether finished work is kept if it fails.
 
     Example:
@@ -95,30 +100,50 @@ def carry_out(
     """
     started = time.monotonic()
     threads, chunk_nbytes = share_memory(threads, memory, conversion.output)
-    num_readers = num_readers_of(threads, chunk_nbytes)
-    source, output = conversion.source, conversion.output
-    output.check_output(source.root, CONVERTED, force=force)
-    identity = identity_of(source)
-    fingerprint = fingerprint_of(conversion, identity.here)
-    with output.stage(CONVERTED, replace=force, modes=output_modes(source)) as staging:
-        agrees = partial(source_agrees, conversion, threads=num_readers)
-        noted = read_progress(staging, fingerprint, force=force, agrees=agrees)
-        staging.check_space(needed_nbytes(conversion))
-        with reporting(progress if noted.tensors else None, "checking finished work", conversion.nbytes_of()):
-            done = verified_progress(staging, noted, conversion, num_readers)
-        headers = HeaderWriter(staging, conversion)
-        with (
-            Journal(staging, fingerprint, append=bool(noted.tensors)) if resumable else nullcontext() as journal,
-            reporting(progress, "converting" if resumable else "saving", conversion.nbytes_of()) as report,
-        ):
-            written = _run_units(conversion, staging, journal, headers, done, threads, chunk_nbytes, report)
-        write_sidecar(staging, conversion, written, headers.files)
+    check_output(conversion.output, conversion.source.root, CONVERTED, force=force)
+    identity = identity_of(conversion.source)
+    fingerprint = fingerprint_of(conversion, identity.content)
+    work = work_of(conversion, fingerprint, scratch=scratch, is_resumable=resumable)
+    what = "converting" if resumable else "saving"
+    with begin(conversion.output, CONVERTED, work, force=force) as output:
+        making = _Making(conversion.marked(output.mark), output, identity, threads, chunk_nbytes, what, progress)
+        if output.earlier is None:
+            making.make_units()
+        else:
+            making.make_in(output.earlier, force=force, resumable=resumable)
+        write_sidecar(output, making.conversion, making.written, making.headers.files)
         try:
             check_unchanged(conversion, identity)
         except FormatError:
-            staging.clear()
+            if output.earlier is not None:
+                output.earlier.clear()
             raise
-    return summary_of(conversion, conversion.nbytes_of(done.tensors), time.monotonic() - started)
+    return summary_of(conversion, making.resumed_nbytes, time.monotonic() - started)
+
+
+def work_of(
+    conversion: Conversion,
+    fingerprint: Fingerprint,
+    *,
+    scratch: str | os.PathLike[str] | None = None,
+    is_resumable: bool = True,
+    is_live: bool = False,
+) -> Work:
+    """What a conversion is to its output.
+
+    Args:
+        fingerprint: of the source's content, which all machines find.
+    """
+    return Work(
+        what=f"a conversion of {conversion.source.root} at TP {conversion.plan.num_ranks}",
+        fingerprint=f"{fingerprint.source[:16]}{fingerprint.options[:16]}",
+        weights=[file.name for file in conversion.layout.files],
+        others=other_names(conversion),
+        modes=output_modes(conversion.source),
+        is_resumable=is_resumable,
+        is_live=is_live,
+        scratch=None if scratch is None else os.fspath(scratch),
+    )
 
 
 def is_carried_out(
@@ -167,44 +192,187 @@ def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> S
     )
 
 
-def _run_units(
+@dataclass(slots=True)
+class _Making:
+    """One process makes all files of a conversion."""
+
+    conversion: Conversion
+    output: Output
+    identity: SourceIdentity
+    threads: int
+    chunk_nbytes: int
+    what: str
+    """For the bar of progress."""
+    progress: Progress
+    headers: HeaderWriter = field(init=False)
+    tensors: dict[int, TensorDigests] = field(default_factory=dict)
+    chunks: dict[int, bytes] = field(default_factory=dict)
+    resumed_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.headers = HeaderWriter(self.output, self.conversion)
+
+    @property
+    def written(self) -> Written:
+        """All tensors and files, in the end."""
+        return Written(self.tensors, self.chunks)
+
+    def _add(self, written: Written) -> None:
+        self.tensors |= written.tensors
+        self.chunks |= written.chunks
+
+    def make_units(self) -> None:
+        """Make each unit as a part of the output, but for those that are finished."""
+        conversion = self.conversion
+        fingerprint = fingerprint_of(conversion, self.identity.content)
+        units = conversion.layout.units
+        kept = {
+            unit: done for unit in range(len(units)) if (done := read_unit(self.output, conversion, fingerprint, unit))
+        }
+        resumed = merged(kept.values())
+        if kept and not source_agrees(conversion, resumed, self._num_readers):
+            what = "has changed since its units were converted; --force starts again"
+            raise FormatError(what, path=str(conversion.source.root), code="mismatch")
+        self.resumed_nbytes = sum(conversion.nbytes_of(units[unit]) for unit in kept)
+        self.output.check_space(*needed_for_units(conversion, set(range(len(units))) - kept.keys()))
+        passed = 0
+        with reporting(self.progress, self.what, conversion.nbytes_of()) as report:
+            for unit, tensors in enumerate(units):
+                if unit in kept:
+                    done = kept[unit]
+                    deque(self.headers.headers(unit, done), 0)
+                else:
+                    done = make_unit(
+                        self.output,
+                        conversion,
+                        unit,
+                        self.identity,
+                        self.headers,
+                        threads=self.threads,
+                        chunk_nbytes=self.chunk_nbytes,
+                        on_progress=report.after(passed),
+                    )
+                self._add(done)
+                passed += conversion.nbytes_of(tensors)
+                report(passed)
+
+    def make_in(self, folder: LocalOutput, *, force: bool, resumable: bool) -> None:
+        """Make all in one folder, in which tensors of an earlier attempt may be."""
+        conversion = self.conversion
+        fingerprint = fingerprint_of(conversion, self.identity.here)
+        agrees = partial(source_agrees, conversion, threads=self._num_readers)
+        noted = read_progress(folder, fingerprint, force=force, agrees=agrees)
+        folder.check_space(needed_nbytes(conversion))
+        with reporting(self.progress if noted.tensors else None, "checking finished work", conversion.nbytes_of()):
+            done = verified_progress(folder, noted, conversion, self._num_readers)
+        self.resumed_nbytes = conversion.nbytes_of(done.tensors)
+        self._add(done)
+        with (
+            Journal(folder, fingerprint, append=bool(noted.tensors)) if resumable else nullcontext() as journal,
+            reporting(self.progress, self.what, conversion.nbytes_of()) as report,
+        ):
+            plan, passed = CopyPlan(conversion, chunk_nbytes=self.chunk_nbytes), 0
+            for unit, tensors in enumerate(conversion.layout.units):
+                resumed = conversion.nbytes_of(t for t in tensors if t in done.tensors)
+                self._make_rest(plan, unit, folder, done, journal, report.after(passed + resumed))
+                passed += conversion.nbytes_of(tensors)
+
+    def _make_rest(
+        self,
+        plan: CopyPlan,
+        unit: int,
+        folder: LocalOutput,
+        done: Written,
+        journal: Journal | None,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        """Make what is not done of a unit, and note it."""
+
+        def note(complete: Mapping[int, TensorDigests]) -> None:
+            if complete and journal is not None:
+                journal.add(Written(complete))
+
+        written = run_unit(
+            plan,
+            unit,
+            folder,
+            done=done.tensors.keys(),
+            threads=self.threads,
+            on_tensors=note,
+            on_progress=on_progress,
+        )
+        self._add(written)
+        unhashed = [file for file in self.conversion.layout.files_of_unit[unit] if file not in self.chunks]
+        rehashed = hash_chunks(folder, self.conversion, unhashed, self._num_readers)
+        if journal is not None:
+            journal.add(Written(chunks={**written.chunks, **rehashed}))
+        self._add(Written(chunks=rehashed))
+        self.headers.write(unit, self.written)
+
+    @property
+    def _num_readers(self) -> int:
+        return num_readers_of(self.threads, self.chunk_nbytes)
+
+
+def make_unit(
+    output: Output,
     conversion: Conversion,
-    staging: Staging,
-    journal: Journal | None,
+    unit: int,
+    identity: SourceIdentity,
     headers: HeaderWriter,
-    done: Written,
+    *,
     threads: int,
     chunk_nbytes: int,
-    report: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> Written:
-    """Convert one unit after the other, but for tensors that are done. Returns the digests of all tensors and files."""
-    layout = conversion.layout
-    tensors, chunks = dict(done.tensors), dict(done.chunks)
-    num_readers = num_readers_of(threads, chunk_nbytes)
+    """Convert one unit, and keep it as a part of the output.
 
-    def note(complete: Mapping[int, TensorDigests]) -> None:
-        if complete and journal is not None:
-            journal.add(Written(complete))
+    Args:
+        identity: of the source, before it was read.
 
-    def on_progress(nbytes: int) -> None:
-        report(passed + resumed + nbytes)
-
+    Raises:
+        FormatError: the source is damaged, or has changed meanwhile.
+        OSError: reading or writing failed.
+    """
     plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
-    passed = 0
-    for index, unit in enumerate(layout.units):
-        resumed = conversion.nbytes_of(t for t in unit if t in done.tensors)
-        written = run_unit(
-            plan, index, staging, done=done.tensors.keys(), threads=threads, on_tensors=note, on_progress=on_progress
-        )
-        tensors |= written.tensors
-        unhashed = [file for file in layout.files_of_unit[index] if file not in {**chunks, **written.chunks}]
-        added = {**written.chunks, **hash_chunks(staging, conversion, unhashed, num_readers)}
-        if journal is not None:
-            journal.add(Written(chunks=added))
-        chunks |= added
-        headers.write(index, Written(tensors, chunks))
-        passed += conversion.nbytes_of(unit)
+    written = run_unit(plan, unit, output, threads=threads, on_progress=on_progress)
+    headers.write(unit, written)
+    check_unchanged(conversion, identity)
+    output.keep(part_name(unit), part_notes(fingerprint_of(conversion, identity.content), written))
+    return written
+
+
+def read_unit(output: Output, conversion: Conversion, fingerprint: Fingerprint, unit: int) -> Written | None:
+    """What is written of a unit; None if it is not finished."""
+    notes = output.kept(part_name(unit))
+    journal = None if notes is None else parse_journal(notes)
+    if journal is None or journal[0] != fingerprint:
+        return None
+    layout, written = conversion.layout, journal[1]
+    with_bytes = {t for t in layout.units[unit] if conversion.extents_of(t)}
+    is_complete = with_bytes <= written.tensors.keys() and written.chunks.keys() >= set(layout.files_of_unit[unit])
+    return written if is_complete else None
+
+
+def part_name(unit: int) -> str:
+    """The name of a unit as a part of an output."""
+    return f"unit-{unit}"
+
+
+def merged(written: Iterable[Written]) -> Written:
+    """All of these together."""
+    tensors, chunks = dict[int, TensorDigests](), dict[int, bytes]()
+    for one in written:
+        tensors |= one.tensors
+        chunks |= one.chunks
     return Written(tensors, chunks)
+
+
+def needed_for_units(conversion: Conversion, units: Iterable[int]) -> tuple[int, int]:
+    """About how many bytes the files of these units take, all together, and those of the largest one."""
+    layout = conversion.layout
+    sizes = [sum(layout.files[index].nbytes for index in layout.files_of_unit[unit]) for unit in units]
+    return sum(sizes), max(sizes, default=0)
 
 
 def num_readers_of(threads: int, chunk_nbytes: int) -> int:

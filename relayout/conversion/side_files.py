@@ -11,7 +11,8 @@ from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.digests import DigestAlgorithm, Hash
 from relayout.errors import FormatError
 from relayout.format.source_record import SideFile
-from relayout.storage.protocols import Access, FileStat, Modes, Staging, Store, unversioned
+from relayout.publish.output import Output
+from relayout.storage.protocols import Access, FileStat, Modes, Store, unversioned
 
 _COPY_NBYTES = 2**20
 
@@ -39,7 +40,7 @@ def output_modes(source: SourceCheckpoint) -> Modes:
 
 def copy_side_file(
     source: Store,
-    staging: Staging,
+    output: Output,
     name: str,
     algorithm: DigestAlgorithm,
     expected: SideFile | None = None,
@@ -57,7 +58,7 @@ def copy_side_file(
     if expected is not None and expected.nbytes != status.nbytes:
         raise differs
     mode, digest = status.mode if expected is None else expected.mode, algorithm.new()
-    staging.put(prefix + name, _pieces(source, name, status.version, digest), mode)
+    output.put(prefix + name, _pieces(source, name, status.version, digest), mode)
     copied = SideFile(name, status.nbytes, digest.hexdigest(), mode)
     if expected is not None and copied.digest != expected.digest:
         raise differs

@@ -39,14 +39,14 @@ from relayout.format.source_record import (
     dump_record,
 )
 from relayout.plans.family import dump_rules
-from relayout.storage.protocols import Staging
+from relayout.publish.output import Output
 
 
 class HeaderWriter:
     """Completes files by their headers, unit by unit."""
 
-    def __init__(self, staging: Staging, conversion: Conversion) -> None:
-        self._staging = staging
+    def __init__(self, output: Output, conversion: Conversion) -> None:
+        self._output = output
         self._conversion = conversion
         self._headers = HeaderBuilder(conversion.source, conversion.cut, conversion.options)
         self._files: dict[int, IndexedFile] = {}
@@ -54,7 +54,7 @@ class HeaderWriter:
     def write(self, unit: int, written: Written) -> None:
         """Complete the files of a unit, of which all tensors and files are written, and maybe others."""
         for file, header in self.headers(unit, written):
-            self._staging.write_head(file.name, header, file.nbytes)
+            self._output.head(file.name, header, file.nbytes)
 
     def headers(self, unit: int, written: Written) -> Iterator[tuple[RankFile, bytes]]:
         """Yield each file of a unit and its header, and count it as complete."""
@@ -77,7 +77,7 @@ class HeaderWriter:
 
 
 def write_sidecar(
-    staging: Staging,
+    output: Output,
     conversion: Conversion,
     written: Written,
     files: Sequence[IndexedFile],
@@ -89,20 +89,20 @@ def write_sidecar(
         files: the same files, with their headers.
     """
     source, options, digest = conversion.source, conversion.options, conversion.digest
-    side_files = [copy_side_file(source.folder, staging, name, digest) for name in source.side_files]
+    side_files = [copy_side_file(source.folder, output, name, digest) for name in source.side_files]
     digests = digests_of_all(conversion, written.tensors)
     record = source_record(conversion, [tensor.source for tensor in digests], side_files)
     conversion_id, plan_name = conversion_digest(record), "none" if record.plan is None else record.plan.full_name
     stored_record = compress(dump_record(record))
-    staging.put(SOURCE_RECORD_NAME, [stored_record])
+    output.put(SOURCE_RECORD_NAME, [stored_record])
     del record, side_files
-    staging.put(CHUNKS_NAME, [written.chunks[index] for index in range(len(files))])
+    output.put(CHUNKS_NAME, [written.chunks[index] for index in range(len(files))])
     num_ranks, holders = conversion.plan.num_ranks, dict[int, RankEntry]()
     for holder in (*conversion.ranks, *([num_ranks] if conversion.has_whole else [])):
         holders[holder], table = _holder(conversion, holder, digests)
-        staging.put(holders[holder].table, [table])
+        output.put(holders[holder].table, [table])
     hub_index = _hub_index(conversion)
-    staging.put(HUB_INDEX_NAME, [hub_index])
+    output.put(HUB_INDEX_NAME, [hub_index])
     manifest = Manifest(
         generator=f"relayout {VERSION}",
         conversion=conversion_id,
@@ -120,7 +120,7 @@ def write_sidecar(
         digest=digest,
         whole=holders.get(num_ranks),
     )
-    staging.put(MANIFEST_NAME, [dump_manifest(manifest)])
+    output.put(MANIFEST_NAME, [dump_manifest(manifest)])
 
 
 def digests_of_all(conversion: Conversion, written: Mapping[int, TensorDigests]) -> list[TensorDigests]:
@@ -138,6 +138,18 @@ def _digests_of(conversion: Conversion, t: int, written: Mapping[int, TensorDige
     assert not conversion.extents_of(t), f"tensor {tensor.name!r}: was not hashed to its end"
     source = None if tensor.extent.nbytes else EMPTY_DIGEST
     return TensorDigests(source, (EMPTY_DIGEST,) * len(conversion.cut[t].cut.distinct))
+
+
+def other_names(conversion: Conversion) -> list[str]:
+    """Names of all files of an output but those with tensors."""
+    holders = [*conversion.ranks, *([conversion.plan.num_ranks] if conversion.has_whole else [])]
+    tables = [_table_name(conversion, holder) for holder in holders]
+    fixed = [SOURCE_RECORD_NAME, CHUNKS_NAME, HUB_INDEX_NAME, MANIFEST_NAME]
+    return [*conversion.source.side_files, *tables, *fixed]
+
+
+def _table_name(conversion: Conversion, holder: int) -> str:
+    return WHOLE_TABLE_NAME if holder == conversion.plan.num_ranks else table_name(holder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +185,7 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
         arena_offsets = tuple(offset for column in arena.offsets for offset in column)
     table = dump_table(_table(conversion, holder, rows, arena_offsets, digests))
     entry = RankEntry(
-        table=WHOLE_TABLE_NAME if holder == num_ranks else table_name(holder),
+        table=_table_name(conversion, holder),
         table_digest=conversion.digest.hex(table),
         num_tensors=len(rows),
         nbytes=sum(read.transfer.total_nbytes for read in reads),

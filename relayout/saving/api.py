@@ -276,7 +276,6 @@ class Saving:
             planned,
             exchange,
             group,
-            token=token,
             force=self.force,
             threads=threads,
             chunk_nbytes=min(chunk_nbytes, nbytes // threads),

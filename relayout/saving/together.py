@@ -24,11 +24,10 @@ from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import identity_of
 from relayout.conversion.copy import run_unit
 from relayout.conversion.jobs import complete_parts
-from relayout.conversion.journal import Journal, TensorDigests, Written, read_journal
+from relayout.conversion.journal import TensorDigests, Written
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import Summary, needed_nbytes, summary_of
-from relayout.conversion.side_files import output_modes
+from relayout.conversion.run import Summary, merged, needed_for_units, needed_nbytes, summary_of, work_of
 from relayout.conversion.sidecar import HeaderWriter, digests_of_all
 from relayout.conversion.steps import CopyPlan, Step
 from relayout.core.arguments import ranks_text
@@ -39,9 +38,10 @@ from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group
 from relayout.progress import Progress, reporting
+from relayout.publish.output import Output
+from relayout.publish.publishers import begin, begin_part, check_output
 from relayout.saving.folder import MemoryShard, TensorHead
 from relayout.saving.held import HeldTensor
-from relayout.storage.protocols import LIVE, Staging
 
 Item = TypeVar("Item")
 ShardRange = tuple[str, Extent]
@@ -286,7 +286,6 @@ def save_together(
     exchange: Exchange,
     group: Group,
     *,
-    token: str,
     force: bool,
     threads: int,
     chunk_nbytes: int,
@@ -295,7 +294,6 @@ def save_together(
     """Carry out a save, planned alike by all members; the first publishes.
 
     Args:
-        token: random, the same for all members.
         threads, chunk_nbytes: as for `CopyPlan` and `run_unit`.
 
     Raises:
@@ -304,38 +302,35 @@ def save_together(
     started = time.monotonic()
     if planned.has_whole or not planned.has_all:
         raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
-    shared, part, num_members = f"{LIVE}{token}", _part_name(group.index), group.num_members
+    num_members = group.num_members
     shares = [planned.only(ranks) if ranks else None for ranks in shares_of(planned.plan.num_ranks, num_members)]
-    modes = output_modes(planned.source)
     fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
+    work = work_of(planned, fingerprint, is_resumable=False, is_live=True)
     try:
         with ExitStack() as stack:
-            staging: Staging | None = None
+            output: Output | None = None
             with group.collective():
                 if group.index == 0:
-                    planned.output.check_output(planned.source.root, CONVERTED, force=force)
-                    whole = planned.output.stage(CONVERTED, replace=force, modes=modes, shared=shared)
-                    staging = stack.enter_context(whole)
-                    staging.check_space(needed_nbytes(planned))
+                    check_output(planned.output, planned.source.root, CONVERTED, force=force)
+                    output = stack.enter_context(begin(planned.output, CONVERTED, work, force=force, gathers=True))
+                    if output.earlier is not None:
+                        output.check_space(needed_nbytes(planned))
             with ExitStack() as adding:
-                staged = planned.output.stage_part(CONVERTED, shared, part, replace=True, modes=modes)
-                own = adding.enter_context(staged)
+                own = adding.enter_context(begin_part(planned.output, CONVERTED, work, force=True))
+                shares = [None if share is None else share.marked(own.mark) for share in shares]
                 with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
                     written = _write(planned, shares, exchange, group, own, threads, chunk_nbytes, report)
                 # If this fails, the first member deletes all parts: when all have been added.
-                with (
-                    group.collective(),
-                    adding.pop_all(),
-                    Journal(own, fingerprint, append=False, name=part) as journal,
-                ):
-                    journal.add(written)
+                with group.collective(), adding.pop_all():
+                    pass
             sources = _hash_sources(planned, exchange, group, chunk_nbytes)
             hashed = group.all_gather(sources)
+            parts = group.all_gather(written)
             with group.collective():
-                if staging is not None:
-                    staging.take_parts()
-                    parts = [_noted(staging, member) for member in range(num_members)]
-                    complete_parts(staging, planned, _merged(planned, shares, parts, hashed))
+                if output is not None:
+                    conversion = planned.marked(output.mark)
+                    _take_parts(output, shares)
+                    complete_parts(output, conversion, _merged(conversion, shares, parts, hashed))
                     stack.close()  # Publishes.
             return summary_of(planned, 0, time.monotonic() - started)
     except BaseException as error:
@@ -343,20 +338,20 @@ def save_together(
         raise
 
 
-def _part_name(member: int) -> str:
-    return f"member-{member}"
+def _part_name(member: int, unit: int) -> str:
+    return f"member-{member}-unit-{unit}"
 
 
-def _noted(staging: Staging, member: int) -> Written:
-    """What a member has written, by the notes of its part.
+def _take_parts(output: Output, shares: Sequence[Conversion | None]) -> None:
+    """Take the files of all members.
 
     Raises:
-        FormatError: there are none.
+        FormatError: some were deleted.
     """
-    journal = read_journal(staging, _part_name(member))
-    if journal is None:
-        raise FormatError("a part was deleted while it was saved", path=staging.location, code="missing")
-    return journal[1]
+    for member, share in enumerate(shares):
+        for unit in range(0 if share is None else len(share.layout.units)):
+            if output.kept(_part_name(member, unit)) is None:
+                raise FormatError("a part was deleted while it was saved", path=output.location, code="missing")
 
 
 def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
@@ -372,14 +367,14 @@ def _write(
     shares: Sequence[Conversion | None],
     exchange: Exchange,
     group: Group,
-    staging: Staging,
+    output: Output,
     threads: int,
     chunk_nbytes: int,
     report: Callable[[int], None],
 ) -> Written:
     """Write this member's files, and serve the others."""
     own = shares[group.index]
-    headers = None if own is None else HeaderWriter(staging, own)
+    headers = None if own is None else HeaderWriter(output, own)
     plan = None if own is None else CopyPlan(own, chunk_nbytes=chunk_nbytes)
     written = Written()
     num_units, files = len(planned.layout.units), planned.source.files
@@ -388,13 +383,18 @@ def _write(
         return [(files[one.file].name, one.extent) for one in step.ranges]
 
     deliver = partial(exchange.deliver, ranges_of=ranges_of, wanted=_slices_wanted(planned, shares))
+    if own is not None:
+        output.check_space(*needed_for_units(own, range(num_units)))
     for unit in range(num_units):
         if plan is None or headers is None:
             deque(deliver(()), 0)
         else:
-            done = run_unit(plan, unit, staging, threads=threads, deliver=deliver)
+            done = run_unit(plan, unit, output, threads=threads, deliver=deliver)
             headers.write(unit, done)
-            written = Written({**written.tensors, **done.tensors}, {**written.chunks, **done.chunks})
+            written = merged([written, done])
+        with group.collective():  # If this fails, the first member deletes all parts: when all have kept theirs.
+            if own is not None:
+                output.keep(_part_name(group.index, unit), b"saved")
         report(planned.layout.nbytes * (unit + 1) // num_units)
     return written
 

@@ -1,19 +1,18 @@
-"""The store protocols: files in one folder or under one prefix, read by ranges and published all at once.
+"""The store protocols: files in one folder or under one prefix, read by ranges.
 
 Callers ask what a store or file can do (`fileno`, `alignment`, `cost`), never for its type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError
 
 Found = TypeVar("Found")
 
@@ -145,62 +144,6 @@ class Modes:
     file: int = 0o666
 
 
-_NUM_SHOWN = 3
-"""Files that an error names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replaceable:
-    """What `force` may replace, and by what proof: an output that its own records describe, and nothing beside it."""
-
-    marker: str
-    """The file that every such output has, which is written last."""
-    describe: Callable[[Store], str]
-    """What an output is, by its records. A FormatError: they are damaged, or foreign."""
-    names: Callable[[Store], frozenset[str]]
-    """Names of all files that an output's records name, the records too. A FormatError as of `describe`."""
-
-    def check(self, store: Store, there: Collection[str], *, force: bool) -> frozenset[str]:
-        """Check that an output may be written to `store`. Changes nothing.
-
-        Args:
-            there: names of all that exists, including hidden names and empty folders.
-            force: whether an older output may be replaced.
-
-        Returns:
-            What may be deleted then: the files that the older output's records name. Nothing else is ever deleted.
-
-        Raises:
-            PlanError: something is there that may not be deleted.
-        """
-        if not there:
-            return frozenset()
-        if self.marker not in there:
-            what = (
-                f"is not empty: holds {_first(there)}, and no {self.marker}, so nothing proves that relayout wrote it;"
-                " choose another output"
-            )
-            raise PlanError(what, path=str(store), code="exists")
-        try:
-            if not force:
-                what = f"already holds {self.describe(store)}; --force replaces it"
-                raise PlanError(what, path=str(store), code="exists")
-            named = self.names(store)
-        except FormatError as error:
-            what = f"is not empty; nothing proves that relayout wrote it, so choose another output: {error}"
-            raise PlanError(what, path=str(store), code="exists") from None
-        if foreign := sorted(set(there) - named):
-            what = f"holds files that relayout did not write, so --force does not replace it: {_first(foreign)}"
-            raise PlanError(what, path=str(store), code="exists")
-        return named
-
-
-def _first(names: Collection[str]) -> str:
-    """The first names, for a message."""
-    first = ", ".join(map(shown, sorted(names)[:_NUM_SHOWN]))
-    return f"{first} ..." if len(names) > _NUM_SHOWN else first
-
-
 class Closable(Protocol):
     """Something to close, by `close` or at the end of a `with` block."""
 
@@ -280,106 +223,6 @@ class WritableFile(Closable, Protocol):
         """Write `view` at `offset`. `address` is its memory address modulo 4096. The caller reuses the memory."""
 
 
-class Notes(Closable, Protocol):
-    """An append-only file."""
-
-    def append(self, text: bytes) -> None:
-        """Append `text` atomically. Thread-safe."""
-
-
-LIVE = "live-"
-"""Names that parts share begin with it if whoever publishes them has the output's lock from before the first part. So
-whoever has the lock knows that parts of other such names are left of processes that ended, and deletes them."""
-
-
-def kept_note(location: str) -> str:
-    """The note on the error of an attempt whose files are kept."""
-    return f"finished work is kept in {location}; the same command resumes it"
-
-
-class Staging(Protocol):
-    """Where an output is assembled, invisible to readers. At most one process has it open for an output.
-
-    Files of known length: `write_file` opens them any number of times, and `write_head` completes them with their first
-    bytes, which depend on all others (in a multipart upload, the first part is sent last). Small files: `put` writes
-    them whole.
-
-    If an attempt fails, the files are kept for the next one if there are notes about them behind a header, and the
-    error says so. Without notes they are deleted. An attempt that has changed nothing leaves those of an earlier one.
-
-    Methods raise OSError if a request or a system call fails, and FormatError if what is here under the name that they
-    are given is not a regular file of this user.
-    """
-
-    @property
-    def can_read(self) -> bool:
-        """Whether `open` can read what was written.
-
-        If not, a file counts for the next attempt if `write_head` completed it: `names` then has no others of an
-        earlier attempt.
-        """
-
-    @property
-    def location(self) -> str:
-        """The path or URL for messages."""
-
-    def clear(self) -> None:
-        """Delete everything that was written here, also by an earlier attempt."""
-
-    def check_space(self, nbytes: int) -> None:
-        """Check that there is space for an output of `nbytes` in all, less what is here already.
-
-        A store that does not know its space accepts any size.
-
-        Raises:
-            PlanError: there is less space.
-        """
-
-    def take_parts(self) -> None:
-        """Take the parts that were added since the output was staged under a `LIVE` name. All have been added."""
-
-    def names(self) -> list[str]:
-        """Names of the files here."""
-
-    def remove(self, name: str) -> None:
-        """Delete the file `name`, if it exists."""
-
-    def open(self, name: str, nbytes: int) -> ReadableFile:
-        """Open a file that was written here, to read what is stored on the drive.
-
-        Raises:
-            FormatError: the file is missing, or has another length.
-            OSError: the file cannot be opened, or written bytes did not reach the drive.
-        """
-
-    def write_file(self, name: str, nbytes: int) -> WritableFile:
-        """Open a file of known length for writing. If it is not here yet, create it and allocate its space.
-
-        Raises:
-            OSError: there is not enough space.
-        """
-
-    def write_head(self, name: str, head: bytes, nbytes: int) -> None:
-        """Write the first bytes of a file of `nbytes` after all others, and close it."""
-
-    def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
-        """Write a new file whole.
-
-        Args:
-            mode: the file's permissions before the umask; None: those of all other files.
-        """
-
-    def read_notes(self, name: str) -> bytes | None:
-        """Read notes, which do not become part of the output; None if this user has no notes here."""
-
-    def open_notes(self, name: str, header: bytes | None) -> Notes:
-        """Open notes for appending. Of an output, they are named `relayout.*`.
-
-        Args:
-            header: begin new notes with it, in place of existing ones; None: continue existing notes.
-        """
-
-
 class Store(Protocol):
     """Files in one folder or under one prefix. Thread-safe, and usable in forked children.
 
@@ -444,55 +287,4 @@ class Store(Protocol):
         Raises:
             FormatError: the file is missing, or has another length or version.
             OSError: the file cannot be opened, or not with this `access`.
-        """
-
-    def add(self, name: str, content: bytes) -> None:
-        """Write a small file beside what is published, in place of an older one.
-
-        Raises:
-            PlanError: the store is read-only.
-        """
-
-    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
-        """Check that an output here would not destroy other files; delete what a killed process of this user left.
-
-        Args:
-            older: what `force` replaces.
-
-        Raises:
-            PlanError: this is the source, contains it or is inside it; is not empty; or cannot be written.
-        """
-
-    def stage(
-        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
-    ) -> AbstractContextManager[Staging]:
-        """Begin an output, which is published when the block ends.
-
-        With `shared`, all files and notes of parts that were added under this name are there; without, parts of an
-        output here are refused, or deleted with `replace`. A name that begins with `LIVE` is that of parts which are
-        added while the block runs, and are deleted if it fails.
-
-        A local folder is renamed as a whole; on failure nothing changes. A store without rename writes the marker
-        last and fails if it exists by then; with `replace`, it first deletes the marker of the older output. Only files
-        that the records of the older output name are deleted.
-
-        Raises:
-            PlanError: another process is writing the same output, or the existing output cannot be replaced.
-            OSError: something else has been created here meanwhile.
-        """
-
-    def stage_part(
-        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
-    ) -> AbstractContextManager[Staging]:
-        """Begin a part of an output that several processes assemble, also at the same time, to be published by `stage`.
-
-        If the block writes notes named `part`, the part is complete at its end: its files are added to the output, and
-        then these notes. Else nothing of it is left. Two that do the same part at once write the same files, and do
-        not meet before the end. `read_notes(part)` has the notes of a part that is complete already.
-
-        Args:
-            shared: what all parts have in common; those of another name are never mixed with them.
-
-        Raises:
-            PlanError: the output exists already, and `replace` is not set.
         """

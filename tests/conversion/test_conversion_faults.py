@@ -44,8 +44,8 @@ OPTIONS = ["--tp", str(TP), "--plan", "plan.toml", "--max-part-size", str(MAX_PA
 LIMITS = ["--threads", "4", "--memory", "8MiB"]
 PARTIAL = ".out.relayout-partial"
 WITHOUT_SPACE_CHECK = (
-    "from relayout.cli import app; from relayout.storage.local import staging;"
-    "staging.check_space = lambda *_: None; app.main()"
+    "from relayout.cli import app; from relayout.publish import folder;"
+    "folder.LocalOutput.check_space = lambda *_: None; app.main()"
 )
 
 PLAN = """

@@ -29,7 +29,8 @@ from relayout.conversion.steps import CopyPlan
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
 from relayout.plans.plan import Plan
-from relayout.storage.local import files, staging
+from relayout.publish import local_output
+from relayout.storage.local import files
 
 MIB = 2**20
 digest = xxhash.xxh3_128_hexdigest
@@ -137,7 +138,7 @@ def test_bytes_that_do_not_reach_the_drive_fail_the_conversion(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         true_fsync(fd)
 
-    monkeypatch.setattr(staging, "OutputFile", Noted)
+    monkeypatch.setattr(local_output, "OutputFile", Noted)
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match=r"Input/output error: '.*model-rank-0-part-0.safetensors'") as caught:
         relayout.convert(large[0], tmp_path / "out")

@@ -30,8 +30,8 @@ from relayout.conversion.run import Summary, carry_out, is_carried_out
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError
 from relayout.planning import plan_conversion
+from relayout.publish import local_output
 from relayout.storage.local import files as file_io
-from relayout.storage.local import staging
 from relayout.storage.local.files import InputFile, OutputFile
 from relayout.storage.local.store import LocalStore
 
@@ -522,7 +522,7 @@ def test_what_was_noted_is_compared_with_the_source_again(work: Path, monkeypatc
 
 def test_what_is_there_already_counts_as_space(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(staging, "check_space", lambda output, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(local_output, "check_space", lambda folder, output, nbytes: asked.append(nbytes))
     interrupt(work)
     there = sum(path.stat().st_blocks * 512 for path in (work / PARTIAL).rglob("*") if path.is_file())
     go(work)

@@ -32,12 +32,12 @@ from relayout.commands.convert import convert
 from relayout.commands.restore import restore
 from relayout.conversion.copy import FileSink
 from relayout.errors import PlanError
+from relayout.publish import folder as local_staging
+from relayout.publish.local_output import check_space
 from relayout.storage.local import files
 from relayout.storage.local import open_folder as openfolder
-from relayout.storage.local import staging as local_staging
 from relayout.storage.local.files import OutputFile
 from relayout.storage.local.open_folder import OpenFolder
-from relayout.storage.local.staging import check_space
 
 W = np.arange(1, 4097, dtype=np.uint16)
 
@@ -45,7 +45,7 @@ HOLD = """
 import sys
 from pathlib import Path
 
-from relayout.storage.local.staging import staging_folder
+from relayout.publish.folder import staging_folder
 
 with staging_folder(Path(sys.argv[1])) as staging:
     folder = staging.folder.path
@@ -384,15 +384,15 @@ def test_a_folder_is_deleted_whole_while_others_delete_what_is_theirs_in_it(
 
 def test_a_staged_file_that_is_deleted_meanwhile_is_not_made_again_without_its_bytes(tmp_path: Path) -> None:
     with staging_folder(tmp_path / "out") as staging:
-        staging.write_file("gone", 100).close()
+        staging.write("gone", 100).close()
         (staging.folder.path / "gone").unlink()
         with pytest.raises(FileNotFoundError, match="gone"):
-            staging.write_file("gone", 100)
+            staging.write("gone", 100)
         with pytest.raises(FileNotFoundError, match="gone"):
-            staging.write_head("gone", b"head", 100)
+            staging.head("gone", b"head", 100)
         for forget in (lambda: staging.remove("gone"), staging.clear):
             forget()
-            staging.write_file("gone", 100).close()
+            staging.write("gone", 100).close()
     assert (tmp_path / "out" / "gone").stat().st_size == 100
 
 

@@ -48,7 +48,7 @@ NOT_FOR_LOADS = {
     "relayout.loader.view",
     "relayout.storage.hashing",
     "relayout.storage.cloud.store",
-    "relayout.storage.local.staging",
+    "relayout.publish.folder",
     "rich",
     "safetensors",
     "tomllib",

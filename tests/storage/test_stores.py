@@ -5,24 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.store_contract import KINDS, MARKER, OLDER, WRITABLE, Ground, content, ground, staged
+from support.store_contract import KINDS, MARKER, OLDER, SOME, WRITABLE, Ground, content, ground, staged
 
+from relayout.core.digests import digest_hex
+from relayout.core.workers import Stopped
 from relayout.errors import FormatError, PlanError
+from relayout.publish.local_output import LocalOutput
+from relayout.publish.output import Output, Work
+from relayout.publish.prefix import Prefix, Sent, bare
+from relayout.publish.publishers import begin_part, check_output
 from relayout.storage.buffers import Buffer
-from relayout.storage.cloud.client import NotCompleted
-from relayout.storage.cloud.output import lease
-from relayout.storage.cloud.output.lease import Lease
-from relayout.storage.cloud.output.prefix import OutputPrefix, bare
-from relayout.storage.cloud.output.records import LEASE, Holder
+from relayout.storage.cloud.client import WritableClient
 from relayout.storage.cloud.store import CloudStore
-from relayout.storage.protocols import LIVE, Access, Entry, Kind, Modes, Staging, Store
+from relayout.storage.local.store import LocalStore
+from relayout.storage.protocols import Access, Entry, Kind, RequestError, Store
 from relayout.storage.stores import find_store
 
 NBYTES = 5 * 4096 + 123
@@ -231,84 +235,112 @@ def test_a_store_says_what_requests_should_look_like(here: Ground) -> None:
 # Writing.
 
 
-def test_nothing_is_an_output_before_the_end(there: Ground) -> None:
+def test_nothing_is_complete_before_the_end(there: Ground) -> None:
     store = there.store("out")
-    with staged(store) as staging:
-        staging.put(MARKER, [b"{}"])
-        with staging.write_file("weights", NBYTES) as file:
+    with staged(store) as output:
+        output.put(MARKER, [b"{}"])
+        with output.write("weights", NBYTES) as file:
             file.write(100, memoryview(BYTES)[100:])
-        staging.write_head("weights", BYTES[:100], NBYTES)
-        staging.write_head("only-a-head", b"head", 4)
-        assert store.kind() is Kind.NOTHING
+        output.head("weights", BYTES[:100], NBYTES)
+        output.head("only-a-head", b"head", 4)
+        output.keep("a part", b"")
+        assert store.stat(MARKER) is None
     assert names(store.walk()) == sorted([MARKER, "only-a-head", "weights"])
     assert content(store, "weights") == BYTES
     assert content(store, "only-a-head") == b"head"
+    assert beside(store) == []
 
 
 @pytest.mark.parametrize("has_header", [False, True])
 def test_of_an_output_that_fails_nothing_is_left_without_notes(there: Ground, has_header: bool) -> None:
-    store = there.store("out")
+    store, work = there.store("out"), replace(SOME, is_resumable=False)
 
     def fail() -> None:
-        with staged(store) as staging:
-            staging.put(MARKER, [b"{}"])
-            if has_header:
-                staging.open_notes("relayout.notes", b"of what\n").close()
-            staging.write_head("weights", BYTES, NBYTES)
+        with staged(store, work) as output:
+            output.put(MARKER, [b"{}"])
+            output.head("weights", BYTES, NBYTES)
+            output.keep("a part", b"")
+            if has_header and output.earlier is not None:
+                output.earlier.open_notes("relayout.notes", b"of what\n").close()
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert store.kind() is Kind.NOTHING
-    with staged(store) as staging:
-        assert staging.names() == []
-        staging.put(MARKER, [b"{}"])
+    with staged(store, work) as output:
+        output.put(MARKER, [b"{}"])
     assert names(store.walk()) == [MARKER]
+    assert beside(store) == []
 
 
-def test_what_was_kept_of_an_output_is_there_for_the_next_attempt_all_or_nothing(there: Ground) -> None:
+def test_parts_that_were_kept_of_an_output_are_there_for_the_next_attempt(there: Ground) -> None:
     store = there.store("out")
 
     def fail() -> None:
-        with staged(store) as staging:
-            with staging.write_file("weights", NBYTES) as file:
+        with staged(store) as output:
+            if output.earlier is not None:
+                pytest.skip("has no parts")
+            write(output, weights=BYTES)
+            output.keep("a part", b"of it")
+            write(output, first=b"of no part")
+            raise OSError(5, "the drive")
+
+    with pytest.raises(OSError, match="drive") as caught:
+        fail()
+    [note] = caught.value.__notes__
+    assert "the same command resumes it" in note
+    with staged(store) as output:
+        assert [output.kept(name) for name in ("a part", "another")] == [b"of it", None]
+        output.put(MARKER, [b"{}"])
+    assert names(store.walk()) == [MARKER, "weights"]
+    assert content(store, "weights") == BYTES
+
+
+def test_what_was_noted_of_an_output_is_there_for_the_next_attempt(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "out")
+
+    def earlier(output: Output) -> LocalOutput:
+        assert output.earlier is not None
+        return output.earlier
+
+    def fail() -> None:
+        with staged(store) as output:
+            with output.write("weights", NBYTES) as file:
                 file.write(0, memoryview(BYTES))
-            with staging.open_notes("relayout.notes", b"first\n") as notes:
+            with earlier(output).open_notes("relayout.notes", b"first\n") as notes:
                 notes.append(b"second\n")
             raise OSError(5, "the drive")
 
     with pytest.raises(OSError, match="drive") as caught:
         fail()
     assert store.kind() is Kind.NOTHING
-    with staged(store) as staging:
-        if not staging.names():
-            assert staging.read_notes("relayout.notes") is None
-            return
-        assert len(caught.value.__notes__) == 1
-        assert "the same command resumes it" in caught.value.__notes__[0]
-        assert staging.names() == ["weights"]
-        with staging.open("weights", NBYTES) as again:
+    assert len(caught.value.__notes__) == 1
+    assert "the same command resumes it" in caught.value.__notes__[0]
+    with staged(store) as output:
+        folder = earlier(output)
+        assert folder.names() == ["weights"]
+        with folder.open("weights", NBYTES) as again:
             assert again.nbytes == NBYTES
             assert read(again, 0, 6 * 4096)[:NBYTES] == BYTES
-        with staging.open_notes("relayout.notes", None) as notes:
+        with folder.open_notes("relayout.notes", None) as notes:
             notes.append(b"third\n")
-        assert staging.read_notes("relayout.notes") == b"first\nsecond\nthird\n"
-        with staging.open_notes("relayout.notes", b"new\n") as notes:
+        assert folder.read_notes("relayout.notes") == b"first\nsecond\nthird\n"
+        with folder.open_notes("relayout.notes", b"new\n") as notes:
             notes.append(b"again\n")
-        assert staging.read_notes("relayout.notes") == b"new\nagain\n"
-        staging.clear()
-        assert staging.names() == []
-        assert staging.read_notes("relayout.notes") is None
-        staging.put(MARKER, [b"{}"])
+        assert folder.read_notes("relayout.notes") == b"new\nagain\n"
+        folder.clear()
+        assert folder.names() == []
+        assert folder.read_notes("relayout.notes") is None
+        output.put(MARKER, [b"{}"])
     assert names(store.walk()) == [MARKER]
 
 
-def test_a_file_is_written_by_many_threads_in_any_order_and_read_again(there: Ground) -> None:
+def test_a_file_is_written_by_many_threads_in_any_order(there: Ground) -> None:
     store = there.store("out")
     offsets = list(range(1000, NBYTES, 1000))
     np.random.default_rng(3).shuffle(offsets)
-    with staged(store) as staging:
-        with staging.write_file("weights", NBYTES) as file:
+    with staged(store) as output:
+        with output.write("weights", NBYTES) as file:
 
             def work(first: int) -> None:
                 for offset in offsets[first::4]:
@@ -316,66 +348,35 @@ def test_a_file_is_written_by_many_threads_in_any_order_and_read_again(there: Gr
 
             with ThreadPoolExecutor(4) as threads:
                 list(threads.map(work, range(4)))
-        if staging.can_read:
-            with staging.open("weights", NBYTES) as again:
-                assert read(again, 0, 6 * 4096)[1000:NBYTES] == BYTES[1000:]
-        else:
-            with pytest.raises(OSError, match="cannot be read before it is published"):
-                staging.open("weights", NBYTES)
-        with staging.write_file("weights", NBYTES) as file:
+        with output.write("weights", NBYTES) as file:
             file.write(7, memoryview(BYTES)[7:1000])
-        staging.write_head("weights", BYTES[:7], NBYTES)
-        staging.put(MARKER, [])
+        output.head("weights", BYTES[:7], NBYTES)
+        output.put(MARKER, [])
     assert content(store, "weights") == BYTES
     assert content(store, MARKER) == b""
 
 
-def test_a_file_that_is_there_is_not_written_as_a_new_one(there: Ground) -> None:
-    with staged(there.store("out")) as staging:
-        staging.put("small", [b"1"])
-        staging.write_file("large", 10).close()
-        for name in ("small", "large"):
-            with pytest.raises(OSError, match="exists"):
-                staging.put(name, [b"2"])
-        staging.remove("small")
-        staging.remove("large")
-        staging.remove("was never there")
-        staging.put("small", [b"3"])
-        staging.put(MARKER, [b"{}"])
-    assert content(there.store("out"), "small") == b"3"
-
-
-def test_a_written_file_of_another_length_is_not_opened(there: Ground) -> None:
-    with staged(there.store("out")) as staging:
-        staging.put("small", [b"12345"])
-        for name, nbytes in (("small", 4), ("missing", 5)):
-            with pytest.raises((FormatError, OSError)):
-                staging.open(name, nbytes)
-
-
-def test_one_writes_an_output_at_a_time(there: Ground) -> None:
-    store = there.store("out")
-    with staged(store) as staging:
-        with pytest.raises(PlanError, match="out: is being written"), staged(there.store("out")):
+def test_a_local_output_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "out")
+    with staged(store) as output:
+        with pytest.raises(PlanError, match="out: is being written"), staged(LocalStore(tmp_path / "out")):
             pass
-        with staged(there.store("other")) as other:
+        with staged(LocalStore(tmp_path / "other")) as other:
             other.put(MARKER, [b"{}"])
-        staging.put(MARKER, [b"{}"])
+        output.put(MARKER, [b"{}"])
     assert store.stat(MARKER) is not None
-    with staged(there.store("third")):
-        pass
 
 
 def test_an_output_that_has_come_up_meanwhile_is_not_overwritten(there: Ground) -> None:
     store = there.store("out")
 
     def write() -> None:
-        with staged(store) as staging:
-            staging.put(MARKER, [b"ours"])
-            staging.put("weights", [b"ours"])
+        with staged(store) as output:
+            output.put(MARKER, [b"ours"])
+            output.put("weights", [b"ours"])
             there.write(store, **{MARKER: b"theirs"})
 
-    with pytest.raises(OSError, match="out"):
+    with pytest.raises((OSError, PlanError), match="out"):
         write()
     assert content(store, MARKER) == b"theirs"
     assert names(store.walk()) == [MARKER]
@@ -408,9 +409,9 @@ def test_force_touches_nothing_where_there_is_anything_that_the_older_outputs_re
     source, out = there.store("source"), there.store("out")
     name, says = STRANGERS[stranger]
     there.write(out, **{MARKER: b"ours\nweights"}, weights=b"old")
-    out.check_output(source, OLDER, force=True)
+    check_output(out, source, OLDER, force=True)
 
-    def replace() -> None:
+    def renew() -> None:
         with staged(out, replace=True) as staging:
             staging.put("weights", [b"new"])
             staging.put(MARKER, [b"new"])
@@ -420,9 +421,11 @@ def test_force_touches_nothing_where_there_is_anything_that_the_older_outputs_re
     if when == "before":
         there.write(out, **{name: b"USER"})
         with pytest.raises(PlanError, match=says):
-            out.check_output(source, OLDER, force=True)
-    with pytest.raises(PlanError, match=says):
-        replace()
+            check_output(out, source, OLDER, force=True)
+    if when == "meanwhile" and isinstance(out, CloudStore):
+        says = r"did not write: |an object of this name exists|is not as expected|was replaced or deleted"
+    with pytest.raises((PlanError, FileExistsError), match=says):
+        renew()
     assert content(out, name) == b"USER"
     assert content(out, "weights") == b"old"
 
@@ -430,15 +433,15 @@ def test_force_touches_nothing_where_there_is_anything_that_the_older_outputs_re
 def test_a_place_that_holds_something_is_no_output(there: Ground) -> None:
     source, out = there.store("source"), there.store("out")
     there.write(source, weights=BYTES)
-    out.check_output(source, OLDER, force=False)
+    check_output(out, source, OLDER, force=False)
     there.write(out, mine=b"1")
     for force in (False, True):
         with pytest.raises(PlanError, match="out: is not empty"):
-            out.check_output(source, OLDER, force=force)
+            check_output(out, source, OLDER, force=force)
     there.write(out, **{MARKER: b"ours\nmine"})
     with pytest.raises(PlanError, match="out: already holds 2 files; --force replaces it"):
-        out.check_output(source, OLDER, force=False)
-    out.check_output(source, OLDER, force=True)
+        check_output(out, source, OLDER, force=False)
+    check_output(out, source, OLDER, force=True)
     assert content(out, "mine") == b"1", "it changes nothing"
 
 
@@ -446,27 +449,28 @@ def test_a_place_that_holds_something_is_no_output(there: Ground) -> None:
 def test_an_output_in_the_source_or_around_it_is_refused(there: Ground, source: str, output: str) -> None:
     there.write(there.store("a/b"), weights=BYTES)
     with pytest.raises(PlanError, match="the source"):
-        there.store(output).check_output(there.store(source), OLDER, force=True)
+        check_output(there.store(output), there.store(source), OLDER, force=True)
 
 
 def test_a_name_that_only_begins_alike_is_beside_the_source(there: Ground) -> None:
     there.write(there.store("a"), weights=BYTES)
-    there.store("a-tp2").check_output(there.store("a"), OLDER, force=False)
+    check_output(there.store("a-tp2"), there.store("a"), OLDER, force=False)
 
 
 # What the publisher needs of a client.
 
 
 @pytest.fixture
-def output(there: Ground) -> OutputPrefix:
+def output(there: Ground) -> Prefix:
     """The place of an output, in stores without rename."""
     store = there.store("out")
     if not isinstance(store, CloudStore):
         pytest.skip("a local folder is renamed")
-    return store._output()
+    assert isinstance(store.client, WritableClient)
+    return Prefix(store.client, store.prefix, store)
 
 
-def test_a_small_object_is_created_once_and_replaced_in_the_version_that_is_known_only(output: OutputPrefix) -> None:
+def test_a_small_object_is_created_once_and_replaced_in_the_version_that_is_known_only(output: Prefix) -> None:
     client, name = output.client, output.full("small")
     first = client.put(name, b"1", None)
     with pytest.raises(FileExistsError):
@@ -474,7 +478,7 @@ def test_a_small_object_is_created_once_and_replaced_in_the_version_that_is_know
     second = client.put(name, b"22", first)
     with pytest.raises(FileExistsError):
         client.put(name, b"3", first)
-    loaded = output.load(name, 10)
+    loaded = output.load("small", 10)
     assert loaded is not None
     assert loaded[0] == b"22"
     third = client.put(name, b"333", loaded[1])
@@ -483,204 +487,177 @@ def test_a_small_object_is_created_once_and_replaced_in_the_version_that_is_know
     client.delete([name, output.full("was never there")])
     with pytest.raises(FileExistsError):
         client.put(name, b"4", third)
-    assert output.load(name, 10) is None
+    assert output.load("small", 10) is None
     client.put(name, b"5")
     client.put(name, b"6")
-    assert output.load(name, 10) is not None
+    assert output.load("small", 10) is not None
 
 
-def test_versions_are_those_of_listings(output: OutputPrefix) -> None:
-    """Else what was created is read again before the manifest is written."""
-    version, uploads = output.client.put(output.full("small"), b"1", None), output.client.uploads()
-    upload = uploads.begin(output.full("large"))
-    tag = uploads.send(output.full("large"), upload, 0, memoryview(b"large"))
-    completed = uploads.complete(output.full("large"), upload, [tag])
-    assert isinstance(completed, str)
-    listed = {name: bare(found) for name, found in output.objects().items()}
-    assert listed["small"] in map(bare, version.values())
-    assert listed["large"] == bare(completed)
-
-
-def test_an_upload_creates_no_object_in_the_place_of_another(output: OutputPrefix) -> None:
-    name, uploads = output.full("large"), output.client.uploads()
-    begun = [uploads.begin(name) for _ in range(3)]
-    tags = [uploads.send(name, upload, 0, memoryview(b"large")) for upload in begun]
-    uploads.abort(name, begun[2])
-    assert isinstance(uploads.complete(name, begun[0], tags[:1]), str)
-    assert uploads.complete(name, begun[1], tags[1:2]) is NotCompleted.EXISTS
-    uploads.abort(name, begun[1])
-    loaded = output.load(name, 10)
-    assert loaded is not None
-    assert loaded[0] == b"large"
-
-
-def test_a_lease_is_refreshed_until_another_process_has_it(
-    output: OutputPrefix, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("nbytes", [0, 5, 10 * 2**20])
+def test_a_file_is_uploaded_whole_and_its_version_is_that_of_listings(
+    output: Prefix, tmp_path: Path, nbytes: int
 ) -> None:
-    monkeypatch.setattr(lease, "VALID_SECONDS", 0.0)
-    with Lease(output, "a test") as held:
-        for _ in range(3):
-            held.refresh()
-        with pytest.raises(PlanError, match="is being written by another conversion: a test"):
-            Lease(output, "another test")._take()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lease, "_is_gone", lambda holder: True)
-            other = Lease(output, "another test")
-            other._take()
-        with pytest.raises(PlanError, match="was taken over by another process"):
-            held.refresh()
-        other.refresh()
-    found = output.read(LEASE, Holder)
-    assert found is not None
-    assert found.what == "another test", "who has lost it does not delete it"
+    """Else what was sent is read again before the manifest is written."""
+    blob = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8).tobytes()
+    (tmp_path / "file").write_bytes(blob)
+    checks: list[None] = []
+    version = output.client.upload(output.full("large"), tmp_path / "file", 2, lambda: checks.append(None))
+    listed = {name: bare(found) for name, found in output.objects().items()}
+    assert listed["large"] in map(bare, version.values())
+    assert content(output.store, "large") == blob
+    assert output.proves("large", Sent(nbytes, "", digest_hex(blob[:3]), min(3, nbytes)))
+    assert not output.proves("large", Sent(nbytes + 1, "", digest_hex(blob[:3]), min(3, nbytes)))
+    assert not output.proves("large", Sent(nbytes, "", digest_hex(b"other"), min(3, nbytes)))
+    assert not output.proves("missing", Sent(0, "", digest_hex(b""), 0))
+
+
+def test_an_upload_that_is_given_up_makes_no_object(output: Prefix, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(20 * 2**20))
+
+    def give_up() -> None:
+        raise Stopped
+
+    with pytest.raises((Stopped, RequestError)):
+        output.client.upload(output.full("large"), tmp_path / "file", 2, give_up)
+    assert output.objects() == {}
 
 
 # Parts by several processes.
 
 
-def part(store: Store, shared: str, name: str) -> AbstractContextManager[Staging]:
-    return store.stage_part(OLDER, shared, name, replace=False, modes=Modes())
-
-
-def add(store: Store, shared: str, name: str, **files: bytes) -> None:
+def add(store: Store, work: Work, part: str, **files: bytes) -> None:
     """A part of these files."""
-    with part(store, shared, name) as staging:
-        for file, text in files.items():
-            staging.put(file, [text])
-        with staging.open_notes(name, b"") as notes:
-            notes.append(f"of {name}".encode())
+    with begin_part(store, OLDER, work, force=work.is_live) as output:
+        write(output, **files)
+        output.keep(part, f"of {part}".encode())
+
+
+def write(output: Output, **files: bytes) -> None:
+    for name, blob in files.items():
+        with output.write(name, len(blob)) as file:
+            file.write(1, memoryview(blob)[1:])
+        output.head(name, blob[:1], len(blob))
+
+
+LIVE = replace(SOME, is_live=True, is_resumable=False)
 
 
 def test_parts_are_published_together(there: Ground) -> None:
     store = there.store("out")
-    add(store, "one", "a", first=b"1", second=b"22")
-    add(store, "one", "b", third=b"333")
-    assert store.kind() is not Kind.FOLDER
-    with staged(store, shared="one") as staging:
-        assert sorted(staging.names()) == ["first", "second", "third"]
-        assert [staging.read_notes(name) for name in "abc"] == [b"of a", b"of b", None]
-        staging.put(MARKER, [b"done"])
+    add(store, SOME, "a", first=b"1", second=b"22")
+    add(store, SOME, "b", third=b"333")
+    assert store.stat(MARKER) is None
+    with staged(store, gathers=True) as output:
+        assert [output.kept(name) for name in "abc"] == [b"of a", b"of b", None]
+        output.put(MARKER, [b"done"])
     assert {name: content(store, name) for name in ("first", "second", "third")} == {
         "first": b"1",
         "second": b"22",
         "third": b"333",
     }
-    with pytest.raises(PlanError), staged(store, shared="one"):
+    with pytest.raises(PlanError), staged(store, gathers=True):
         pass
 
 
-def test_a_part_is_there_when_its_notes_are_and_else_not_at_all(there: Ground) -> None:
+def test_a_part_is_there_when_it_is_kept_and_else_not(there: Ground) -> None:
     store = there.store("out")
-    with part(store, "one", "a") as staging:
-        staging.put("first", [b"1"])
-    with suppress(ZeroDivisionError), part(store, "one", "b") as staging:
-        staging.put("second", [b"2"])
-        staging.open_notes("b", b"").close()
+    with begin_part(store, OLDER, SOME) as output:
+        write(output, first=b"1")
+    add(store, SOME, "b", second=b"2")
+    with suppress(ZeroDivisionError), begin_part(store, OLDER, SOME) as output:
+        write(output, third=b"2")
         raise ZeroDivisionError
-    with pytest.raises(PlanError), staged(store, shared="one"):
-        pass
-    with staged(store) as staging:
-        assert staging.names() == []
-        staging.put(MARKER, [b"done"])
+    with staged(store, gathers=True) as output:
+        assert [output.kept(name) for name in "ab"] == [None, b"of b"]
+        output.put(MARKER, [b"done"])
+    assert names(store.walk()) == [MARKER, "second"]
 
 
 def test_a_part_done_twice_is_there_once(there: Ground) -> None:
     store = there.store("out")
-    with part(store, "one", "a") as outer:
-        assert outer.read_notes("a") is None
-        outer.put("first", [b"1"])
-        with outer.open_notes("a", b"") as notes:
-            notes.append(b"of a")
-        add(store, "one", "a", first=b"1")
-    with part(store, "one", "a") as staging:
-        assert staging.read_notes("a") == b"of a"
-    with staged(store, shared="one") as staging:
-        assert staging.names() == ["first"]
-        staging.put(MARKER, [b"done"])
+    with begin_part(store, OLDER, SOME) as outer:
+        assert outer.kept("a") is None
+        write(outer, first=b"1")
+        add(store, SOME, "a", first=b"1")
+        outer.keep("a", b"of a")
+    with begin_part(store, OLDER, SOME) as output:
+        assert output.kept("a") == b"of a"
+    with staged(store, gathers=True) as output:
+        assert output.kept("a") == b"of a"
+        output.put(MARKER, [b"done"])
+    assert content(store, "first") == b"1"
 
 
-def test_parts_of_another_name_are_not_mixed_in(there: Ground) -> None:
-    store = there.store("out")
-    add(store, "one", "a", first=b"1")
-    add(store, "two", "a", first=b"other")
-    with pytest.raises(PlanError), staged(store):
+def test_parts_of_other_work_are_not_mixed_in(there: Ground) -> None:
+    store, other = there.store("out"), replace(SOME, fingerprint="another")
+    add(store, SOME, "a", first=b"1")
+    with pytest.raises(PlanError), staged(store, other):
         pass
-    with staged(store, shared="one") as staging:
-        assert staging.names() == ["first"]
-        staging.put(MARKER, [b"ours\nfirst"])
+    with staged(store, gathers=True) as output:
+        assert output.kept("a") == b"of a"
+        output.put(MARKER, [b"ours\nfirst"])
     assert content(store, "first") == b"1"
     with pytest.raises(PlanError):
-        add(store, "two", "b", second=b"late")
-    with staged(store, replace=True) as staging:
-        assert staging.names() == []
-        staging.put(MARKER, [b"again"])
+        add(store, other, "b", second=b"late")
+    with staged(store, other, replace=True) as output:
+        assert output.kept("a") is None
+        output.put(MARKER, [b"again"])
+    assert names(store.walk()) == [MARKER]
 
 
 def beside(store: Store) -> list[str]:
-    """What is hidden beside an output."""
+    """What is hidden in an output, or beside it."""
     if isinstance(store, CloudStore):
-        output = store._output()
-        return [name for name, _ in output.client.list_objects(output.hidden.rstrip("/"))]
+        return [name for name, _ in store.client.list_objects(f"{store.prefix}/.relayout")]
     path = store.path("")
     assert path is not None
     return [found.name for found in path.parent.glob(f".{path.name}.*")]
 
 
-def test_parts_are_added_while_the_output_is_staged(there: Ground) -> None:
+def test_parts_are_added_while_the_output_is_begun(there: Ground) -> None:
     store = there.store("out")
-    with staged(store, shared=LIVE + "one") as staging:
-        add(store, LIVE + "one", "a", first=b"1")
-        add(store, LIVE + "one", "b", second=b"22")
-        staging.take_parts()
-        assert sorted(staging.names()) == ["first", "second"]
-        staging.put(MARKER, [b"done"])
+    with staged(store, LIVE, gathers=True) as output:
+        add(store, LIVE, "a", first=b"1")
+        add(store, LIVE, "b", second=b"22")
+        assert [output.kept(name) for name in "ab"] == [b"of a", b"of b"]
+        output.put(MARKER, [b"done"])
     assert (content(store, "first"), content(store, "second")) == (b"1", b"22")
     assert beside(store) == []
 
 
-def test_of_parts_whose_output_fails_nothing_is_left(there: Ground) -> None:
+def test_of_parts_whose_output_fails_nothing_is_left_to_see(there: Ground) -> None:
     store = there.store("out")
-    with suppress(ZeroDivisionError), staged(store, shared=LIVE + "one") as staging:
-        add(store, LIVE + "one", "a", first=b"1")
-        staging.take_parts()
+    with suppress(ZeroDivisionError), staged(store, LIVE, gathers=True):
+        add(store, LIVE, "a", first=b"1")
         raise ZeroDivisionError
-    assert store.kind() is not Kind.FOLDER
+    assert names(store.walk()) == [] if store.kind() is Kind.FOLDER else True
+    with staged(store, replace(LIVE, fingerprint="another"), gathers=True) as output:
+        assert output.kept("a") is None
+        output.put(MARKER, [b"done"])
+    assert names(store.walk()) == [MARKER]
     assert beside(store) == []
 
 
-@pytest.mark.parametrize("shared", [None, LIVE + "two"])
-def test_parts_that_a_killed_process_has_left_are_deleted(there: Ground, shared: str | None) -> None:
+def test_units_of_a_conversion_are_not_deleted_for_live_parts(there: Ground) -> None:
     store = there.store("out")
-    add(store, LIVE + "one", "a", first=b"1")
-    with staged(store, shared=shared) as staging:
-        if shared is not None:
-            add(store, shared, "b", second=b"2")
-        staging.take_parts()
-        assert staging.names() == ([] if shared is None else ["second"])
-        staging.put(MARKER, [b"done"])
-    assert beside(store) == []
-
-
-def test_units_of_a_conversion_are_not_deleted_for_parts(there: Ground) -> None:
-    store = there.store("out")
-    add(store, "one", "a", first=b"1")
-    with pytest.raises(PlanError, match="force"), staged(store, shared=LIVE + "two"):
+    add(store, SOME, "a", first=b"1")
+    with pytest.raises(PlanError, match="force"), staged(store, replace(LIVE, fingerprint="two"), gathers=True):
         pass
-    with staged(store, shared="one") as staging:
-        assert staging.names() == ["first"]
-        staging.put(MARKER, [b"done"])
+    with staged(store, gathers=True) as output:
+        assert output.kept("a") == b"of a"
+        output.put(MARKER, [b"done"])
     assert content(store, "first") == b"1"
 
 
-def test_only_one_process_has_live_parts(there: Ground) -> None:
+def test_only_one_work_has_live_parts(there: Ground) -> None:
     store = there.store("out")
-    with staged(store, shared=LIVE + "one") as staging:
-        add(store, LIVE + "one", "a", first=b"1")
-        with pytest.raises(PlanError, match="another"), staged(store, shared=LIVE + "two"):
+    with staged(store, LIVE, gathers=True) as output:
+        add(store, LIVE, "a", first=b"1")
+        two = replace(LIVE, fingerprint="two")
+        with pytest.raises(PlanError, match=r"another|claimed by"), staged(store, two, gathers=True):
             pass
-        staging.take_parts()
-        assert staging.names() == ["first"]
-        staging.put(MARKER, [b"done"])
+        assert output.kept("a") == b"of a"
+        output.put(MARKER, [b"done"])
 
 
 # The registry.

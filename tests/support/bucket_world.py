@@ -11,25 +11,26 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from support.toy_store import Shelf
 
 from relayout.errors import RelayoutError
-from relayout.storage.cloud.client import CLOUD_COST, Body, NotCompleted, Version
-from relayout.storage.cloud.output import lease, prefix
-from relayout.storage.cloud.output.lease import Lease
+from relayout.publish import bucket, prefix
+from relayout.storage.cloud.client import CLOUD_COST, Body, Version
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.protocols import FileStat
 
 STALL_SECONDS = 20.0
 """After so long without an answer a client asks again."""
+REQUEST_SECONDS = 110.0
+"""So long a request is repeated, and may still be carried out after it was given up."""
 NEVER = 10**9
 Result = TypeVar("Result")
 
@@ -49,7 +50,7 @@ class Chances:
     late: float = 0.0
     """The request brings no answer in time, and is made again; the first one happens too, later."""
     pause: float = 0.0
-    """The whole process stands still for minutes, before it looks at its lease."""
+    """The whole process stands still for minutes."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,6 @@ class Writer:
         """Whether that request still happens."""
         self.num_requests = 0
         self.is_killed = False
-        self.lease: Lease | None = None
-        self.is_refreshing = False
         self.wakes = world.now + world.random.uniform(0, 0.1)
         self.order = world.random.random()
         self.turn = threading.Semaphore(0)
@@ -162,7 +161,6 @@ class Writer:
         """A new process begins."""
         self.pid += 1
         self.num_requests, self.killed_at, self.is_done_when_killed, self.is_killed = 0, killed_at, is_done, False
-        self.lease = None
 
     def _work(self, work: Callable[[Writer], None]) -> None:
         self.turn.acquire()
@@ -173,27 +171,14 @@ class Writer:
         self.has_ended = True
         self.world.switch()
 
-    def wait(self, seconds: float, *, is_paused: bool = False) -> None:
-        """Let time pass. Meanwhile the lease is refreshed, as its thread does."""
-        while True:
-            step = seconds if is_paused else min(seconds, lease.REFRESH_SECONDS)
-            self.wakes, self.order = self.world.now + step, self.world.random.random()
-            if len(self.world.writers) > 1:
-                self.world.switch()
-                self.turn.acquire()
-            else:
-                self.world.now = self.wakes
-            seconds -= step
-            if seconds <= 0:
-                return
-            held = self.lease
-            if held is not None and not (self.is_refreshing or held._stop.is_set() or held._lock.locked()):
-                self.is_refreshing = True
-                try:
-                    with suppress(OSError, RelayoutError):
-                        held.refresh()
-                finally:
-                    self.is_refreshing = False
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.wakes, self.order = self.world.now + seconds, self.world.random.random()
+        if len(self.world.writers) > 1:
+            self.world.switch()
+            self.turn.acquire()
+        else:
+            self.world.now = self.wakes
 
     def request(self, request: Request) -> Any:
         """The answer to a request, which may be made several times, as clients do."""
@@ -208,8 +193,12 @@ class Writer:
                 world.lose(request)
             raise Killed
         began = world.now
+        if world.random.random() < chances.pause:
+            self.wait(world.random.uniform(60, 400))
         if world.random.random() < chances.late:
-            world.late.append((began + world.random.uniform(0, lease.REQUEST_SECONDS), request))
+            # A delete has no condition, and its repetition comes after the first one.
+            longest = STALL_SECONDS if request.operation == "delete" else 10 * REQUEST_SECONDS
+            world.late.append((began + world.random.uniform(0, longest), request))
             self.wait(STALL_SECONDS + 1)
         if world.random.random() < chances.lost:
             world.lose(request)
@@ -222,7 +211,7 @@ class Writer:
     def _delay(self, chances: Chances) -> None:
         """A request takes its time. Two together are not longer than a request may live."""
         if self.world.random.random() < chances.long_delay:
-            self.wait(self.world.random.uniform(1, lease.REQUEST_SECONDS / 2))
+            self.wait(self.world.random.uniform(1, REQUEST_SECONDS / 2))
         elif self.world.random.random() < chances.delay:
             self.wait(self.world.random.uniform(0, 0.3))
 
@@ -258,68 +247,48 @@ class WorldClient:
     def delete(self, names: Sequence[str]) -> None:
         self.writer.request(Request("delete", "", partial(self._bucket.delete, names)))
 
-    def uploads(self) -> WorldClient:
+    def upload(self, name: str, file: Path, num_streams: int, check: Callable[[], None]) -> Version:
+        content = file.read_bytes()
+        check()
+        return self.writer.request(Request("upload", name, partial(self._bucket.put, name, content)))
+
+
+class Serial:
+    """Does everything at once, one after the other, in place of a pool of threads."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> Serial:
         return self
 
-    def begin(self, name: str) -> str:
-        return self._ask(self._bucket.begin, name)
+    def __exit__(self, *_: object) -> None:
+        pass
 
-    def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
-        return self._ask(self._bucket.send, name, upload, index, memoryview(bytes(body)))
-
-    def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:
-        return self._ask(self._bucket.complete, name, upload, tags)
-
-    def abort(self, name: str, upload: str) -> None:
-        self._ask(self._bucket.abort, name, upload)
-
-
-class _Serial(ThreadPoolExecutor):
-    """Does everything at once, one after the other."""
-
-    def map(self, call: Any, *items: Any, **options: Any) -> Any:  # type: ignore[override]
+    def map(self, call: Any, *items: Any) -> list[Any]:
         return [call(*args) for args in zip(*items, strict=True)]
+
+    def submit(self, call: Any, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_: object) -> None:
+        pass
 
 
 @contextmanager
 def in_its_time() -> Iterator[Callable[..., World]]:
     """Let the product run in worlds that are made by what this yields."""
-    worlds: list[World] = []
 
     def make(seed: int = 0, chances: Chances = Chances()) -> World:
-        worlds.append(World(seed, chances))
-        return worlds[-1]
-
-    def here() -> Writer:
-        current = worlds[-1].current or worlds[-1].writers[-1]
-        assert current is not None
-        return current
-
-    def kill(pid: int, signal: int) -> None:
-        alive = {
-            writer.pid for writer in worlds[-1].writers if writer.machine == here().machine and not writer.is_killed
-        }
-        if pid not in alive:
-            raise ProcessLookupError
-
-    def hold(held: Lease) -> None:
-        here().lease = held
-
-    check = Lease.check
-
-    def checked(held: Lease) -> None:
-        if worlds[-1].random.random() < worlds[-1].chances.pause:
-            here().wait(worlds[-1].random.uniform(60, 400), is_paused=True)
-        check(held)
+        return World(seed, chances)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(lease, "monotonic", lambda: worlds[-1].now)
-        patch.setattr(lease, "sleep", lambda seconds: here().wait(seconds))
-        patch.setattr(lease, "machine", lambda: here().machine)
-        patch.setattr(lease, "os", SimpleNamespace(getpid=lambda: here().pid, kill=kill))
-        patch.setattr(lease, "_start_of", lambda pid: pid)
-        patch.setattr(Lease, "_begin_refreshing", hold)
-        patch.setattr(Lease, "check", checked)
-        patch.setattr(prefix, "ThreadPoolExecutor", _Serial)
+        patch.setattr(prefix, "ThreadPoolExecutor", Serial)
+        patch.setattr(bucket, "ThreadPoolExecutor", Serial)
         yield make

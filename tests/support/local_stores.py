@@ -13,9 +13,9 @@ from relayout.core.extents import Extent
 from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.rank import StoredFile
+from relayout.publish import folder, publishers
+from relayout.publish.local_output import LocalOutput
 from relayout.storage import hashing
-from relayout.storage.local import staging
-from relayout.storage.local.staging import LocalStaging
 from relayout.storage.local.store import LocalStore
 from relayout.storage.protocols import Access
 
@@ -24,16 +24,16 @@ def read_source(path: Path) -> SourceCheckpoint:
     return source.read_source(LocalStore(path))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    return converted.read_manifest(LocalStore(folder))
+def read_manifest(path: Path) -> Manifest:
+    return converted.read_manifest(LocalStore(path))
 
 
-def read_table(folder: Path, manifest: Manifest, rank: int) -> RankTable:
-    return converted.read_table(LocalStore(folder), manifest, rank)
+def read_table(path: Path, manifest: Manifest, rank: int) -> RankTable:
+    return converted.read_table(LocalStore(path), manifest, rank)
 
 
-def read_record(folder: Path, manifest: Manifest) -> SourceRecord:
-    return converted.read_record(LocalStore(folder), manifest)
+def read_record(path: Path, manifest: Manifest) -> SourceRecord:
+    return converted.read_record(LocalStore(path), manifest)
 
 
 def stored_file(path: Path, nbytes: int) -> StoredFile:
@@ -45,9 +45,9 @@ def hashed_file(path: Path, nbytes: int, extents: Sequence[Extent]) -> hashing.H
     return hashing.HashedFile(opened, extents)
 
 
-def staging_folder(output: Path) -> AbstractContextManager[LocalStaging]:
-    return staging.staging_folder(output)
+def staging_folder(place: Path) -> AbstractContextManager[LocalOutput]:
+    return folder.staging_folder(place)
 
 
-def check_output(given: Path, output: Path, *, force: bool) -> None:
-    LocalStore(output).check_output(LocalStore(given), converted.CONVERTED, force=force)
+def check_output(given: Path, place: Path, *, force: bool) -> None:
+    publishers.check_output(LocalStore(place), LocalStore(given), converted.CONVERTED, force=force)

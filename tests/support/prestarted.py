@@ -33,7 +33,7 @@ _OF_ONE_CHILD = ("AWS_", "FAULTS", "PYTEST_CURRENT_TEST")
 """The beginnings of variables that nothing looks at while it is imported."""
 COMMANDS = (
     "relayout.cli.app,relayout.cli.render,relayout.cli.console,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
-    "relayout.storage.local.staging"
+    "relayout.publish.folder"
 )
 """What the commands import."""
 LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose,relayout.loader.sources.reshard"

@@ -12,9 +12,11 @@ import pytest
 from support import s3_server, toy_store
 
 from relayout.errors import FormatError
+from relayout.publish.output import Output, Replaceable, Work
+from relayout.publish.publishers import begin
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import CloudStore
-from relayout.storage.protocols import Modes, Replaceable, Staging, Store
+from relayout.storage.protocols import Store
 from relayout.storage.stores import find_store
 
 MARKER = "marker.txt"
@@ -138,18 +140,24 @@ class Ground:
 def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     if name in ("s3", "web"):
         pytest.importorskip("obstore", reason="the client of object stores")
-        if name == "s3":
-            pytest.importorskip("boto3", reason="sends parts of uploads")
         for variable, value in s3_server.environment(s3_server.shared()).items():
             monkeypatch.setenv(variable, value)
     yield Ground(KINDS[name], KINDS[name].place(folder))
     KINDS[name].clear(folder)
 
 
+SOME = Work(
+    what="a test",
+    fingerprint="of-a-test",
+    weights=["weights.bin"],
+    others=[MARKER, "small", "first", "second", "third", "weights", "only-a-head"],
+)
+
+
 @contextmanager
-def staged(store: Store, *, replace: bool = False, shared: str | None = None) -> Iterator[Staging]:
-    with store.stage(OLDER, replace=replace, modes=Modes(), shared=shared) as staging:
-        yield staging
+def staged(store: Store, work: Work = SOME, *, replace: bool = False, gathers: bool = False) -> Iterator[Output]:
+    with begin(store, OLDER, work, force=replace, gathers=gathers) as output:
+        yield output
 
 
 def content(store: Store, name: str) -> bytes:

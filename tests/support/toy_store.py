@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from relayout.errors import FormatError
-from relayout.storage.cloud.client import Body, NotCompleted, Version
+from relayout.storage.cloud.client import Body, Version
 from relayout.storage.cloud.store import CloudStore, check_url
-from relayout.storage.protocols import LOCAL_COST, FileStat, RequestError, Store
+from relayout.storage.protocols import LOCAL_COST, FileStat, Store
 
 
 def offer(url: str) -> Store:
@@ -61,7 +62,7 @@ class Fault:
 
 
 class Shelf:
-    """A `WritableClient`, and its own `Uploads`. Reads take no lock: a child may be forked at any time."""
+    """A `WritableClient`. Reads take no lock: a child may be forked at any time."""
 
     cost = LOCAL_COST
 
@@ -69,8 +70,6 @@ class Shelf:
         self.root = f"toy://{name}"
         self.objects: dict[str, tuple[bytes, str]] = {}
         """Content and version by full name."""
-        self.parts: dict[str, dict[int, bytes]] = {}
-        """Of unfinished uploads, by id."""
         self.faults: list[Fault] = []
         self.log: list[tuple[str, str, int]] = []
         """Operation, full name and bytes of each request."""
@@ -81,7 +80,7 @@ class Shelf:
         return shelf, (self.root.removeprefix("toy://"),)
 
     def clear(self) -> None:
-        for held in (self.objects, self.parts, self.faults, self.log):
+        for held in (self.objects, self.faults, self.log):
             held.clear()
 
     @property
@@ -149,34 +148,12 @@ class Shelf:
             self._request("delete", name)
             self.objects.pop(name, None)
 
-    def uploads(self) -> Shelf:
-        return self
-
-    def begin(self, name: str) -> str:
-        upload = f"{name} {next(self._versions)}"
-        self.parts[upload] = {}
-        return upload
-
-    def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
-        self._request("write", name, body.nbytes)
-        parts = self.parts.get(upload)
-        if parts is None:
-            raise RequestError(22, "its upload no longer exists", f"{self.root}/{name}")
-        parts[index] = bytes(body)
-        return str(index)
-
-    def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:
-        self._request("write", name)
+    def upload(self, name: str, file: Path, num_streams: int, check: Callable[[], None]) -> Version:
+        check()
+        content = file.read_bytes()
+        self._request("write", name, len(content))
         with self._writing:
-            if upload not in self.parts:
-                return NotCompleted.GONE
-            if name in self.objects:
-                return NotCompleted.EXISTS
-            parts = self.parts.pop(upload)
-            return self.write(name, b"".join(parts[int(tag)] for tag in tags))
-
-    def abort(self, name: str, upload: str) -> None:
-        self.parts.pop(upload, None)
+            return {"version": self.write(name, content)}
 
 
 @cache

@@ -1,16 +1,18 @@
-"""The client of a bucket of S3, GCS or Azure: reads and small writes by obstore, uploads by `providers.py`."""
+"""The client of a bucket of S3, GCS or Azure, by obstore."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from relayout.core.extents import align_up
 from relayout.errors import FormatError
 from relayout.storage.cloud import connect
-from relayout.storage.cloud.client import CLOUD_COST, Body, Uploads, Version
+from relayout.storage.cloud.client import CLOUD_COST, Body, Version
 from relayout.storage.cloud.failures import replaced as was_replaced
 from relayout.storage.cloud.failures import request, translated
 from relayout.storage.protocols import FileStat, RequestCost, RequestError, if_there
@@ -18,6 +20,11 @@ from relayout.storage.protocols import FileStat, RequestCost, RequestError, if_t
 if TYPE_CHECKING:
     from obstore import Bytes, GetResult, ObjectMeta
     from obstore.store import ObjectStore
+
+PART_NBYTES = 8 * 2**20
+"""The size of parts, of files of up to `_MAX_PARTS` of them; providers want 5 MiB at least."""
+_MAX_PARTS = 9000
+"""Providers take 10,000 and more."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -27,6 +34,8 @@ class BucketClient:
     root: str
     store: ObjectStore
     """Its names are the full names of objects."""
+    uploaders: list[ObjectStore] = field(default_factory=list, compare=False)
+    """The one for uploads, when it is made."""
     cost: ClassVar[RequestCost] = CLOUD_COST
 
     @classmethod
@@ -107,10 +116,37 @@ class BucketClient:
                 for name in names:
                     self.delete([name])
 
-    def uploads(self) -> Uploads:
-        from relayout.storage.cloud.providers import uploads_of
+    def upload(self, name: str, file: Path, num_streams: int, check: Callable[[], None]) -> Version:
+        """Parts are sent by obstore, which repeats each that fails, for as long as `failures` does."""
+        location, nbytes = f"{self.root}/{name}", file.stat().st_size
+        part_nbytes = align_up(max(PART_NBYTES, -(-nbytes // _MAX_PARTS)), 2**20)
+        if nbytes <= part_nbytes:
+            return self.put(name, file.read_bytes())
 
-        return uploads_of(self.root)
+        def send() -> Any:
+            with file.open("rb", buffering=0) as stream:
+                pieces = _checked(partial(stream.read, part_nbytes), check)
+                return self._uploader.put(name, pieces, chunk_size=part_nbytes, max_concurrency=num_streams)
+
+        try:
+            return _version(request(send, location))
+        except FormatError:  # Of an upload that is missing, as of an object.
+            what = "its upload no longer exists: aborted by another process or a lifecycle rule; convert again"
+            raise RequestError(errno.EIO, what, location) from None
+
+    @property
+    def _uploader(self) -> ObjectStore:
+        """The store with the settings for large requests. All uploads share its connections."""
+        if not self.uploaders:
+            self.uploaders.append(connect.make_store(self.root, for_uploads=True))
+        return self.uploaders[0]
+
+
+def _checked(read: Callable[[], bytes], check: Callable[[], None]) -> Iterator[bytes]:
+    """What `read` returns until nothing is left."""
+    while piece := read():
+        check()
+        yield piece
 
 
 def _version(meta: Any) -> Version:

@@ -1,7 +1,7 @@
-"""Clients: what a store of objects implements. `store.CloudStore` and the publisher in `output/` do all else.
+"""Clients: what a store of objects implements. `store.CloudStore` and the publisher (`publish.bucket`) do all else.
 
-A store that is only read has the five members of `Client`; one that outputs are written to also those of
-`WritableClient` and `Uploads`. Requests that may succeed later are repeated by the client (`failures.persistent`).
+A store that is only read has the five members of `Client`; one that outputs are written to also the three of
+`WritableClient`. Requests that may succeed later are repeated by the client (`failures.persistent`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from relayout.errors import FormatError
@@ -85,40 +85,17 @@ class WritableClient(Client, Protocol):
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; names without an object are no error."""
 
-    def uploads(self) -> Uploads:
-        """Uploads to this bucket. PlanError: a package or credentials are missing."""
+    def upload(self, name: str, file: Path, num_streams: int, check: Callable[[], None]) -> Version:
+        """Upload a local file whole, in place of what may be there, and return its version, if the store tells it.
 
+        Args:
+            num_streams: parts that are sent at the same time.
+            check: called before each part; it raises to give up. What was sent of the file stays unfinished then, and
+                is the bucket's to delete.
 
-class NotCompleted(Enum):
-    """Why an upload did not become an object."""
-
-    EXISTS = "exists"
-    """An object of this name exists. It may be this upload's: the answer to an earlier request may have been lost."""
-    GONE = "gone"
-    """The upload does not exist, or no longer: it was completed or aborted."""
-
-
-class Uploads(Protocol):
-    """Uploads whose parts are sent in any order, to one bucket. An upload has an object's full name and an id.
-
-    Thread-safe. All methods raise RequestError if a request fails repeatedly.
-    """
-
-    def begin(self, name: str) -> str:
-        """Begin an upload and return its id."""
-
-    def send(self, name: str, upload: str, index: int, body: memoryview) -> str:
-        """Send a part and return its tag, for `complete`. All parts but the last have 5 MiB or more."""
-
-    def complete(self, name: str, upload: str, tags: Sequence[str]) -> str | NotCompleted:
-        """Create the object from its parts, if it does not exist.
-
-        Returns:
-            The object's version as listings report it, empty if unknown; or why there is no new object.
+        Raises:
+            RequestError: it may have been carried out, or may be carried out later.
         """
-
-    def abort(self, name: str, upload: str) -> None:
-        """Abort the upload, if it exists."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Connections: how stores are reached, which is the same for reads (obstore) and for uploads (the providers' clients).
+"""Connections: how stores are reached, by obstore.
 
 Each provider's variables are those of its own tools; for S3, `~/.aws` counts if boto3 is installed. STORES.md lists
 them.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import ssl
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from importlib.util import find_spec
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -33,13 +31,14 @@ STALL_SECONDS = 20.0
 """A request that has brought no byte for so long is made again, from where it was."""
 RETRY_SECONDS = 90.0
 """After so long without a byte, a failed request is not made again."""
+UPLOAD_SECONDS = 120.0
+"""So long one part of an upload may take, of which all that are under way share the connection."""
 
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 _KEYS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE"),
     "gs": ("GOOGLE_BEARER_TOKEN", "GOOGLE_SKIP_SIGNATURE"),
@@ -82,9 +81,9 @@ def require(module: str, what: str, extra: str) -> None:
         )
 
 
-def make_store(root: str) -> ObjectStore:
+def make_store(root: str, *, for_uploads: bool = False) -> ObjectStore:
     """obstore's client for the URL of a bucket. PlanError: the environment is not as a provider expects it."""
-    require("obstore", root, _EXTRAS.get(urlsplit(root).scheme, "web"))
+    require("obstore", root, "cloud" if urlsplit(root).scheme in _ENDPOINTS else "web")
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
@@ -95,6 +94,9 @@ def make_store(root: str) -> ObjectStore:
     if endpoint is not None:
         options |= _fence(endpoint, () if "credential_provider" in settings else _services(scheme, settings))
     retries: Any = {"max_retries": 0}  # `failures.request` does it, for all kinds of stores alike.
+    if for_uploads:  # Of the many requests of one upload, only obstore can repeat one.
+        options["read_timeout"] = timedelta(seconds=UPLOAD_SECONDS)
+        retries = {"max_retries": 1000, "retry_timeout": timedelta(seconds=RETRY_SECONDS + UPLOAD_SECONDS)}
     try:
         return from_url(root, client_options=options, retry_config=retries, **settings)
     except BaseError as error:
@@ -117,11 +119,6 @@ def named_certificates(scheme: str) -> str | None:
     if file and not os.access(file, os.R_OK):
         raise PlanError("the file cannot be read", path=f"AWS_CA_BUNDLE={file}", code="option")
     return file or None
-
-
-def certificates(scheme: str) -> str | Literal[True]:
-    """What botocore and requests want to know of certificates. They have their own, and do not ask the system's."""
-    return named_certificates(scheme) or ssl.get_default_verify_paths().cafile or True
 
 
 def is_set(name: str) -> bool:
@@ -211,36 +208,22 @@ def s3_settings() -> S3Settings:
     region = next((value for name in _REGIONS if (value := os.environ.get(name))), None)
     profile = os.environ.get("AWS_PROFILE")
     if profile:
-        require("boto3", f"AWS_PROFILE={profile}", "s3")
+        if find_spec("boto3") is None:
+            what = "needs the package boto3, which is not installed: pip install boto3"
+            raise PlanError(what, path=f"AWS_PROFILE={profile}", code="unsupported")
     elif {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE"} & set(os.environ) or not _has_profiles():
         return S3Settings(endpoint, region, None)
+    from boto3.session import Session
     from botocore.exceptions import BotoCoreError
 
     try:
-        session = boto_session()
+        session = Session()
         config = session._session.get_scoped_config()
         if session.get_credentials() is None:
             return S3Settings(endpoint, region, None)
     except BotoCoreError as error:
         raise PlanError(f"cannot be used: {error}", path=f"AWS_PROFILE={profile}", code="option") from None
     return S3Settings(endpoint or config.get("endpoint_url"), region or config.get("region"), session)
-
-
-def boto_session() -> Session:
-    """A session of boto3. All share the descriptions of services, which take 50 ms to parse."""
-    import botocore.session
-    from boto3.session import Session
-
-    core = botocore.session.get_session()
-    core.register_component("data_loader", _service_descriptions())
-    return Session(botocore_session=core)
-
-
-@cache
-def _service_descriptions() -> Any:
-    from botocore.loaders import create_loader
-
-    return create_loader(os.environ.get("AWS_DATA_PATH"))
 
 
 def _has_profiles() -> bool:

@@ -279,6 +279,7 @@ _STATUSES = {
 _TEXTS = {
     r"unsupported scheme socks5|127\.0\.0\.1:0\b": _REDIRECTED,  # To where `connect` lets no request go.
     r"BareRedirect": (errno.EINVAL, "the bucket is in another region: set AWS_REGION"),
+    r"Missing(E[Tt]ag|LastModified|ContentLength|Version)": (errno.EPROTO, _NO_ANSWER),
     r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"
     r"|CredentialsError|CredentialRetrieval|RefreshError|ClientAuthenticationError": _NO_CREDENTIALS,
     r"(?i:certificate|UnknownIssuer|NotValidForName)": _UNTRUSTED,

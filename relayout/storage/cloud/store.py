@@ -5,41 +5,31 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from relayout.errors import FormatError, PlanError
-from relayout.storage.cloud.client import Client, WritableClient
+from relayout.storage.cloud.client import Client
 from relayout.storage.head_file import HeadFile
 from relayout.storage.protocols import (
     Access,
     Entry,
     FileStat,
     Kind,
-    Modes,
     ReadableFile,
-    Replaceable,
     RequestCost,
     RequestError,
-    Staging,
     Store,
     if_there,
     read_whole,
 )
 
-if TYPE_CHECKING:
-    from relayout.storage.cloud.output.prefix import OutputPrefix
-
 _HEAD_NBYTES = 64 * 2**10
 """What opening a file brings of it: its first request tells length and version, and has the header of most files."""
 _STAT_NBYTES = 4 * 2**10
 """The same of a file that is only to be known: which file it is. A new connection brings this in one round trip."""
-
-# `output` is imported where it is used: a load writes nothing.
 
 _URL = re.compile(r"[a-z0-9]+://[^/@?#%\\]+(/[^/?#\\]+)*/?")
 
@@ -133,40 +123,6 @@ class CloudStore:
             if stat is None or stat.nbytes:
                 raise
             return HeadFile(b"", stat)  # No range of an object without bytes can be asked for.
-
-    def add(self, name: str, content: bytes) -> None:
-        self._output().client.put(self.full_name(name), content)
-
-    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
-        from relayout.storage.cloud.output import prefix
-
-        prefix.check_output(self._output(), source, older, force=force)
-
-    def stage(
-        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
-    ) -> AbstractContextManager[Staging]:
-        from relayout.storage.cloud.output import staging
-
-        return staging.staged(self._output(), older, replace=replace, shared=shared)
-
-    def stage_part(
-        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
-    ) -> AbstractContextManager[Staging]:
-        from relayout.storage.cloud.output import staging
-
-        return staging.part_staged(self._output(), older, shared, part, replace=replace)
-
-    def _output(self) -> OutputPrefix:
-        """The prefix as an output. PlanError: the store is read-only, or the prefix is a whole bucket."""
-        from relayout.storage.cloud.output.prefix import OutputPrefix
-
-        if not isinstance(self.client, WritableClient):
-            what = "relayout cannot write to this store: choose another output"
-            raise PlanError(what, path=str(self), code="unsupported")
-        if not self.prefix:
-            what = f"the whole bucket cannot be an output: name a prefix in it, such as {self}/model"
-            raise PlanError(what, path=str(self), code="option")
-        return OutputPrefix(self.client, self.prefix, self)
 
     def full_name(self, name: str) -> str:
         """A file's object name in the bucket."""

@@ -51,3 +51,14 @@ def is_inside(folder: Path, path: Path) -> bool:
     return real.parent == own or (
         real.is_relative_to(shared) and _SHARED_BLOB.fullmatch(real.relative_to(shared).as_posix()) is not None
     )
+
+
+def older_folder(path: Path) -> Path:
+    """The temporary name of a folder that --force replaces, if the two names cannot be exchanged atomically."""
+    return path.parent / f".{path.name}.relayout-old"
+
+
+def recovery_advice(path: Path) -> str:
+    """Advice for a missing `path`: where its older folder is, if --force was interrupted between two renames."""
+    old = older_folder(path)
+    return f"; an interrupted replacement left the older folder at {old}: rename it back" if old.is_dir() else ""

@@ -5,31 +5,22 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from relayout.errors import FormatError, did_you_mean
 from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
-from relayout.storage.local.paths import is_inside, resolve_inside
+from relayout.storage.local.paths import is_inside, recovery_advice, resolve_inside
 from relayout.storage.protocols import (
     LOCAL_COST,
     Access,
     Entry,
     FileStat,
     Kind,
-    Modes,
-    Replaceable,
     RequestCost,
     Store,
 )
-
-if TYPE_CHECKING:
-    from relayout.storage.local.staging import LocalStaging
-
-# `staging` is imported where it is used: a load writes nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +49,6 @@ class LocalStore:
         return Kind.OTHER if os.path.lexists(self.folder) else Kind.NOTHING
 
     def not_found_message(self) -> str:
-        from relayout.storage.local.staging import recovery_advice
-
         advice = recovery_advice(self.folder) or _similar(self.folder)
         return f"no such file or folder{advice}"
 
@@ -70,7 +59,7 @@ class LocalStore:
         return self
 
     def walk(self) -> Iterator[Entry]:
-        for name, entry in _entries(self.folder):
+        for name, entry in entries(self.folder):
             if not _is_utf8(entry.name):
                 yield Entry(name, "its name is not UTF-8")
             elif entry.is_dir(follow_symlinks=False):
@@ -104,35 +93,8 @@ class LocalStore:
     def _resolve(self, name: str) -> Path:
         return self.folder / name if name == self.named else resolve_inside(self.folder, name)
 
-    def add(self, name: str, content: bytes) -> None:
-        from relayout.storage.local.open_folder import write_file
 
-        write_file(self.folder / name, content)
-
-    def check_output(self, source: Store, older: Replaceable, *, force: bool) -> None:
-        from relayout.storage.local.staging import check_place, remove_leftovers
-
-        remove_leftovers(self.folder)
-        check_place(source.path(""), self.folder)
-        _replaced(older, force, self.folder)
-
-    def stage(
-        self, older: Replaceable, *, replace: bool, modes: Modes, shared: str | None = None
-    ) -> AbstractContextManager[LocalStaging]:
-        from relayout.storage.local.staging import staging_folder
-
-        replaced = partial(_replaced, older, True) if replace else None
-        return staging_folder(self.folder, replaced, modes=modes, shared=shared)
-
-    def stage_part(
-        self, older: Replaceable, shared: str, part: str, *, replace: bool, modes: Modes
-    ) -> AbstractContextManager[LocalStaging]:
-        from relayout.storage.local.parts import staging_part
-
-        return staging_part(self.folder, older.marker, shared, part, replace=replace, modes=modes)
-
-
-def _entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Every entry below a folder, by its relative name; `hidden`: also those whose names begin with a dot."""
     pending = [""]
     while pending:
@@ -148,16 +110,6 @@ def _entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.Di
             yield prefix + entry.name, entry
             if entry.is_dir(follow_symlinks=False) and _is_utf8(entry.name):
                 pending.append(f"{prefix}{entry.name}/")
-
-
-def _replaced(older: Replaceable, force: bool, folder: Path) -> frozenset[str]:
-    """What may be deleted of an output; see `Replaceable.check`."""
-    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if force and older.marker in there:  # Else it is refused at once, however large it is.
-        names = {name: entry.is_dir(follow_symlinks=False) for name, entry in _entries(folder, hidden=True)}
-        above = {name.rpartition("/")[0] for name in names}
-        there = {name for name, is_folder in names.items() if not is_folder or name not in above}
-    return older.check(LocalStore(folder), there, force=force)
 
 
 def _is_utf8(name: str) -> bool:

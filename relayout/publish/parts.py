@@ -15,37 +15,34 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from relayout.errors import PlanError
+from relayout.publish.folder import lock_of, open_left, place_of, subfolder
+from relayout.publish.local_output import FOLDER, LocalOutput, read_notes
 from relayout.storage.local.files import sync_and_drop_pages
 from relayout.storage.local.lock_file import user_of_new_files
 from relayout.storage.local.open_folder import OpenFolder, rename
-from relayout.storage.local.staging import (
-    FOLDER,
-    LocalStaging,
-    lock_of,
-    open_left,
-    place_of,
-    read_notes,
-    shared_folder,
-    subfolder,
-)
 from relayout.storage.protocols import Modes
 
 _TRIES = 100
 
 
-class PartStaging(LocalStaging):
-    """The staging folder of one attempt at a part."""
+class LocalPart(LocalOutput):
+    """The staging folder of one attempt at parts."""
 
     def __init__(self, output: Path, place: OpenFolder, modes: Modes, whole: OpenFolder) -> None:
         """`whole` is where parts are assembled."""
         super().__init__(output, place, modes)
         self._whole = whole
 
-    def read_notes(self, name: str) -> bytes | None:
-        return read_notes(self._whole, name)
+    @property
+    def earlier(self) -> None:
+        """Nothing: what an attempt has left beside finished parts does not count."""
 
-    def add(self, part: str) -> None:
+    def kept(self, part: str) -> bytes | None:
+        return read_notes(self._whole, part)
+
+    def keep(self, part: str, notes: bytes) -> None:
         """Add the files, and then the notes of the part. This fails if the output was published meanwhile."""
+        self.open_notes(part, notes).close()
         with subfolder(self._whole, FOLDER, self.modes.folder) as target:
             for name in self.names():
                 rename(self.folder, name, target, name)
@@ -56,9 +53,12 @@ class PartStaging(LocalStaging):
 
 
 @contextmanager
-def staging_part(
-    output: Path, marker: str, shared: str, part: str, *, replace: bool, modes: Modes
-) -> Iterator[PartStaging]:
+def staging_part(output: Path, marker: str, shared: str, *, replace: bool, modes: Modes) -> Iterator[LocalPart]:
+    """Yield a private folder for one attempt at parts, in the one whose name (`folder.shared_folder`) all parts share.
+
+    Raises:
+        PlanError: the output exists already, and `replace` is not set.
+    """
     output = output.resolve()
     attempt = f"attempt-{os.urandom(8).hex()}"
     with OpenFolder(output.parent) as parent:
@@ -66,11 +66,9 @@ def staging_part(
         with _assembly(parent, output, shared, attempt) as whole:
             try:
                 with whole.subfolder(attempt) as folder:
-                    staging = PartStaging(output, folder, modes, whole)
+                    staging = LocalPart(output, folder, modes, whole)
                     try:
                         yield staging
-                        if folder.status(part) is not None:
-                            staging.add(part)
                     except FileNotFoundError:
                         _check_not_published(output, marker, replace)
                         raise
@@ -82,7 +80,7 @@ def staging_part(
                 # Nothing is left where nothing was added, or all was published. These fail where there is anything.
                 place = place_of(output).name
                 with suppress(OSError):
-                    os.rmdir(f"{place}/{shared_folder(shared)}", dir_fd=parent.fd)
+                    os.rmdir(f"{place}/{shared}", dir_fd=parent.fd)
                     os.rmdir(place, dir_fd=parent.fd)
 
 
@@ -99,7 +97,7 @@ def _assembly(parent: OpenFolder, output: Path, shared: str, attempt: str) -> Op
             parent.make(place_of(output).name, stat.S_IRWXU)
         try:
             with open_left(parent, output, user) or parent.subfolder(place_of(output).name) as place:
-                whole = subfolder(place, shared_folder(shared))
+                whole = subfolder(place, shared)
             whole.make(attempt, stat.S_IRWXU)
             return whole
         except FileNotFoundError:

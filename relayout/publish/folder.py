@@ -12,23 +12,22 @@ import json
 import os
 import re
 import stat
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from relayout.errors import FormatError, PlanError, shown
-from relayout.storage.local.files import InputFile, OutputFile, sync_and_drop_pages
+from relayout.errors import PlanError, shown
+from relayout.publish.local_output import FOLDER, REPLACED, LocalOutput, has_notes, read_notes
+from relayout.publish.output import Replaceable, kept_note
 from relayout.storage.local.lock_file import check_owner_is, locked
-from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict, with_path
-from relayout.storage.protocols import LIVE, Access, Closable, Modes, kept_note
+from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
+from relayout.storage.local.paths import older_folder, recovery_advice
+from relayout.storage.local.store import LocalStore, entries
+from relayout.storage.protocols import Modes
 
-_TO_CREATE = os.O_RDWR | os.O_CREAT
-FOLDER = "output"
-"""In which the output is assembled, in the folder beside it."""
 _SHARED = "shared-"
-_REPLACED = "relayout.replaced"
+_LIVE = "live-"
 _DONE = "done"
 """The complete folder just before it becomes the output; after an exchange, the replaced folder, to be deleted."""
 _OURS = re.compile(r"output|done|probe|occupied|shared-.+|relayout\..+|\..+\.partial", re.DOTALL)
@@ -39,15 +38,21 @@ _CANNOT_REPLACE = {
 }
 
 
-def older_folder(path: Path) -> Path:
-    """The temporary name of a folder that --force replaces, if the two names cannot be exchanged atomically."""
-    return path.parent / f".{path.name}.relayout-old"
+def check_output(output: Path, source: Path | None, older: Replaceable, *, force: bool) -> None:
+    """See `publishers.check_output`."""
+    remove_leftovers(output)
+    check_place(source, output)
+    replaceable(older, force, output)
 
 
-def recovery_advice(path: Path) -> str:
-    """Advice for a missing `path`: where its older folder is, if --force was interrupted between two renames."""
-    old = older_folder(path)
-    return f"; an interrupted replacement left the older folder at {old}: rename it back" if old.is_dir() else ""
+def replaceable(older: Replaceable, force: bool, folder: Path) -> frozenset[str]:
+    """What may be deleted of an output; see `Replaceable.check`."""
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if force and older.marker in there:  # Else it is refused at once, however large it is.
+        names = {name: entry.is_dir(follow_symlinks=False) for name, entry in entries(folder, hidden=True)}
+        above = {name.rpartition("/")[0] for name in names}
+        there = {name for name, is_folder in names.items() if not is_folder or name not in above}
+    return older.check(LocalStore(folder), there, force=force)
 
 
 def check_place(source: Path | None, output: Path) -> None:
@@ -99,179 +104,6 @@ def remove_leftovers(output: Path) -> None:
                     _remove(parent, place, output)
 
 
-def check_space(output: Path, nbytes: int) -> None:
-    """Raise PlanError unless the drive has space for `nbytes` more bytes."""
-    status = os.statvfs(output.resolve().parent)
-    free = status.f_bavail * status.f_frsize
-    if free < nbytes:
-        missing = -(-(nbytes - free) // 10**6) / 1000
-        raise PlanError(
-            f"needs {nbytes / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there ({missing:.3f} GB too few)",
-            path=output,
-            code="space",
-        )
-
-
-class LocalStaging:
-    """A folder beside an output, in which it is assembled; see `protocols.Staging`."""
-
-    can_read = True
-
-    def __init__(self, output: Path, place: OpenFolder, modes: Modes) -> None:
-        """Use `place`, a private folder of this user, which may hold files of an earlier attempt."""
-        self._output = output
-        self.place = place
-        """Holds the notes, which must not be in the output."""
-        self.modes = _apply_umask(place, modes)
-        """Permissions after the umask, also applied to files that were created under another umask."""
-        self.folder = self._open_folder()
-        """Becomes the output."""
-        self.notes: list[LocalNotes] = []
-        """Those of this attempt."""
-        self._written: set[str] = set()
-        """Files that this attempt has opened for writing."""
-
-    @property
-    def location(self) -> str:
-        return str(self.place.path)
-
-    def _open_folder(self) -> OpenFolder:
-        status = self.place.status(FOLDER)
-        if status is None or not stat.S_ISDIR(status.st_mode) or status.st_uid != self.place.owner:
-            return self._make_empty()
-        folder = self.place.subfolder(FOLDER)
-        restrict(folder.fd, self.modes.folder)
-        return folder
-
-    def clear(self) -> None:
-        self.notes.clear()
-        self._written.clear()
-        self.folder.close()
-        self.folder = self._make_empty()
-
-    def _make_empty(self) -> OpenFolder:
-        for name in self.place.names():
-            self.place.remove(name)
-        self.place.make(FOLDER, self.modes.folder)
-        return self.place.subfolder(FOLDER)
-
-    def check_space(self, nbytes: int) -> None:
-        check_space(self._output, nbytes - self.place.allocated_nbytes())
-
-    @property
-    def has_notes(self) -> bool:
-        """Whether there are notes about files here."""
-        if self.notes:
-            return any(notes.are_kept for notes in self.notes)
-        return _has_notes(self.place)
-
-    def take_parts(self) -> None:
-        """They are here."""
-
-    def names(self) -> list[str]:
-        return self.folder.names()
-
-    def remove(self, name: str) -> None:
-        self._written.discard(name)
-        self.folder.remove(name)
-
-    def open(self, name: str, nbytes: int) -> InputFile:
-        # After a failed write-back the page cache may still hold the intended bytes.
-        sync_and_drop_pages(self.folder, name)
-        return InputFile(self.folder.path / name, nbytes, access=Access.ONCE, folder=self.folder)
-
-    def write_file(self, name: str, nbytes: int) -> OutputFile:
-        file = OutputFile(self.folder, name, nbytes, create=self._is_new(name), mode=self.modes.file)
-        self._written.add(name)
-        return file
-
-    def _is_new(self, name: str) -> bool:
-        """Whether a file is to be created. One that was written and is gone is not: its bytes would be zeros."""
-        return name not in self._written and self.folder.status(name) is None
-
-    def write_head(self, name: str, head: bytes, nbytes: int) -> None:
-        is_new = self._is_new(name)
-        fd = self.folder.open(name, _TO_CREATE, self.modes.file) if is_new else self.folder.open_own(name, os.O_RDWR)
-        with open(fd, "r+b") as stream, with_path(self.folder.path / name):
-            restrict(fd, self.modes.file)
-            stream.write(head)
-            stream.truncate(nbytes)
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
-        mode = self.modes.file if mode is None else mode | stat.S_IRUSR
-        stream = open(self.folder.open(name, _TO_CREATE, mode), "wb")  # noqa: SIM115 (closing may fail as writing does)
-        try:
-            for piece in pieces:  # Outside with_path: errors of reading the pieces name their own file.
-                with with_path(self.folder.path / name):
-                    stream.write(piece)
-            with with_path(self.folder.path / name):
-                stream.flush()
-                os.fsync(stream.fileno())
-        finally:
-            with with_path(self.folder.path / name):
-                stream.close()
-
-    def read_notes(self, name: str) -> bytes | None:
-        return read_notes(self.place, name)
-
-    def open_notes(self, name: str, header: bytes | None) -> LocalNotes:
-        self.notes.append(LocalNotes(self.place, name, header))
-        return self.notes[-1]
-
-
-class LocalNotes(Closable):
-    """See `protocols.Notes`. Not synced to the drive: resumption verifies what they say."""
-
-    def __init__(self, folder: OpenFolder, name: str, header: bytes | None) -> None:
-        """As `Staging.open_notes`."""
-        self._lock = threading.Lock()
-        self._path = folder.path / name
-        self.are_kept = header is None
-        """Whether there is anything behind the header."""
-        if header is None:
-            self._fd = folder.open_own(name, os.O_WRONLY | os.O_APPEND)
-            return
-        folder.remove(name)
-        self._fd = folder.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            self.append(header)
-        except BaseException:
-            self.close()
-            raise
-        self.are_kept = False
-
-    def append(self, text: bytes) -> None:
-        with self._lock, with_path(self._path):
-            while text:
-                text = text[os.write(self._fd, text) :]
-        self.are_kept = True
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
-
-
-def read_notes(folder: OpenFolder, name: str) -> bytes | None:
-    """The content of notes; None if this user has none."""
-    try:
-        fd = folder.open_own(name, os.O_RDONLY)
-    except (FileNotFoundError, FormatError):
-        return None
-    with with_path(folder.path / name), open(fd, "rb") as file:
-        return file.read()
-
-
-def _apply_umask(place: OpenFolder, modes: Modes) -> Modes:
-    place.remove("probe")
-    place.make("probe", 0o777)
-    with place.subfolder("probe") as probe:
-        granted = os.fstat(probe.fd).st_mode | stat.S_IRWXU
-    place.remove("probe")
-    return Modes(modes.folder & granted, modes.file & granted)
-
-
 @contextmanager
 def staging_folder(
     output: Path,
@@ -279,15 +111,17 @@ def staging_folder(
     *,
     modes: Modes | None = None,
     shared: str | None = None,
-) -> Iterator[LocalStaging]:
+    is_live: bool = False,
+) -> Iterator[LocalOutput]:
     """Yield a staging folder beside `output`, which becomes `output` when the block ends.
 
-    It may hold files of an earlier attempt; with `shared` it holds those that parts have added, see `Store.stage`. If
-    the block fails, they are deleted unless there are notes about them, or parts. An existing `output` must be empty
-    or, with `replaced`, an older output.
+    It may hold files of an earlier attempt; with `shared` it holds those that parts of this name have added. If the
+    block fails, they are deleted unless there are notes about them, or parts. An existing `output` must be empty or,
+    with `replaced`, an older output.
 
     Args:
         replaced: returns the files of an older output that may be deleted, or raises PlanError.
+        is_live: parts are added while the block runs, and none were before.
 
     Raises:
         PlanError: another process is writing the same output, the files beside it are not this user's and relayout's,
@@ -298,9 +132,12 @@ def staging_folder(
     with _locked_parent(output) as (parent, user):
         _undo_rename(parent, output, user, replaced)
         left = open_left(parent, output, user)
-        with left or _make_new(parent, output, user) as place, _folder_of(place, shared, replaced) as inner:
+        with (
+            left or _make_new(parent, output, user) as place,
+            _folder_of(place, shared, replaced, is_live=is_live) as inner,
+        ):
             _delete_replaced(parent, place, output)
-            staging = LocalStaging(output, inner, modes or Modes())
+            staging = LocalOutput(output, inner, modes or Modes())
             try:
                 _check_replaceable(place, parent, output)
                 if replaced is not None:
@@ -319,11 +156,13 @@ def staging_folder(
                 staging.folder.close()
 
 
-def _folder_of(place: OpenFolder, shared: str | None, replaced: Callable[[Path], object] | None) -> OpenFolder:
+def _folder_of(
+    place: OpenFolder, shared: str | None, replaced: Callable[[Path], object] | None, *, is_live: bool
+) -> OpenFolder:
     """Where an output is assembled: in the folder beside it, or in the one in there that parts share."""
-    if shared is not None and shared.startswith(LIVE):
+    if shared is not None and is_live:
         _remove_older(place, force=replaced is not None)
-        return subfolder(place, shared_folder(shared))
+        return subfolder(place, shared_folder(shared, is_live=True))
     if shared is not None:
         if place.status(f"{shared_folder(shared)}/{FOLDER}") is None:
             with suppress(OSError):
@@ -341,28 +180,25 @@ def _remove_older(place: OpenFolder, *, force: bool) -> None:
 
     Units and resumable conversions are deleted only with `force`; else PlanError is raised.
     """
-    if not force and (_has_notes(place) or _shared(place)):
+    if not force and (has_notes(place) or _shared(place)):
         what = "holds an interrupted conversion, or units of other processes; --force discards them"
         raise PlanError(what, path=place.path, code="exists")
     for name in place.names():
-        if name != _REPLACED:
+        if name != REPLACED:
             place.remove(name)
 
 
-def _has_notes(place: OpenFolder) -> bool:
-    """Whether there are notes about files here."""
-    names = [name for name in place.names() if name.startswith("relayout.") and name != _REPLACED]
-    return any(status.st_size > 0 for name in names if (status := place.status(name)) is not None)
+def shared_folder(shared: str, *, is_live: bool = False) -> str:
+    """The folder, in that beside an output, in which parts of this name are assembled.
 
-
-def shared_folder(shared: str) -> str:
-    """The folder, in that beside an output, in which parts of this name are assembled."""
-    return f"{_SHARED}{shared}"
+    Whoever has the output's lock knows that live parts of other names are left of processes that ended.
+    """
+    return f"{_SHARED}{_LIVE if is_live else ''}{shared}"
 
 
 def _shared(place: OpenFolder) -> bool:
     """Whether there are parts that a later process may publish."""
-    return any(name.startswith(_SHARED) and not name.startswith(shared_folder(LIVE)) for name in place.names())
+    return any(name.startswith(_SHARED) and not name.startswith(_SHARED + _LIVE) for name in place.names())
 
 
 def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFolder:
@@ -492,7 +328,7 @@ def _harmless_errors(output: Path) -> set[int]:
 
 
 def _publish(
-    staging: LocalStaging, parent: OpenFolder, place: OpenFolder, output: Path, replaced: frozenset[str]
+    staging: LocalOutput, parent: OpenFolder, place: OpenFolder, output: Path, replaced: frozenset[str]
 ) -> None:
     staging.folder.sync()
     if replaced:
@@ -514,7 +350,7 @@ def _replace(
         with suppress(PermissionError):
             # A folder without write permission cannot be moved to another parent.
             os.fchmod(older.fd, stat.S_IMODE(os.fstat(older.fd).st_mode) | stat.S_IWUSR)
-    place.write(_REPLACED, json.dumps(asdict(record)).encode(), 0o600)
+    place.write(REPLACED, json.dumps(asdict(record)).encode(), 0o600)
     # Rename it first, so that a later attempt does not mistake the older folder for one to resume.
     rename(assembly, FOLDER, place, _DONE)
     try:
@@ -522,7 +358,7 @@ def _replace(
             _replace_in_two_steps(place, parent, output)
     except BaseException:
         rename(place, _DONE, assembly, FOLDER)
-        place.remove(_REPLACED)
+        place.remove(REPLACED)
         raise
 
 
@@ -556,7 +392,7 @@ def _delete_replaced(parent: OpenFolder, place: OpenFolder, output: Path) -> Non
         PlanError: it holds other files, which stay.
         OSError: a file cannot be deleted.
     """
-    text = read_notes(place, _REPLACED)
+    text = read_notes(place, REPLACED)
     if text is None:
         return
     record = _Replaced(**json.loads(text))
@@ -575,4 +411,4 @@ def _delete_replaced(parent: OpenFolder, place: OpenFolder, output: Path) -> Non
                 raise PlanError(what, path=path, code="exists") from None
         elif folder is place and status.st_ino != record.newer:
             raise PlanError("is not the folder that was replaced; move it away", path=path, code="exists")
-    place.remove(_REPLACED)
+    place.remove(REPLACED)

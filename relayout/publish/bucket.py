@@ -1,0 +1,393 @@
+"""The publisher of buckets: files are made in local scratch and uploaded whole; the marker is written last.
+
+Everything of an output lies under its prefix: the files; while it is made, also the claim (`claim`) and the records of
+finished parts, `.relayout/...`. A part is finished when its record is there, which is written after its files. Any
+process of the same work goes on from there.
+
+**Publishing.** All files but the marker are there; a listing shows that they are the ones that were sent, and that
+nothing else is there but what the claim took over; then the marker is created where there is none, or replaces the
+version of the older one. From then on the output is complete. What is left of the older output, of records and of the
+claim is deleted after that. An older output can be read until the first of its small files is replaced, which is just
+before its marker is.
+
+What a killed process leaves of an unfinished upload is no object, and the bucket's to delete.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import chain
+
+from relayout.core.digests import digest_hex
+from relayout.core.workers import Stopped
+from relayout.errors import FormatError, PlanError, RelayoutError, shown
+from relayout.publish.claim import CLAIM, HIDDEN, MAX_NBYTES, Claim, check_vacant, claim_prefix, read_claim, release
+from relayout.publish.local_output import LocalOutput, check_space
+from relayout.publish.output import Replaceable, Work, first_of, kept_note
+from relayout.publish.prefix import Prefix, Sent, bare, in_parallel, is_version
+from relayout.publish.scratch import scratch_folder
+from relayout.storage.cloud.client import Version
+from relayout.storage.local.files import OutputFile
+from relayout.storage.local.open_folder import OpenFolder
+from relayout.storage.protocols import Modes, RequestError, Store
+
+_SMALL_NBYTES = 2**20
+"""Files up to this size are kept in memory."""
+_WHOLE_NBYTES = 2**28
+"""Files with names that are given are created by one request, from memory, up to this size."""
+_NUM_STREAMS = 16
+"""Parts of files that are sent at the same time."""
+_NUM_FILES = 4
+"""Files that are sent at the same time."""
+
+
+def check_output(prefix: Prefix, source: Store, older: Replaceable, *, force: bool) -> None:
+    """See `publishers.check_output`."""
+    own, other = f"{prefix}/", f"{source}/"
+    if own == other:
+        raise PlanError("is the source itself; choose another prefix", path=str(prefix), code="exists")
+    if own.startswith(other) or other.startswith(own):
+        what = "is inside the source, or contains it; choose another prefix"
+        raise PlanError(what, path=str(prefix), code="exists")
+    if prefix.client.stat(prefix.prefix) is not None:
+        raise PlanError("exists and is not a folder", path=str(prefix), code="exists")
+    found = read_claim(prefix)
+    check_vacant(prefix, older, None if found is None else found[0], force=force)
+
+
+@contextmanager
+def begin(
+    prefix: Prefix, older: Replaceable, work: Work, *, force: bool, publishes: bool = True, gathers: bool = False
+) -> Iterator[BucketOutput]:
+    """Claim a prefix, and yield the output there, which is published at the end if `publishes`.
+
+    Args:
+        gathers: whether other processes must have claimed it for this work.
+    """
+    claim = claim_prefix(prefix, older, work, force=force, is_new=not gathers)
+    if not work.weights and older.marker in claim.older:
+        prefix.delete([older.marker])  # Files of its names are replaced from now on.
+    with scratch_folder(work.scratch) as scratch, OpenFolder(scratch) as place:
+        files = LocalOutput(scratch, place, Modes())
+        output = BucketOutput(prefix, older.marker, claim, files)
+        try:
+            yield output
+            if publishes:
+                output.publish()
+            else:
+                output.wait()
+        except BaseException as error:
+            if work.is_resumable and isinstance(error, Exception):
+                with suppress(Exception):
+                    output.wait()  # A part that is complete is kept.
+            output.stop()
+            if work.is_resumable:
+                if output.has_parts:
+                    error.add_note(kept_note(str(prefix)))
+            elif publishes:
+                output.discard(error, others_may_write=work.is_live)
+            raise
+        finally:
+            output.stop()
+            files.folder.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The record of a finished part."""
+
+    files: Mapping[str, Sent]
+    notes: bytes
+
+    def dump(self) -> bytes:
+        """Its content."""
+        files = {name: asdict(sent) for name, sent in self.files.items()}
+        return json.dumps({"relayout": "part", "files": files, "notes": self.notes.decode("latin-1")}).encode()
+
+    @staticmethod
+    def parse(content: bytes, where: str) -> Part:
+        """The inverse of `dump`. FormatError: the object is no record."""
+        try:
+            value = json.loads(content.decode())
+            if value["relayout"] != "part":
+                raise ValueError("not the record of a part")
+            files = {name: Sent(**sent) for name, sent in value["files"].items()}
+            return Part(files, value["notes"].encode("latin-1"))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            what = f"not a record of relayout, or of another version ({shown(str(error))[1:-1]}): delete this object"
+            raise FormatError(what, path=where, code="field") from None
+
+
+class BucketOutput:
+    """An output below a prefix, by one process; see `Output`."""
+
+    earlier = None
+
+    def __init__(self, prefix: Prefix, marker: str, claim: Claim, files: LocalOutput) -> None:
+        self._prefix = prefix
+        self._marker = marker
+        self._claim = claim
+        self._scratch = files
+        self.mark = claim.mark
+        self._older = prefix.load(marker, MAX_NBYTES) if marker in claim.older else None
+        """The marker of the older output, and its version."""
+        self._parts: dict[str, Part] = {}
+        """Those that are finished."""
+        self._listed: dict[str, str] | None = None
+        """What was there when finished parts were first looked for."""
+        self._complete: dict[str, Sent] = {}
+        """Files in scratch that are complete, of no part yet."""
+        self._small: dict[str, bytes] = {}
+        self._sent: dict[str, Sent] = {}
+        """Files that this process has sent, beside those of parts."""
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._sender = ThreadPoolExecutor(1, "relayout-upload")
+        self._sending: Future[None] | None = None
+        """Of the last part: it is sent while the next one is made."""
+
+    @property
+    def location(self) -> str:
+        return str(self._prefix)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is anything that the next attempt need not make again."""
+        return bool(self._parts)
+
+    def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
+        """While a part is sent, the next one is made."""
+        needed = nbytes if part_nbytes is None else min(nbytes, 2 * part_nbytes)
+        advice = (
+            ", for files on their way to a bucket: name another folder (--scratch, or TMPDIR), or let parts be smaller"
+            " (--max-part-size)"
+        )
+        place = self._scratch.place.path
+        check_space(place, place.parent.parent, needed, advice)
+
+    def write(self, name: str, nbytes: int) -> OutputFile:
+        return self._scratch.write(name, nbytes)
+
+    def head(self, name: str, head: bytes, nbytes: int) -> None:
+        self._scratch.head(name, head, nbytes)
+        with self._lock:
+            self._complete[name] = Sent(nbytes, "", digest_hex(head), len(head))
+
+    def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
+        begun, rest = bytearray(), iter(pieces)
+        for piece in rest:
+            begun += piece
+            if len(begun) > _SMALL_NBYTES and name != self._marker:
+                self._scratch.put(name, chain([bytes(begun)], rest))
+                self._send_large(name)
+                return
+        self._small[name] = bytes(begun)
+
+    def _send_large(self, name: str) -> None:
+        """Send a file whose name is given."""
+        file = self._scratch.folder.path / name
+        self._check()
+        if file.stat().st_size <= _WHOLE_NBYTES:
+            self._create(name, file.read_bytes())
+        else:
+            with file.open("rb") as stream:
+                start = stream.read(_SMALL_NBYTES)
+            self._sent[name] = self._upload(name, Sent(file.stat().st_size, "", digest_hex(start), len(start)), 1)
+        self._scratch.remove(name)
+
+    # Parts.
+
+    def kept(self, part: str) -> bytes | None:
+        name = self._claim.records + part
+        loaded = self._prefix.load(name, MAX_NBYTES)
+        if loaded is None:
+            return None
+        found = Part.parse(loaded[0], self._prefix.location(name))
+        if self._listed is None:
+            self._listed = self._prefix.objects()
+        changed = {
+            one: sent for one, sent in found.files.items() if not is_version(sent.version, self._listed.get(one))
+        }
+        if not all(in_parallel(lambda file: self._prefix.proves(*file), changed.items())):
+            return None
+        self._parts[part] = found
+        return found.notes
+
+    def keep(self, part: str, notes: bytes) -> None:
+        """Send the files, and then the record, while the caller goes on. Errors are raised by a later call."""
+        with self._lock:
+            files, self._complete = self._complete, {}
+            if self._sending is not None:
+                self._sending.result()
+            self._sending = self._sender.submit(self._send, part, files, notes)
+
+    def wait(self) -> None:
+        """Return when all parts are sent."""
+        with self._lock:
+            if self._sending is not None:
+                self._sending.result()
+
+    def stop(self) -> None:
+        """Send nothing more."""
+        self._is_over.set()
+        self._sender.shutdown(wait=True, cancel_futures=True)
+
+    def _send(self, part: str, files: Mapping[str, Sent], notes: bytes) -> None:
+        self._check()
+        num_files = max(1, min(_NUM_FILES, len(files)))
+        sent = in_parallel(lambda file: self._upload(*file, num_files), files.items(), num_files)
+        record = Part(dict(zip(files, sent, strict=True)), notes)
+        self._check()
+        name = self._claim.records + part
+        try:
+            self._prefix.put(name, record.dump())
+        except FileExistsError:  # Another process has finished it, too; or the older record named a file that is gone.
+            loaded = self._prefix.load(name, MAX_NBYTES)
+            self._prefix.put(name, record.dump(), replaced=None if loaded is None else loaded[1])
+        self._parts[part] = record
+
+    def _upload(self, name: str, file: Sent, num_files: int) -> Sent:
+        """Send a file from scratch, of which it is deleted then."""
+        path, full = self._scratch.folder.path / name, self._prefix.full(name)
+        try:
+            version = self._prefix.client.upload(full, path, _NUM_STREAMS // num_files, self._check_going_on)
+        except RequestError:
+            if not self._prefix.proves(name, file):  # The answer may have been lost.
+                raise
+            version = {}
+        os.truncate(path, 0)  # It may still be open.
+        self._scratch.remove(name)
+        return Sent(file.nbytes, _version_of(version), file.digest, file.digest_nbytes)
+
+    def _check_going_on(self) -> None:
+        if self._is_over.is_set():
+            raise Stopped("the output was given up")
+
+    def _check(self) -> None:
+        """Check that the prefix is still claimed by this work.
+
+        Raises:
+            PlanError: it is not.
+        """
+        found = read_claim(self._prefix)
+        if found is not None and (found[0].fingerprint, found[0].mark) == (self._claim.fingerprint, self._claim.mark):
+            return
+        if found is None and self._prefix.client.stat(self._prefix.full(self._marker)) is not None:
+            what = "was completed by another process meanwhile"
+        else:
+            what = "was taken over by another process: this one stops"
+        raise PlanError(what, path=str(self._prefix), code="exists" if found is None else "busy")
+
+    # Publishing.
+
+    def publish(self) -> None:
+        """Write what is left, and the marker last.
+
+        Raises:
+            PlanError: other objects are there, or other work has taken over.
+            FileExistsError: another process has created, replaced or deleted an object here.
+        """
+        self.wait()
+        if self._complete:
+            self.keep("rest", b"")
+            self.wait()
+        self._check()
+        marker = self._small.pop(self._marker, None)
+        self._check_there(is_whole=False)
+        in_parallel(lambda name: self._create(name, self._small[name]), self._small)
+        self._check_there(is_whole=True)
+        self._check()
+        if marker is not None:
+            self._create(self._marker, marker)
+        try:
+            self._clean_up()
+        except (OSError, RelayoutError) as error:  # The output is complete.
+            warnings.warn(f"{self._prefix}: complete, but other objects are left there: {error}", stacklevel=4)
+
+    @property
+    def _written(self) -> dict[str, Sent]:
+        """All files that were sent, also by other processes."""
+        return {name: sent for part in self._parts.values() for name, sent in part.files.items()} | self._sent
+
+    def _create(self, name: str, content: bytes) -> None:
+        """Write a file whose name is given: where there is none, or over what the claim took over."""
+        sent = Sent(len(content), "", digest_hex(content), len(content))
+        try:
+            version = self._prefix.put(name, content)
+        except FileExistsError:
+            # This work's own objects are equal, but for small ones that have changed in the source meanwhile.
+            if name not in self._claim.older and (name == self._marker or name not in self._claim.names):
+                raise
+            self._check()
+            loaded = self._older if name == self._marker else self._prefix.load(name, MAX_NBYTES)
+            version = self._prefix.put(name, content, replaced=None if loaded is None else loaded[1])
+        self._sent[name] = Sent(sent.nbytes, _version_of(version), sent.digest, sent.digest_nbytes)
+
+    def _check_there(self, *, is_whole: bool) -> None:
+        """Check by a listing that what was sent is there, and nothing else; small files only if all are written.
+
+        Raises:
+            PlanError: there are other objects.
+            FileExistsError: an object was replaced or deleted.
+        """
+        there, written = self._prefix.objects(), self._written
+        hidden = {name for name in there if name.startswith(HIDDEN)}
+        may_be = {*written, *self._claim.older, *hidden, *([] if is_whole else self._claim.names)}
+        if self._marker in there.keys() & set(self._claim.names) - set(self._claim.older):
+            raise PlanError("was completed by another process meanwhile", path=str(self._prefix), code="exists")
+        if self._older is not None and not is_version(_version_of(self._older[1]), there.get(self._marker)):
+            what = "was replaced or deleted by another process"
+            raise FileExistsError(errno.EEXIST, what, self._prefix.location(self._marker))
+        if foreign := there.keys() - may_be:
+            what = f"holds files that this work did not write: {first_of(foreign)}; delete them, and go on"
+            raise PlanError(what, path=str(self._prefix), code="exists")
+        changed = [name for name, sent in written.items() if not is_version(sent.version, there.get(name))]
+        proven = in_parallel(lambda name: name in there and self._prefix.proves(name, written[name]), changed)
+        if wrong := [name for name, is_proven in zip(changed, proven, strict=True) if not is_proven]:
+            what = "was replaced or deleted by another process before the output was complete"
+            raise FileExistsError(errno.EEXIST, what, self._prefix.location(min(wrong)))
+
+    def _clean_up(self) -> None:
+        """Delete what is left of the older output, the records, and the claim.
+
+        The proof: the claim names the older output's files, which it took over with the prefix, and none of them is a
+        file of this output; the records are of this work and mark. The claim is deleted if it is still this one.
+        """
+        there = self._prefix.objects().keys()
+        own = {*self._written, self._marker}
+        records = {self._claim.records + part for part in self._parts}
+        self._prefix.delete(sorted((records | set(self._claim.older) - own) & there))
+        found = read_claim(self._prefix)
+        if found is not None and found[0] == self._claim:
+            self._prefix.delete([CLAIM])
+
+    def discard(self, error: BaseException, *, others_may_write: bool) -> None:
+        """Delete what is there of this work, and give up the claim.
+
+        What replaced a file of an older output stays: the next work that takes over replaces it. Where other processes
+        may still write, the claim stays, and says that it is released: the next work then has a mark.
+        """
+        try:
+            self._check()
+            there = self._prefix.objects().keys()
+            own = set(self._claim.names) - set(self._claim.older)
+            records = {name for name in there if name.startswith(self._claim.records)}
+            self._prefix.delete(sorted((own | records) & there))
+            release(self._prefix, self._claim)
+            if not others_may_write:
+                self._prefix.delete([CLAIM])
+        except (OSError, RelayoutError):
+            error.add_note(f"files are left in {self._prefix}/, which the same command with --force replaces")
+
+
+def _version_of(version: Version) -> str:
+    """What a listing will report; empty if the store did not tell."""
+    return bare(version.get("e_tag") or version.get("version") or "")

@@ -1,0 +1,184 @@
+"""The claim of a prefix: one object in it, `.relayout/claim`, says which work writes there, and under which names.
+
+It is created only where there is none, and replaced only on condition of its version. Who finds the same work in it
+goes on with that; any other is refused. `--force` replaces it, and the new claim takes over all names of the older one:
+these, and no others, may be replaced or deleted.
+
+**No lease, no clock.** Nobody knows whether the process that wrote a claim still runs. So a process that lost its claim
+may write for as long as it likes, and must not be able to harm:
+
+- Weight files are large, and no store creates one by several requests on condition that there is none. So two works
+  never write one name: a claim that was not the first of its prefix has a mark, which the names of its weight files
+  carry. It is the digest of the work and of all that was claimed before, so that no claim has the mark of another.
+  The files of one work are equal, and may replace each other.
+- All other files are created only where there is none, or replace the version of an object that the claim took over.
+  (A version that is a digest of the content, as of S3, comes again with the content: see STORES.md.)
+- Who deletes an older output's weight files deletes names that nobody will write again.
+
+Work whose names are given, such as that of `copy`, cannot have a mark. It takes over no other claim, and replaces only
+an output that is complete: nobody is known to write there. The marker of that is deleted first.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from relayout.core.digests import digest_hex
+from relayout.errors import FormatError, PlanError, shown
+from relayout.publish.output import Replaceable, Work, first_of, marked
+from relayout.publish.prefix import Prefix
+from relayout.storage.cloud.client import Version
+
+HIDDEN = ".relayout/"
+CLAIM = f"{HIDDEN}claim"
+MAX_NBYTES = 2**28
+"""Of a claim or a record."""
+_NUM_CONFLICTS = 8
+_MARK_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who writes to a prefix."""
+
+    what: str
+    """The work, for messages."""
+    fingerprint: str
+    mark: str
+    """What the names of weight files carry; empty for the first claim of a prefix without objects."""
+    names: tuple[str, ...]
+    """All that the work writes."""
+    older: tuple[str, ...]
+    """All that may be replaced or deleted: what earlier claims named, and an older output."""
+    is_released: bool = False
+    """Whether the work failed, and its files were deleted: anybody may take over."""
+
+    @property
+    def records(self) -> str:
+        """How the names of the records of finished parts begin."""
+        return f"{HIDDEN}{self.fingerprint}-{self.mark}/"
+
+    def dump(self) -> bytes:
+        """Its content."""
+        return json.dumps({"relayout": "claim"} | asdict(self)).encode()
+
+    @staticmethod
+    def parse(content: bytes, where: str) -> Claim:
+        """The inverse of `dump`. FormatError: the object is no claim."""
+        try:
+            value = json.loads(content.decode())
+            if not isinstance(value, dict) or value.pop("relayout", None) != "claim":
+                raise ValueError("no field that says so")
+            claim = Claim(**value)
+            names = [*claim.names, *claim.older]
+            texts = [claim.what, claim.fingerprint, claim.mark, *names]
+            if not all(isinstance(text, str) for text in texts) or type(claim.is_released) is not bool:
+                raise ValueError("a field of another type")
+            for name in names:
+                if any(part in ("", ".", "..") for part in name.split("/")):
+                    raise ValueError("expected the name of a file")
+            return replace(claim, names=tuple(claim.names), older=tuple(claim.older))
+        except (ValueError, TypeError, RecursionError) as error:
+            what = (
+                f"not a claim of relayout, or of another version ({shown(str(error))[1:-1]}): nothing was changed;"
+                " delete this object, or name another output"
+            )
+            raise FormatError(what, path=where, code="field") from None
+
+
+def read_claim(prefix: Prefix) -> tuple[Claim, Version] | None:
+    """The claim of a prefix, and its version; None if there is none. FormatError: the object is no claim."""
+    loaded = prefix.load(CLAIM, MAX_NBYTES)
+    return None if loaded is None else (Claim.parse(loaded[0], prefix.location(CLAIM)), loaded[1])
+
+
+def claim_prefix(prefix: Prefix, older: Replaceable, work: Work, *, force: bool, is_new: bool = True) -> Claim:
+    """The claim of this work, which is made if another process has not made it, and `is_new`.
+
+    Raises:
+        PlanError: something is there that may not be replaced, or other work has claimed the prefix.
+        FormatError: the object is no claim.
+    """
+    for _ in range(_NUM_CONFLICTS):
+        found = read_claim(prefix)
+        earlier, version = found or (None, None)
+        if earlier is not None and not earlier.is_released:
+            if earlier.fingerprint != work.fingerprint:
+                _check_may_take_over(prefix, earlier, work, force=force)
+            elif not _is_complete(prefix, older, earlier):
+                check_vacant(prefix, older, earlier, force=force)
+                return earlier
+        if not is_new:
+            check_vacant(prefix, older, earlier, force=force)
+            raise PlanError("no unit of this conversion is done", path=str(prefix), code="missing")
+        claim = _new(prefix, older, earlier, work, force=force)
+        try:
+            prefix.put(CLAIM, claim.dump(), replaced=version)
+        except FileExistsError:
+            continue  # Another process was faster.
+        # Another work may have begun and ended before, since its claim was looked for.
+        if older.marker in prefix.objects().keys() - set(claim.older):
+            release(prefix, claim)
+            continue
+        return claim
+    raise PlanError("other processes claim it again and again", path=str(prefix), code="busy")
+
+
+def _is_complete(prefix: Prefix, older: Replaceable, claim: Claim) -> bool:
+    """Whether the output of a claim is published, and the claim was left over."""
+    return older.marker not in claim.older and prefix.client.stat(prefix.full(older.marker)) is not None
+
+
+def check_vacant(prefix: Prefix, older: Replaceable, claim: Claim | None, *, force: bool) -> frozenset[str]:
+    """The names of all objects that may be replaced or deleted.
+
+    Raises:
+        PlanError: an object is there that no record of relayout names; or a complete output, and not `force`.
+    """
+    there = {name for name in prefix.objects() if not name.startswith(HIDDEN)}
+    claimed = frozenset[str]() if claim is None else frozenset([*claim.names, *claim.older])
+    if claim is None or (older.marker in there and not force):
+        return older.check(prefix.store, there, force=force)
+    with suppress(FormatError):  # What the claim names is proof enough.
+        claimed |= older.names(prefix.store) if older.marker in there else frozenset()
+    if foreign := sorted(there - claimed):
+        what = f"holds files that relayout did not write, which nothing replaces: {first_of(foreign)}"
+        raise PlanError(what, path=str(prefix), code="exists")
+    return claimed
+
+
+def _check_may_take_over(prefix: Prefix, earlier: Claim, work: Work, *, force: bool) -> None:
+    """Raise PlanError unless work may replace the claim of another that may still be under way."""
+    if force and work.weights:
+        return
+    num_there = len(set(earlier.names) & prefix.objects().keys())
+    what = f"is claimed by {earlier.what}, of which {num_there} files are there"
+    if work.weights:
+        advice = "the same command resumes that; --force takes over"
+    else:
+        advice = f"the same command resumes that; or, when no process writes there any more, delete all of {prefix}/"
+    raise PlanError(f"{what}: {advice}", path=str(prefix), code="busy")
+
+
+def _new(prefix: Prefix, older: Replaceable, earlier: Claim | None, work: Work, *, force: bool) -> Claim:
+    """The claim of work where another was, or none."""
+    named = check_vacant(prefix, older, earlier, force=force)
+    before: object = None if earlier is None else asdict(earlier)
+    if earlier is None and named:
+        loaded = prefix.load(older.marker, MAX_NBYTES)
+        before = None if loaded is None else digest_hex(loaded[0])
+    mark = ""
+    if before is not None and work.weights:
+        mark = digest_hex(json.dumps([work.fingerprint, before]).encode())[:_MARK_LENGTH]
+    names = [*(marked(name, mark) for name in work.weights), *work.others]
+    left = [name for name in prefix.objects() if name.startswith(HIDDEN) and name != CLAIM] if named else []
+    return Claim(work.what, work.fingerprint, mark, tuple(sorted(names)), tuple(sorted({*named, *left})))
+
+
+def release(prefix: Prefix, claim: Claim) -> None:
+    """Let others take over, if the claim is still this one."""
+    found = read_claim(prefix)
+    if found is not None and found[0] == claim:
+        prefix.put(CLAIM, replace(claim, is_released=True).dump(), replaced=found[1])

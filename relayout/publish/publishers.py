@@ -1,0 +1,102 @@
+"""Chooses the publisher of a store: local folders are renamed, prefixes of buckets are filled."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from relayout.errors import PlanError
+from relayout.publish.output import Output, Replaceable, Work
+from relayout.storage.local.store import LocalStore
+from relayout.storage.protocols import Store
+
+if TYPE_CHECKING:
+    from relayout.publish.prefix import Prefix
+
+# The publishers are imported where they are used: most outputs need one.
+
+
+def check_output(store: Store, source: Store, older: Replaceable, *, force: bool) -> None:
+    """Check that an output would not destroy other files; delete what a killed process of this user left there.
+
+    Args:
+        older: what `force` replaces.
+
+    Raises:
+        PlanError: the output is the source, contains it or is inside it; is not empty; or cannot be written.
+    """
+    if isinstance(store, LocalStore):
+        from relayout.publish import folder
+
+        folder.check_output(store.folder, source.path(""), older, force=force)
+    else:
+        from relayout.publish import bucket
+
+        bucket.check_output(_prefix(store), source, older, force=force)
+
+
+def begin(
+    store: Store, older: Replaceable, work: Work, *, force: bool = False, gathers: bool = False
+) -> AbstractContextManager[Output]:
+    """Begin an output, which is published when the block ends.
+
+    Args:
+        older: what `force` replaces. Only files that the records of the older output name are deleted.
+        gathers: whether all parts are made by other processes, or by other blocks of this one (`begin_part`).
+
+    Raises:
+        PlanError: other work is under way or kept here, or the existing output cannot be replaced.
+        OSError: something else has been created here meanwhile.
+    """
+    if isinstance(store, LocalStore):
+        from relayout.publish import folder
+
+        replaced = partial(folder.replaceable, older, True) if force else None
+        shared = work.fingerprint if gathers else None
+        return folder.staging_folder(store.folder, replaced, modes=work.modes, shared=shared, is_live=work.is_live)
+    from relayout.publish import bucket
+
+    return bucket.begin(_prefix(store), older, work, force=force, gathers=gathers and not work.is_live)
+
+
+def begin_part(store: Store, older: Replaceable, work: Work, *, force: bool = False) -> AbstractContextManager[Output]:
+    """Begin parts of an output that several processes make, to be published by `begin`. Errors as for that."""
+    if isinstance(store, LocalStore):
+        from relayout.publish import folder, parts
+
+        shared = folder.shared_folder(work.fingerprint, is_live=work.is_live)
+        return parts.staging_part(store.folder, older.marker, shared, replace=force, modes=work.modes)
+    from relayout.publish import bucket
+
+    return bucket.begin(_prefix(store), older, work, force=force, publishes=False)
+
+
+def add(store: Store, name: str, content: bytes) -> None:
+    """Write a small file beside what is published, in place of an older one.
+
+    Raises:
+        PlanError: the store is read-only.
+    """
+    if isinstance(store, LocalStore):
+        from relayout.storage.local.open_folder import write_file
+
+        write_file(store.folder / name, content)
+    else:
+        _prefix(store).put(name, content, replaced=True)
+
+
+def _prefix(store: Store) -> Prefix:
+    """A store as the place of an output. PlanError: it can only be read, or is a whole bucket."""
+    from relayout.publish.prefix import Prefix
+    from relayout.storage.cloud.client import WritableClient
+    from relayout.storage.cloud.store import CloudStore
+
+    if not isinstance(store, CloudStore) or not isinstance(store.client, WritableClient):
+        raise PlanError(
+            "relayout cannot write to this store: choose another output", path=str(store), code="unsupported"
+        )
+    if not store.prefix:
+        what = f"the whole bucket cannot be an output: name a prefix in it, such as {store}/model"
+        raise PlanError(what, path=str(store), code="option")
+    return Prefix(store.client, store.prefix, store)

@@ -16,6 +16,9 @@ from support.profile import PROFILE
 
 from relayout.storage.stores import REGISTRY
 
+# The hub's library asks for a list of its own once a day, without a token: requests of tests are counted.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
 __all__ = ["conversions", "shim"]
 
 _ANY_TIME = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]

@@ -305,7 +305,7 @@ def test_an_entrythat_is_damaged_is_made_again(
         assert "made again in the cache" in said
 
 
-def test_an_entryin_use_stays_though_it_is_damaged_and_the_source_is_read(model: Path, cache: Path) -> None:
+def test_an_entry_in_use_stays_though_it_is_damaged_and_the_source_is_read(model: Path, cache: Path) -> None:
     source = relayout.storage.stores.find_input(model)
     truth = relayout.load(model, 0, tp=TP, cache="")
     with conversions.kept_conversion(source, TP, Cache(cache)).entry:
@@ -419,7 +419,7 @@ def test_a_cache_without_room_is_said_and_the_source_is_read(model: Path, cache:
     assert not list(cache.rglob("*.safetensors"))
 
 
-def test_an_entryin_use_stays_and_the_least_used_goes(model: Path, llama: Path, cache: Path, tmp_path: Path) -> None:
+def test_an_entry_in_use_stays_and_the_least_used_goes(model: Path, llama: Path, cache: Path, tmp_path: Path) -> None:
     limited = Cache(cache, int(1.5 * sum(file.stat().st_size for file in model.iterdir())) + 2**20)
     relayout.load(model, 0, tp=TP, cache=limited)
     held = conversions.kept_conversion(relayout.storage.stores.find_input(model), TP, limited)

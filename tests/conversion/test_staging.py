@@ -695,8 +695,8 @@ def test_what_is_missing_is_told_in_the_unit_of_the_rest_and_rounded_up(
         (419_389_520, r"needs 0\.419 GB, 0\.419 GB are free there \(0\.001 GB too few\)$"),
     ):
         with pytest.raises(PlanError, match=says):
-            check_space(tmp_path / "out", needed)
-    check_space(tmp_path / "out", 419_389_519)
+            check_space(tmp_path, tmp_path / "out", needed)
+    check_space(tmp_path, tmp_path / "out", 419_389_519)
 
 
 def test_a_force_that_was_killed_between_the_exchange_and_the_end_leaves_nothing_in_the_end(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class NeededFiles(Result):
     """The tensor-parallel degree."""
     ranks: tuple[int, ...]
     nbytes: int
-    """Of all these files."""
+    """Bytes of all these files."""
     files: tuple[NeededFile, ...]
     """relayout.json last, so that a copy in this order is complete when it has that."""
 
@@ -99,11 +99,11 @@ class Copied(Result):
     num_ranks: int
     """The tensor-parallel degree."""
     ranks: tuple[int, ...]
-    """That the output has."""
+    """The ranks that the output has."""
     num_files: int
     """Rank files."""
     nbytes: int
-    """Of the rank files."""
+    """Bytes of the rank files."""
     resumed_nbytes: int
     """Bytes that an interrupted copy had written: checked, and not copied again."""
     seconds: float
@@ -224,7 +224,7 @@ def copy_from(
     progress: Progress,
     scratch: str | os.PathLike[str] | None = None,
 ) -> Copied:
-    """As `copy`, of a store of which no file changes; `inputs` are those that its bytes come from."""
+    """Copy from a store of which no file changes, as `copy` does; `inputs` are those that its bytes come from."""
     started = time.monotonic()
     target = find_store(output)
     threads, piece_nbytes = share_memory(threads, memory, target)
@@ -294,9 +294,9 @@ class _Copying:
         self._files: tuple[IndexedFile, ...] = kept.files
         number = {file.name: index for index, file in enumerate(manifest.files)}
         self.digests = [read_chunk_digests(source, manifest, number[file.name]) for file in kept.files]
-        """Of the chunks of each file."""
+        """The digests of the chunks of each file."""
         self._num_left = [0] * len(self._files)
-        """Of each file: bytes to be copied."""
+        """For each file the bytes that are still to be copied."""
         self._lock = threading.Lock()
         self._stop = Stop()
         self._hashes = OrderedDigests(self._stop, self._digest)

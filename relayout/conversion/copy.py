@@ -37,10 +37,11 @@ DEFAULT_MEMORY = 2 * DEFAULT_THREADS * CHUNK_NBYTES
 
 _MIN_CHUNK_NBYTES = 2**20
 _SHARE_OF_AVAILABLE = 0.75
-"""Of the memory that the system could give; the rest is for what is not counted, such as headers and the journal."""
+"""The share that buffers take of the memory that the system could give; the rest is for what is not counted, such as
+headers and the journal."""
 
 SOURCE = -1
-"""In place of a slice: the whole tensor, as stored in the source."""
+"""Stands in place of a slice for the whole tensor, as stored in the source."""
 
 
 class FileSink:
@@ -56,7 +57,7 @@ class FileSink:
         self._files = OpenFiles(self._open_file, num_descriptors=2)
         self._ordered = OrderedDigests(stop, conversion.digest)
         self._chunks = {index: [b""] * self._layout.files[index].num_chunks for index in hashed}
-        """Of each file: the digests of its chunks, empty if they are not known."""
+        """For each file the digests of its chunks, empty if they are not known."""
 
     def put(self, target: Target, view: memoryview, address: int) -> None:
         """Write the bytes for one place. Their memory, at `address` modulo a block, is reused after the call."""
@@ -128,7 +129,7 @@ class TensorHashes:
         self._ordered = OrderedDigests(stop)
         self._lock = threading.Lock()
         self._partial: dict[int, dict[int, str]] = {}
-        """Of tensors that pass in several steps: the digests that are known."""
+        """The digests that are known of tensors that pass in several steps."""
 
     def add(self, pieces: Iterable[tuple[int, int, int, memoryview]]) -> dict[int, TensorDigests]:
         """Hash pieces: tensor, distinct slice or `SOURCE`, offset in that, and the bytes from there on.

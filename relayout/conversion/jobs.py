@@ -58,11 +58,11 @@ class UnitJob:
     """A process that carries out the job plans nothing, and needs nothing that found the plan."""
     options: ConversionOptions
     ranks: tuple[int, ...]
-    """That are converted."""
+    """The ranks that are converted."""
     digest: str
     """How stored bytes are hashed: a `DigestAlgorithm`."""
     fingerprint: Fingerprint
-    """Of the conversion when the job was made."""
+    """The fingerprint of the conversion when the job was made."""
     unit: int
     num_units: int
     source_nbytes: int
@@ -128,7 +128,7 @@ class UnitRecord(Result):
     source_nbytes: int
     """Bytes of the unit's source tensors."""
     read_nbytes: int
-    """Of them, those that were read now: none if the unit was done before."""
+    """How many of these bytes were read now: none if the unit was done before."""
     seconds: float
     peak_nbytes: int
     """The most memory that the process ever held (resident)."""
@@ -220,7 +220,7 @@ class ConvertedUnits(Result):
 
     output: str
     num_units: int
-    """Of the whole conversion."""
+    """Number of units of the whole conversion."""
     units: tuple[UnitRecord, ...]
 
 

@@ -34,9 +34,9 @@ class TensorDigests:
     """Digests of one tensor, in hex."""
 
     source: str | None
-    """Of the whole tensor, as stored in the source. None: unknown, as not all of it was read."""
+    """Digest of the whole tensor, as stored in the source. None: unknown, as not all of it was read."""
     slices: tuple[str, ...]
-    """Of its distinct slices, in the order in which ranks hold them."""
+    """Digests of its distinct slices, in the order in which ranks hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class Fingerprint:
     """What two attempts must have in common for one to resume the other."""
 
     source: str
-    """Of `SourceIdentity`: its `here` for attempts on one machine, its `content` for those that machines share."""
+    """What `SourceIdentity` says: its `here` for attempts on one machine, its `content` for those that machines
+    share."""
     options: str
     """Digest of everything else that decides which bytes are written."""
 
@@ -54,9 +55,9 @@ class Written:
     """Tensors and files that are written."""
 
     tensors: Mapping[int, TensorDigests] = field(default_factory=dict)
-    """By index in the source."""
+    """The digests of each tensor, by its index in the source."""
     chunks: Mapping[int, bytes] = field(default_factory=dict)
-    """Of each file, by number, of which everything but the header is written: the digests of its chunks."""
+    """The digests of the chunks of each file, by its number, of which everything but the header is written."""
 
 
 class Journal(Closable):
@@ -101,7 +102,7 @@ def read_journal(folder: LocalOutput) -> tuple[Fingerprint, Written] | None:
 
 
 def parse_journal(text: bytes) -> tuple[Fingerprint, Written] | None:
-    """The same, from the content of the notes."""
+    """Parse the content of the notes into fingerprint and progress."""
     lines = text.split(b"\n")
     first = _parsed(lines[0])
     if not (len(first) == 2 and _are_texts(first)):

@@ -221,14 +221,14 @@ class Conversion:
         return replace(self, cut=cut, layout=self.layout.only(holders), ranks=some)
 
     def named(self, names: Sequence[str]) -> Self:
-        """The same conversion to files of these names, one for each of the layout."""
+        """Convert to files of these names, one for each of the layout."""
         if names == [file.name for file in self.layout.files]:
             return self
         files = tuple(replace(file, name=name) for file, name in zip(self.layout.files, names, strict=True))
         return replace(self, layout=replace(self.layout, files=files))
 
     def marked(self, mark: str) -> Self:
-        """The same conversion to files whose names carry a mark."""
+        """Convert to files whose names carry a mark."""
         return self.named([marked(file.name, mark) for file in self.layout.files])
 
     @property

@@ -47,7 +47,7 @@ class Summary(Result):
     num_ranks: int
     """The tensor-parallel degree."""
     ranks: tuple[int, ...]
-    """That were converted."""
+    """The ranks that were converted."""
     num_tensors: int
     num_files: int
     """Rank files written."""
@@ -202,7 +202,7 @@ class _Making:
     threads: int
     chunk_nbytes: int
     what: str
-    """For the bar of progress."""
+    """What is done, for the bar of progress."""
     progress: Progress
     headers: HeaderWriter = field(init=False)
     tensors: dict[int, TensorDigests] = field(default_factory=dict)

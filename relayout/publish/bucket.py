@@ -50,7 +50,7 @@ _NUM_FILES = 4
 
 
 def check_output(prefix: Prefix, source: Store, older: Replaceable, *, force: bool) -> None:
-    """See `publishers.check_output`."""
+    """Check that an output can be begun, see `publishers.check_output`."""
     own, other = f"{prefix}/", f"{source}/"
     if own == other:
         raise PlanError("is the source itself; choose another prefix", path=str(prefix), code="exists")
@@ -140,7 +140,7 @@ class BucketOutput:
         self._older = prefix.load(marker, MAX_NBYTES) if marker in claim.older else None
         """The marker of the older output, and its version."""
         self._parts: dict[str, Part] = {}
-        """Those that are finished."""
+        """The parts that are finished."""
         self._listed: dict[str, str] | None = None
         """What was there when finished parts were first looked for."""
         self._complete: dict[str, Sent] = {}
@@ -152,7 +152,7 @@ class BucketOutput:
         self._is_over = threading.Event()
         self._sender = ThreadPoolExecutor(1, "relayout-upload")
         self._sending: Future[None] | None = None
-        """Of the last part: it is sent while the next one is made."""
+        """The sending of the last part: it is sent while the next one is made."""
 
     @property
     def location(self) -> str:

@@ -34,7 +34,7 @@ from relayout.storage.cloud.client import Version
 HIDDEN = ".relayout/"
 CLAIM = f"{HIDDEN}claim"
 MAX_NBYTES = 2**28
-"""Of a claim or a record."""
+"""The largest claim or record."""
 _NUM_CONFLICTS = 8
 _MARK_LENGTH = 8
 

@@ -39,7 +39,7 @@ _CANNOT_REPLACE = {
 
 
 def check_output(output: Path, source: Path | None, older: Replaceable, *, force: bool) -> None:
-    """See `publishers.check_output`."""
+    """Check that an output can be begun, see `publishers.check_output`."""
     remove_leftovers(output)
     check_place(source, output)
     replaceable(older, force, output)

@@ -18,7 +18,7 @@ from relayout.storage.local.open_folder import OpenFolder, restrict, with_path
 from relayout.storage.protocols import Access, Closable, Modes
 
 FOLDER = "output"
-"""In which the files are, in the private folder."""
+"""The folder in which the output is assembled, in the folder beside it."""
 REPLACED = "relayout.replaced"
 """The record of an output that is being replaced; no notes."""
 _TO_CREATE = os.O_RDWR | os.O_CREAT
@@ -49,7 +49,7 @@ class LocalOutput:
         self.folder = self._open_folder()
         """Becomes the output."""
         self.notes: list[LocalNotes] = []
-        """Those of this attempt."""
+        """The notes of this attempt."""
         self._written: set[str] = set()
         """Files that this attempt has opened for writing."""
 
@@ -169,7 +169,7 @@ class LocalNotes(Closable):
     """An append-only file. Thread-safe. Not synced to the drive: resumption verifies what it says."""
 
     def __init__(self, folder: OpenFolder, name: str, header: bytes | None) -> None:
-        """As `LocalOutput.open_notes`."""
+        """Open the notes, see `LocalOutput.open_notes`."""
         self._lock = threading.Lock()
         self._path = folder.path / name
         self.are_kept = header is None

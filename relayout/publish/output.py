@@ -79,7 +79,7 @@ class Work:
     """What an output is going to be. Who makes the same goes on with what others, or an earlier attempt, finished."""
 
     what: str
-    """For messages, such as "a conversion of MODEL"."""
+    """What is made, for messages, such as "a conversion of MODEL"."""
     fingerprint: str
     """Digest of all that decides which bytes are written."""
     weights: Collection[str] = ()

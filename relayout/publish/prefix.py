@@ -28,7 +28,7 @@ class Sent:
     version: str
     """The object's version when it was written; empty if the store did not tell."""
     digest: str
-    """Of its first bytes."""
+    """Digest of its first bytes."""
     digest_nbytes: int
     """All of a small file; the header of a weight file, which has the digest of all else."""
 

@@ -23,11 +23,11 @@ class Access(Enum):
     DIRECT = "direct"
     """Bypass the page cache; fail if the file system refuses."""
     BUFFERED = "buffered"
-    """Through the page cache."""
+    """Read through the page cache."""
     AUTO = "auto"
     """Bypass the page cache if possible."""
     ONCE = "once"
-    """As `AUTO`; pages that a buffered read brings into the page cache are dropped again."""
+    """Read as with `AUTO`, but drop the pages again that a buffered read brings into the page cache."""
 
 
 class Kind(Enum):
@@ -83,7 +83,7 @@ class RequestError(OSError):
     ) -> None:
         super().__init__(number, what, location)
         self.status = status
-        """Of HTTP; None: there was no answer."""
+        """The status of HTTP; None: there was no answer."""
         self.code = code
         """The server's own name of the error; empty if it has none."""
         self.retry_after = retry_after
@@ -172,7 +172,7 @@ class ReadableFile(Closable, Protocol):
 
     @property
     def version(self) -> str:
-        """As `FileStat.version`."""
+        """The version of the open file, see `FileStat.version`."""
 
     @property
     def alignment(self) -> int:

@@ -103,7 +103,7 @@ class Body:
     """The answer to a request, before its bytes are taken."""
 
     stat: FileStat
-    """Of the whole object."""
+    """What is known of the whole object."""
     location: str
     part: tuple[int, int]
     """First byte and end of the range."""

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 CONNECT_SECONDS = 5.0
-"""After so long without a connection, a request is made again."""
+"""Seconds without a connection after which a request is made again."""
 STALL_SECONDS = 20.0
 """A request that has brought no byte for so long is made again, from where it was."""
 RETRY_SECONDS = 90.0
-"""After so long without a byte, a failed request is not made again."""
+"""Seconds without a byte after which a failed request is not made again."""
 UPLOAD_SECONDS = 120.0
-"""So long one part of an upload may take, of which all that are under way share the connection."""
+"""Seconds that one part of an upload may take; all that are under way share the connection."""
 
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -61,7 +61,7 @@ _OWN_SERVICES = {
     ),
     "az": ("http://169.254.169.254", "https://login.microsoftonline.com"),
 }
-"""Those that the providers have themselves."""
+"""The services that the providers have themselves."""
 _NOWHERE = "socks5://127.0.0.1:0"
 """A proxy that nothing can reach: obstore does not know the scheme, and nothing listens at port 0."""
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -132,7 +132,7 @@ def endpoint_of(scheme: str) -> str | None:
 
 
 def _client_options(scheme: str, endpoint: str | None) -> dict[str, Any]:
-    """For obstore. Options given in code replace all of those that it finds in the environment."""
+    """The options for obstore's client. Options given in code replace all of those that it finds in the environment."""
     options: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=STALL_SECONDS),

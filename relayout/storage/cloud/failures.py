@@ -26,7 +26,7 @@ FIRST_DELAY_SECONDS = 0.5
 MAX_DELAY_SECONDS = 15.0
 _MAX_RETRY_AFTER_SECONDS = 60.0
 _TELL_SECONDS = 5.0
-"""After so long without success, a person is told what is waited for, at most once a minute."""
+"""Seconds without success after which a person is told what is waited for, at most once a minute."""
 _TELL_AGAIN_SECONDS = 60.0
 
 _REFUSED_SECONDS = 4.0
@@ -260,7 +260,7 @@ _CODES = {
         "its upload no longer exists: aborted by another process or a lifecycle rule; convert again",
     ),
 }
-"""By the error code of the server, where the status alone would mislead."""
+"""The kind of failure by the error code of the server, where the status alone would mislead."""
 _STATUSES = {
     3: _REDIRECTED,
     401: _DENIED,
@@ -275,7 +275,7 @@ _STATUSES = {
     501: _UNSUPPORTED,
     503: _BUSY,
 }
-"""By the status, or its first digit."""
+"""The kind of failure by the status, or its first digit."""
 _TEXTS = {
     r"unsupported scheme socks5|127\.0\.0\.1:0\b": _REDIRECTED,  # To where `connect` lets no request go.
     r"BareRedirect": (errno.EINVAL, "the bucket is in another region: set AWS_REGION"),
@@ -295,4 +295,4 @@ _TEXTS = {
     r"dns error|failed to lookup|Failed to resolve": (errno.EHOSTUNREACH, f"the server's name is unknown: {_CHECK}"),
     r"Requested \d+\.\.\d+, got \d+\.\.\d+|RangeNotSupported|ContentRange|content-range": _WRONG_RANGE,
 }
-"""By what the client says of a request without an answer; the first that fits."""
+"""The kind of failure by what the client says of a request without an answer; the first that fits."""

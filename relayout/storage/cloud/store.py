@@ -29,7 +29,8 @@ from relayout.storage.protocols import (
 _HEAD_NBYTES = 64 * 2**10
 """What opening a file brings of it: its first request tells length and version, and has the header of most files."""
 _STAT_NBYTES = 4 * 2**10
-"""The same of a file that is only to be known: which file it is. A new connection brings this in one round trip."""
+"""Bytes that are read of a file that is only to be known: which file it is. A new connection brings this in one round
+trip."""
 
 _URL = re.compile(r"[a-z0-9]+://[^/@?#%\\]+(/[^/?#\\]+)*/?")
 
@@ -38,7 +39,7 @@ _URL = re.compile(r"[a-z0-9]+://[^/@?#%\\]+(/[^/?#\\]+)*/?")
 class CloudStore:
     client: Client
     prefix: str
-    """Without leading or trailing slash; "" for the whole bucket."""
+    """The prefix, without leading or trailing slash; "" for the whole bucket."""
     opened: dict[str, HeadFile] | None = field(default=None, compare=False, repr=False)
     """The files that a snapshot has opened, by full name; None: each `open` is a new one."""
 

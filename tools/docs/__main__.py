@@ -26,7 +26,7 @@ def main() -> int:
 
 def build(contents: Iterable[tuple[str, bytes]], out: Path) -> int:
     """Write the pages to `out`/pages and the site to `out`/site, in place of older ones; returns 1 on any warning."""
-    python, sources = _environment(), out / "pages"
+    python, sources = environment(), out / "pages"
     shutil.rmtree(sources, ignore_errors=True)
     for page, content in contents:
         (sources / page).parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def build(contents: Iterable[tuple[str, bytes]], out: Path) -> int:
     return built.returncode
 
 
-def _environment() -> str:
+def environment() -> str:
     """The Python of an environment with the extra `docs`; made where it is not there, or the extra has changed."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     python, stamp = _ENVIRONMENT / "bin" / "python", _ENVIRONMENT / "relayout-stamp"

@@ -24,9 +24,8 @@ from relayout.loader.loading import Asked, error_hints
 from relayout.loader.reads import Request
 from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
 from relayout.results import Result
-from relayout.storage.buffers import Buffer
 from relayout.storage.local.files import refuses_direct
-from relayout.storage.pages import measured_pages
+from relayout.storage.pages import Buffer, measured_pages
 from relayout.storage.protocols import Access, ReadableFile
 from relayout.storage.stores import find_input, scheme_of
 from relayout.storage.system import Filesystem, filesystem_of

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import relayout
-from relayout.storage.memory import peak_nbytes, proc_nbytes
+from relayout.storage.system import peak_nbytes, proc_nbytes
 
 NUM_PROCESSES, TP = 4, 8
 

@@ -13,8 +13,8 @@ from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.errors import FormatError
 from relayout.loader.budgets import local_world_size
 from relayout.loader.sources.rank import StoredFile, check_hole
-from relayout.storage.buffers import Buffer
 from relayout.storage.local.files import holes
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import Access, Closable, ReadableFile
 from relayout.storage.system import map_file, populate, read_ahead_nbytes, resident_nbytes, unmap
 

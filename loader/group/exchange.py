@@ -35,7 +35,7 @@ from relayout.loader.sources.rank import (
 )
 from relayout.loader.tensors import make_views
 from relayout.progress import reporting
-from relayout.storage.buffers import Buffer
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import Access
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ import numpy as np
 
 from relayout.core.extents import BLOCK
 from relayout.storage.local.files import refuses_direct
-from relayout.storage.memory import proc_nbytes
-from relayout.storage.system import filesystem_of, resident_nbytes
+from relayout.storage.system import filesystem_of, proc_nbytes, resident_nbytes
 
 _COLD_SHARE, _WARM_SHARE = 0.001, 0.99
 """A file set is cold with at most this share of its bytes in the page cache, and warm with at least this share."""

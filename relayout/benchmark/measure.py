@@ -28,8 +28,8 @@ from relayout.format.index import MANIFEST_NAME, Manifest
 from relayout.planning import default_output
 from relayout.plans.planner import plan_for
 from relayout.results import Result
-from relayout.storage.memory import available_nbytes
 from relayout.storage.stores import check_exists, find_store
+from relayout.storage.system import available_nbytes
 
 _PROCESS_NBYTES = 400 * 10**6
 """Memory of a process without tensors: Python and torch."""

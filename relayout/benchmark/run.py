@@ -27,7 +27,7 @@ from relayout.benchmark.loaders import Loader, LoadJob, plan_rank
 from relayout.benchmark.machine import NotPrepared, cpu_seconds, num_cpus
 from relayout.core.digests import digest_hex
 from relayout.core.workers import PIPE, Child, start_child
-from relayout.storage.memory import peak_nbytes, proc_nbytes
+from relayout.storage.system import peak_nbytes, proc_nbytes
 
 if TYPE_CHECKING:
     import torch

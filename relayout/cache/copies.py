@@ -29,10 +29,11 @@ from relayout.errors import FormatError
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.progress import Progress, reporting
-from relayout.storage.buffers import Buffer
 from relayout.storage.local.files import OutputFile
 from relayout.storage.local.open_folder import OpenFolder
 from relayout.storage.local.store import LocalStore
+from relayout.storage.overlay import ReadOnlyStore
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import (
     LOCAL_COST,
     Access,
@@ -43,7 +44,6 @@ from relayout.storage.protocols import (
     Store,
     if_there,
 )
-from relayout.storage.read_only import ReadOnlyStore
 
 _REQUEST_NBYTES = 4 * 2**20
 """What a thread fetches at once, or one chunk: it is held in memory until its digest is known."""

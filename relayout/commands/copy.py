@@ -28,7 +28,7 @@ from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memo
 from relayout.conversion.journal import Fingerprint, Journal, Written
 from relayout.conversion.resume import read_progress
 from relayout.conversion.run import num_readers_of
-from relayout.conversion.side_files import are_there, copy_side_file, modes_of
+from relayout.conversion.sidecar import are_there, copy_side_file, modes_of
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm, OrderedDigests, digest_hex
 from relayout.core.extents import Extent, align_up, split
@@ -57,12 +57,12 @@ from relayout.publish.local_output import LocalOutput
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
-from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.memory import peak_nbytes
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import Access, ReadableFile, Store, WritableFile
 from relayout.storage.stores import find_input, find_store
+from relayout.storage.system import peak_nbytes
 
 Ranks = str | Iterable[int] | None
 """Ranks, such as range(4) or "0-3"; None: all that the folder has."""

@@ -27,7 +27,7 @@ from relayout.checkpoint.trust import refuse_deltas
 from relayout.commands.copy import Copied, copy_from, put_index, put_tables
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.resume import refuse_attempt
-from relayout.conversion.side_files import modes_of
+from relayout.conversion.sidecar import modes_of
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
 from relayout.core.extents import Extent, align_down
 from relayout.core.slices import BITS
@@ -54,10 +54,10 @@ from relayout.progress import Progress, reporting
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
-from relayout.storage.buffers import Buffer
-from relayout.storage.memory import peak_nbytes
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import Access, ReadableFile, Store
 from relayout.storage.stores import find_input, find_store
+from relayout.storage.system import peak_nbytes
 
 _AHEAD = 4
 """Chunks that are compared for each thread before what changed in them is written."""

@@ -19,7 +19,7 @@ from relayout.checkpoint.trust import Trust, trusted
 from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import refuse_attempt
-from relayout.conversion.side_files import copy_side_file, modes_of
+from relayout.conversion.sidecar import copy_side_file, modes_of
 from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
 from relayout.conversion.stored import as_one_rank, recorded_source, stored_conversion
 from relayout.core.digests import OrderedDigests, digest_hex
@@ -33,12 +33,12 @@ from relayout.progress import Progress, reporting
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
-from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.memory import peak_nbytes
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import Access, ReadableFile, Store, WritableFile
 from relayout.storage.stores import find_input, find_store
+from relayout.storage.system import peak_nbytes
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -14,7 +14,7 @@ from relayout.checkpoint.converted import check_file, read_record, read_table
 from relayout.checkpoint.folder import find_config
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model_order, read_shard
 from relayout.conversion.layout import file_metadata, not_for_dcp_because
-from relayout.conversion.side_files import read_side_file
+from relayout.conversion.sidecar import read_side_file
 from relayout.conversion.stored import recorded_source, rows_of_files
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, Extent, align_down, align_up

@@ -23,11 +23,11 @@ from relayout.errors import PlanError
 from relayout.format.index import DIGESTED_NBYTES, chunks_of, chunks_over
 from relayout.publish.local_output import LocalOutput
 from relayout.publish.output import Output
-from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
 from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.memory import available_nbytes
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import Access, ReadableFile, Store, WritableFile
+from relayout.storage.system import available_nbytes
 
 DEFAULT_THREADS = 8
 """Threads that read, copy, hash and write."""

@@ -42,9 +42,9 @@ from relayout.publish.local_output import LocalOutput
 from relayout.publish.output import Output
 from relayout.publish.publishers import begin, begin_part, check_output
 from relayout.results import Result
-from relayout.storage.buffers import Buffer
-from relayout.storage.memory import peak_nbytes
+from relayout.storage.pages import Buffer
 from relayout.storage.stores import find_input, find_store, scheme_of
+from relayout.storage.system import peak_nbytes
 
 
 @dataclass(frozen=True, slots=True)

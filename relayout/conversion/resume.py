@@ -11,8 +11,7 @@ from relayout.checkpoint.converted import check_intact, read_manifest, read_reco
 from relayout.checkpoint.source import SourceIdentity, SourceTensor, is_unchanged, max_samples
 from relayout.conversion.journal import Fingerprint, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion, RankFile
-from relayout.conversion.side_files import are_there, read_side_file
-from relayout.conversion.sidecar import source_record
+from relayout.conversion.sidecar import are_there, read_side_file, source_record
 from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Extent, Transfer
 from relayout.core.workers import each

@@ -23,8 +23,7 @@ from relayout.conversion.resume import (
     source_agrees,
     verified_progress,
 )
-from relayout.conversion.side_files import output_modes
-from relayout.conversion.sidecar import HeaderWriter, other_names, write_sidecar
+from relayout.conversion.sidecar import HeaderWriter, other_names, output_modes, write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.errors import FormatError
 from relayout.progress import Progress, reporting
@@ -33,8 +32,8 @@ from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
 from relayout.storage.hashing import READ_NBYTES as REHASH_NBYTES
-from relayout.storage.memory import peak_nbytes
 from relayout.storage.stores import scheme_of
+from relayout.storage.system import peak_nbytes
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
 

@@ -21,8 +21,7 @@ from relayout.errors import PlanError, shown
 from relayout.publish.local_output import FOLDER, REPLACED, LocalOutput, has_notes, read_notes
 from relayout.publish.output import Replaceable, kept_note
 from relayout.storage.local.lock_file import check_owner_is, locked
-from relayout.storage.local.open_folder import OpenFolder, exchange, rename, restrict
-from relayout.storage.local.paths import older_folder, recovery_advice
+from relayout.storage.local.open_folder import OpenFolder, exchange, older_folder, recovery_advice, rename, restrict
 from relayout.storage.local.store import LocalStore, entries
 from relayout.storage.protocols import Modes
 

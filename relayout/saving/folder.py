@@ -22,6 +22,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.format.safetensors import entries_text, entry_head, join_header, json_text
+from relayout.storage.overlay import ReadOnlyStore
 from relayout.storage.protocols import (
     LOCAL_COST,
     Access,
@@ -34,7 +35,6 @@ from relayout.storage.protocols import (
     Store,
     read_whole,
 )
-from relayout.storage.read_only import ReadOnlyStore
 from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:

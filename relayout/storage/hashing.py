@@ -10,8 +10,8 @@ from heapq import merge
 from relayout.core.digests import DigestAlgorithm, ExtentDigests
 from relayout.core.extents import BLOCK, Extent, align_up, coalesce, split
 from relayout.core.workers import Stop, Workers
-from relayout.storage.buffers import Buffer
 from relayout.storage.file_pool import OpenFiles
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import ReadableFile
 
 READ_NBYTES = 16 * 2**20

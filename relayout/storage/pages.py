@@ -2,7 +2,8 @@
 
 A huge page is touched in 0.2 ms where memory is at hand, and in 4 ms where the host of a virtual machine has taken free
 memory back (free page reporting, ballooning). Small pages are often had from memory that the host never took, and cost
-0.5 ms for as many bytes; where that is used up, they cost as much as huge ones. So neither is right everywhere.
+0.5 ms for as many bytes; where that is used up, they cost as much as huge ones. So neither is right everywhere. A
+`Buffer` is memory that one thread fills again and again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from relayout.core.extents import align_up
+from relayout.core.extents import BLOCK, align_up
 from relayout.storage.system import advise, populate
 
 HUGE_PAGE = 2 * 2**20
@@ -196,3 +197,27 @@ def measured_pages() -> str:
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON) as memory:
         FreshMemory(memory).touch(0, nbytes)
     return describe_pages()
+
+
+class Buffer:
+    """Page-aligned memory that grows on demand. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._memory: memoryview | None = None
+
+    def reserve(self, nbytes: int) -> memoryview:
+        """The first `nbytes` of the memory. Growing it discards its content."""
+        if self._memory is None or self._memory.nbytes < nbytes:
+            if nbytes < HUGE_PAGE:
+                memory = mmap.mmap(-1, align_up(max(nbytes, 1), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+                self._memory = memoryview(memory)
+            else:
+                self._memory = in_huge_pages(nbytes)
+        return self._memory[:nbytes]
+
+    def discard(self) -> None:
+        """Give the pages back now, whatever still refers to the memory; its content is lost."""
+        if self._memory is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapping = self._memory.obj
+            assert isinstance(mapping, mmap.mmap)
+            mapping.madvise(mmap.MADV_DONTNEED)

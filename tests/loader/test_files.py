@@ -33,9 +33,9 @@ from relayout.core.extents import align_up
 from relayout.errors import FormatError
 from relayout.loader.backends import files as sources_module
 from relayout.loader.backends.files import ReadableFiles
-from relayout.storage.buffers import Buffer
 from relayout.storage.local import store
 from relayout.storage.local.files import InputFile
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import Access
 from relayout.storage.system import read_ahead_nbytes, resident_nbytes
 

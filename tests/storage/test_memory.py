@@ -1,4 +1,4 @@
-"""relayout.storage.memory: what is left for a process, in cgroups as the kernel describes them, and in a real one."""
+"""relayout.storage.system: what is left for a process, in cgroups as the kernel describes them, and in a real one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from support.cgroups import new_group
 
 from relayout.conversion.copy import share_memory
-from relayout.storage import memory
-from relayout.storage.memory import available_nbytes
+from relayout.storage import system as memory
+from relayout.storage.system import available_nbytes
 
 MIB = 2**20
 V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), ("memory.max", "memory.current", "")
@@ -67,7 +67,7 @@ def test_copying_takes_three_quarters_of_what_is_left_at_most(system: Path) -> N
 
 
 def test_a_process_in_a_real_cgroup_knows_its_limit() -> None:
-    program = "from relayout.storage.memory import available_nbytes as left; print(left())"
+    program = "from relayout.storage.system import available_nbytes as left; print(left())"
     try:
         with new_group() as group, group.limited(300 * MIB):
             done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -22,10 +22,10 @@ from relayout.publish.local_output import LocalOutput
 from relayout.publish.output import Output, Work
 from relayout.publish.prefix import Prefix, Sent, bare
 from relayout.publish.publishers import begin_part, check_output
-from relayout.storage.buffers import Buffer
 from relayout.storage.cloud.client import WritableClient
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.local.store import LocalStore
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import Access, Entry, Kind, RequestError, Store
 from relayout.storage.stores import find_store
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from bench.drive import direct_read, files_of, fio_mixed, total_nbytes
 from relayout.benchmark.machine import prepare
-from relayout.storage.memory import proc_nbytes
+from relayout.storage.system import proc_nbytes
 
 
 def measure(scratch: Path, source: Path, runs: int, idle: float = 0.0) -> dict[str, Any]:

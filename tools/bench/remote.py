@@ -21,7 +21,7 @@ from relayout.benchmark.loaders import LoadJob
 from relayout.benchmark.machine import touch_memory
 from relayout.benchmark.measure import expected_digests
 from relayout.benchmark.run import Died, load_together
-from relayout.storage.memory import available_nbytes
+from relayout.storage.system import available_nbytes
 
 BUCKET, TP = "models", 8
 CONVERTED = f"s3://{BUCKET}/tp{TP}"

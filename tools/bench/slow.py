@@ -26,7 +26,7 @@ from relayout.benchmark.loaders import LoadJob
 from relayout.benchmark.machine import prepare, remember, touch_memory
 from relayout.benchmark.measure import expected_digests
 from relayout.benchmark.run import Died, load_together
-from relayout.storage.memory import available_nbytes
+from relayout.storage.system import available_nbytes
 
 TP = 8
 PEERS = {

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud.client import Client
-from relayout.storage.head_file import HeadFile
+from relayout.storage.overlay import HeadFile
 from relayout.storage.protocols import (
     Access,
     Entry,

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.errors import FormatCode, FormatError, RelayoutError
-from relayout.storage.buffers import Buffer
 from relayout.storage.local.open_folder import OpenFolder, restrict, with_path
+from relayout.storage.pages import Buffer
 from relayout.storage.protocols import Access, Closable, FileStat, read_whole
 from relayout.storage.system import allocate, sync_range
 

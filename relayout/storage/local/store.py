@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from relayout.errors import FormatError, did_you_mean
 from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
-from relayout.storage.local.paths import is_inside, recovery_advice, resolve_inside
+from relayout.storage.local.open_folder import is_inside, recovery_advice, resolve_inside
 from relayout.storage.protocols import (
     LOCAL_COST,
     Access,

@@ -1,11 +1,27 @@
-"""Files without descriptors, whose first bytes, or all of them, are known when they are opened."""
+"""What stores above other stores have in common: they only read, and know the first bytes of some files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Self
 
-from relayout.storage.protocols import Closable, FileStat
+from relayout.storage.protocols import Closable, FileStat, Kind
+
+
+class ReadOnlyStore:
+    """A folder that shows no path."""
+
+    __slots__ = ()
+
+    def path(self, name: str) -> Path | None:
+        return None
+
+    def kind(self) -> Kind:
+        return Kind.FOLDER
+
+    def snapshot(self) -> Self:
+        return self
 
 
 class HeadFile(Closable):

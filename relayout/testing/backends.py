@@ -241,7 +241,7 @@ def nothing_left_behind() -> Iterator[None]:
     threads, files = set(threading.enumerate()), _open_files()
     yield
     assert set(threading.enumerate()) <= threads, "threads are left"
-    assert _open_files() == files, "open files are left"
+    assert _open_files() <= files, "open files are left"  # Fewer: garbage of before was collected.
 
 
 def _open_files() -> int:

@@ -330,8 +330,9 @@ class BucketOutput:
             # This work's own objects are equal, but for small ones that have changed in the source meanwhile.
             if name not in self._claim.older and (name == self._marker or name not in self._claim.names):
                 raise
-            self._check()
+            # First the version, then whose the prefix is: another that has taken over since has replaced the version.
             loaded = self._older if name == self._marker else self._prefix.load(name, MAX_NBYTES)
+            self._check()
             version = self._prefix.put(name, content, replaced=None if loaded is None else loaded[1])
         self._sent[name] = Sent(sent.nbytes, _version_of(version), sent.digest, sent.digest_nbytes)
 

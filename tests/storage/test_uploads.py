@@ -238,7 +238,7 @@ def test_after_a_kill_at_any_time_the_output_is_that_of_a_local_conversion(
         server.interfere = at(
             lambda one: one.method in ("PUT", "POST"),
             lambda: os.kill(child.pid, signal.SIGKILL),
-            after=moment * 40 // MOMENTS,
+            after=moment * 20 // MOMENTS,
         )
         child.wait()
     assert child.returncode in (0, -signal.SIGKILL)
@@ -247,7 +247,7 @@ def test_after_a_kill_at_any_time_the_output_is_that_of_a_local_conversion(
         convert()
         assert server.names("models", "out/.") == []
     assert {name: blob for name, blob in there(server).items() if name[0] != "."} == expected
-    assert moment == MOMENTS - 1 or child.returncode
+    assert child.returncode
     convert(force=True)
     assert not list(tmp_path.glob("relayout-scratch-*")), "what a killed process left is deleted by the next"
 

@@ -30,7 +30,7 @@ def measure(scratch: Path, source: Path, runs: int, idle: float = 0.0) -> dict[s
         "relayout verify": [[*command, "verify", str(target), "--json"]],
         "relayout restore": [[*command, "restore", str(target), "-o", str(other), "--json"]],
         # What a first start leaves to a process of low priority.
-        "relayout cache --add": [[*command, "cache", str(cache), "--add", str(source), "--tp", "8"]],
+        "relayout cache add": [[*command, "cache", "add", str(source), "--folder", str(cache), "--tp", "8"]],
         "cp -r, sync": [["cp", "-r", str(source), str(other)], ["sync"]],
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}

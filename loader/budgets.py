@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from relayout.core.extents import BLOCK, align_down
 from relayout.errors import PlanError
-from relayout.storage.protocols import LOCAL_COST, RequestCost
+from relayout.storage.stores import LOCAL_COST, RequestCost
 
 MAX_THREADS = 8
 """Most requests of one rank in flight at first: so many of 8 MiB keep any one drive busy."""

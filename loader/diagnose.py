@@ -24,11 +24,9 @@ from relayout.loader.loading import Asked, error_hints
 from relayout.loader.reads import Request
 from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
 from relayout.results import Result
-from relayout.storage.local.files import refuses_direct
-from relayout.storage.pages import Buffer, measured_pages
-from relayout.storage.protocols import Access, ReadableFile
-from relayout.storage.stores import find_input, scheme_of
-from relayout.storage.system import Filesystem, filesystem_of
+from relayout.storage.local.store import refuses_direct
+from relayout.storage.stores import Access, ReadableFile, find_input, scheme_of
+from relayout.storage.system import Buffer, Filesystem, filesystem_of, measured_pages
 
 if TYPE_CHECKING:
     import torch

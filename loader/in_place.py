@@ -26,7 +26,7 @@ from relayout.loader.loading import error_hints
 from relayout.loader.sources.checkpoint import contents_of
 from relayout.loader.tensors import bytes_of
 from relayout.progress import Progress, reporting
-from relayout.storage.pages import Buffer
+from relayout.storage.system import Buffer
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from relayout.loader.sources.rank import Names, TensorColumns, pack, place_at, s
 from relayout.loader.stream import stream
 from relayout.loader.tensors import Strided, bytes_of, sharing, torch_dtype, torch_shape
 from relayout.progress import reporting
-from relayout.storage.protocols import Access
+from relayout.storage.stores import Access
 
 if TYPE_CHECKING:
     import torch

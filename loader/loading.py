@@ -19,8 +19,8 @@ from relayout.loader.sources.checkpoint import changed_rank, find_rank
 from relayout.loader.sources.rank import ArenaPlan, Names, RankSource, StoredFile, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import Progress, reporting
-from relayout.storage.file_pool import advice_on_limit
-from relayout.storage.protocols import RequestError
+from relayout.storage.stores import RequestError
+from relayout.storage.system import advice_on_limit
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from relayout.cache.folder import CacheOption
     from relayout.checkpoint.delta import Paths
     from relayout.checkpoint.trust import Trust
-    from relayout.storage.protocols import Store
+    from relayout.storage.stores import Store
 
 _NO_ANSWER = {errno.ENOTCONN, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.ETIMEDOUT)}
 """The system's errors for a server that does not answer; macOS has no EREMOTEIO."""

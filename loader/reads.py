@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from relayout.core.extents import Extent, Grid, Transfer, align_down, coalesce, split
 from relayout.format.index import Read
-from relayout.storage.protocols import RequestCost
+from relayout.storage.stores import RequestCost
 
 
 @dataclass(frozen=True, slots=True)

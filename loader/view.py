@@ -26,7 +26,7 @@ from relayout.loader.sources.checkpoint import find_whole
 from relayout.loader.sources.rank import ArenaPlan, Names, Pieces, RankSource, StoredFile, pack
 from relayout.loader.stream import stream
 from relayout.loader.tensors import check_mode, make_views, to_device
-from relayout.storage.protocols import Access, Closable
+from relayout.storage.stores import Access, Closable
 from relayout.storage.system import map_file
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from relayout.format.index import RANKS, WHOLE_TENSORS
 from relayout.plans.family import VLLM
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched, plan_for
-from relayout.storage.protocols import Store
-from relayout.storage.stores import find_input, find_store, scheme_of
+from relayout.storage.stores import Store, find_input, find_store, scheme_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from relayout.loader.budgets import HOST_BUFFERS, Budget
 from relayout.loader.reads import Request, plan_requests
 from relayout.loader.sources.rank import StoredFile
 from relayout.loader.tensors import check_mode
-from relayout.storage.protocols import Access
+from relayout.storage.stores import Access
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from relayout.loader.backends.host import ThreadedJob, scatter
 from relayout.loader.budgets import MAX_BUFFERS, Budget
 from relayout.loader.reads import Request, plan_requests
 from relayout.loader.sources.rank import StoredFile
-from relayout.storage.protocols import Access
+from relayout.storage.stores import Access
 
 if TYPE_CHECKING:
     import torch

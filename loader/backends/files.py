@@ -13,10 +13,9 @@ from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.errors import FormatError
 from relayout.loader.budgets import local_world_size
 from relayout.loader.sources.rank import StoredFile, check_hole
-from relayout.storage.local.files import holes
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Access, Closable, ReadableFile
-from relayout.storage.system import map_file, populate, read_ahead_nbytes, resident_nbytes, unmap
+from relayout.storage.local.store import holes
+from relayout.storage.stores import Access, Closable, ReadableFile
+from relayout.storage.system import Buffer, map_file, populate, read_ahead_nbytes, resident_nbytes, unmap
 
 _PIECE_NBYTES = 2**20
 """A request is cut into pieces of this size where only some of its bytes are in the page cache."""

@@ -33,9 +33,8 @@ from relayout.loader.budgets import MIN_BUFFER, Budget, Pace, steps
 from relayout.loader.reads import Request
 from relayout.loader.sources.rank import StoredFile
 from relayout.loader.tensors import check_mode
-from relayout.storage.pages import HUGE_PAGE, Buffer, FreshMemory, address_of, are_small
-from relayout.storage.protocols import Access
-from relayout.storage.system import map_file
+from relayout.storage.stores import Access
+from relayout.storage.system import HUGE_PAGE, Buffer, FreshMemory, address_of, are_small, map_file
 
 if TYPE_CHECKING:
     import torch

@@ -35,8 +35,8 @@ from relayout.loader.sources.rank import (
 )
 from relayout.loader.tensors import make_views
 from relayout.progress import reporting
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Access
+from relayout.storage.stores import Access
+from relayout.storage.system import Buffer
 
 if TYPE_CHECKING:
     import torch

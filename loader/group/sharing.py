@@ -24,7 +24,7 @@ from relayout.loader.sources.rank import ArenaPlan, RankSource, StoredFile, Tens
 from relayout.loader.stream import Batch, PartCounter, Reader, stream
 from relayout.loader.tensors import make_views, to_device
 from relayout.progress import reporting
-from relayout.storage.protocols import Access, ReadableFile
+from relayout.storage.stores import Access, ReadableFile
 
 if TYPE_CHECKING:
     import torch

@@ -42,8 +42,7 @@ from relayout.loader.sources.rank import (
     select,
 )
 from relayout.progress import Progress
-from relayout.storage.protocols import Kind, Store
-from relayout.storage.stores import check_exists, find_input, scheme_of
+from relayout.storage.stores import Kind, Store, check_exists, find_input, scheme_of
 
 if TYPE_CHECKING:
     import torch

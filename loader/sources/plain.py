@@ -11,7 +11,7 @@ from relayout.format.index import Read
 from relayout.loader.sources.rank import Names, RankSource, StoredFile, TensorColumns
 from relayout.loader.sources.reshard import StoredPieces, StoredSlice
 from relayout.plans.planner import plan_by, plan_for
-from relayout.storage.protocols import Store
+from relayout.storage.stores import Store
 
 
 @dataclass(frozen=True, slots=True)

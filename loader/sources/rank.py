@@ -15,7 +15,7 @@ from relayout.core.slices import Slice, num_bytes
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, did_you_mean
 from relayout.format.index import ARENA_ALIGNMENT, Manifest, Read, place
-from relayout.storage.protocols import LOCAL_COST, Access, ReadableFile, RequestCost, Store, unversioned
+from relayout.storage.stores import LOCAL_COST, Access, ReadableFile, RequestCost, Store, unversioned
 from relayout.storage.system import resident_nbytes
 
 Value = TypeVar("Value")

@@ -22,7 +22,7 @@ from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.rank import Names, RankSource, StoredFile, TensorColumns, files_of, rank_files, select
-from relayout.storage.protocols import Store
+from relayout.storage.stores import Store
 
 _MAX_WORK = 2**24
 """Ranges to look at. No plan comes near; what others cut may."""

@@ -17,7 +17,7 @@ from threading import local
 import numpy as np
 
 from relayout.core.extents import BLOCK
-from relayout.storage.local.files import refuses_direct
+from relayout.storage.local.store import refuses_direct
 from relayout.storage.system import filesystem_of, proc_nbytes, resident_nbytes
 
 _COLD_SHARE, _WARM_SHARE = 0.001, 0.99

@@ -31,9 +31,9 @@ from relayout.format.manifest import compact_json
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 from relayout.progress import Progress, reporting
-from relayout.storage.local.lock_file import Waiting, holder_in
+from relayout.storage.local.descriptors import Waiting, holder_in
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import Kind, Store
+from relayout.storage.stores import Kind, Store
 
 MODEL = "model"
 """The converted checkpoint in an entry."""

@@ -29,21 +29,20 @@ from relayout.errors import FormatError
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.progress import Progress, reporting
-from relayout.storage.local.files import OutputFile
-from relayout.storage.local.open_folder import OpenFolder
-from relayout.storage.local.store import LocalStore
-from relayout.storage.overlay import ReadOnlyStore
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import (
+from relayout.storage.local.descriptors import OpenFolder
+from relayout.storage.local.store import LocalStore, OutputFile
+from relayout.storage.stores import (
     LOCAL_COST,
     Access,
     Entry,
     FileStat,
     ReadableFile,
+    ReadOnlyStore,
     RequestCost,
     Store,
     if_there,
 )
+from relayout.storage.system import Buffer
 
 _REQUEST_NBYTES = 4 * 2**20
 """What a thread fetches at once, or one chunk: it is held in memory until its digest is known."""

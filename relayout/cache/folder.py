@@ -25,9 +25,8 @@ from typing import TypeAlias
 from relayout.core.arguments import size
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.storage.local.lock_file import HeldLock, Waiting, is_ours, locked_file, open_ours
-from relayout.storage.local.open_folder import OpenFolder
-from relayout.storage.protocols import Closable
+from relayout.storage.local.descriptors import HeldLock, OpenFolder, Waiting, is_ours, locked_file, open_ours
+from relayout.storage.stores import Closable
 
 _OWN = "relayout-cache-v1"
 _TAG = "CACHEDIR.TAG"

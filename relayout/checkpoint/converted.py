@@ -35,9 +35,8 @@ from relayout.format.manifest import (
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
 from relayout.publish.output import Replaceable
-from relayout.storage.overlay import ReadOnlyStore
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Closable, Entry, Kind, ReadableFile, RequestCost, Store, if_there
+from relayout.storage.stores import Closable, Entry, Kind, ReadableFile, ReadOnlyStore, RequestCost, Store, if_there
+from relayout.storage.system import Buffer
 
 if TYPE_CHECKING:
     from relayout.format.source_record import SourceRecord

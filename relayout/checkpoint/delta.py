@@ -42,15 +42,16 @@ from relayout.format.index import MANIFEST_NAME, IndexedFile, Manifest, RankTabl
 from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.publish.output import Replaceable
-from relayout.storage.protocols import (
+from relayout.storage.stores import (
     Access,
     Closable,
     Entry,
     FileStat,
     ReadableFile,
     Store,
+    check_exists,
+    find_input,
 )
-from relayout.storage.stores import check_exists, find_input
 
 Paths: TypeAlias = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 """Deltas in the order in which they apply, or a single one: folders, or their URLs."""

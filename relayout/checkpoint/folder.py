@@ -16,7 +16,7 @@ from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import decode
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
 from relayout.format.safetensors import check_depth, refuse_surrogates
-from relayout.storage.protocols import Entry, Store
+from relayout.storage.stores import Entry, Store
 
 _MAX_CONFIG_NBYTES = 16 * 2**20
 CONFIG_NAME = "config.json"

@@ -40,8 +40,7 @@ from relayout.format.fields import Fields, check_apart, check_path, parse_object
 from relayout.format.index import MANIFEST_NAME
 from relayout.format.manifest import compact_json
 from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
-from relayout.storage.protocols import FileStat, Kind, ReadableFile, Store, unversioned
-from relayout.storage.stores import check_exists
+from relayout.storage.stores import FileStat, Kind, ReadableFile, Store, check_exists, unversioned
 from relayout.storage.system import filesystem_of
 
 MAX_INDEX_NBYTES = 64 * 2**20

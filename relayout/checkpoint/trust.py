@@ -19,9 +19,7 @@ from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
 from relayout.format.fields import decode, parse_toml
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
-from relayout.storage.overlay import HeadFile
-from relayout.storage.protocols import Access, FileStat, ReadableFile, Store, if_there
-from relayout.storage.stores import scheme_of
+from relayout.storage.stores import Access, FileStat, HeadFile, ReadableFile, Store, if_there, scheme_of
 from relayout.storage.system import resident_nbytes
 
 Trust: TypeAlias = str | os.PathLike[str] | None

@@ -18,7 +18,7 @@ import typer
 
 from relayout.cli import signals
 from relayout.errors import RelayoutError, escape_controls
-from relayout.storage.file_pool import advice_on_limit
+from relayout.storage.system import advice_on_limit
 
 if TYPE_CHECKING:
     from relayout.cli.console import Block

@@ -53,16 +53,12 @@ from relayout.format.manifest import (
 )
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
-from relayout.publish.local_output import LocalOutput
-from relayout.publish.output import Output, Work
+from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
-from relayout.storage.file_pool import OpenFiles
-from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Access, ReadableFile, Store, WritableFile
-from relayout.storage.stores import find_input, find_store
-from relayout.storage.system import peak_nbytes
+from relayout.storage.reading import HashedFile, OpenFiles, hash_files
+from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store
+from relayout.storage.system import Buffer, peak_nbytes
 
 Ranks = str | Iterable[int] | None
 """Ranks, such as range(4) or "0-3"; None: all that the folder has."""

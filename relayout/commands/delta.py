@@ -54,10 +54,8 @@ from relayout.progress import Progress, reporting
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Access, ReadableFile, Store
-from relayout.storage.stores import find_input, find_store
-from relayout.storage.system import peak_nbytes
+from relayout.storage.stores import Access, ReadableFile, Store, find_input, find_store
+from relayout.storage.system import Buffer, peak_nbytes
 
 _AHEAD = 4
 """Chunks that are compared for each thread before what changed in them is written."""

@@ -22,8 +22,7 @@ from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import Manifest
 from relayout.plans.planner import plan_for
 from relayout.results import Result
-from relayout.storage.protocols import Store
-from relayout.storage.stores import find_input
+from relayout.storage.stores import Store, find_input
 
 DEGREES = (2, 4, 8, 16)
 

@@ -33,12 +33,9 @@ from relayout.progress import Progress, reporting
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.results import Result
-from relayout.storage.file_pool import OpenFiles
-from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Access, ReadableFile, Store, WritableFile
-from relayout.storage.stores import find_input, find_store
-from relayout.storage.system import peak_nbytes
+from relayout.storage.reading import HashedFile, OpenFiles, hash_files
+from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store
+from relayout.storage.system import Buffer, peak_nbytes
 
 
 @dataclass(frozen=True, slots=True, repr=False)

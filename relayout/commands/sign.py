@@ -34,9 +34,8 @@ from relayout.format.manifest import SOURCE_RECORD_NAME, parse_manifest
 from relayout.progress import Progress, reporting
 from relayout.publish.publishers import add
 from relayout.results import Result
-from relayout.storage.hashing import sha256_hex
-from relayout.storage.protocols import Access, Store
-from relayout.storage.stores import find_input
+from relayout.storage.reading import sha256_hex
+from relayout.storage.stores import Access, Store, find_input
 
 _DEFAULT_THREADS = 8
 

@@ -41,9 +41,8 @@ from relayout.errors import FormatError
 from relayout.format.index import CHUNKS_NAME, SIGNATURE_NAME, Manifest, RankTable, chunks_of
 from relayout.format.source_record import SourceRecord
 from relayout.progress import Progress, reporting
-from relayout.storage.hashing import HashedFile, hash_files, sha256_hex
-from relayout.storage.protocols import Access, Store
-from relayout.storage.stores import find_input
+from relayout.storage.reading import HashedFile, hash_files, sha256_hex
+from relayout.storage.stores import Access, Store, find_input
 
 _CHANGED = "has changed in the source since the conversion"
 

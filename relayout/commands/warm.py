@@ -16,11 +16,9 @@ from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
 from relayout.progress import Progress, reporting
 from relayout.results import Result
-from relayout.storage.file_pool import OpenFiles
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Access, ReadableFile, Store
-from relayout.storage.stores import find_store
-from relayout.storage.system import available_nbytes, resident_nbytes
+from relayout.storage.reading import OpenFiles
+from relayout.storage.stores import Access, ReadableFile, Store, find_store
+from relayout.storage.system import Buffer, available_nbytes, resident_nbytes
 
 _REQUEST_NBYTES = 8 * 2**20
 _DEFAULT_THREADS = 4

@@ -39,7 +39,7 @@ from relayout.plans.family import VLLM
 from relayout.plans.plan import Plan, check_all_held
 from relayout.plans.planner import proven_rules
 from relayout.results import Result
-from relayout.storage.protocols import Store
+from relayout.storage.stores import Store
 
 _ANY_LENGTH = -1
 """Stands in place of the length of a file of which only the digest is recorded."""

@@ -21,13 +21,10 @@ from relayout.core.slices import CutTensor
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
 from relayout.format.index import DIGESTED_NBYTES, chunks_of, chunks_over
-from relayout.publish.local_output import LocalOutput
-from relayout.publish.output import Output
-from relayout.storage.file_pool import OpenFiles
-from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Access, ReadableFile, Store, WritableFile
-from relayout.storage.system import available_nbytes
+from relayout.publish.output import LocalOutput, Output
+from relayout.storage.reading import HashedFile, OpenFiles, hash_files
+from relayout.storage.stores import Access, ReadableFile, Store, WritableFile
+from relayout.storage.system import Buffer, available_nbytes
 
 DEFAULT_THREADS = 8
 """Threads that read, copy, hash and write."""

@@ -38,13 +38,11 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
 from relayout.progress import Progress, reporting
-from relayout.publish.local_output import LocalOutput
-from relayout.publish.output import Output
+from relayout.publish.output import LocalOutput, Output
 from relayout.publish.publishers import begin, begin_part, check_output
 from relayout.results import Result
-from relayout.storage.pages import Buffer
 from relayout.storage.stores import find_input, find_store, scheme_of
-from relayout.storage.system import peak_nbytes
+from relayout.storage.system import Buffer, peak_nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import Any
 import xxhash
 
 from relayout.format.safetensors import json_text
-from relayout.publish.local_output import LocalOutput
-from relayout.storage.protocols import Closable
+from relayout.publish.output import LocalOutput
+from relayout.storage.stores import Closable
 
 JOURNAL_NAME = "relayout.journal"
 

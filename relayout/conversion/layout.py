@@ -51,7 +51,7 @@ from relayout.format.safetensors import (
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
 from relayout.publish.output import marked
-from relayout.storage.protocols import Store
+from relayout.storage.stores import Store
 
 DEFAULT_ALIGNMENT = 4096
 

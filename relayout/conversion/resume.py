@@ -20,9 +20,9 @@ from relayout.format.fields import dump_slice
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json
 from relayout.format.source_record import dump_record
-from relayout.publish.local_output import LocalOutput
-from relayout.storage.hashing import HashedFile, hash_files
-from relayout.storage.protocols import Access, Kind
+from relayout.publish.output import LocalOutput
+from relayout.storage.reading import HashedFile, hash_files
+from relayout.storage.stores import Access, Kind
 
 _AGAIN_NBYTES = 64 * 2**20
 _RUN = 64

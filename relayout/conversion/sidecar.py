@@ -44,7 +44,7 @@ from relayout.format.source_record import (
 )
 from relayout.plans.family import dump_rules
 from relayout.publish.output import Output
-from relayout.storage.protocols import Access, FileStat, Modes, Store, unversioned
+from relayout.storage.stores import Access, FileStat, Modes, Store, unversioned
 
 
 class HeaderWriter:

@@ -14,7 +14,7 @@ from relayout.format.index import RANKS, WHOLE_TENSORS, Manifest, RankTable
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
 from relayout.plans.plan import Plan
-from relayout.storage.protocols import Store
+from relayout.storage.stores import Store
 
 
 def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = True) -> SourceCheckpoint:

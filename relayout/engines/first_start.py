@@ -19,7 +19,7 @@ from relayout.core.arguments import ranks_text
 from relayout.core.workers import PIPE, QUIET, Child, start_child
 from relayout.engines.folders import WeightsPlace
 from relayout.errors import PlanError
-from relayout.storage.local.lock_file import HeldLock
+from relayout.storage.local.descriptors import HeldLock
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:

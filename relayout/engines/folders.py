@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
 from relayout.checkpoint.trust import TrustedStore, policy_of, trusted
 from relayout.errors import FormatError, PlanError
-from relayout.storage.protocols import Kind, Store
-from relayout.storage.stores import find_input, scheme_of
+from relayout.storage.stores import Kind, Store, find_input, scheme_of
 
 if TYPE_CHECKING:
     from relayout.format.index import Manifest

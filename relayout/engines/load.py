@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from relayout.checkpoint.delta import Paths
     from relayout.engines.unwritten import Marks
     from relayout.loader.group.collectives import Group
-    from relayout.storage.protocols import Store
+    from relayout.storage.stores import Store
 
 
 @dataclass(frozen=True, slots=True)

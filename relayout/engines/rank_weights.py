@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from relayout.loader.loading import Asked, Options
     from relayout.loader.sources.rank import RankSource, TensorColumns
     from relayout.loader.view import CheckpointView
-    from relayout.storage.protocols import Store
+    from relayout.storage.stores import Store
 
 _MAX_SHOWN_NAMES = 4
 _UPDATE_NBYTES = 2**27

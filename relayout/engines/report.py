@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from relayout.storage.pages import describe_pages
+from relayout.storage.system import describe_pages
 
 if TYPE_CHECKING:
     from logging import Logger

@@ -14,7 +14,7 @@ from relayout.conversion.stored import recorded_source, stored_conversion
 from relayout.core.arguments import collapse_numbers
 from relayout.core.slices import CutTensor, num_bytes
 from relayout.format.index import RankTable
-from relayout.storage.protocols import Store
+from relayout.storage.stores import Store
 
 KINDS = (
     "embedding, head",

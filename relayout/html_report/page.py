@@ -22,9 +22,8 @@ from relayout.errors import PlanError
 from relayout.html_report.collect import of_conversion, of_converted
 from relayout.planning import default_output, plan_conversion
 from relayout.results import Result
-from relayout.storage.local.open_folder import OpenFolder, with_path
-from relayout.storage.protocols import Store
-from relayout.storage.stores import find_input
+from relayout.storage.local.descriptors import OpenFolder, with_path
+from relayout.storage.stores import Store, find_input
 
 _MAX_DIGESTS_NBYTES = 9_500_000
 """Digests do not compress. If they have more bytes than this, the page has only the first bytes of each."""

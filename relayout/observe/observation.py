@@ -25,7 +25,7 @@ from relayout.plans.family import VLLM, Family, parse_family
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by
 from relayout.results import Result
-from relayout.storage.local.open_folder import write_file
+from relayout.storage.local.descriptors import write_file
 from relayout.storage.stores import find_input
 
 _MAX_SIDE_NBYTES = 2**24

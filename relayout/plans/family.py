@@ -18,7 +18,7 @@ from typing import Any
 from relayout.core.arguments import MAX_PATTERNS, compile_glob, depends_on_numbers, invalid_because, slow_because
 from relayout.errors import FormatError, PlanError, about, did_you_mean, escape_controls, shown
 from relayout.format.fields import parse_toml
-from relayout.storage.local.files import read_small
+from relayout.storage.local.store import read_small
 
 EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units without a size. Any other unit is the name of a size: the number of groups, such as heads."""

@@ -34,14 +34,26 @@ from pathlib import Path
 from relayout.core.digests import digest_hex
 from relayout.core.workers import Stopped
 from relayout.errors import FormatError, PlanError, RelayoutError, shown
-from relayout.publish.claim import CLAIM, HIDDEN, MAX_NBYTES, Claim, check_vacant, claim_prefix, read_claim, release
-from relayout.publish.local_output import LocalOutput, check_space
-from relayout.publish.output import Replaceable, Work, first_of, kept_note
-from relayout.publish.prefix import Prefix, Sent, bare, in_parallel, is_version
-from relayout.storage.cloud.client import Version
-from relayout.storage.local.files import OutputFile
-from relayout.storage.local.open_folder import OpenFolder
-from relayout.storage.protocols import Modes, RequestError, Store
+from relayout.publish.claim import (
+    CLAIM,
+    HIDDEN,
+    MAX_NBYTES,
+    Claim,
+    Prefix,
+    Sent,
+    bare,
+    check_vacant,
+    claim_prefix,
+    in_parallel,
+    is_version,
+    read_claim,
+    release,
+)
+from relayout.publish.output import LocalOutput, Replaceable, Work, check_space, first_of, kept_note
+from relayout.storage.cloud.store import Version
+from relayout.storage.local.descriptors import OpenFolder
+from relayout.storage.local.store import OutputFile
+from relayout.storage.stores import Modes, RequestError, Store
 
 _SMALL_NBYTES = 2**20
 """Files up to this size are kept in memory."""

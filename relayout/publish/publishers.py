@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from relayout.errors import PlanError
 from relayout.publish.output import Output, Replaceable, Work
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import Store
+from relayout.storage.stores import Store
 
 if TYPE_CHECKING:
-    from relayout.publish.prefix import Prefix
+    from relayout.publish.claim import Prefix
 
 # The publishers are imported where they are used: most outputs need one.
 
@@ -63,10 +63,10 @@ def begin(
 def begin_part(store: Store, older: Replaceable, work: Work, *, force: bool = False) -> AbstractContextManager[Output]:
     """Begin parts of an output that several processes make, to be published by `begin`. Errors as for that."""
     if isinstance(store, LocalStore):
-        from relayout.publish import folder, parts
+        from relayout.publish import folder
 
         shared = folder.shared_folder(work.fingerprint, is_live=work.is_live)
-        return parts.staging_part(store.folder, older.marker, shared, replace=force, modes=work.modes)
+        return folder.staging_part(store.folder, older.marker, shared, replace=force, modes=work.modes)
     from relayout.publish import bucket
 
     return bucket.begin(_prefix(store), older, work, force=force, publishes=False)
@@ -79,7 +79,7 @@ def add(store: Store, name: str, content: bytes) -> None:
         PlanError: the store is read-only.
     """
     if isinstance(store, LocalStore):
-        from relayout.storage.local.open_folder import write_file
+        from relayout.storage.local.descriptors import write_file
 
         write_file(store.folder / name, content)
     else:
@@ -88,9 +88,8 @@ def add(store: Store, name: str, content: bytes) -> None:
 
 def _prefix(store: Store) -> Prefix:
     """A store as the place of an output. PlanError: it can only be read, or is a whole bucket."""
-    from relayout.publish.prefix import Prefix
-    from relayout.storage.cloud.client import WritableClient
-    from relayout.storage.cloud.store import CloudStore
+    from relayout.publish.claim import Prefix
+    from relayout.storage.cloud.store import CloudStore, WritableClient
 
     if not isinstance(store, CloudStore) or not isinstance(store.client, WritableClient):
         raise PlanError(

@@ -22,8 +22,7 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.format.safetensors import entries_text, entry_head, join_header, json_text
-from relayout.storage.overlay import ReadOnlyStore
-from relayout.storage.protocols import (
+from relayout.storage.stores import (
     LOCAL_COST,
     Access,
     Entry,
@@ -31,11 +30,12 @@ from relayout.storage.protocols import (
     Kind,
     Modes,
     ReadableFile,
+    ReadOnlyStore,
     RequestCost,
     Store,
+    find_input,
     read_whole,
 )
-from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:
     from relayout.saving.held import HeldTensor

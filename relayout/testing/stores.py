@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import pytest
 
 from relayout.errors import FormatError
-from relayout.storage.protocols import Access, Kind, ReadableFile, Store
-from relayout.storage.stores import find_store
+from relayout.storage.stores import Access, Kind, ReadableFile, Store, find_store
 from relayout.testing.laws import law
 
 NBYTES = 50 * 4096 + 123

@@ -32,7 +32,7 @@ from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by, plan_for
-from relayout.storage.local import lock_file
+from relayout.storage.local import descriptors
 from relayout.storage.stores import find_input
 
 TP = 4
@@ -236,7 +236,7 @@ def test_processes_that_are_interrupted_leave_nothing_half_made_and_hold_nobody_
     model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, seed: int
 ) -> None:
     """Killed; killed when they had forked; stopped for a while; stopped for ever."""
-    monkeypatch.setattr(lock_file, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(descriptors, "LIMIT_SECONDS", 1.0)
     (pids := tmp_path / "pids").mkdir()
     truth = relayout.load(model, 3, tp=TP, cache="")
     done = prestarted.run(model, cache, pids, how, seed, script=INTERRUPTED, imports=prestarted.LOADER)
@@ -353,9 +353,9 @@ relayout.load(model, 0, tp=4, cache=cache)
 def test_a_stopped_process_stops_nobody(
     model: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(lock_file, "LIMIT_SECONDS", 1.0)
-    monkeypatch.setattr(lock_file, "_QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(lock_file, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(descriptors, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(descriptors, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(descriptors, "_LOOK_SECONDS", 0.1)
     truth = relayout.load(model, 1, tp=TP, cache="")
     with subprocess.Popen([sys.executable, "-c", STOPPED, model, cache, how]) as process:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)

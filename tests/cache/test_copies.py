@@ -26,7 +26,7 @@ from support.s3_server import Answer, Request, Server
 import relayout
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import FormatError, PlanError
-from relayout.storage.local import files
+from relayout.storage.local import store as local_store
 
 pytest.importorskip("obstore", reason="the client of object stores")
 
@@ -341,7 +341,7 @@ def test_a_drive_that_is_full_while_it_is_filled_is_no_room_and_no_failure(
             raise OSError(number, os.strerror(number))
         return 0
 
-    place, name = (files, "allocate") if what == "a file" else (os, "write")
+    place, name = (local_store, "allocate") if what == "a file" else (os, "write")
     monkeypatch.setattr(place, name, full)
     with pytest.warns(UserWarning, match="has no room for it: reading from the store"):
         expect(relayout.load(URL, 1, cache=tmp_path), converted)

@@ -18,8 +18,8 @@ from support.patience import PATIENCE
 
 from relayout.cache.folder import Cache, HeldEntry
 from relayout.errors import FormatError, PlanError
-from relayout.storage.local import lock_file
-from relayout.storage.local.lock_file import locked_file
+from relayout.storage.local import descriptors
+from relayout.storage.local.descriptors import locked_file
 
 OWN = "relayout-cache-v1"
 OLD, NEW, OTHER = "a" * 32, "b" * 32, "c" * 32
@@ -356,8 +356,8 @@ def test_a_fifo_holds_nobody_up(tmp_path: Path, name: str) -> None:
 
 def test_two_that_reserve_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with those that remove: else each would count what the other takes as free."""
-    monkeypatch.setattr(lock_file, "LIMIT_SECONDS", 0.0)
-    monkeypatch.setattr(lock_file, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(descriptors, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(descriptors, "_LOOK_SECONDS", 0.0)
     cache = Cache(tmp_path, 2000)
     with cache.hold(NEW) as held, locked_file(tmp_path / OWN / ".lock"):
         for use in (lambda: cache.reserve(held, {"weights": 1}), lambda: cache.remove(NEW)):
@@ -377,7 +377,7 @@ def test_a_drive_without_locks_leaves_no_file_open(tmp_path: Path, monkeypatch: 
     def refuse(fd: int, kind: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock_file.fcntl, "flock", refuse)
+    monkeypatch.setattr(descriptors.fcntl, "flock", refuse)
     gc.collect()  # What other tests have left is theirs.
     before = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(OSError, match="No locks"):

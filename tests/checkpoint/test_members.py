@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import relayout
 from relayout.cli.app import app
 from relayout.errors import FormatError
-from relayout.storage.local.open_folder import is_inside, resolve_inside
+from relayout.storage.local.store import is_inside, resolve_inside
 
 RANK_FILE = "model-rank-0-part-0.safetensors"
 TABLE, RECORD, MANIFEST = "relayout.rank-0.json.zst", "relayout.source.json.zst", "relayout.json"

@@ -30,7 +30,7 @@ from relayout.checkpoint.source import (
 from relayout.core.arguments import collapse_numbers
 from relayout.core.extents import Extent
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import FileStat
+from relayout.storage.stores import FileStat
 
 NUM_PAIRS = int(os.environ.get("RELAYOUT_PAIRS", "20"))
 SHAPES = {

@@ -30,9 +30,8 @@ from relayout.checkpoint.trust import trusted
 from relayout.cli.app import app
 from relayout.engines.folders import find_folder
 from relayout.errors import RelayoutError
-from relayout.storage.local.files import InputFile
-from relayout.storage.protocols import LOCAL_COST
-from relayout.storage.stores import find_input
+from relayout.storage.local.store import InputFile
+from relayout.storage.stores import LOCAL_COST, find_input
 
 NUM_RANKS = 2
 

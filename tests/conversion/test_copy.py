@@ -29,8 +29,8 @@ from relayout.conversion.steps import CopyPlan
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
 from relayout.plans.plan import Plan
-from relayout.publish import local_output
-from relayout.storage.local import files
+from relayout.publish import output
+from relayout.storage.local import store as local_store
 
 MIB = 2**20
 digest = xxhash.xxh3_128_hexdigest
@@ -127,7 +127,7 @@ def test_bytes_that_do_not_reach_the_drive_fail_the_conversion(
     descriptors = set()
     true_fsync = os.fsync
 
-    class Noted(files.OutputFile):
+    class Noted(local_store.OutputFile):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             descriptors.add(self._fd)
@@ -138,7 +138,7 @@ def test_bytes_that_do_not_reach_the_drive_fail_the_conversion(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         true_fsync(fd)
 
-    monkeypatch.setattr(local_output, "OutputFile", Noted)
+    monkeypatch.setattr(output, "OutputFile", Noted)
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match=r"Input/output error: '.*model-rank-0-part-0.safetensors'") as caught:
         relayout.convert(large[0], tmp_path / "out")
@@ -188,7 +188,7 @@ def test_what_is_read_of_the_source_through_the_page_cache_is_taken_out_of_it(
         if path_of(fd) == str(source) and advice == os.POSIX_FADV_DONTNEED:
             taken[offset : offset + nbytes] = True
 
-    monkeypatch.setattr(files, "_O_DIRECT", None)
+    monkeypatch.setattr(local_store, "_O_DIRECT", None)
     monkeypatch.setattr(os, "posix_fadvise", advise)
     relayout.convert(large[0], tmp_path / "out", memory=16 * MIB)
     assert taken.all()

@@ -30,10 +30,9 @@ from relayout.conversion.run import Summary, carry_out, is_carried_out
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError
 from relayout.planning import plan_conversion
-from relayout.publish import local_output
-from relayout.storage.local import files as file_io
-from relayout.storage.local.files import InputFile, OutputFile
-from relayout.storage.local.store import LocalStore
+from relayout.publish import output
+from relayout.storage.local import store as local_store
+from relayout.storage.local.store import InputFile, LocalStore, OutputFile
 
 PARTIAL = ".out.relayout-partial"
 FILE = "model-rank-1-part-0.safetensors"
@@ -522,7 +521,7 @@ def test_what_was_noted_is_compared_with_the_source_again(work: Path, monkeypatc
 
 def test_what_is_there_already_counts_as_space(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(local_output, "check_space", lambda folder, output, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(output, "check_space", lambda folder, output, nbytes: asked.append(nbytes))
     interrupt(work)
     there = sum(path.stat().st_blocks * 512 for path in (work / PARTIAL).rglob("*") if path.is_file())
     go(work)
@@ -557,9 +556,9 @@ def test_what_cannot_be_brought_from_the_page_cache_to_the_drive_is_an_error(
         if wait:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(file_io, "_O_DIRECT", None)
-    monkeypatch.setattr(file_io, "_MAX_PENDING", 0)
-    monkeypatch.setattr(file_io, "sync_range", failing)
+    monkeypatch.setattr(local_store, "_O_DIRECT", None)
+    monkeypatch.setattr(local_store, "_MAX_PENDING", 0)
+    monkeypatch.setattr(local_store, "sync_range", failing)
     with pytest.raises(OSError, match=r"Input/output error: .*model-rank-0-part-0.safetensors"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

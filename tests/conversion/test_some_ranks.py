@@ -26,7 +26,7 @@ from relayout.conversion.layout import Conversion
 from relayout.conversion.steps import CopyPlan, Target
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
-from relayout.storage.local.files import InputFile
+from relayout.storage.local.store import InputFile
 
 TP = 4
 NAMES = sample(

@@ -33,11 +33,11 @@ from relayout.commands.restore import restore
 from relayout.conversion.copy import FileSink
 from relayout.errors import PlanError
 from relayout.publish import folder as local_staging
-from relayout.publish.local_output import check_space
-from relayout.storage.local import files
-from relayout.storage.local import open_folder as openfolder
-from relayout.storage.local.files import OutputFile
-from relayout.storage.local.open_folder import OpenFolder
+from relayout.publish.output import check_space
+from relayout.storage.local import descriptors
+from relayout.storage.local import store as local_store
+from relayout.storage.local.descriptors import OpenFolder
+from relayout.storage.local.store import OutputFile
 
 W = np.arange(1, 4097, dtype=np.uint16)
 
@@ -253,7 +253,7 @@ def test_of_threads_that_come_to_the_same_file_none_finds_it_half_made(
                 time.sleep(0.2)
             raise
 
-    monkeypatch.setattr(files, "allocate", allocate)
+    monkeypatch.setattr(local_store, "allocate", allocate)
     monkeypatch.setattr(FileSink, "put", put)
     with pytest.raises(OSError, match="No space left"):
         convert(source, tmp_path / "out")
@@ -509,7 +509,7 @@ def test_if_the_last_rename_fails_the_old_folder_is_still_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename)
-        patch.setattr(openfolder, "exchange_names", exchange)
+        patch.setattr(descriptors, "exchange_names", exchange)
         with pytest.raises(kind, match="now") as caught:
             convert(source, out, force=True, align=512)
     assert failed == ["exchange" if can_exchange else "done"]

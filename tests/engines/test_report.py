@@ -17,7 +17,7 @@ from support.toy_store import shelf
 
 import relayout
 from relayout.engines.rank_weights import EngineOptions, RankWeights
-from relayout.storage.cloud.client import CLOUD_COST
+from relayout.storage.cloud.store import CLOUD_COST
 
 COUNT = """
 import logging, os, sys

@@ -31,8 +31,7 @@ from relayout.format.index import Read
 from relayout.loader.backends.base import REGISTRY
 from relayout.loader.budgets import Budget
 from relayout.loader.sources.rank import StoredFile
-from relayout.storage.local.files import InputFile
-from relayout.storage.local.store import LocalStore
+from relayout.storage.local.store import InputFile, LocalStore
 from relayout.storage.system import resident_nbytes
 from relayout.testing.backends import (
     CASES,

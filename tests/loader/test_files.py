@@ -34,10 +34,9 @@ from relayout.errors import FormatError
 from relayout.loader.backends import files as sources_module
 from relayout.loader.backends.files import ReadableFiles
 from relayout.storage.local import store
-from relayout.storage.local.files import InputFile
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Access
-from relayout.storage.system import read_ahead_nbytes, resident_nbytes
+from relayout.storage.local.store import InputFile
+from relayout.storage.stores import Access
+from relayout.storage.system import Buffer, read_ahead_nbytes, resident_nbytes
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -19,8 +19,7 @@ from support.s3_server import Answer, Request, Server
 import relayout
 from relayout.errors import RelayoutError
 from relayout.storage.cloud import connect, failures
-from relayout.storage.protocols import RequestError
-from relayout.storage.stores import find_store
+from relayout.storage.stores import RequestError, find_store
 from relayout.storage.web import http
 from relayout.storage.web import hub as hub_module
 

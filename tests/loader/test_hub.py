@@ -21,8 +21,7 @@ import relayout
 from relayout.commands.plan_check import check_plan
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect, failures
-from relayout.storage.protocols import RequestError
-from relayout.storage.stores import find_input, find_store
+from relayout.storage.stores import RequestError, find_input, find_store
 from relayout.storage.web import hub as web_hub
 from relayout.storage.web.hub import HubClient
 

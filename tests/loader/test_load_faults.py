@@ -34,7 +34,7 @@ from support.tools import PYTHONPATH
 import relayout
 from relayout.errors import FormatError
 from relayout.storage.local import store
-from relayout.storage.local.files import InputFile
+from relayout.storage.local.store import InputFile
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's dynamic linker and /proc"),

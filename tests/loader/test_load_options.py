@@ -35,7 +35,7 @@ from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.budgets import Budget
 from relayout.loader.diagnose import diagnose
 from relayout.loader.sources.checkpoint import find_rank
-from relayout.storage.protocols import Access
+from relayout.storage.stores import Access
 from relayout.storage.system import resident_nbytes
 
 

@@ -21,7 +21,7 @@ from relayout.loader import budgets
 from relayout.loader.backends import host
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.budgets import InFlight, Pace, steps
-from relayout.storage.pages import Buffer
+from relayout.storage.system import Buffer
 
 MIB = 2**20
 REMOTE = (16, 32, 8 * MIB, 16 * MIB)

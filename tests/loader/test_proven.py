@@ -16,7 +16,7 @@ from relayout.core.extents import Extent
 from relayout.errors import FormatError
 from relayout.loader.backends.base import REGISTRY, Refusal
 from relayout.loader.sources.rank import files_of
-from relayout.storage.local.files import holes
+from relayout.storage.local.store import holes
 from relayout.storage.stores import find_input
 
 

@@ -16,7 +16,7 @@ from support.reads import UNTOUCHED, carried_out
 from relayout.core.extents import Transfer
 from relayout.format.index import Read
 from relayout.loader.reads import Request, plan_requests
-from relayout.storage.protocols import RequestCost
+from relayout.storage.stores import RequestCost
 
 Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]

@@ -24,8 +24,7 @@ import relayout
 from relayout.errors import FormatError
 from relayout.loader.diagnose import diagnose
 from relayout.storage.cloud import connect, failures
-from relayout.storage.protocols import RequestError
-from relayout.storage.stores import find_store
+from relayout.storage.stores import RequestError, find_store
 
 pytest.importorskip("obstore", reason="the client of object stores")
 

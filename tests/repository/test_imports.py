@@ -46,7 +46,7 @@ NOT_FOR_LOADS = {
     "relayout.loader.sources.reshard",
     "relayout.loader.stream",
     "relayout.loader.view",
-    "relayout.storage.hashing",
+    "relayout.storage.reading",
     "relayout.storage.cloud.store",
     "relayout.publish.folder",
     "rich",

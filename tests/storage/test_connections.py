@@ -22,9 +22,8 @@ from relayout.errors import FormatError, PlanError
 from relayout.publish.publishers import add
 from relayout.storage.cloud import connect, failures
 from relayout.storage.cloud.bucket import BucketClient
-from relayout.storage.cloud.client import Version
-from relayout.storage.protocols import RequestError
-from relayout.storage.stores import find_store
+from relayout.storage.cloud.store import Version
+from relayout.storage.stores import RequestError, find_store
 
 pytest.importorskip("obstore", reason="the client of object stores")
 

@@ -18,8 +18,7 @@ import relayout
 from relayout.core.workers import Workers
 from relayout.storage.cloud import connect, failures
 from relayout.storage.cloud.failures import Patience, request_error
-from relayout.storage.protocols import RequestError
-from relayout.storage.stores import find_store
+from relayout.storage.stores import RequestError, find_store
 from relayout.storage.web.http import _failure
 
 pytest.importorskip("obstore", reason="the client of object stores")

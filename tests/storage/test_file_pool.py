@@ -17,15 +17,15 @@ from support import prestarted
 from support.models import read_tensors
 from support.patience import PATIENCE
 
-from relayout.storage import file_pool as openfiles
-from relayout.storage.file_pool import OpenFiles
+from relayout.storage import reading
+from relayout.storage.reading import OpenFiles
 
 LIMIT = 3
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openfiles, "_MAX_OPEN_FILES", LIMIT)
+    monkeypatch.setattr(reading, "_MAX_OPEN_FILES", LIMIT)
 
 
 class Place:

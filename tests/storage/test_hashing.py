@@ -15,9 +15,9 @@ from support.local_stores import hashed_file
 
 from relayout.core.extents import BLOCK, Extent
 from relayout.errors import FormatError
-from relayout.storage import hashing as rehash
-from relayout.storage.hashing import hash_files
-from relayout.storage.local.files import InputFile
+from relayout.storage import reading
+from relayout.storage.local.store import InputFile
+from relayout.storage.reading import hash_files
 
 NBYTES = 10 * BLOCK + 1234
 BYTES = np.random.default_rng(3).bytes(NBYTES)
@@ -44,7 +44,7 @@ CHUNK_BLOCKS = [1, 2, 5, 1000]
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Requests of another size, so that a small file takes many."""
     nbytes: int = request.param * BLOCK
-    monkeypatch.setattr(rehash, "READ_NBYTES", nbytes)
+    monkeypatch.setattr(reading, "READ_NBYTES", nbytes)
     return nbytes
 
 
@@ -92,7 +92,7 @@ def test_digests_are_those_of_each_files_bytes(
         other.write_bytes(BYTES[::-1])
     files = [hashed_file((path, other)[n % 2], NBYTES, extents) for n, extents in enumerate(arrangement)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehash, "READ_NBYTES", blocks * BLOCK)
+        patch.setattr(reading, "READ_NBYTES", blocks * BLOCK)
         digests = hash_files(files, threads)
     assert digests == [expected(extents, (BYTES, BYTES[::-1])[n % 2]) for n, extents in enumerate(arrangement)]
 

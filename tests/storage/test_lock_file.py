@@ -18,8 +18,8 @@ from support.patience import PATIENCE
 
 from relayout.cache.folder import Cache
 from relayout.errors import PlanError
-from relayout.storage.local import lock_file
-from relayout.storage.local.lock_file import HeldLock, Waiting, locked_file, open_ours
+from relayout.storage.local import descriptors
+from relayout.storage.local.descriptors import HeldLock, Waiting, locked_file, open_ours
 
 ENTRY = "a" * 32
 
@@ -28,8 +28,8 @@ import os, sys, time
 from contextlib import ExitStack
 from pathlib import Path
 from relayout.cache.folder import Cache
-from relayout.storage.local.lock_file import locked, locked_file
-from relayout.storage.local.open_folder import OpenFolder
+from relayout.storage.local.descriptors import locked, locked_file
+from relayout.storage.local.descriptors import OpenFolder
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 cache = Cache(folder)
@@ -123,9 +123,9 @@ def test_a_lock_that_two_threads_close_is_closed_once(tmp_path: Path, monkeypatc
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_file, "LIMIT_SECONDS", 0.4)
-    monkeypatch.setattr(lock_file, "_QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(lock_file, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(descriptors, "LIMIT_SECONDS", 0.4)
+    monkeypatch.setattr(descriptors, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(descriptors, "_LOOK_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("quick")
@@ -153,7 +153,7 @@ def test_a_wait_goes_on_as_long_as_the_work_does() -> None:
     with pytest.raises(TimeoutError):
         any(waiting.pause() for _ in iter(int, 1))
     assert next(counter) > 20, "it was looked at until it stood still"
-    assert time.monotonic() - begun > lock_file.LIMIT_SECONDS
+    assert time.monotonic() - begun > descriptors.LIMIT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_wait_goes_on_as_long_as_the_work_does() -> None:
 )
 def test_what_a_lock_says_of_its_holder_is_only_shown(tmp_path: Path, note: bytes) -> None:
     (tmp_path / "lock").write_bytes(note)
-    said = lock_file.holder_in(tmp_path / "lock")
+    said = descriptors.holder_in(tmp_path / "lock")
     assert said.isprintable()
     assert 0 < len(said) < 300
 
@@ -180,7 +180,7 @@ def test_what_is_no_file_of_ours_is_refused_at_once(tmp_path: Path, kind: str) -
     PLANTED[kind](tmp_path / "lock")
     with pytest.raises((OSError, PlanError)), locked_file(tmp_path / "lock"):
         pass
-    assert lock_file.holder_in(tmp_path / "lock")
+    assert descriptors.holder_in(tmp_path / "lock")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "theirs"]
     assert (tmp_path / "theirs").read_text() == "theirs"
 
@@ -191,4 +191,4 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "geteuid", lambda: user)
     with pytest.raises(PlanError, match="not a regular file of this user"):
         open_ours(tmp_path / "lock")
-    assert not lock_file.is_ours((tmp_path / "lock").stat(), stat.S_ISREG)
+    assert not descriptors.is_ours((tmp_path / "lock").stat(), stat.S_ISREG)

@@ -1,4 +1,4 @@
-"""relayout.storage.pages: the choice on simulated hosts, and what the kernel is told."""
+"""relayout.storage.system: the choice on simulated hosts, and what the kernel is told."""
 
 import mmap
 import random
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayout.storage import pages
-from relayout.storage.pages import HUGE_PAGE, FreshMemory, PageCosts, describe_pages
+from relayout.storage import system as pages
+from relayout.storage.system import HUGE_PAGE, FreshMemory, PageCosts, describe_pages
 
 AT_HAND, TAKEN_BACK, SMALL = 0.0002, 0.0045, 0.0006
 NUM_PAGES = 2000

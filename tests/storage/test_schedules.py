@@ -23,7 +23,7 @@ from relayout.planning import plan_conversion
 from relayout.publish import bucket
 from relayout.publish.claim import CLAIM, Claim
 from relayout.publish.output import marked
-from relayout.storage.protocols import RequestError
+from relayout.storage.stores import RequestError
 
 Files = dict[str, bytes]
 Make = Callable[..., World]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from relayout.storage.local import open_folder
-from relayout.storage.local.open_folder import OpenFolder, write_file
+from relayout.storage.local import descriptors
+from relayout.storage.local.descriptors import OpenFolder, write_file
 
 
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
     """A link to somebody's file under the name that the next temporary file will have."""
     (tmp_path / "precious").write_text("mine")
-    monkeypatch.setattr(open_folder.os, "urandom", lambda nbytes: bytes(nbytes))
+    monkeypatch.setattr(descriptors.os, "urandom", lambda nbytes: bytes(nbytes))
     partial = tmp_path / f".{'00' * 8}.partial"
     partial.symlink_to("precious") if name == "a link" else partial.hardlink_to(tmp_path / "precious")
     return partial

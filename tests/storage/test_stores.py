@@ -18,16 +18,13 @@ from support.store_contract import KINDS, MARKER, OLDER, SOME, WRITABLE, Ground,
 from relayout.core.digests import digest_hex
 from relayout.core.workers import Stopped
 from relayout.errors import FormatError, PlanError
-from relayout.publish.local_output import LocalOutput
-from relayout.publish.output import Output, Work
-from relayout.publish.prefix import Prefix, Sent, bare
+from relayout.publish.claim import Prefix, Sent, bare
+from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin_part, check_output
-from relayout.storage.cloud.client import WritableClient
-from relayout.storage.cloud.store import CloudStore
+from relayout.storage.cloud.store import CloudStore, WritableClient
 from relayout.storage.local.store import LocalStore
-from relayout.storage.pages import Buffer
-from relayout.storage.protocols import Access, Entry, Kind, RequestError, Store
-from relayout.storage.stores import find_store
+from relayout.storage.stores import Access, Entry, Kind, RequestError, Store, find_store
+from relayout.storage.system import Buffer
 
 NBYTES = 5 * 4096 + 123
 BYTES = np.random.default_rng(7).integers(0, 256, NBYTES, np.uint8).tobytes()

@@ -22,10 +22,9 @@ import pytest
 from support.toy_store import Shelf
 
 from relayout.errors import RelayoutError
-from relayout.publish import bucket, prefix
-from relayout.storage.cloud.client import CLOUD_COST, Body, Version
-from relayout.storage.cloud.store import CloudStore
-from relayout.storage.protocols import FileStat
+from relayout.publish import bucket, claim
+from relayout.storage.cloud.store import CLOUD_COST, Body, CloudStore, Version
+from relayout.storage.stores import FileStat
 
 STALL_SECONDS = 20.0
 """After so long without an answer a client asks again."""
@@ -289,6 +288,6 @@ def in_its_time() -> Iterator[Callable[..., World]]:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(prefix, "ThreadPoolExecutor", Serial)
+        patch.setattr(claim, "ThreadPoolExecutor", Serial)
         patch.setattr(bucket, "ThreadPoolExecutor", Serial)
         yield make

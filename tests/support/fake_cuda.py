@@ -19,7 +19,7 @@ from typing import Self
 
 import torch
 
-from relayout.storage.pages import Buffer
+from relayout.storage.system import Buffer
 
 BLOCK = 4096
 EAGERNESS = 0.3

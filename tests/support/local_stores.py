@@ -14,10 +14,10 @@ from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.rank import StoredFile
 from relayout.publish import folder, publishers
-from relayout.publish.local_output import LocalOutput
-from relayout.storage import hashing
+from relayout.publish.output import LocalOutput
+from relayout.storage import reading
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import Access
+from relayout.storage.stores import Access
 
 
 def read_source(path: Path) -> SourceCheckpoint:
@@ -40,9 +40,9 @@ def stored_file(path: Path, nbytes: int) -> StoredFile:
     return StoredFile(LocalStore(path.parent), path.name, nbytes)
 
 
-def hashed_file(path: Path, nbytes: int, extents: Sequence[Extent]) -> hashing.HashedFile:
+def hashed_file(path: Path, nbytes: int, extents: Sequence[Extent]) -> reading.HashedFile:
     opened = partial(LocalStore(path.parent).open, path.name, nbytes, access=Access.ONCE)
-    return hashing.HashedFile(opened, extents)
+    return reading.HashedFile(opened, extents)
 
 
 def staging_folder(place: Path) -> AbstractContextManager[LocalOutput]:

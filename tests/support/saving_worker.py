@@ -267,7 +267,7 @@ def _member(folder: Path, url: str, number: int) -> None:
         seen.case(case, (lambda later: later.result)(done()) if background else done)
     with _failing(f"{held}.copy", RuntimeError("the device is on fire"), number == 1):
         seen.case("copy", save("copy", parts, tp=1))  # This member only sends.
-    with _failing("relayout.publish.parts.LocalPart.keep", OSError(errno.EIO, "the drive is on fire"), number == 0):
+    with _failing("relayout.publish.folder.LocalPart.keep", OSError(errno.EIO, "the drive is on fire"), number == 0):
         seen.case("notes", save("notes", parts))
     with _failing(f"{held}.on_host", KeyboardInterrupt(), number == 2):
         seen.case("interrupted", lambda: save("interrupted", parts, background=True)().result())

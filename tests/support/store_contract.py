@@ -16,8 +16,7 @@ from relayout.publish.output import Output, Replaceable, Work
 from relayout.publish.publishers import begin
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import CloudStore
-from relayout.storage.protocols import Store
-from relayout.storage.stores import find_store
+from relayout.storage.stores import Store, find_store
 
 MARKER = "marker.txt"
 

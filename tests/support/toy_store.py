@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from relayout.errors import FormatError
-from relayout.storage.cloud.client import Body, Version
-from relayout.storage.cloud.store import CloudStore, check_url
-from relayout.storage.protocols import LOCAL_COST, FileStat, Store
+from relayout.storage.cloud.store import Body, CloudStore, Version, check_url
+from relayout.storage.stores import LOCAL_COST, FileStat, Store
 
 
 def offer(url: str) -> Store:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from relayout.errors import FormatError
-from relayout.storage.cloud.client import Body, Version
-from relayout.storage.cloud.store import CloudStore, check_url
-from relayout.storage.protocols import LOCAL_COST, FileStat
+from relayout.storage.cloud.store import Body, CloudStore, Version, check_url
+from relayout.storage.stores import LOCAL_COST, FileStat
 
 
 def offer(url: str) -> CloudStore:

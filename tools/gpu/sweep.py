@@ -15,7 +15,7 @@ import relayout
 from gpu.loads import converted_of, measure, prepare
 from gpu.results import Arguments
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import LOCAL_COST
+from relayout.storage.stores import LOCAL_COST
 
 MIB = 2**20
 THREADS = (8, 16, 4, 32, 2, 1)

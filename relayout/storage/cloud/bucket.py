@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from relayout.core.extents import align_up
 from relayout.errors import FormatError
 from relayout.storage.cloud import connect
-from relayout.storage.cloud.client import CLOUD_COST, Body, Version
 from relayout.storage.cloud.failures import replaced as was_replaced
 from relayout.storage.cloud.failures import request, translated
-from relayout.storage.protocols import FileStat, RequestCost, RequestError, if_there
+from relayout.storage.cloud.store import CLOUD_COST, Body, CloudStore, Version, check_url
+from relayout.storage.stores import FileStat, RequestCost, RequestError, if_there
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetResult, ObjectMeta
@@ -25,6 +25,14 @@ PART_NBYTES = 8 * 2**20
 """The size of parts, of files of up to `_MAX_PARTS` of them; providers want 5 MiB at least."""
 _MAX_PARTS = 9000
 """Providers take 10,000 and more."""
+
+
+def offer(url: str) -> CloudStore:
+    """The store of a prefix of a bucket."""
+    check_url(url)
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.rstrip("/").partition("/")
+    return CloudStore(BucketClient.of(f"{scheme.lower()}://{bucket}"), prefix)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -18,7 +18,7 @@ from typing import TypeVar
 from relayout.core.workers import pause
 from relayout.errors import FormatError
 from relayout.storage.cloud import connect
-from relayout.storage.protocols import RequestError
+from relayout.storage.stores import RequestError
 
 Answer = TypeVar("Answer")
 

@@ -1,22 +1,30 @@
-"""The store of objects below a prefix: of a bucket, a site, or a repository of the hub."""
+"""The store of objects below a prefix: of a bucket, a site, or a repository of the hub; and the clients that it needs.
+
+A client is all that such a store has of its own. One that is only read has the five members of `Client`; one that
+outputs are written to also the three of `WritableClient`. Requests that may succeed later are repeated by the client
+(`failures.persistent`). `CloudStore` and the publisher (`publish.bucket`) do all else.
+"""
 
 from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 from urllib.parse import unquote
 
 from relayout.errors import FormatError, PlanError
-from relayout.storage.cloud.client import Client
-from relayout.storage.overlay import HeadFile
-from relayout.storage.protocols import (
+from relayout.storage.cloud import connect
+from relayout.storage.cloud.failures import Patience, request_error
+from relayout.storage.stores import (
     Access,
     Entry,
     FileStat,
+    HeadFile,
     Kind,
     ReadableFile,
     RequestCost,
@@ -25,6 +33,158 @@ from relayout.storage.protocols import (
     if_there,
     read_whole,
 )
+
+if TYPE_CHECKING:
+    from obstore import Bytes
+
+CLOUD_COST = RequestCost(chunk_nbytes=16 * 2**20, max_gap_nbytes=2**20, concurrency=128, is_remote=True)
+"""A connection to an object store brings 50 to 100 MB/s, and its first byte takes 20 to 200 ms."""
+
+_PROGRESS_NBYTES = 16 * 2**10
+"""Fewer bytes in `connect.STALL_SECONDS`, or before a connection breaks, are no progress, unless no more are left."""
+
+Version = Mapping[str, str]
+"""The condition of a write that replaces one version of an object. Its keys are the client's own."""
+
+
+class Client(Protocol):
+    """Objects of one bucket, container or site, by their full names. Thread-safe.
+
+    All methods raise RequestError if a request fails repeatedly.
+    """
+
+    @property
+    def root(self) -> str:
+        """The URL of the bucket, without a trailing slash."""
+
+    @property
+    def cost(self) -> RequestCost:
+        """What requests cost."""
+
+    def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
+        """Request a range of an object, cut at the end of the object; the whole object if `end` is None.
+
+        Args:
+            version: the expected version; None: any.
+
+        Raises:
+            FormatError: the object does not exist ("missing") or has another version ("mismatch").
+        """
+
+    def stat(self, name: str) -> FileStat | None:
+        """The metadata of an object; None if it does not exist."""
+
+    def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Full names and versions of the objects below a prefix, or of all objects if it is empty.
+
+        Names that differ from the prefix in the last part only, such as "a/bc" for "a/b", are not below it. A version
+        is empty if the listing does not have it.
+        """
+
+
+@runtime_checkable
+class WritableClient(Client, Protocol):
+    """A client of a bucket to which outputs can be published."""
+
+    def put(self, name: str, content: bytes, replaced: Version | Literal[True] | None = True) -> Version:
+        """Write a small object and return its version.
+
+        Args:
+            replaced: True: write unconditionally; None: only if the object does not exist; a version: only if the
+                object has this version.
+
+        Raises:
+            FileExistsError: the condition does not hold.
+            RequestError: it may have been carried out, or may be carried out later.
+        """
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; names without an object are no error."""
+
+    def upload(self, name: str, file: Path, num_streams: int, check: Callable[[], None]) -> Version:
+        """Upload a local file whole, in place of what may be there, and return its version, if the store tells it.
+
+        Args:
+            num_streams: parts that are sent at the same time.
+            check: called before each part; it raises to give up. What was sent of the file stays unfinished then, and
+                is the bucket's to delete.
+
+        Raises:
+            RequestError: it may have been carried out, or may be carried out later.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The answer to a request, before its bytes are taken."""
+
+    stat: FileStat
+    """What is known of the whole object."""
+    location: str
+    part: tuple[int, int]
+    """First byte and end of the range."""
+    pieces: Iterable[Bytes | bytes]
+    """Raises RequestError, or FormatError if the object was replaced."""
+    again: Callable[[int], Body]
+    """Requests the rest of the range in the same version, from an offset in the object."""
+    replaces: Version = field(default_factory=dict)
+    """The condition of a write that replaces this version."""
+
+    def fill(self, view: memoryview) -> None:
+        """Take all bytes, for which `view` has exactly the room. If a connection breaks, another one continues.
+
+        Raises:
+            FormatError: the object was replaced after the first bytes.
+            RequestError: connections fail repeatedly, or bring fewer or more bytes than announced.
+        """
+        assert view.nbytes == self.nbytes
+        body, done, patience = self, 0, Patience()
+        while True:
+            before = done
+            try:
+                for piece in timed(body.pieces, self.location, self.part):
+                    view[done : done + len(piece)] = piece  # ValueError: more bytes than announced.
+                    done += len(piece)
+                break
+            except ValueError:
+                done = -1
+                break
+            except RequestError as error:
+                failure = error
+            if done - before >= _PROGRESS_NBYTES:
+                patience = Patience()
+            patience.wait(failure)
+            body = self.again(self.part[0] + done)
+        if done != self.nbytes:
+            what = "the server sent another number of bytes than it announced; load again"
+            raise RequestError(errno.EPROTO, f"bytes {self.part[0]} to {self.part[1]}: {what}", self.location)
+
+    @property
+    def nbytes(self) -> int:
+        return self.part[1] - self.part[0]
+
+    def content(self, limit: int | None = None) -> bytes:
+        """All bytes; for errors see `fill`. FormatError: also if they are more than `limit`."""
+        if limit is not None and self.nbytes > limit:
+            raise FormatError(f"{self.nbytes} bytes, limit {limit}", path=self.location, code="limit")
+        view = memoryview(bytearray(self.nbytes))
+        self.fill(view)
+        return bytes(view)
+
+
+def timed(
+    pieces: Iterable[Bytes | bytes], location: str, part: tuple[int, int] | None = None
+) -> Iterator[Bytes | bytes]:
+    """The pieces of a body. A server that sends less than `_PROGRESS_NBYTES` in the time of a stall has stalled."""
+    new, since = 0, time.monotonic()
+    for piece in pieces:
+        yield piece
+        new += len(piece)
+        if new >= _PROGRESS_NBYTES:
+            new, since = 0, time.monotonic()
+        elif time.monotonic() - since > connect.STALL_SECONDS:
+            raise request_error("TimedOut", location, part)
+
 
 _HEAD_NBYTES = 64 * 2**10
 """What opening a file brings of it: its first request tells length and version, and has the header of most files."""
@@ -132,16 +292,6 @@ class CloudStore:
 
 def _fill(client: Client, name: str, version: str, offset: int, view: memoryview) -> None:
     client.get(name, offset, offset + view.nbytes, version).fill(view)
-
-
-def offer(url: str) -> Store:
-    """A prefix of a bucket of S3, GCS or Azure."""
-    check_url(url)
-    scheme, _, rest = url.partition("://")
-    bucket, _, prefix = rest.rstrip("/").partition("/")
-    from relayout.storage.cloud.bucket import BucketClient  # Other stores do not need it.
-
-    return CloudStore(BucketClient.of(f"{scheme.lower()}://{bucket}"), prefix)
 
 
 def check_url(url: str) -> None:

@@ -1,26 +1,45 @@
-"""The store of a local folder, which may be a snapshot in a Hugging Face cache, or of one file."""
+"""The store of a local folder or file: positioned reads and writes, with direct I/O where the file system supports it.
+
+Direct I/O (O_DIRECT) bypasses the page cache; offset, length and address must be multiples of `extents.BLOCK`. If the
+file system refuses it, at open or at the first transfer, the same calls go through the page cache.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
-from collections.abc import Iterator
+import re
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from relayout.errors import FormatError, did_you_mean
-from relayout.storage.local.files import InputFile, check_regular, read_small, stat_of
-from relayout.storage.local.open_folder import is_inside, recovery_advice, resolve_inside
-from relayout.storage.protocols import (
+from relayout.core.extents import BLOCK, Extent, align_down, align_up
+from relayout.errors import FormatCode, FormatError, RelayoutError, did_you_mean
+from relayout.storage.local.descriptors import (
+    OpenFolder,
+    restrict,
+    with_path,
+)
+from relayout.storage.stores import (
     LOCAL_COST,
     Access,
+    Closable,
     Entry,
     FileStat,
     Kind,
     RequestCost,
     Store,
+    read_whole,
 )
+from relayout.storage.system import Buffer, allocate, sync_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +113,11 @@ class LocalStore:
         return self.folder / name if name == self.named else resolve_inside(self.folder, name)
 
 
+def offer(path: str) -> LocalStore:
+    """The store of a path, which need not exist."""
+    return LocalStore(Path(path))
+
+
 def entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Every entry below a folder, by its relative name; `hidden`: also those whose names begin with a dot."""
     pending = [""]
@@ -126,3 +150,370 @@ def _similar(path: Path) -> str:
         return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.name[0] != "."])
     except OSError:
         return ""
+
+
+FOLLOW_LINKS = "RELAYOUT_FOLLOW_LINKS"
+"""Environment variable: "1" permits links to any file, for folders that a person assembled from links."""
+
+_REPOSITORY = re.compile(r"(models|datasets|spaces)--")
+_SHARED_BLOB = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
+
+
+def resolve_inside(folder: Path, name: str) -> Path:
+    """The path of a file in a checkpoint folder, which need not exist.
+
+    FormatError: a link in it leads out of the checkpoint.
+    """
+    path = folder / name
+    if not is_inside(folder, path):
+        raise FormatError(
+            f"a symbolic link that leads out of the checkpoint, to {os.path.realpath(path)}:"
+            f" replace it by the file, or set {FOLLOW_LINKS}=1 if you trust it",
+            path=path,
+            code="unsafe",
+        )
+    return path
+
+
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether a path, with symbolic links resolved, is inside a checkpoint folder.
+
+    The files of a snapshot in a Hugging Face cache are links to blobs of its repository (huggingface_hub 2.4,
+    `file_download.py`: `models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH`). Those may be links to blobs
+    that all repositories of the cache share (`utils/_shared_blobs.py`: `blobs/HA/HASH`). Both count as inside.
+    """
+    home = Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(path))
+    if real.is_relative_to(home):
+        return True
+    if os.environ.get(FOLLOW_LINKS) == "1":
+        return True
+    repository = next((parent.parent for parent in home.parents if parent.name == "snapshots"), None)
+    if repository is None or not _REPOSITORY.match(repository.name):
+        return False
+    own, shared = (Path(os.path.realpath(folder / "blobs")) for folder in (repository, repository.parent))
+    return real.parent == own or (
+        real.is_relative_to(shared) and _SHARED_BLOB.fullmatch(real.relative_to(shared).as_posix()) is not None
+    )
+
+
+def older_folder(path: Path) -> Path:
+    """The temporary name of a folder that --force replaces, if the two names cannot be exchanged atomically."""
+    return path.parent / f".{path.name}.relayout-old"
+
+
+def recovery_advice(path: Path) -> str:
+    """Advice for a missing `path`: where its older folder is, if --force was interrupted between two renames."""
+    old = older_folder(path)
+    return f"; an interrupted replacement left the older folder at {old}: rename it back" if old.is_dir() else ""
+
+
+_O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
+_PAGE = max(BLOCK, mmap.PAGESIZE)
+"""Bytes. One page of the page cache must not be written both directly and through the cache."""
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_NO_FILE = frozenset({errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO})
+"""Errors caused by the file or its path, not by the system."""
+_BAD_PATH = frozenset({errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR})
+TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""O_NONBLOCK: do not wait if a FIFO has replaced the file since it was checked."""
+_MAX_PENDING = 4
+"""The most writes of one file that may be in write-back from the page cache to the drive."""
+
+
+def check_regular(path: Path) -> os.stat_result:
+    """The status of a regular file. Checked before it is opened, because opening a device may have side effects.
+
+    Raises:
+        FormatError: `path` is not a regular file, or cannot be resolved.
+        OSError: the file does not exist, or stat(2) failed.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno in _BAD_PATH:
+            raise FormatError(f"cannot be read: {error.strerror}", path=path, code="unsafe") from None
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError("not a regular file", path=path, code="unsafe")
+    return status
+
+
+def stat_of(status: os.stat_result) -> FileStat:
+    """What the store says of a file."""
+    return FileStat(status.st_size, f"{status.st_size}-{status.st_mtime_ns}", status.st_mode & 0o777)
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    with InputFile(path) as file:
+        return read_whole(file, path, limit)
+
+
+class InputFile(Closable):
+    def __init__(
+        self,
+        path: Path,
+        nbytes: int | None = None,
+        *,
+        access: Access = Access.BUFFERED,
+        version: str | None = None,
+        folder: OpenFolder | None = None,
+    ) -> None:
+        """Open `path`; arguments and errors as for `Store.open`. With `folder`, use `OpenFolder.open_own`."""
+        self.path = path
+        self._lock = threading.Lock()
+        self._access = access
+        direct = access is not Access.BUFFERED
+        try:
+            if folder is None:
+                check_regular(path)
+                self._fd, self._direct = _open(partial(os.open, path), TO_READ, direct)
+            else:
+                self._fd, self._direct = _open(partial(folder.open_own, path.name), TO_READ, direct)
+        except OSError as error:
+            if nbytes is None and error.errno in _NO_FILE:
+                code: FormatCode = "missing" if error.errno == errno.ENOENT else "invalid"
+                raise FormatError(f"cannot be read: {error.strerror}", path=path, code=code) from None
+            if isinstance(error, FileNotFoundError):
+                raise FormatError("is missing", path=path, code="missing") from None
+            raise
+        try:
+            if access is Access.DIRECT and not self._direct:
+                raise _no_direct_io(path)
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise FormatError("not a regular file", path=path, code="unsafe")
+            file = stat_of(status)
+            file.check(path, nbytes, version)
+        except BaseException:
+            self.close()
+            raise
+        self.nbytes = file.nbytes
+        self.version = file.version
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def alignment(self) -> int:
+        return BLOCK if self._direct else 1
+
+    def read(self, offset: int, view: memoryview) -> None:
+        expected = min(view.nbytes, self.nbytes - offset)
+        done = 0
+        while done < expected:
+            direct = self._direct
+            try:
+                count = _preadv(self._fd, view[done:], offset + done)
+            except OSError as error:
+                if direct and error.errno in _REFUSED:
+                    self._disable_direct()
+                    continue
+                raise _at_byte(error, offset + done, self.path) from None
+            if count == 0:
+                raise self._truncated(offset + done)
+            if direct and done + count < expected:
+                # A short read may end inside a block: continue at the start of that block.
+                count = align_down(count, BLOCK)
+                if count == 0:
+                    length = os.fstat(self._fd).st_size
+                    if length < self.nbytes:
+                        raise self._truncated(length)
+                    self._disable_direct()
+            done += count
+        if self._access is Access.ONCE and not self._direct:
+            _drop_pages(self._fd, offset, done)
+
+    def _truncated(self, end: int) -> FormatError:
+        return FormatError(f"ends at byte {end}, expected {self.nbytes} bytes", path=self.path, code="truncated")
+
+    def _disable_direct(self) -> None:
+        if self._access is Access.DIRECT:
+            raise _no_direct_io(self.path)
+        with self._lock:
+            if self._direct and _O_DIRECT is not None:
+                # Change the descriptor instead of reopening the path, which may lead to another file by now.
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT)
+                self._direct = False
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class OutputFile(Closable):
+    """A file of an output on a local drive, see `stores.WritableFile`.
+
+    Whole pages of a write use direct I/O, and its edges use the page cache. Writes do not overlap, so a page is either
+    inside one write or consists of edges: it is never written both ways. Without direct I/O, written pages are sent to
+    the drive soon and dropped from the page cache.
+    """
+
+    def __init__(self, folder: OpenFolder, name: str, nbytes: int, *, create: bool = True, mode: int = 0o666) -> None:
+        """Create a file and allocate its space; or, without `create`, open an existing file of the folder's owner.
+
+        Args:
+            mode: permissions before the umask; an existing file loses all others.
+
+        Raises:
+            FormatError: the existing file is not a regular file of the folder's owner, or has several names.
+            OSError: the new file exists already, or there is not enough space.
+        """
+        self.path = folder.path / name
+        self.nbytes = nbytes
+        self._lock = threading.Lock()
+        self._pending: deque[tuple[int, int]] = deque()
+        """(offset, nbytes) in write-back from the page cache to the drive, oldest first."""
+        if create:
+            self._fd = folder.open(name, os.O_RDWR | os.O_CREAT, mode)
+        else:
+            self._fd = folder.open_own(name, os.O_RDWR)
+        try:
+            if create:
+                allocate(self._fd, nbytes)
+            else:
+                restrict(self._fd, mode)
+            self._direct_fd, self.direct = _open(partial(folder.open_own, name), os.O_WRONLY, True)
+        except OSError as error:
+            os.close(self._fd)
+            if create:
+                folder.remove(name)  # Otherwise another thread could open an incomplete file.
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def write(self, offset: int, view: memoryview, address: int = 0) -> None:
+        end = offset + view.nbytes
+        low, high = align_up(offset, _PAGE), align_down(end, _PAGE)
+        if not self.direct or low >= high or (address - offset) % BLOCK:
+            self._write(self._fd, offset, view)
+            if not self.direct:
+                self._write_back(offset, view.nbytes)
+            return
+        self._write(self._fd, offset, view[: low - offset])
+        try:
+            self._write(self._direct_fd, low, view[low - offset : high - offset])
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            self.direct = False
+            self._write(self._fd, low, view[low - offset : high - offset])
+        self._write(self._fd, high, view[high - offset :])
+
+    def _write_back(self, offset: int, nbytes: int) -> None:
+        with with_path(self.path):
+            sync_range(self._fd, offset, nbytes, wait=False)
+        with self._lock:
+            self._pending.append((offset, nbytes))
+            oldest = [self._pending.popleft() for _ in range(len(self._pending) - _MAX_PENDING)]
+        for extent in oldest:
+            with with_path(self.path):
+                sync_range(self._fd, *extent, wait=True)
+            _drop_pages(self._fd, *extent)
+
+    def _write(self, fd: int, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < view.nbytes:
+            try:
+                done += os.pwrite(fd, view[done:], offset + done)
+            except OSError as error:
+                raise _at_byte(error, offset + done, self.path) from None
+
+    def close(self) -> None:
+        """Close the file. The kernel reports a write-back error once, to descriptors open at that time."""
+        fds = [fd for fd in (self._fd, self._direct_fd) if fd >= 0]
+        self._fd = self._direct_fd = -1
+        try:
+            with with_path(self.path):
+                for fd in fds[:1]:
+                    os.fsync(fd)
+                    for extent in self._pending:
+                        _drop_pages(fd, *extent)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def _at_byte(error: OSError, offset: int, path: Path) -> OSError:
+    return OSError(error.errno, f"{os.strerror(error.errno or 0)} at byte {offset}", str(path))
+
+
+def _no_direct_io(path: Path) -> OSError:
+    return OSError(errno.EOPNOTSUPP, "the file system refuses direct I/O; use backend 'buffered'", str(path))
+
+
+def sync_and_drop_pages(folder: OpenFolder, name: str) -> None:
+    """Write a file's pages to the drive and drop them, so that the next read comes from the drive."""
+    fd = folder.open_own(name, os.O_RDONLY)
+    try:
+        with with_path(folder.path / name):
+            os.fsync(fd)
+        _drop_pages(fd, 0, 0)
+    finally:
+        os.close(fd)
+
+
+def _open(opener: Callable[[int], int], flags: int, direct: bool) -> tuple[int, bool]:
+    if direct and _O_DIRECT is not None:
+        try:
+            return opener(flags | _O_DIRECT), True
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+    return opener(flags), False
+
+
+def _preadv_by_copy(fd: int, view: memoryview, offset: int) -> int:
+    chunk = os.pread(fd, view.nbytes, offset)
+    view[: len(chunk)] = chunk
+    return len(chunk)
+
+
+def _preadv_in_place(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)
+
+
+# macOS has no preadv in Python.
+_preadv = _preadv_in_place if hasattr(os, "preadv") else _preadv_by_copy
+
+
+def _drop_pages(fd: int, offset: int, nbytes: int) -> None:
+    """Drop these pages from the page cache (POSIX_FADV_DONTNEED)."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def holes(fd: int, extent: Extent) -> Iterator[Extent]:
+    """The holes in an extent of a file, as far as the file system reports them.
+
+    ext4 and XFS also report space that was reserved and never written (lseek(2), SEEK_HOLE). Moves the descriptor's
+    offset.
+    """
+    if not hasattr(os, "SEEK_HOLE"):
+        return
+    position = extent.offset
+    try:
+        while position < extent.end:
+            hole = os.lseek(fd, position, os.SEEK_HOLE)
+            if hole >= extent.end:
+                return
+            try:
+                position = min(os.lseek(fd, hole, os.SEEK_DATA), extent.end)
+            except OSError:  # ENXIO: no data behind it.
+                position = extent.end
+            yield Extent(hole, position - hole)
+    except OSError:  # Not supported by the file system.
+        return
+
+
+def refuses_direct(path: Path) -> str | None:
+    """Why direct I/O fails on a file, tested by reading its first block; None if it works."""
+    try:
+        with InputFile(path, path.stat().st_size, access=Access.DIRECT) as file:
+            file.read(0, Buffer().reserve(BLOCK))
+    except OSError as error:
+        return error.strerror or str(error)
+    except RelayoutError as error:
+        return str(error)
+    return None

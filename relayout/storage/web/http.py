@@ -20,10 +20,9 @@ from relayout.errors import FormatError, escape_controls
 from relayout.format.fields import parse_object
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.bucket import check_answer, is_comparable
-from relayout.storage.cloud.client import CLOUD_COST, Body
 from relayout.storage.cloud.failures import persistent, replaced, request_error, texts_of
-from relayout.storage.cloud.store import CloudStore, check_url
-from relayout.storage.protocols import FileStat, RequestCost, RequestError, Store, if_there
+from relayout.storage.cloud.store import CLOUD_COST, Body, CloudStore, check_url
+from relayout.storage.stores import FileStat, RequestCost, RequestError, Store, if_there
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager

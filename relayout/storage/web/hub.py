@@ -21,11 +21,10 @@ from urllib.parse import quote
 from relayout.errors import FormatError, PlanError, RelayoutError, how_to_install, shown
 from relayout.format.fields import Fields, is_plain_path, parse_object
 from relayout.storage.cloud import connect
-from relayout.storage.cloud.client import CLOUD_COST, Body, timed
 from relayout.storage.cloud.failures import persistent, replaced, request_error, seconds_of, texts_of
-from relayout.storage.cloud.store import CloudStore
+from relayout.storage.cloud.store import CLOUD_COST, Body, CloudStore, timed
 from relayout.storage.local.store import LocalStore
-from relayout.storage.protocols import Access, FileStat, Kind, ReadableFile, RequestCost, RequestError, Store
+from relayout.storage.stores import Access, FileStat, Kind, ReadableFile, RequestCost, RequestError, Store
 from relayout.storage.web import http
 
 Asked = TypeVar("Asked")

@@ -11,7 +11,7 @@ from relayout.errors import FormatError, PlanError, warn
 from relayout.loader.loading import Asked, Options, error_hints, load_arena, warn_if_slow
 from relayout.loader.sources.checkpoint import doubt_cache, doubting
 from relayout.loader.sources.rank import RankSource
-from relayout.progress import Progress
+from relayout.reporting import Progress
 
 if TYPE_CHECKING:
     import torch

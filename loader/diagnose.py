@@ -23,7 +23,7 @@ from relayout.loader.budgets import Budget, local_world_size, num_cpus, plan_bud
 from relayout.loader.loading import Asked, error_hints
 from relayout.loader.reads import Request
 from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
-from relayout.results import Result
+from relayout.reporting import Result
 from relayout.storage.local.store import refuses_direct
 from relayout.storage.stores import Access, ReadableFile, find_input, scheme_of
 from relayout.storage.system import Buffer, Filesystem, filesystem_of, measured_pages

@@ -25,7 +25,7 @@ from relayout.loader.into import bump_versions, check_tensors, sharing_memory
 from relayout.loader.loading import error_hints
 from relayout.loader.sources.checkpoint import contents_of
 from relayout.loader.tensors import bytes_of
-from relayout.progress import Progress, reporting
+from relayout.reporting import Progress, reporting
 from relayout.storage.system import Buffer
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from relayout.loader.loading import Options, load_arena
 from relayout.loader.sources.rank import Names, TensorColumns, pack, place_at, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import Strided, bytes_of, sharing, torch_dtype, torch_shape
-from relayout.progress import reporting
+from relayout.reporting import reporting
 from relayout.storage.stores import Access
 
 if TYPE_CHECKING:

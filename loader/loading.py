@@ -18,7 +18,7 @@ from relayout.loader.budgets import Budget, plan_budget
 from relayout.loader.sources.checkpoint import changed_rank, find_rank
 from relayout.loader.sources.rank import ArenaPlan, Names, RankSource, StoredFile, cost_of
 from relayout.loader.tensors import make_views, to_device
-from relayout.progress import Progress, reporting
+from relayout.reporting import Progress, reporting
 from relayout.storage.stores import RequestError
 from relayout.storage.system import advice_on_limit
 

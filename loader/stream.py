@@ -18,7 +18,7 @@ from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, B
 from relayout.loader.loading import Options, error_hints
 from relayout.loader.sources.rank import TensorColumns, batches, cost_of
 from relayout.loader.tensors import make_views, to_device
-from relayout.progress import reporting
+from relayout.reporting import reporting
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import relayout
 from relayout.benchmark.machine import cpu_seconds, describe, forget
-from relayout.benchmark.run import Measured
-from relayout.benchmark.verdict import RankLoads, Timing, warnings_of
+from relayout.benchmark.verdict import Measured, RankLoads, Timing, warnings_of
 
 TP = 4
 CONFIG = LlamaConfig(

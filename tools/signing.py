@@ -22,7 +22,7 @@ from rich.table import Table
 
 import relayout
 from relayout.benchmark.machine import forget, remember
-from relayout.benchmark.made import write_llama
+from relayout.benchmark.measure import write_llama
 
 NUM_RANKS = 8
 WITHOUT_SHA = {"OPENSSL_ia32cap": ":~0x20000000"}

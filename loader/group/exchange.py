@@ -34,7 +34,7 @@ from relayout.loader.sources.rank import (
     select,
 )
 from relayout.loader.tensors import make_views
-from relayout.progress import reporting
+from relayout.reporting import reporting
 from relayout.storage.stores import Access
 from relayout.storage.system import Buffer
 

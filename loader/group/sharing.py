@@ -23,7 +23,7 @@ from relayout.loader.loading import Asked, Options, error_hints, load_arena
 from relayout.loader.sources.rank import ArenaPlan, RankSource, StoredFile, TensorColumns
 from relayout.loader.stream import Batch, PartCounter, Reader, stream
 from relayout.loader.tensors import make_views, to_device
-from relayout.progress import reporting
+from relayout.reporting import reporting
 from relayout.storage.stores import Access, ReadableFile
 
 if TYPE_CHECKING:

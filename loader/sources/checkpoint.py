@@ -41,7 +41,7 @@ from relayout.loader.sources.rank import (
     rank_files,
     select,
 )
-from relayout.progress import Progress
+from relayout.reporting import Progress
 from relayout.storage.stores import Kind, Store, check_exists, find_input, scheme_of
 
 if TYPE_CHECKING:

@@ -1,38 +1,42 @@
-"""`bench`: plans the measurements of a checkpoint, carries them out, and sums them up."""
+"""`bench`: plans the measurements of a checkpoint, carries them out, and sums them up.
+
+The checkpoint is there already, or it is made for this: of Llama-3.1-8B's names and shapes, with bytes that depend on
+their position.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import util
-from itertools import cycle
 from pathlib import Path
 
-from relayout.benchmark.loaders import LOADERS, Loader, LoadJob, shards_of
-from relayout.benchmark.machine import Machine, describe, direct_gb_per_s, num_cpus, prepare, total_nbytes
-from relayout.benchmark.made import EMBEDDING_NBYTES, LAYER_NBYTES, layers_of, write_llama
-from relayout.benchmark.run import Died, Measured, digest_of, load_together
-from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
+import numpy as np
+
+from relayout.benchmark.loaders import LOADERS, Loader
+from relayout.benchmark.machine import Machine, describe, direct_gb_per_s, num_cpus, total_nbytes
+from relayout.benchmark.run import Folders, RankGroup, Tell, digest_of
+from relayout.benchmark.verdict import RankLoads, verdict, warnings_of
 from relayout.checkpoint.converted import check_present, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert
 from relayout.core.arguments import at_least_one, integer, size
+from relayout.core.slices import num_bytes
 from relayout.errors import PlanError, how_to_install
-from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.format.index import MANIFEST_NAME
+from relayout.format.safetensors import TensorEntry, build_header
 from relayout.planning import default_output
 from relayout.plans.planner import plan_for
-from relayout.results import Result
+from relayout.reporting import Result
 from relayout.storage.stores import check_exists, find_store
-from relayout.storage.system import available_nbytes
 
-_PROCESS_NBYTES = 400 * 10**6
-"""Memory of a process without tensors: Python and torch."""
 _MADE_TP = 4
 _MAX_RANKS = 64
 """The highest degree of a converted folder that is looked for beside the plain one."""
@@ -41,10 +45,37 @@ _LOAD_SECONDS, _GB_PER_S = 4.0, 1.0
 
 _BUDGET_SECONDS = 120.0
 """What is measured if no number of runs is asked for ends after about this time."""
-_RUNS, _LEAST_RUNS = 3, 2
-"""Runs of each loader, if none are asked for: as many as time allows, but one shows no spread."""
+_RUNS = 3
+"""Runs of each loader, if none are asked for and as far as time allows."""
 
-Tell = Callable[[str], None]
+LAYER_NBYTES, EMBEDDING_NBYTES = 436_224_000, 2_101_355_000
+"""Bytes of the tensors of a layer, and of embedding and head."""
+POOL_NBYTES = 64 * 2**20 + 4093  # Not a multiple of a page, so that no two layers hold the same bytes.
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+_LAYER = {
+    "input_layernorm": (4096,),
+    "mlp.down_proj": (4096, 14336),
+    "mlp.gate_proj": (14336, 4096),
+    "mlp.up_proj": (14336, 4096),
+    "post_attention_layernorm": (4096,),
+    "self_attn.k_proj": (1024, 4096),
+    "self_attn.o_proj": (4096, 4096),
+    "self_attn.q_proj": (4096, 4096),
+    "self_attn.v_proj": (1024, 4096),
+}
+
+Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, dtype, shape."""
 
 
 class Counted:
@@ -69,39 +100,6 @@ class Counted:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-@dataclass(frozen=True, slots=True)
-class Folders:
-    """The checkpoint to be measured, plain and converted. At least one of the two exists."""
-
-    source: Path | None
-    converted: Path | None
-    tp: int
-
-    @property
-    def source_files(self) -> list[Path]:
-        """Weight files of the plain folder."""
-        return [] if self.source is None else list(map(Path, shards_of(str(self.source))))
-
-    @property
-    def manifest(self) -> Manifest | None:
-        """The manifest of the converted folder."""
-        return None if self.converted is None else read_manifest(find_store(self.converted))
-
-    def rank_files(self, ranks: Sequence[int]) -> list[Path]:
-        """Files of these ranks in the converted folder; all files if it has another degree."""
-        manifest = self.manifest
-        if self.converted is None or manifest is None:
-            return []
-        holders = ranks if manifest.num_ranks == self.tp else manifest.holders
-        indices = dict.fromkeys(index for holder in holders for index in manifest.holders[holder].files)
-        return [self.converted / manifest.files[index].name for index in indices]
-
-    @property
-    def every_file(self) -> list[Path]:
-        """All weight files."""
-        return [*self.source_files, *self.rank_files(range(self.tp))]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -241,128 +239,6 @@ class Found:
     loads: list[RankLoads]
 
 
-@dataclass(frozen=True, slots=True)
-class RankGroup:
-    """Ranks that several loaders load from one state of the page cache."""
-
-    folders: Folders
-    loaders: dict[str, Loader]
-    ranks: Sequence[int]
-    state: str
-    expected: Sequence[str] | None
-    """Digest of each rank's tensors, by the converted folder's tables; None without such a folder."""
-    registry: str = "relayout.benchmark.loaders"
-    """The module whose `LOADERS` has the loaders."""
-    devices: Sequence[str] = ("cpu",)
-    """The ranks are loaded to these in turn."""
-    limit: float = 900.0
-    """Seconds that one load may take."""
-    touched_nbytes: int = 0
-    """Memory to touch before each load, if that is more than twice the tensors."""
-    idle_seconds: float = 0.0
-    """Seconds in which nothing is done before each load: the host of a virtual machine may take free memory back."""
-
-    @property
-    def title(self) -> str:
-        tp = self.folders.tp
-        return "whole model" if tp == 1 else f"all {tp} ranks at once" if len(self.ranks) > 1 else f"one rank of {tp}"
-
-    def _files(self, loader: Loader) -> list[Path]:
-        return self.folders.rank_files(self.ranks) if loader.reads_converted else self.folders.source_files
-
-    def too_large(self) -> str | None:
-        """The reason to skip this, too little memory; or None."""
-        available, needed = available_nbytes(), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
-        if self.state == "warm":
-            needed += max(total_nbytes(self._files(loader)) for loader in self.loaders.values())
-        if needed <= available:
-            return None
-        cached = " with the files in the page cache" if self.state == "warm" else ""
-        return (
-            f"{self.title}, {self.state}: needs {needed / 1e9:.1f} GB of memory{cached},"
-            f" {available / 1e9:.1f} GB are available"
-        )
-
-    @property
-    def _tensors_nbytes(self) -> int:
-        """How many bytes the tensors of all these ranks have, about."""
-        folders = self.folders
-        if folders.source is None:
-            return total_nbytes(folders.rank_files(self.ranks))
-        return -(-total_nbytes(folders.source_files) * len(self.ranks) // folders.tp)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the loaders that can load these ranks."""
-        return [name for name, loader in self.loaders.items() if len(self.ranks) > 1 or not loader.group]
-
-    def measure(
-        self,
-        runs: int,
-        tell: Tell,
-        found: Callable[[RankLoads], None],
-        *,
-        is_over: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Run each loader `runs` times, in turns; each turn begins with another loader.
-
-        Args:
-            tell: called after each load.
-            found: called with what was measured, also if an exception ends it.
-            is_over: whether turns that are not needed are left out from now on.
-        """
-        names = self.names
-        measured: dict[str, list[Measured]] = {name: [] for name in names}
-        failures: dict[str, str] = {}
-        try:
-            for run in range(runs):
-                if run >= _LEAST_RUNS and is_over():
-                    break
-                turn = run % len(names)
-                for name in names[turn:] + names[:turn]:
-                    if name not in failures:
-                        tell(self._tried(name, measured, failures))
-        finally:
-            found(self._loads(measured, failures))
-
-    def _tried(self, name: str, measured: dict[str, list[Measured]], failures: dict[str, str]) -> str:
-        """Load once, and say how it went."""
-        try:
-            measured[name].append(self._load(name))
-        except Died as died:
-            failures[name] = str(died)
-        said = failures.get(name) or f"{measured[name][-1].seconds:.2f} s"
-        return f"{self.title}, {self.state}: {self.loaders[name].title}: {said}"
-
-    def _loads(self, measured: Mapping[str, list[Measured]], failures: Mapping[str, str]) -> RankLoads:
-        return RankLoads(
-            title=self.title,
-            num_ranks=len(self.ranks),
-            state=self.state,
-            timings=tuple(
-                Timing(name, self.loaders[name].title, self.loaders[name].family, tuple(runs), failures.get(name))
-                for name, runs in measured.items()
-            ),
-            expected=None if self.expected is None else tuple(self.expected[rank] for rank in self.ranks),
-        )
-
-    def _load(self, name: str) -> Measured:
-        loader, folders, count = self.loaders[name], self.folders, len(self.ranks)
-        memory = available_nbytes() // 2 // count
-        source, converted = (str(folder or "") for folder in (folders.source, folders.converted))
-        jobs = [
-            LoadJob(self.registry, name, source, converted, folders.tp, rank, count, memory, device)
-            for rank, device in zip(self.ranks, cycle(self.devices), strict=False)
-        ]
-
-        def ready() -> None:
-            needed = 0 if self.idle_seconds else max(self.touched_nbytes, 2 * self._tensors_nbytes)
-            prepare(self._files(loader), folders.every_file, cold=self.state == "cold", needed_nbytes=needed)
-            time.sleep(self.idle_seconds)
-
-        return load_together(jobs, loader, ready, limit=self.limit)
-
-
 def plan_bench(
     path: str | os.PathLike[str],
     *,
@@ -438,6 +314,63 @@ def made_checkpoint(
         write_llama(source, layers, shard_nbytes=10**9)
         convert(source, tp=tp)
         yield source
+
+
+def layers_of(nbytes: float) -> int:
+    """How many layers make a checkpoint of about so many bytes."""
+    return max(1, round((nbytes - EMBEDDING_NBYTES) / LAYER_NBYTES))
+
+
+def write_llama(folder: Path, num_layers: int, shard_nbytes: int = 5 * 10**9) -> int:
+    """Write a Llama-3.1-8B-shaped checkpoint; returns the bytes of its tensors (5.6 GB at 8 layers)."""
+
+    def tensors() -> Iterator[Tensor]:
+        yield "lm_head.weight", "BF16", (128256, 4096)
+        yield "model.embed_tokens.weight", "BF16", (128256, 4096)
+        for layer in sorted(range(num_layers), key=str):
+            for name, shape in _LAYER.items():
+                yield f"model.layers.{layer}.{name}.weight", "BF16", shape
+        yield "model.norm.weight", "BF16", (4096,)
+
+    pool = np.random.default_rng(0).bytes(POOL_NBYTES)
+    return write_checkpoint(folder, tensors(), _CONFIG | {"num_hidden_layers": num_layers}, shard_nbytes, pool)
+
+
+def write_checkpoint(
+    folder: Path, tensors: Iterable[Tensor], config: Mapping[str, object], shard_nbytes: int, pool: bytes = b""
+) -> int:
+    """Write a checkpoint of some shards; returns the bytes of its tensors.
+
+    Args:
+        pool: what the tensors' bytes are taken from, over and over. Empty: they are holes.
+    """
+    folder.mkdir(parents=True)
+    shards: list[list[TensorEntry]] = [[]]
+    offset = position = total = 0
+    for name, dtype, shape in tensors:
+        nbytes = num_bytes(dtype, shape)
+        assert nbytes is not None
+        if shards[-1] and offset + nbytes > shard_nbytes:
+            shards.append([])
+            offset = 0
+        shards[-1].append(TensorEntry(name, dtype, shape, offset, nbytes))
+        offset += nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= {tensor.name: file for tensor in shard}
+        left = sum(tensor.nbytes for tensor in shard)
+        total += left
+        with (folder / file).open("wb") as stream:
+            stream.write(build_header(shard, {"format": "pt"}, 8))
+            stream.truncate(stream.tell() + left)
+            while pool and left:
+                left -= (count := stream.write(pool[position % len(pool) :][:left]))
+                position += count
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return total
 
 
 def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | os.PathLike[str] | None) -> Folders:

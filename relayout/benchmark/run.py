@@ -1,4 +1,4 @@
-"""Runs a loader once: a fresh process for each rank, all started together and watched.
+"""Runs loaders in turns, each load in fresh processes: one for each rank, all started together and watched.
 
 Such a process is `python -m` this module, with a job as its argument. It says "ready", waits for a line, loads, answers
 with what it measured, waits for a line, and answers with the digest of all bytes. No process computes a digest while
@@ -20,14 +20,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from relayout.benchmark.loaders import Loader, LoadJob, plan_rank
-from relayout.benchmark.machine import NotPrepared, cpu_seconds, num_cpus
+from relayout.benchmark.loaders import Loader, LoadJob, plan_rank, shards_of
+from relayout.benchmark.machine import NotPrepared, cpu_seconds, num_cpus, prepare, total_nbytes
+from relayout.benchmark.verdict import Measured, RankLoads, Timing
+from relayout.checkpoint.converted import read_manifest
 from relayout.core.digests import digest_hex
 from relayout.core.workers import PIPE, Child, start_child
-from relayout.storage.system import peak_nbytes, proc_nbytes
+from relayout.format.index import Manifest
+from relayout.storage.stores import find_store
+from relayout.storage.system import available_nbytes, peak_nbytes, proc_nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +41,12 @@ if TYPE_CHECKING:
 _SETTINGS = re.compile("RUNAI_|FASTSAFETENSORS_|INSTANTTENSOR_|SAFETENSORS_|RELAYOUT_|OMP_|MKL_|GLOO_|NCCL_")
 _TORCHRUN = re.compile("(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$")
 
+_LEAST_RUNS = 2
+"""Runs of each loader: one shows no spread."""
+_PROCESS_NBYTES = 400 * 10**6
+"""Memory of a process without tensors: Python and torch."""
+
+Tell = Callable[[str], None]
 Running = tuple[Child, IO[bytes]]
 """A process, and the file with its messages."""
 
@@ -44,37 +55,16 @@ class Died(Exception):
     """A loader did not finish."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One load of some ranks at once. Peaks are of resident host memory, mapped pages of files included."""
-
-    seconds: float
-    """Seconds from the first start to the last end."""
-    cpu_seconds: float
-    """Processor time of all ranks."""
-    nbytes: int
-    """Bytes of all ranks' tensors."""
-    drive_nbytes: int
-    """Bytes that drives read for these processes."""
-    peak_minus_needed_nbytes: int
-    """Peak memory of a rank minus the bytes of its tensors; the largest of all ranks. With tensors on a GPU, all host
-    memory counts."""
-    other_load: float
-    """Share of the machine's processors that other processes used meanwhile."""
-    digests: tuple[str, ...]
-    """The digest of each rank's tensors, see `digest_of`."""
-
-
-def load_together(jobs: Sequence[LoadJob], loader: Loader, prepare: Callable[[], None], *, limit: float) -> Measured:
+def load_together(jobs: Sequence[LoadJob], loader: Loader, ready: Callable[[], None], *, limit: float) -> Measured:
     """Load the jobs' ranks at once, each in a fresh process.
 
     Args:
         jobs: one for each rank.
-        prepare: called when all processes are ready, just before they load.
+        ready: called when all processes are ready, just before they load.
         limit: seconds that a step may take.
 
     Raises:
-        Died: a process died, had no answer after `limit` seconds, or `prepare` raised NotPrepared.
+        Died: a process died, had no answer after `limit` seconds, or `ready` raised NotPrepared.
     """
     kills = _oom_kills()
     with contextlib.ExitStack() as stack:
@@ -87,7 +77,7 @@ def load_together(jobs: Sequence[LoadJob], loader: Loader, prepare: Callable[[],
             running.append((process, errors))
         _lines(running, limit, kills)
         try:
-            prepare()
+            ready()
         except NotPrepared as error:
             raise Died(f"not run: {error}") from None
         busy, cpus = cpu_seconds()
@@ -184,6 +174,161 @@ def _oom_kills() -> int:
     """How many processes the kernel has killed for memory since it started."""
     match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
     return int(match[1]) if match else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """The checkpoint to be measured, plain and converted. At least one of the two exists."""
+
+    source: Path | None
+    converted: Path | None
+    tp: int
+
+    @property
+    def source_files(self) -> list[Path]:
+        """Weight files of the plain folder."""
+        return [] if self.source is None else list(map(Path, shards_of(str(self.source))))
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of the converted folder."""
+        return None if self.converted is None else read_manifest(find_store(self.converted))
+
+    def rank_files(self, ranks: Sequence[int]) -> list[Path]:
+        """Files of these ranks in the converted folder; all files if it has another degree."""
+        manifest = self.manifest
+        if self.converted is None or manifest is None:
+            return []
+        holders = ranks if manifest.num_ranks == self.tp else manifest.holders
+        indices = dict.fromkeys(index for holder in holders for index in manifest.holders[holder].files)
+        return [self.converted / manifest.files[index].name for index in indices]
+
+    @property
+    def every_file(self) -> list[Path]:
+        """All weight files."""
+        return [*self.source_files, *self.rank_files(range(self.tp))]
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks that several loaders load from one state of the page cache."""
+
+    folders: Folders
+    loaders: dict[str, Loader]
+    ranks: Sequence[int]
+    state: str
+    expected: Sequence[str] | None
+    """Digest of each rank's tensors, by the converted folder's tables; None without such a folder."""
+    registry: str = "relayout.benchmark.loaders"
+    """The module whose `LOADERS` has the loaders."""
+    devices: Sequence[str] = ("cpu",)
+    """The ranks are loaded to these in turn."""
+    limit: float = 900.0
+    """Seconds that one load may take."""
+    touched_nbytes: int = 0
+    """Memory to touch before each load, if that is more than twice the tensors."""
+    idle_seconds: float = 0.0
+    """Seconds in which nothing is done before each load: the host of a virtual machine may take free memory back."""
+
+    @property
+    def title(self) -> str:
+        tp = self.folders.tp
+        return "whole model" if tp == 1 else f"all {tp} ranks at once" if len(self.ranks) > 1 else f"one rank of {tp}"
+
+    def _files(self, loader: Loader) -> list[Path]:
+        return self.folders.rank_files(self.ranks) if loader.reads_converted else self.folders.source_files
+
+    def too_large(self) -> str | None:
+        """The reason to skip this, too little memory; or None."""
+        available, needed = available_nbytes(), self._tensors_nbytes * 11 // 10 + _PROCESS_NBYTES * len(self.ranks)
+        if self.state == "warm":
+            needed += max(total_nbytes(self._files(loader)) for loader in self.loaders.values())
+        if needed <= available:
+            return None
+        cached = " with the files in the page cache" if self.state == "warm" else ""
+        return (
+            f"{self.title}, {self.state}: needs {needed / 1e9:.1f} GB of memory{cached},"
+            f" {available / 1e9:.1f} GB are available"
+        )
+
+    @property
+    def _tensors_nbytes(self) -> int:
+        """How many bytes the tensors of all these ranks have, about."""
+        folders = self.folders
+        if folders.source is None:
+            return total_nbytes(folders.rank_files(self.ranks))
+        return -(-total_nbytes(folders.source_files) * len(self.ranks) // folders.tp)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the loaders that can load these ranks."""
+        return [name for name, loader in self.loaders.items() if len(self.ranks) > 1 or not loader.group]
+
+    def measure(
+        self,
+        runs: int,
+        tell: Tell,
+        found: Callable[[RankLoads], None],
+        *,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Run each loader `runs` times, in turns; each turn begins with another loader.
+
+        Args:
+            tell: called after each load.
+            found: called with what was measured, also if an exception ends it.
+            is_over: whether turns that are not needed are left out from now on.
+        """
+        names = self.names
+        measured: dict[str, list[Measured]] = {name: [] for name in names}
+        failures: dict[str, str] = {}
+        try:
+            for run in range(runs):
+                if run >= _LEAST_RUNS and is_over():
+                    break
+                turn = run % len(names)
+                for name in names[turn:] + names[:turn]:
+                    if name not in failures:
+                        tell(self._tried(name, measured, failures))
+        finally:
+            found(self._loads(measured, failures))
+
+    def _tried(self, name: str, measured: dict[str, list[Measured]], failures: dict[str, str]) -> str:
+        """Load once, and say how it went."""
+        try:
+            measured[name].append(self._load(name))
+        except Died as died:
+            failures[name] = str(died)
+        said = failures.get(name) or f"{measured[name][-1].seconds:.2f} s"
+        return f"{self.title}, {self.state}: {self.loaders[name].title}: {said}"
+
+    def _loads(self, measured: Mapping[str, list[Measured]], failures: Mapping[str, str]) -> RankLoads:
+        return RankLoads(
+            title=self.title,
+            num_ranks=len(self.ranks),
+            state=self.state,
+            timings=tuple(
+                Timing(name, self.loaders[name].title, self.loaders[name].family, tuple(runs), failures.get(name))
+                for name, runs in measured.items()
+            ),
+            expected=None if self.expected is None else tuple(self.expected[rank] for rank in self.ranks),
+        )
+
+    def _load(self, name: str) -> Measured:
+        loader, folders, count = self.loaders[name], self.folders, len(self.ranks)
+        memory = available_nbytes() // 2 // count
+        source, converted = (str(folder or "") for folder in (folders.source, folders.converted))
+        jobs = [
+            LoadJob(self.registry, name, source, converted, folders.tp, rank, count, memory, device)
+            for rank, device in zip(self.ranks, cycle(self.devices), strict=False)
+        ]
+
+        def ready() -> None:
+            needed = 0 if self.idle_seconds else max(self.touched_nbytes, 2 * self._tensors_nbytes)
+            prepare(self._files(loader), folders.every_file, cold=self.state == "cold", needed_nbytes=needed)
+            time.sleep(self.idle_seconds)
+
+        return load_together(jobs, loader, ready, limit=self.limit)
 
 
 def serve(job: LoadJob, loader: Loader) -> None:

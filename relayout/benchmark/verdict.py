@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relayout.benchmark.machine import Machine
-from relayout.benchmark.run import Measured
 
 _CLEAR = 1.1
 """A ratio below this is no gain."""
@@ -19,6 +18,27 @@ _TOO_SHORT_SECONDS = 0.05
 """Loads that take less mostly do other things than reading: opening files, starting threads, parsing headers."""
 _AT_LIMIT = 0.85
 """A loader that reaches this share of the drive's limit has little left to gain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One load of some ranks at once. Peaks are of resident host memory, mapped pages of files included."""
+
+    seconds: float
+    """Seconds from the first start to the last end."""
+    cpu_seconds: float
+    """Processor time of all ranks."""
+    nbytes: int
+    """Bytes of all ranks' tensors."""
+    drive_nbytes: int
+    """Bytes that drives read for these processes."""
+    peak_minus_needed_nbytes: int
+    """Peak memory of a rank minus the bytes of its tensors; the largest of all ranks. With tensors on a GPU, all host
+    memory counts."""
+    other_load: float
+    """Share of the machine's processors that other processes used meanwhile."""
+    digests: tuple[str, ...]
+    """The digest of each rank's tensors, see `run.digest_of`."""
 
 
 @dataclass(frozen=True, slots=True)

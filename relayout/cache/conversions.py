@@ -30,7 +30,7 @@ from relayout.format.index import MANIFEST_NAME
 from relayout.format.manifest import compact_json
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
-from relayout.progress import Progress, reporting
+from relayout.reporting import Progress, reporting
 from relayout.storage.local.descriptors import Waiting, holder_in
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Kind, Store

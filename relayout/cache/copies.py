@@ -28,7 +28,7 @@ from relayout.core.workers import Workers
 from relayout.errors import FormatError
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, Manifest
 from relayout.format.manifest import MAX_TABLE_NBYTES
-from relayout.progress import Progress, reporting
+from relayout.reporting import Progress, reporting
 from relayout.storage.local.descriptors import OpenFolder
 from relayout.storage.local.store import LocalStore, OutputFile
 from relayout.storage.stores import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from relayout.cli.console import Block, Column, Line, Listing, Table
+from relayout.cli.command import Block, Column, Line, Listing, Table
 from relayout.core.arguments import collapse_numbers, ranks_text
 from relayout.storage.stores import scheme_of
 

@@ -28,7 +28,7 @@ from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, 
 from relayout.conversion.layout import Conversion
 from relayout.conversion.run import Summary
 from relayout.errors import PlanError, RelayoutError, how_to_install
-from relayout.progress import Progress, reporting
+from relayout.reporting import Progress, reporting
 
 IO_RESOURCE = "relayout_io"
 """The resource of a node that says how many tasks may read and write there at the same time."""

@@ -14,8 +14,7 @@ from relayout.core.arguments import ranks as ranks_of
 from relayout.errors import PlanError, shown
 from relayout.planning import observer
 from relayout.plans.plan import Plan
-from relayout.progress import Progress
-from relayout.results import Result
+from relayout.reporting import Progress, Result
 from relayout.storage.stores import find_input
 
 

@@ -13,7 +13,7 @@ from relayout.core.arguments import integer, size
 from relayout.planning import plan_conversion
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
-from relayout.progress import Progress
+from relayout.reporting import Progress
 
 
 def convert(

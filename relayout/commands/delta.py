@@ -50,10 +50,9 @@ from relayout.format.index import MANIFEST_NAME, VERSION, Manifest
 from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
-from relayout.progress import Progress, reporting
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
-from relayout.results import Result
+from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import Access, ReadableFile, Store, find_input, find_store
 from relayout.storage.system import Buffer, peak_nbytes
 

@@ -21,7 +21,7 @@ from relayout.core.slices import num_bytes
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import Manifest
 from relayout.plans.planner import plan_for
-from relayout.results import Result
+from relayout.reporting import Result
 from relayout.storage.stores import Store, find_input
 
 DEGREES = (2, 4, 8, 16)

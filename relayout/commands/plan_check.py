@@ -12,7 +12,7 @@ from relayout.core.arguments import collapse_numbers
 from relayout.errors import PlanError
 from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.plans.planner import matching_plans, plan_for, without_rule
-from relayout.results import Result
+from relayout.reporting import Result
 from relayout.storage.stores import find_input
 
 _TRIED_DEGREE = 2

@@ -29,10 +29,9 @@ from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
-from relayout.progress import Progress, reporting
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
-from relayout.results import Result
+from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import HashedFile, OpenFiles, hash_files
 from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store
 from relayout.storage.system import Buffer, peak_nbytes

@@ -31,9 +31,8 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import parse_object
 from relayout.format.index import CHUNKS_NAME, HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import SOURCE_RECORD_NAME, parse_manifest
-from relayout.progress import Progress, reporting
 from relayout.publish.publishers import add
-from relayout.results import Result
+from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import sha256_hex
 from relayout.storage.stores import Access, Store, find_input
 

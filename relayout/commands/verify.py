@@ -40,7 +40,7 @@ from relayout.core.workers import each
 from relayout.errors import FormatError
 from relayout.format.index import CHUNKS_NAME, SIGNATURE_NAME, Manifest, RankTable, chunks_of
 from relayout.format.source_record import SourceRecord
-from relayout.progress import Progress, reporting
+from relayout.reporting import Progress, reporting
 from relayout.storage.reading import HashedFile, hash_files, sha256_hex
 from relayout.storage.stores import Access, Store, find_input
 

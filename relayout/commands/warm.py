@@ -14,8 +14,7 @@ from relayout.core.arguments import integer, size
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Stop, Workers
 from relayout.errors import PlanError
-from relayout.progress import Progress, reporting
-from relayout.results import Result
+from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import OpenFiles
 from relayout.storage.stores import Access, ReadableFile, Store, find_store
 from relayout.storage.system import Buffer, available_nbytes, resident_nbytes

@@ -38,7 +38,7 @@ from relayout.format.source_record import SideFile, SourceRecord, conversion_dig
 from relayout.plans.family import VLLM
 from relayout.plans.plan import Plan, check_all_held
 from relayout.plans.planner import proven_rules
-from relayout.results import Result
+from relayout.reporting import Result
 from relayout.storage.stores import Store
 
 _ANY_LENGTH = -1

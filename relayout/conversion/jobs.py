@@ -37,10 +37,9 @@ from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
-from relayout.progress import Progress, reporting
 from relayout.publish.output import LocalOutput, Output
 from relayout.publish.publishers import begin, begin_part, check_output
-from relayout.results import Result
+from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import find_input, find_store, scheme_of
 from relayout.storage.system import Buffer, peak_nbytes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from relayout.conversion.layout import Conversion
 from relayout.core.arguments import collapse_numbers
 from relayout.core.slices import Cut, CutTensor
-from relayout.results import Result
+from relayout.reporting import Result
 
 
 @dataclass(frozen=True, slots=True)

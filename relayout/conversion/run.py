@@ -26,10 +26,9 @@ from relayout.conversion.resume import (
 from relayout.conversion.sidecar import HeaderWriter, other_names, output_modes, write_sidecar
 from relayout.conversion.steps import CopyPlan
 from relayout.errors import FormatError
-from relayout.progress import Progress, reporting
 from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin, check_output
-from relayout.results import Result
+from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import READ_NBYTES as REHASH_NBYTES
 from relayout.storage.stores import scheme_of
 from relayout.storage.system import peak_nbytes

@@ -24,7 +24,7 @@ from relayout.plans.division import ragged_ranges
 from relayout.plans.family import VLLM, Family, parse_family
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by
-from relayout.results import Result
+from relayout.reporting import Result
 from relayout.storage.local.descriptors import write_file
 from relayout.storage.stores import find_input
 

@@ -30,7 +30,7 @@ from relayout.loader.group.collectives import Group
 from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
-from relayout.progress import Progress
+from relayout.reporting import Progress
 from relayout.saving.folder import (
     MemoryFolder,
     MemoryShard,

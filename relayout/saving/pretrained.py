@@ -28,7 +28,7 @@ from relayout.loader.tensors import torch_dtype
 from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
-from relayout.progress import Progress
+from relayout.reporting import Progress
 from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding
 from relayout.saving.folder import TensorHead, files_of
 from relayout.saving.held import HeldTensor

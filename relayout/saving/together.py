@@ -37,9 +37,9 @@ from relayout.core.slices import CutTensor, Range
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group
-from relayout.progress import Progress, reporting
 from relayout.publish.output import Output
 from relayout.publish.publishers import begin, begin_part, check_output
+from relayout.reporting import Progress, reporting
 from relayout.saving.folder import MemoryShard, TensorHead
 from relayout.saving.held import HeldTensor
 

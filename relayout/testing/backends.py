@@ -36,7 +36,7 @@ from relayout.loader.backends.base import Backend, ReadJob
 from relayout.loader.budgets import Budget
 from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.store import LocalStore
-from relayout.testing.laws import law
+from relayout.testing import law
 
 Array = npt.NDArray[Any]
 Failure = TypeVar("Failure", bound=BaseException)

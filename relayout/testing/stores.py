@@ -21,7 +21,7 @@ import pytest
 
 from relayout.errors import FormatError
 from relayout.storage.stores import Access, Kind, ReadableFile, Store, find_store
-from relayout.testing.laws import law
+from relayout.testing import law
 
 NBYTES = 50 * 4096 + 123
 BYTES = random.Random(7).randbytes(NBYTES)

@@ -20,12 +20,12 @@ from support.page_cache import drop, write_cold
 from typer.testing import CliRunner
 
 import relayout
-from relayout.benchmark import machine, measure
+from relayout.benchmark import machine, measure, run
 from relayout.benchmark.loaders import LOADERS, Loader, LoadJob
 from relayout.benchmark.machine import direct_gb_per_s
-from relayout.benchmark.measure import Folders, RankGroup, expected_digests, plan_bench
-from relayout.benchmark.run import Measured, digest_of, digest_of_tensors
-from relayout.benchmark.verdict import RankLoads, Timing, verdict, warnings_of
+from relayout.benchmark.measure import expected_digests, plan_bench
+from relayout.benchmark.run import Folders, RankGroup, digest_of, digest_of_tensors
+from relayout.benchmark.verdict import Measured, RankLoads, Timing, verdict, warnings_of
 from relayout.checkpoint.converted import read_manifest, read_table
 from relayout.cli import signals
 from relayout.cli.app import app
@@ -312,7 +312,7 @@ def test_a_made_checkpoint_is_deleted_after(llama: Path, tmp_path: Path, monkeyp
 def test_memory_that_does_not_suffice_leaves_a_load_out(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     group = RankGroup(folders, {"relayout": LOADERS["relayout"]}, [0], "cold", None)
     assert group.too_large() is None
-    monkeypatch.setattr(measure, "available_nbytes", lambda: 10**8)
+    monkeypatch.setattr(run, "available_nbytes", lambda: 10**8)
     assert "one rank of 4, cold: needs 0.4 GB of memory, 0.1 GB are available" in (group.too_large() or "")
 
 

@@ -296,8 +296,8 @@ def test_work_is_carried_out_and_its_exit_code_is_its_own_whoever_reads_of_it(
 ) -> None:
     # As in `relayout convert model | true`: with pipefail a script would take another code for a failure.
     script = (
-        "from relayout import __main__; from relayout.cli import console;"
-        " console._SECONDS_BETWEEN_EVENTS = 0; __main__.main()"
+        "from relayout import __main__; from relayout.cli import command;"
+        " command._SECONDS_BETWEEN_EVENTS = 0; __main__.main()"
     )
     for args in ("convert model --tp 1 -o out", "verify out", "restore out -o back"):
         done = run_unread(*args.split(), *as_json, cwd=work, stderr=stderr, script=script)

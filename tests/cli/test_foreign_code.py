@@ -41,8 +41,8 @@ while len(sys.argv) > 1:
     name, code = sys.argv[1], 0
     os.dup2(os.open(f"../{name}.stderr", os.O_CREAT | os.O_WRONLY), 2)
     if name == "bench":
-        from relayout.benchmark import measure
-        load_together, measure.load_together = measure.load_together, load_once
+        from relayout.benchmark import run
+        load_together, run.load_together = run.load_together, load_once
     try:
         main()
     except SystemExit as ended:

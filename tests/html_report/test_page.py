@@ -26,8 +26,7 @@ import relayout
 from relayout.checkpoint.converted import read_manifest, read_table
 from relayout.cli.app import app
 from relayout.errors import PlanError
-from relayout.html_report.collect import KINDS, kind_of
-from relayout.html_report.page import render
+from relayout.html_report.page import KINDS, kind_of, render
 from relayout.storage.stores import find_store
 
 pytestmark = pytest.mark.documents

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.families import FAMILIES, FP8_BLOCKS, Form, Stored
 
-from relayout.benchmark.made import write_checkpoint
+from relayout.benchmark.measure import write_checkpoint
 
 _BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8}
 

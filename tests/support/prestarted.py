@@ -32,7 +32,7 @@ from support.tools import PYTHONPATH
 _OF_ONE_CHILD = ("AWS_", "FAULTS", "PYTEST_CURRENT_TEST")
 """The beginnings of variables that nothing looks at while it is imported."""
 COMMANDS = (
-    "relayout.cli.app,relayout.cli.render,relayout.cli.console,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
+    "relayout.cli.app,relayout.cli.render,relayout.conversion.run,relayout.commands.verify,relayout.commands.restore,"
     "relayout.publish.folder"
 )
 """What the commands import."""

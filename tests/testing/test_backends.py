@@ -15,8 +15,8 @@ from support.loader_fixtures import HOST
 
 from relayout.loader.backends.base import REGISTRY, Backend, Refusal
 from relayout.loader.reads import Request
+from relayout.testing import LawBroken
 from relayout.testing.backends import BackendLaws, write_files
-from relayout.testing.laws import LawBroken
 
 
 class TestBackends(BackendLaws):

@@ -14,7 +14,7 @@ from support.store_contract import KINDS, ground
 from relayout.errors import FormatError
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import Store
-from relayout.testing.laws import LawBroken
+from relayout.testing import LawBroken
 from relayout.testing.stores import StoreLaws, StorePlace
 
 

@@ -28,9 +28,9 @@ from bench import slow as slows
 from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import LOADERS
 from relayout.benchmark.machine import describe
-from relayout.benchmark.made import layers_of, write_llama
+from relayout.benchmark.measure import layers_of, write_llama
 from relayout.benchmark.verdict import verdict, warnings_of
-from relayout.cli.console import Line, show
+from relayout.cli.command import Line, show
 from relayout.cli.render import failures
 from relayout.cli.render import loads as figures
 

@@ -10,7 +10,8 @@ from typing import Any
 from bench.drive import direct_read, limit_by, num_gpus, total_nbytes
 from bench.peers import LOADERS
 from relayout.benchmark.loaders import Loader
-from relayout.benchmark.measure import Folders, RankGroup, expected_digests
+from relayout.benchmark.measure import expected_digests
+from relayout.benchmark.run import Folders, RankGroup
 from relayout.benchmark.verdict import RankLoads, Timing
 
 TP = 8

@@ -15,7 +15,7 @@ from bench.drive import files_of
 
 import relayout
 from relayout.benchmark.machine import forget, remember
-from relayout.benchmark.made import write_llama
+from relayout.benchmark.measure import write_llama
 
 
 def source_of(work: Path, num_layers: int) -> Path:

@@ -16,7 +16,7 @@ from engines.cases import Run, converted_of
 from engines.environments import Environment
 from engines.starts.starting import Start, start
 from relayout.benchmark.machine import prepare
-from relayout.benchmark.made import write_llama
+from relayout.benchmark.measure import write_llama
 
 NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""

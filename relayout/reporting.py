@@ -1,4 +1,7 @@
-"""Progress of long work in bytes: a bar or lines on stderr, or calls of a function."""
+"""What callers are told: the progress of long work in bytes, and results.
+
+Progress is a bar or lines on stderr, or calls of a function. A result is an object for JSON, and has a short `repr`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields
+from reprlib import Repr
 from typing import Any, TextIO, TypeAlias, cast
 
 from relayout.errors import PlanError, shown
@@ -15,6 +20,24 @@ Progress: TypeAlias = bool | Callable[[int, int], None] | None
 method `begin`, if it has one, with the phase of the work, such as "converting". False or None: no progress."""
 
 _SECONDS_BETWEEN_LINES = 5.0
+_SHORT = Repr()
+_SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = 3
+_SHORT.maxstring = _SHORT.maxother = 160
+
+
+class Result:
+    """Base of the dataclasses that functions of relayout return. They have `repr=False`, for this class's own."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """All fields, of which long ones are shortened."""
+        named = (f"{field.name}={_SHORT.repr(getattr(self, field.name))}" for field in fields(cast(Any, self)))
+        return f"{type(self).__name__}({', '.join(named)})"
+
+    def as_json(self) -> dict[str, object]:
+        """What `--json` prints: fields, nested ones as objects and lists."""
+        return asdict(cast(Any, self))
 
 
 class Reporter:

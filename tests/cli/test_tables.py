@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from relayout.cli.console import Column, shortened, table
+from relayout.cli.command import Column, shortened, table
 
 COLUMNS = [
     Column("name", "name"),

@@ -190,6 +190,18 @@ def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(joined)
 
 
+def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Ranges in ascending order; those that touch or overlap are made one."""
+    result: list[Range] = []
+    for start, length in sorted(ranges):
+        if result and start <= sum(result[-1]):
+            before, count = result[-1]
+            result[-1] = (before, max(count, start + length - before))
+        elif length:
+            result.append((start, length))
+    return tuple(result)
+
+
 def positions(ranges: Iterable[Range]) -> list[tuple[int, int, int]]:
     """(start, length, position in the slice) of each range."""
     placed, position = [], 0

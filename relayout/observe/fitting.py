@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from relayout.core.arguments import collapse_numbers
-from relayout.core.slices import Slice
+from relayout.core.slices import Range, Slice, joined
 from relayout.errors import PlanError
-from relayout.observe.elements import elements_along, joined
 from relayout.plans.division import Sizes, divide, language_config
 from relayout.plans.family import (
     EVEN,
@@ -95,6 +94,12 @@ _EMBEDDING = re.compile(
 )
 _EACH = re.compile(r"(.*\.experts\.)\*\..*")
 _STACKED = re.compile(r"\.experts\.[a-z]|\.block_sparse_moe\.(input|output)_linear\.")
+
+
+def elements_along(part: Slice, axis: int, size: int) -> tuple[Range, ...]:
+    """The ranges that a slice has along an axis of this size, in whatever order it has them."""
+    ranges = part.ranges_along(axis)
+    return joined(((0, size),) if ranges is None else ranges)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,19 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.core.arguments import compile_glob
-from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, num_bytes, number_cuts
+from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, joined, num_bytes, number_cuts
 from relayout.core.workers import QUIET, WITH_STDOUT, start_child, wait_for_child
 from relayout.errors import PlanError
 from relayout.format.fields import parse_slice
 from relayout.format.safetensors import TensorEntry, build_header
-from relayout.observe.elements import completed, same_elements
-from relayout.observe.fitting import Example, fit
+from relayout.observe.fitting import Example, elements_along, fit
 from relayout.plans.division import ragged_ranges
 from relayout.plans.family import VLLM, Family, parse_family
 from relayout.plans.plan import Plan
@@ -151,6 +151,28 @@ def plan_of(checkpoint: SourceCheckpoint, observation: Observation, tp: int, *, 
     return Plan(family.full_name, tp, *number_cuts(cuts), expert_parallel, unused=tuple(unused), family=family)
 
 
+def completed(slices: Sequence[Slice], shape: tuple[int, ...]) -> tuple[Slice, ...]:
+    """The slices; what no rank loads of a tensor, such as rows beyond the vocabulary, is held by the last rank too."""
+    slices = tuple(slices)
+    if not any(part.is_held for part in slices):
+        return (WHOLE,) * len(slices)
+    if any(part.is_whole for part in slices) or not all(shape):
+        return slices
+    axes = {axis for part in slices for axis in part.axes}
+    if len(axes) > 1:
+        # Along several axes, if each rank has a cell of a grid, there are as many elements as the tensor has.
+        held = {part for part in slices if part.is_held}
+        return slices if sum(prod(part.shape(shape)) for part in held) == prod(shape) else (*slices[:-1], WHOLE)
+    [axis] = axes
+    missing, end = [], 0
+    for start, length in (*joined(part for held in slices for part in held.ranges_along(axis) or ()), (shape[axis], 0)):
+        missing.append((end, start - end))
+        end = start + length
+    if not any(length for _, length in missing):
+        return slices
+    return (*slices[:-1], Slice.along(axis, joined((*(slices[-1].ranges_along(axis) or ()), *missing))))
+
+
 def _of_unused(dtype: str, shape: tuple[int, ...], tp: int) -> tuple[Slice, ...]:
     nbytes = num_bytes(dtype, shape) or 0
     if nbytes <= _SMALL_NBYTES or (nbytes // shape[0]) * shape[0] != nbytes:
@@ -241,6 +263,17 @@ def observe_plan(
     write_file(file, text.encode(), replace=False)
     unmatched = tuple(f"{pattern}: {why}" for pattern, why in fitted.unmatched.items())
     return ObservedPlan(str(file), engine, degrees, held_out, len(fitted.family.rules), unmatched)
+
+
+def same_elements(slices: Sequence[Slice], others: Sequence[Slice], shape: Sequence[int]) -> bool:
+    """Whether the slices have the same elements of a tensor, in whatever order."""
+    return all(
+        part.is_held == other.is_held
+        and all(
+            elements_along(part, axis, size) == elements_along(other, axis, size) for axis, size in enumerate(shape)
+        )
+        for part, other in zip(slices, others, strict=True)
+    )
 
 
 def _check_reproduced(

@@ -31,16 +31,17 @@ from relayout.core.aten import (
     without_memory,
     written_by,
 )
-from relayout.core.slices import NOT_HELD, WHOLE, Slice
+from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, joined
 from relayout.errors import PlanError
-from relayout.observe.elements import Box, box_of, joined, slice_of
+
+Box = tuple[tuple[Range, ...], ...]
+"""The ranges of a product along each axis, ascending and not adjacent."""
+
 
 NOTHING = -1
 """The number of an element that is of no tensor: a constant, such as padding."""
 _CPU = torch.device("cpu")
-
-_box_of, _slice_of = cache(box_of), cache(slice_of)
-"""Layers are alike."""
+_MAX_RANGES = 2**16
 
 
 class LoadRecorder:
@@ -80,7 +81,7 @@ class LoadRecorder:
         loader has not used it.
         """
         if name in self._boxes:
-            return _slice_of(self._shapes[name], frozenset(self._boxes[name]))
+            return slice_of(self._shapes[name], frozenset(self._boxes[name]))
         empty = Slice.along(0, ()) if name in self._joined and self._shapes[name] else NOT_HELD
         return WHOLE if name in self._touched else empty
 
@@ -171,7 +172,7 @@ class LoadRecorder:
         memory = source.memory
         self._touched.add(memory.name)
         is_as_stored = memory.numbers is None and source.dtype.itemsize == memory.dtype.itemsize
-        if is_as_stored and (box := _box_of(memory.shape, geometry_of(source))) is not None:
+        if is_as_stored and (box := box_of(memory.shape, geometry_of(source))) is not None:
             self._boxes[memory.name].add(box)
             return
         # By the numbers of elements, ascending, which may be of several tensors.
@@ -254,6 +255,66 @@ class Probe(torch.Tensor):
             return first
         probes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Probe)]
         return probes[0].memory.recorder.compute(func, args, kwargs, probes)
+
+
+@cache  # Layers are alike.
+def slice_of(shape: tuple[int, ...], boxes: frozenset[Box]) -> Slice:
+    """The smallest product of ranges that contains all boxes, ascending along each axis.
+
+    Boxes that differ along several axes may leave elements between them; these belong to it too.
+    """
+    if not boxes:
+        return NOT_HELD
+    axes = {axis: joined(part for box in boxes for part in box[axis]) for axis in range(len(shape))}
+    empty = [axis for axis, ranges in axes.items() if not ranges and shape[axis]]
+    return Slice.along(empty[0], ()) if empty else Slice.of(axes).canonical(shape)
+
+
+@cache
+def box_of(shape: tuple[int, ...], view: Geometry) -> Box | None:
+    """The elements that a view of a tensor has; None if they are no product of ranges, or it takes long to tell."""
+    size, strides, offset = view
+    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if 0 in size:  # No elements: along the axis whose step the empty dimension has, or else along the first.
+        empty = steps.index(strides[size.index(0)]) if strides[size.index(0)] in steps else 0
+        return tuple(() if axis == empty else ((0, length),) for axis, length in enumerate(shape))
+    starts = [offset // step % length for step, length in zip(steps, shape, strict=True)]
+    along: list[list[tuple[int, int]]] = [[] for _ in shape]
+    pending = [(stride, length) for length, stride in zip(size, strides, strict=True) if length > 1 and stride]
+    while pending:
+        stride, length = pending.pop()
+        axis = next((a for a, step in enumerate(steps) if step <= stride and shape[a] > 1), None)
+        if axis is None or stride % steps[axis]:
+            return None
+        step = stride // steps[axis]
+        if starts[axis] + (length - 1) * step >= shape[axis]:
+            # It goes on along the axis before.
+            count, rest = divmod(shape[axis], step)
+            if rest or length % count or starts[axis] >= step:
+                return None
+            pending.append((stride * count, length // count))
+            length = count
+        along[axis].append((step, length))
+    box = []
+    for start, dims, bound in zip(starts, along, shape, strict=True):
+        ranges = _sums(start, dims)
+        if ranges is None or sum(ranges[-1]) > bound:
+            return None
+        box.append(ranges)
+    return tuple(box)
+
+
+def _sums(start: int, dims: list[tuple[int, int]]) -> tuple[Range, ...] | None:
+    """The numbers `start + sum(i * step)`, for `i < length` of each (step, length)."""
+    ranges: tuple[Range, ...] = ((start, 1),)
+    for step, length in sorted(dims):
+        if len(ranges) == 1 and step <= ranges[0][1]:
+            ranges = ((ranges[0][0], ranges[0][1] + (length - 1) * step),)
+        elif len(ranges) * length > _MAX_RANGES:
+            return None
+        else:
+            ranges = joined((first + i * step, count) for first, count in ranges for i in range(length))
+    return ranges
 
 
 def _refuse(probe: Probe, operation: str) -> NoReturn:

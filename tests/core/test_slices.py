@@ -16,7 +16,7 @@ from support.bits import pattern
 from support.planning import slice_nbytes
 
 from relayout.core.extents import Transfer
-from relayout.core.slices import BITS, NOT_HELD, WHOLE, Cut, Slice, num_bytes, number_cuts, slice_transfers
+from relayout.core.slices import BITS, NOT_HELD, WHOLE, Cut, Slice, joined, num_bytes, number_cuts, slice_transfers
 from relayout.errors import PlanError
 
 Array = npt.NDArray[Any]
@@ -278,3 +278,7 @@ def test_a_slice_has_one_canonical_form(size: int, pairs: list[tuple[int, int]])
     held = [i for start, length in canonical.ranges_along(1) or () for i in range(start, start + length)]
     assert canonical.is_whole or held == elements
     assert NOT_HELD.canonical((3, size)) == NOT_HELD
+
+
+def test_ranges_that_touch_or_overlap_are_one_and_order_does_not_count() -> None:
+    assert joined([(4, 2), (0, 2), (2, 1), (5, 4), (12, 0)]) == ((0, 3), (4, 5))

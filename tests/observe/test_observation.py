@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 import relayout
 from relayout.checkpoint.source import read_source
 from relayout.cli.app import app
-from relayout.core.slices import NOT_HELD, Slice
+from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.format.fields import dump_slice
-from relayout.observe.observation import observe, observe_plan, parse, write_stand_in
+from relayout.observe.observation import observe, observe_plan, parse, same_elements, write_stand_in
 from relayout.storage.stores import find_store
 
 HIDDEN = 16
@@ -156,3 +156,11 @@ def without_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "packages").mkdir(exist_ok=True)
     (folder / "packages" / "vllm.py").write_text("raise ImportError('none here')")
     monkeypatch.setenv("PYTHONPATH", f"{folder / 'packages'}:{Path(relayout.__file__).parents[1]}")
+
+
+def test_slices_are_compared_by_their_elements_in_whatever_order() -> None:
+    part, other = Slice.along(0, ((4, 2), (0, 4))), Slice.along(0, ((0, 6),))
+    assert same_elements([part], [other], (8, 4))
+    assert same_elements([WHOLE], [Slice.along(1, ((0, 4),))], (8, 4))
+    assert not same_elements([part], [Slice.along(1, ((0, 6),))], (8, 6))
+    assert not same_elements([part], [NOT_HELD], (8, 4))

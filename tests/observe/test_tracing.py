@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable
+from contextlib import suppress
+from math import prod
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from support.tensor_operations import copies, views
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.observe.stand_ins import WithoutMemory
-from relayout.observe.tracing import NOTHING, LoadRecorder, Probe
+from relayout.observe.tracing import NOTHING, Box, LoadRecorder, Probe, box_of, slice_of
 
 
 class Model(torch.nn.Module):
@@ -38,7 +40,7 @@ def recorder_of(
 def test_views_and_rearrangements_are_followed_element_by_element(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     _, recorder, [_, probe] = recorder_of((5,), shape, dtype=torch.int64)
-    numbers = torch.arange(5, 5 + math.prod(shape)).view(shape)
+    numbers = torch.arange(5, 5 + prod(shape)).view(shape)
     for _ in range(data.draw(st.integers(1, 4))):
         name, function = data.draw(st.one_of(views(probe.shape), copies(probe.shape)))
         try:
@@ -163,3 +165,47 @@ def test_large_tensors_have_no_memory_and_small_ones_have_values() -> None:
         small = torch.ones(3, pin_memory=True)  # Nothing here could.
     assert all(tensor.is_meta for tensor in [*large, layer.weight])
     assert small.tolist() == [1, 1, 1]
+
+
+def elements(shape: tuple[int, ...], box: Box) -> list[int]:
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    along = [[i for start, length in ranges for i in range(start, start + length)] for ranges in box]
+    return sorted(sum(i * s for i, s in zip(place, strides, strict=True)) for place in itertools.product(*along))
+
+
+@given(st.data())
+def test_a_view_has_the_elements_of_its_box(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    view = torch.arange(prod(shape)).view(shape)
+    for _ in range(data.draw(st.integers(0, 4))):
+        with suppress(RuntimeError, IndexError):  # torch refuses some.
+            view = data.draw(views(view.shape))[1](view)
+    box = box_of(shape, (tuple(view.shape), view.stride(), int(view.storage_offset())))
+    if box is not None:
+        assert elements(shape, box) == sorted(set(view.flatten().tolist()))
+
+
+def test_what_loaders_do_is_told_without_looking_at_elements() -> None:
+    whole = torch.arange(8 * 6 * 4).view(8, 6, 4)
+    views = {
+        "rows": (whole.narrow(0, 2, 4), (((2, 4),), ((0, 6),), ((0, 4),))),
+        "columns": (whole[:, :, 1:3].transpose(1, 2), (((0, 8),), ((0, 6),), ((1, 2),))),
+        "all, as one": (whole.view(-1), (((0, 8),), ((0, 6),), ((0, 4),))),
+        "every second": (whole[::2], (((0, 1), (2, 1), (4, 1), (6, 1)), ((0, 6),), ((0, 4),))),
+        "heads": (whole.view(4, 2, 6, 4)[1:3, 0], (((2, 1), (4, 1)), ((0, 6),), ((0, 4),))),
+    }
+    for name, (view, expected) in views.items():
+        assert box_of((8, 6, 4), (tuple(view.shape), view.stride(), int(view.storage_offset()))) == expected, name
+
+
+def test_a_slice_is_the_product_of_what_boxes_have() -> None:
+    def product(*boxes: Box) -> Slice:
+        return slice_of((8, 4), frozenset(boxes))
+
+    rows = lambda *ranges: (ranges, ((0, 4),))  # noqa: E731
+    assert product() == NOT_HELD
+    assert product(rows((0, 8))) == WHOLE
+    assert product(rows((6, 1)), rows((1, 2)), rows((3, 1))) == Slice.along(0, ((1, 3), (6, 1)))
+    assert product(rows()) == Slice.along(0, ())
+    both = product((((0, 2),), ((0, 2),)), (((4, 2),), ((2, 1),)))
+    assert both == Slice.of({0: ((0, 2), (4, 2)), 1: ((0, 3),)})

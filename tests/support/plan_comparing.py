@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from support.observed_slices import Checkpoint
 
 from relayout.core.arguments import collapse_numbers
-from relayout.core.slices import Slice
+from relayout.core.slices import Slice, joined
 from relayout.errors import PlanError
-from relayout.observe.elements import elements_along, joined, same_elements
+from relayout.observe.fitting import elements_along
+from relayout.observe.observation import same_elements
 from relayout.plans.family import Family, find_family
 from relayout.plans.planner import plan_by, without_rule
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from relayout.cache.folder import Cache, cache_of
 from relayout.core.arguments import ranks_text
 from relayout.core.workers import PIPE, QUIET, Child, start_child
-from relayout.engines.folders import WeightsPlace
 from relayout.errors import PlanError
 from relayout.storage.local.descriptors import HeldLock
 from relayout.storage.stores import find_input, scheme_of
@@ -136,7 +135,7 @@ class WantedConversion:
 
 
 def first_start(
-    wanted: WantedConversion, options: EngineOptions, engine: str, logger: Logger
+    wanted: WantedConversion, options: EngineOptions, otherwise: str, logger: Logger
 ) -> KeptConversion | Filling | None:
     """The conversion of a plain checkpoint in the cache, or what makes it when the engine has loaded the checkpoint.
 
@@ -144,18 +143,17 @@ def first_start(
     logged, and the engine's own loader takes the checkpoint. Only a wrong option is an error.
 
     Args:
-        engine: its name, for messages.
+        otherwise: what happens to the checkpoint without a cache, for messages.
 
     Raises:
         PlanError: the option `cache` is a folder inside the checkpoint.
     """
     cache, source = cache_of(options.cache), wanted.source
-    instead = what_instead(source, engine)
     if cache is None:
         logger.info(
             "relayout: %s was not converted: %s. With a cache (RELAYOUT_CACHE=FOLDER) the first start converts it, and"
             " each rank of a later start reads only its own bytes",
-            source, instead,
+            source, otherwise,
         )  # fmt: skip
         return None
     inside = options.cache is not None and wanted.is_local
@@ -163,16 +161,10 @@ def first_start(
         what = "the option cache: is inside the model's folder; choose another"
         raise PlanError(what, path=options.cache, code="option")
     if wanted.num_ranks == 1 and wanted.is_local:
-        logger.info("relayout: %s is read whole by one rank: %s", source, instead)
+        logger.info("relayout: %s is read whole by one rank: %s", source, otherwise)
         return None
     try:
         return wanted.find(cache, logger) or wanted.filling(cache, logger)
     except Exception as error:
-        logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, instead)
+        logger.warning("relayout: %s cannot be kept in the cache %s: %s: %s", source, cache.folder, error, otherwise)
         return None
-
-
-def what_instead(source: str, engine: str) -> str:
-    """What happens to a plain checkpoint without a cache, for messages."""
-    is_readable = WeightsPlace(source).has_engines_loader
-    return f"{engine} loads it itself" if is_readable else "it is sliced while it is loaded"

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from relayout.checkpoint.converted import read_manifest_blob
 from relayout.core.digests import digest_hex
-from relayout.engines.folders import WeightsPlace, source_url
-from relayout.engines.report import publish
+from relayout.engines.load import Content, EngineModel, WeightsPlace, known_of, remember, source_url
+from relayout.engines.rank_weights import EngineOptions, publish
 from relayout.errors import PlanError, about
 
 if TYPE_CHECKING:
     from relayout.engines.rank_weights import RankWeights
     from relayout.loader.group.collectives import Group
-
-    _Content: TypeAlias = tuple[str, tuple[str, ...]]
-    """A converted folder, or its URL, and the deltas that were applied to it, in this order."""
 
 _LOGGER = getLogger("vllm.relayout")
 
@@ -35,10 +32,6 @@ class WeightUpdates:
 
     vllm_config: Any
     """The worker's own field; with its methods `get_model` and `reload_weights` all that is used of it here."""
-    _relayout_content: _Content | None = None
-    """What the worker has since the last update; None: what it was started with."""
-    _relayout_is_mixed: bool = False
-    """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
 
     def update_weights_from(self, source: str) -> str | None:
         """Let the engine's weights be those of another converted folder, or of what a delta makes of those it has.
@@ -70,7 +63,7 @@ class WeightUpdates:
             with set_current_vllm_config(self.vllm_config):
                 return _update(self, source, group)
         except Exception as error:
-            state = "is unusable now: start it again" if self._relayout_is_mixed else "keeps its weights"
+            state = "is unusable now: start it again" if _known(self).is_mixed else "keeps its weights"
             _LOGGER.error("relayout: not updated from %s, the engine %s: %s", source, state, error)
             # vLLM reads the workers' answers in order until one is an error, and would take those behind that for
             # answers to its next call.
@@ -80,16 +73,17 @@ class WeightUpdates:
 
 
 def _update(worker: Any, source: str, group: Group) -> str:
+    known = _known(worker)
     with group.collective():
-        new = _next_content(worker, source)
+        new = _next_content(worker, known, source)
         weights = _open(worker, new)
-        _check_same_layout(source, _open(worker, worker._relayout_content or _started_with(worker)), weights)
+        _check_same_layout(source, _open(worker, _content_of(worker, known)), weights)
         _check_padding(worker.get_model())
         digest = _prove(weights)
     if len(digests := set(group.all_gather(digest))) > 1:
         what = f"is not the same for all workers: contents {', '.join(sorted(digests))}"
         raise PlanError(what, path=source, code="option")
-    worker._relayout_is_mixed = True
+    known.is_mixed = True
     try:
         with group.collective():
             delivery = weights.deliver()
@@ -99,11 +93,26 @@ def _update(worker: Any, source: str, group: Group) -> str:
     except BaseException:
         _stop_computing(worker)
         raise
-    worker._relayout_is_mixed, worker._relayout_content = False, new
+    known.is_mixed, known.updated = False, new
     return digest
 
 
-def _next_content(worker: Any, source: str) -> _Content:
+def _known(worker: Any) -> EngineModel:
+    """What is known of a worker's model, for as long as that lives."""
+    model = worker.get_model()
+    known = known_of(model)
+    if known is None:
+        known = EngineModel(EngineOptions(), None)
+        remember(known, model)
+    return known
+
+
+def _content_of(worker: Any, known: EngineModel) -> Content:
+    """What a worker has."""
+    return known.updated or (_loader(worker).source_of(worker.vllm_config.model_config), ())
+
+
+def _next_content(worker: Any, known: EngineModel, source: str) -> Content:
     """What the worker is to have.
 
     Raises:
@@ -111,18 +120,14 @@ def _next_content(worker: Any, source: str) -> _Content:
     """
     from relayout.checkpoint.delta import is_delta
 
-    if worker._relayout_is_mixed:
+    if known.is_mixed:
         raise PlanError("an update has failed: start the engine again", code="unsupported")
     if worker.vllm_config.parallel_config.data_parallel_size > 1:
         what = "weights are not updated with data parallelism: no replica would know of an error in another"
         raise PlanError(what, code="unsupported")
     WeightsPlace(source_url(source, None)).check_policy()
-    path, deltas = worker._relayout_content or _started_with(worker)
+    path, deltas = _content_of(worker, known)
     return (path, (*deltas, source)) if is_delta(source) else (source, ())
-
-
-def _started_with(worker: Any) -> _Content:
-    return _loader(worker).source_of(worker.vllm_config.model_config), ()
 
 
 def _layout(weights: RankWeights) -> dict[str, tuple[object, ...]]:
@@ -192,7 +197,7 @@ def _pack_tied(model: Any) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def _open(worker: Any, content: _Content) -> RankWeights:
+def _open(worker: Any, content: Content) -> RankWeights:
     """The tensors for a worker, as its loader opens them at the start."""
     model, config = worker.get_model(), worker.vllm_config.model_config
     weights: RankWeights = _loader(worker).open_update(model, config, *content)

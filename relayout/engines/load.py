@@ -1,17 +1,25 @@
-"""What a load in an engine is: weights that relayout delivers, or the engine's own loader. Both plugins ask here."""
+"""What a load in an engine is: where its weights are, and who loads them, relayout or the engine's own loader.
+
+The plugins of all engines ask here.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from logging import Logger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from relayout.engines.first_start import Filling, WantedConversion, first_start, what_instead
-from relayout.engines.folders import Folder, Shapes, WeightsPlace
+from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
+from relayout.checkpoint.trust import TrustedStore, policy_of, trusted
+from relayout.engines.first_start import Filling, WantedConversion, first_start
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
+from relayout.storage.stores import Kind, Store, find_input, scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +27,191 @@ if TYPE_CHECKING:
     from relayout.cache.conversions import KeptConversion, Observer
     from relayout.checkpoint.delta import Paths
     from relayout.engines.unwritten import Marks
+    from relayout.format.index import Manifest
     from relayout.loader.group.collectives import Group
-    from relayout.storage.stores import Store
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+"""The shape of each whole tensor of a model, by its name."""
+Content: TypeAlias = tuple[str, tuple[str, ...]]
+"""A converted folder, or its URL, and the deltas that were applied to it, in this order."""
+
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
+_OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
+"""A file that only folders converted for several ranks have."""
+
+
+@dataclass(frozen=True)
+class WeightsPlace:
+    """Where an engine's weights are: looked at, and under a policy proven, once, when something is first asked of it.
+
+    Each load makes a place, and hands it on to all that decide something about the load.
+    """
+
+    source: str
+    """A folder or URL; see `source_url`."""
+    is_asked_for: bool = True
+    """Whether a person has told the engine to load by relayout."""
+
+    @cached_property
+    def is_ours(self) -> bool:
+        """Whether relayout loads this, and not the engine alone: it was asked for, or this is a converted folder.
+
+        Under a policy the engine's own loader never takes over.
+
+        Raises:
+            FormatError, PlanError, OSError: as `find_folder`, `check_policy`.
+        """
+        if policy_of(None) is None:
+            return self.is_asked_for or (Path(self.source).is_dir() and self.manifest is not None)
+        self.check_policy()
+        return True
+
+    def check_policy(self) -> None:
+        """Check that what is here is signed as the policy (RELAYOUT_TRUST) says, if there is one.
+
+        Raises:
+            FormatError, PlanError, OSError: it is not; or the policy cannot be read.
+        """
+        if policy_of(None) is not None:
+            if scheme_of(self.source) == "hf":
+                refuse_unproven(self.source, "is on the hub, where the engine finds it by itself")
+            assert self.manifest is not None  # Only a converted folder can be signed.
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest; None: this was not converted. What is on the hub by its id is the engine's to find."""
+        return None if scheme_of(self.source) == "hf" else self._content.manifest
+
+    @property
+    def has_engines_loader(self) -> bool:
+        """Whether engines read a plain checkpoint here by their own loaders: a local folder, or one on the hub."""
+        return scheme_of(self.source) in (None, "hf")
+
+    def otherwise(self, engine: str) -> str:
+        """What happens to a plain checkpoint that is in no cache, for messages."""
+        return f"{engine} loads it itself" if self.has_engines_loader else "it is sliced while it is loaded"
+
+    def shapes(self, rank: int, num_ranks: int) -> Shapes | None:
+        """The shapes of the weights, all that the rank reads of a converted folder being here.
+
+        Returns:
+            None: they are not known, as of a plain checkpoint that is remote or in another form than safetensors.
+
+        Raises:
+            FormatError: a file is missing or damaged.
+            PlanError: there is no such folder, or it lacks ranks.
+        """
+        if scheme_of(self.source) == "hf":
+            return None
+        store, manifest = self._content.store, self._content.manifest
+        if manifest is not None:
+            needed = [rank] if manifest.num_ranks == num_ranks else range(manifest.num_ranks)
+            check_present(store, manifest, needed)
+            check_lengths(store, manifest, needed)
+            record = read_record(store, manifest)
+            return {name: tuple(shape) for name, shape in zip(record.names, record.shapes, strict=True)}
+        if scheme_of(self.source) is not None:
+            return None
+        from relayout.checkpoint.source import read_source
+
+        try:
+            return {tensor.name: tensor.shape for tensor in read_source(store).tensors}
+        except PlanError:
+            return None
+
+    @cached_property
+    def _content(self) -> _Content:
+        return _look_at(self.source, "--load-format auto")
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What was found at a place."""
+
+    store: Store
+    """The store of the folder. It proves what is read from it, if there is a policy."""
+    manifest: Manifest | None
+    """The manifest; None: a plain checkpoint."""
+
+
+def find_folder(path: str, engine: str) -> Manifest | None:
+    """The manifest of a converted folder; None for a plain checkpoint.
+
+    Args:
+        path: a folder, or the URL of a store.
+        engine: how to ask the engine for its own way to load, for messages.
+
+    Raises:
+        FormatError: relayout.json is damaged, or missing from what was a converted folder; or RELAYOUT_TRUST wants a
+            signature that is missing, or not of all that is there.
+        PlanError: there is no such folder.
+    """
+    return _look_at(path, engine).manifest
+
+
+def _look_at(path: str, engine: str) -> _Content:
+    """Find a checkpoint, and prove its side files if there is a policy. Arguments and errors as of `find_folder`."""
+    try:
+        store = trusted(find_input(path), None)
+        manifest = find_manifest(store)
+        if isinstance(store, TrustedStore):
+            store.prove_side_files()  # The engine reads them itself.
+        if manifest is not None:
+            return _Content(store, manifest)
+        reason = None if store.kind() is Kind.FOLDER else store.not_found_message()
+    except PlanError as error:  # Of a store or the hub.
+        if policy_of(None) is not None:
+            raise
+        reason = error.what
+    if reason is not None:
+        raise PlanError(
+            f"is not a folder: {reason}. Download the model, run `relayout convert FOLDER --tp N` and serve its output;"
+            f" or load with {engine}",
+            path=path,
+            code="missing",
+        )
+    if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
+        what = "is missing beside rank files: the copy of the folder is incomplete"
+        raise FormatError(what, path=store.location("relayout.json"), code="missing")
+    return _Content(store, None)
+
+
+def source_url(model: str, revision: str | None) -> str:
+    """The folder or URL of a model as engines name it: a folder, a URL, or the id of a repository on the hub."""
+    if not _REPOSITORY.fullmatch(model) or Path(model).exists():
+        return model
+    return f"hf://{model}" + (f"@{revision}" if revision else "")
+
+
+def check_same_model(had: Shapes | None, path: str, new: Shapes | None) -> None:
+    """Check that weights are for the model that an engine has loaded, so that an update writes all of it.
+
+    Proof: its loaders take tensors by names and shapes, and with these they have written every parameter before.
+
+    Raises:
+        PlanError: they are not.
+    """
+    if had is None or new is None:
+        return
+    if differing := [name for name in sorted({*had, *new}) if had.get(name) != new.get(name)]:
+        what = (
+            f"is not for the model that the engine has: {len(differing)} tensors have another shape, are missing, or"
+            " are there in addition"
+        )
+        raise PlanError(what, path=path, tensor=differing[0], code="mismatch")
+
+
+def refuse_unproven(path: str | None, what: str) -> None:
+    """Refuse what an engine would load by itself, if there is a policy, since nothing would prove it.
+
+    Raises:
+        PlanError, OSError: there is one; or as `policy_of`.
+    """
+    policy = policy_of(None)
+    if policy is not None:
+        instead = "serve a folder of `relayout convert --digest sha256` and `relayout sign`"
+        what = f"{what}: the policy {policy.path} (RELAYOUT_TRUST) wants all weights proven; {instead}"
+        raise PlanError(what, path=path, code="unsupported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,41 +297,46 @@ class EngineRank:
     """Replicas that load the same rank at the same time."""
     progress: bool = False
 
-    def check(self, folder: Folder, path: str) -> None:
-        """Tell what makes a load of a folder slower.
+    def check(self, manifest: Manifest, path: str) -> None:
+        """Tell what makes a load of a converted folder slower.
 
         Raises:
             PlanError: the folder's experts are not where the engine wants them.
         """
-        experts, is_same = self.experts, folder.num_ranks == self.num_ranks
-        if folder.expert_parallel and not (experts.is_in_blocks and is_same):
-            options = experts.options.format(num_ranks=folder.num_ranks)
-            what = f"was converted with --expert-parallel for {folder.num_ranks} ranks: run {options}"
+        experts, is_same = self.experts, manifest.num_ranks == self.num_ranks
+        if manifest.expert_parallel and not (experts.is_in_blocks and is_same):
+            options = experts.options.format(num_ranks=manifest.num_ranks)
+            what = f"was converted with --expert-parallel for {manifest.num_ranks} ranks: run {options}"
             raise PlanError(f"{what}; or convert without --expert-parallel", path=path, code="unsupported")
         faster = f"`relayout convert SRC --tp {self.num_ranks}"
         if not is_same:
             what = "relayout: %s was converted for %d ranks and is resharded for %d; %s` makes loads faster"
-            self.logger.warning(what, path, folder.num_ranks, self.num_ranks, faster)
-        if experts.is_elsewhere and not folder.expert_parallel:
+            self.logger.warning(what, path, manifest.num_ranks, self.num_ranks, faster)
+        if experts.is_elsewhere and not manifest.expert_parallel:
             what = (
                 "relayout: %s has experts cut for %d ranks, but the engine places them differently: they are read from"
                 " the files of all ranks; %s --expert-parallel` makes loads faster, without data parallelism"
             )
-            self.logger.warning(what, path, folder.num_ranks, faster)
+            self.logger.warning(what, path, manifest.num_ranks, faster)
         if self.num_attention_ranks != self.num_ranks:
             what = "relayout: %s has attention cut for %d ranks, and %s cuts it for %d: loads are slower"
-            self.logger.warning(what, path, folder.num_ranks, self.name, self.num_attention_ranks)
+            self.logger.warning(what, path, manifest.num_ranks, self.name, self.num_attention_ranks)
 
     def weights(
         self,
         path: str,
-        folder: Folder | None,
         options: EngineOptions,
         *,
+        manifest: Manifest | None = None,
         store: Store | None = None,
         deltas: Paths | None = None,
     ) -> RankWeights:
-        """The tensors at a path for this rank; arguments as of `RankWeights`. A `folder` was checked."""
+        """The tensors at a path for this rank.
+
+        Args:
+            manifest: of a folder that a person has converted, checked. None: the checkpoint is plain, or in a cache.
+            options, store, deltas: as of `RankWeights`.
+        """
         return RankWeights(
             path,
             self.rank,
@@ -151,10 +347,10 @@ class EngineRank:
             device=self.device,
             is_skipped=self.is_skipped,
             is_unused=self.is_unused,
-            only_held=folder is None or folder.expert_parallel or not self.experts.is_owned,
+            only_held=manifest is None or manifest.expert_parallel or not self.experts.is_owned,
             lazy=self.is_draft,
             progress=self.progress,
-            members=None if folder is None or store is not None else self.members,
+            members=None if manifest is None else self.members,
         )
 
 
@@ -166,29 +362,27 @@ def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -
     """
     if not place.is_ours:
         return Stock("it was not converted")
-    if place.folder is not None:
-        engine.check(place.folder, place.source)
-        return Weights(engine.weights(place.source, place.folder, options).deliver())
+    if place.manifest is not None:
+        engine.check(place.manifest, place.source)
+        return Weights(engine.weights(place.source, options, manifest=place.manifest).deliver())
     kept = _first_start(place, options, engine)
-    if kept is not None and not isinstance(kept, Filling):
-        folder = Folder(engine.num_ranks, engine.experts.is_owned)
-        engine.check(folder, str(kept))
-        return Weights(engine.weights(str(kept), folder, options, store=kept).deliver(), place.has_engines_loader)
+    if kept is not None and not isinstance(kept, Filling):  # Converted as this engine cuts and places tensors.
+        return Weights(engine.weights(str(kept), options, store=kept).deliver(), place.has_engines_loader)
     if place.has_engines_loader:
         return Stock("it is not in a cache", kept)
-    return Weights(engine.weights(place.source, None, options).deliver())
+    return Weights(engine.weights(place.source, options).deliver())
 
 
 def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> KeptConversion | Filling | None:
     """Convert a model that can be converted into the cache, see `first_start`."""
+    otherwise = place.otherwise(engine.name)
     if engine.is_draft:
-        instead = what_instead(place.source, engine.name)
-        engine.logger.info("relayout: the draft model %s was not converted: %s", place.source, instead)
+        engine.logger.info("relayout: the draft model %s was not converted: %s", place.source, otherwise)
     if engine.is_draft or not engine.is_convertible:
         return None
     owned, local = engine.experts.is_owned, engine.local_ranks
     wanted = WantedConversion(place.source, engine.num_ranks, owned, local, engine.observe)
-    return first_start(wanted, options, engine.name, engine.logger)
+    return first_start(wanted, options, otherwise, engine.logger)
 
 
 def open_update(path: str, deltas: Paths, options: EngineOptions, engine: EngineRank) -> RankWeights:
@@ -197,12 +391,12 @@ def open_update(path: str, deltas: Paths, options: EngineOptions, engine: Engine
     Raises:
         FormatError, PlanError, OSError: as `open_load`; or the folder was not converted.
     """
-    folder = WeightsPlace(path).folder
-    if folder is None:
+    manifest = WeightsPlace(path).manifest
+    if manifest is None:
         what = "was not converted: the weights of a live engine change from one converted folder to another"
         raise PlanError(what, path=path, code="unsupported")
-    engine.check(folder, path)
-    return engine.weights(path, folder, options, deltas=deltas)
+    engine.check(manifest, path)
+    return engine.weights(path, options, manifest=manifest, deltas=deltas)
 
 
 @dataclass(slots=True)
@@ -220,6 +414,10 @@ class EngineModel:
     """How the engine's configuration names weights that relayout has loaded; None: it has not loaded any."""
     shapes: Shapes | None = None
     """The shapes of the weights that it has, if relayout has seen them."""
+    updated: Content | None = None
+    """What it has since the last update; None: what the engine's configuration names."""
+    is_mixed: bool = False
+    """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
 
 
 _models: WeakKeyDictionary[Any, EngineModel] = WeakKeyDictionary()

@@ -19,19 +19,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relayout.checkpoint.converted import find_manifest
 from relayout.checkpoint.trust import policy_of
-from relayout.engines.folders import Shapes, WeightsPlace, check_same_model, refuse_unproven, source_url
 from relayout.engines.load import (
     EngineModel,
     EngineRank,
     Experts,
+    Shapes,
     Stock,
     Weights,
+    WeightsPlace,
+    check_same_model,
     known_of,
     open_load,
+    refuse_unproven,
     remember,
+    source_url,
 )
-from relayout.engines.rank_weights import EngineOptions, layer_of, listed, speculative
-from relayout.engines.report import publish
+from relayout.engines.rank_weights import EngineOptions, layer_of, listed, publish, speculative
 from relayout.errors import PlanError, RelayoutError
 from relayout.storage.stores import find_input
 

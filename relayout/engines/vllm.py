@@ -16,7 +16,6 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.trust import policy_of
-from relayout.engines.folders import WeightsPlace, check_same_model, refuse_unproven, source_url
 from relayout.engines.load import (
     EngineModel,
     EngineRank,
@@ -24,13 +23,16 @@ from relayout.engines.load import (
     Load,
     Stock,
     Weights,
+    WeightsPlace,
+    check_same_model,
     known_of,
     open_load,
     open_update,
+    refuse_unproven,
     remember,
+    source_url,
 )
-from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights, listed, replicas, speculative
-from relayout.engines.report import publish
+from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights, listed, publish, replicas, speculative
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
@@ -167,7 +169,7 @@ class VllmLoader:
     def download_model(self, model_config: Any) -> None:
         """Let vLLM download what is no converted folder."""
         place = self._place(model_config)
-        if not place.is_ours or (place.has_engines_loader and place.folder is None):
+        if not place.is_ours or (place.has_engines_loader and place.manifest is None):
             self._stock.download_model(model_config)
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
@@ -256,6 +258,8 @@ class VllmLoader:
                     setattr(model_config, name, value)
                 raise
         self.load = open_load(place, self._options, engine)
+        if known is not None:
+            known.updated = None  # From here on the model has what its configuration names.
         if isinstance(self.load, Weights):
             return self._tensors(self.load.delivery, model)
         return self._stock_weights(model_config, model)

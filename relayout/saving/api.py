@@ -42,7 +42,7 @@ from relayout.saving.folder import (
     share_out,
 )
 from relayout.saving.held import HeldTensor, in_stored_order
-from relayout.saving.together import Exchange, MemberParts, save_together
+from relayout.saving.together import Exchange, GroupSave, MemberParts
 from relayout.storage.stores import find_store
 
 if TYPE_CHECKING:
@@ -272,15 +272,8 @@ class Saving:
         except BaseException as error:
             group.fail(error)
             raise
-        return save_together(
-            planned,
-            exchange,
-            group,
-            force=self.force,
-            threads=threads,
-            chunk_nbytes=min(chunk_nbytes, nbytes // threads),
-            progress=self.progress,
-        )
+        one = GroupSave(planned, exchange, group, threads, min(chunk_nbytes, nbytes // threads))
+        return one.carry_out(force=self.force, progress=self.progress)
 
     def _shards(
         self, heads: Sequence[TensorHead], groups: Sharding | None

@@ -37,7 +37,7 @@ from relayout.core.slices import CutTensor, Range
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group
-from relayout.publish.output import Output
+from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, begin_part, check_output
 from relayout.reporting import Progress, reporting
 from relayout.saving.folder import MemoryShard, TensorHead
@@ -281,79 +281,6 @@ def _packed(part: Transfer) -> int:
     return part.nbytes if part.count > 1 else 0
 
 
-def save_together(
-    planned: Conversion,
-    exchange: Exchange,
-    group: Group,
-    *,
-    force: bool,
-    threads: int,
-    chunk_nbytes: int,
-    progress: Progress,
-) -> Summary:
-    """Carry out a save, planned alike by all members; the first publishes.
-
-    Args:
-        threads, chunk_nbytes: as for `CopyPlan` and `run_unit`.
-
-    Raises:
-        FormatError, PlanError, OSError, MemoryError: as `relayout.save`, on any member. The output is as it was.
-    """
-    started = time.monotonic()
-    if planned.has_whole or not planned.has_all:
-        raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
-    num_members = group.num_members
-    shares = [planned.only(ranks) if ranks else None for ranks in shares_of(planned.plan.num_ranks, num_members)]
-    fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
-    work = work_of(planned, fingerprint, is_resumable=False, is_live=True)
-    try:
-        with ExitStack() as stack:
-            output: Output | None = None
-            with group.collective():
-                if group.index == 0:
-                    check_output(planned.output, planned.source.root, CONVERTED, force=force)
-                    output = stack.enter_context(begin(planned.output, CONVERTED, work, force=force, gathers=True))
-                    if output.earlier is not None:
-                        output.check_space(needed_nbytes(planned))
-            with ExitStack() as adding:
-                own = adding.enter_context(begin_part(planned.output, CONVERTED, work, force=True))
-                shares = [None if share is None else share.marked(own.mark) for share in shares]
-                with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
-                    written = _write(planned, shares, exchange, group, own, threads, chunk_nbytes, report)
-                # If this fails, the first member deletes all parts: when all have been added.
-                with group.collective(), adding.pop_all():
-                    pass
-            sources = _hash_sources(planned, exchange, group, chunk_nbytes)
-            hashed = group.all_gather(sources)
-            parts = group.all_gather(written)
-            with group.collective():
-                if output is not None:
-                    conversion = planned.marked(output.mark)
-                    _take_parts(output, shares)
-                    complete_parts(output, conversion, _merged(conversion, shares, parts, hashed))
-                    stack.close()  # Publishes.
-            return summary_of(planned, 0, time.monotonic() - started)
-    except BaseException as error:
-        group.fail(error)
-        raise
-
-
-def _part_name(member: int, unit: int) -> str:
-    return f"member-{member}-unit-{unit}"
-
-
-def _take_parts(output: Output, shares: Sequence[Conversion | None]) -> None:
-    """Take the files of all members.
-
-    Raises:
-        FormatError: some were deleted.
-    """
-    for member, share in enumerate(shares):
-        for unit in range(0 if share is None else len(share.layout.units)):
-            if output.kept(_part_name(member, unit)) is None:
-                raise FormatError("a part was deleted while it was saved", path=output.location, code="missing")
-
-
 def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
     """The ranks for which each member writes files. If there are few ranks, members that are far apart write them."""
     shares: list[list[int]] = [[] for _ in range(num_members)]
@@ -362,81 +289,161 @@ def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
     return shares
 
 
-def _write(
-    planned: Conversion,
-    shares: Sequence[Conversion | None],
-    exchange: Exchange,
-    group: Group,
-    output: Output,
-    threads: int,
-    chunk_nbytes: int,
-    report: Callable[[int], None],
-) -> Written:
-    """Write this member's files, and serve the others."""
-    own = shares[group.index]
-    headers = None if own is None else HeaderWriter(output, own)
-    plan = None if own is None else CopyPlan(own, chunk_nbytes=chunk_nbytes)
-    written = Written()
-    num_units, files = len(planned.layout.units), planned.source.files
-
-    def ranges_of(step: Step) -> list[ShardRange]:
-        return [(files[one.file].name, one.extent) for one in step.ranges]
-
-    deliver = partial(exchange.deliver, ranges_of=ranges_of, wanted=_slices_wanted(planned, shares))
-    if own is not None:
-        output.check_space(*needed_for_units(own, range(num_units)))
-    for unit in range(num_units):
-        if plan is None or headers is None:
-            deque(deliver(()), 0)
-        else:
-            done = run_unit(plan, unit, output, threads=threads, deliver=deliver)
-            headers.write(unit, done)
-            written = merged([written, done])
-        with group.collective():  # If this fails, the first member deletes all parts: when all have kept theirs.
-            if own is not None:
-                output.keep(_part_name(group.index, unit), b"saved")
-        report(planned.layout.nbytes * (unit + 1) // num_units)
-    return written
+Shares = Sequence[Conversion | None]
+"""What each member writes: the conversion of its ranks; None: it has none."""
 
 
-def _slices_wanted(planned: Conversion, shares: Sequence[Conversion | None]) -> Wanted:
-    """What each member wants of a tensor: the slices of the ranks whose files it writes."""
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupSave:
+    """A save that all members have planned alike: each writes the files of some ranks, and the first publishes."""
 
-    @cache
-    def wanted(member: int, tensor: CutTensor) -> list[Transfer]:
-        share = shares[member]
-        which = dict.fromkeys(tensor.cut.which[rank] for rank in (() if share is None else share.ranks))
-        whole = [one for one in which if tensor.cut.distinct[one].is_whole]
-        return [part for one in whole[:1] or which for part in tensor.transfers[one]]
+    planned: Conversion
+    exchange: Exchange
+    group: Group
+    threads: int
+    chunk_nbytes: int
+    """As for `CopyPlan` and `run_unit`."""
 
-    return lambda member, t: wanted(member, planned.cut[t])
+    def carry_out(self, *, force: bool, progress: Progress) -> Summary:
+        """Write and publish, together with the other members.
+
+        Raises:
+            FormatError, PlanError, OSError, MemoryError: as `relayout.save`, on any member. The output is as it was.
+        """
+        started = time.monotonic()
+        planned, group = self.planned, self.group
+        if planned.has_whole or not planned.has_all:
+            raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
+        fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
+        work = work_of(planned, fingerprint, is_resumable=False, is_live=True)
+        try:
+            with ExitStack() as publishing:
+                with group.collective():
+                    output = self._begin(work, publishing, force=force) if group.index == 0 else None
+                shares, written = self._write_own(work, progress)
+                hashed = group.all_gather(self._hash_sources())
+                parts = group.all_gather(written)
+                with group.collective():
+                    if output is not None:
+                        self._complete(output, shares, parts, hashed)
+                        publishing.close()
+        except BaseException as error:
+            group.fail(error)
+            raise
+        return summary_of(planned, 0, time.monotonic() - started)
+
+    def _begin(self, work: Work, publishing: ExitStack, *, force: bool) -> Output:
+        """Begin the output, of the first member; it is published when `publishing` is closed."""
+        planned = self.planned
+        check_output(planned.output, planned.source.root, CONVERTED, force=force)
+        output = publishing.enter_context(begin(planned.output, CONVERTED, work, force=force, gathers=True))
+        if output.earlier is not None:
+            output.check_space(needed_nbytes(planned))
+        return output
+
+    def _write_own(self, work: Work, progress: Progress) -> tuple[Shares, Written]:
+        """Write this member's files as parts of the output; return what each member writes, and what this one has."""
+        planned, group = self.planned, self.group
+        ranks_of_members = shares_of(planned.plan.num_ranks, group.num_members)
+        with ExitStack() as adding:
+            own = adding.enter_context(begin_part(planned.output, CONVERTED, work, force=True))
+            shares = [planned.only(ranks).marked(own.mark) if ranks else None for ranks in ranks_of_members]
+            with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
+                written = self._write_units(shares, own, report)
+            # If this fails, the first member deletes all parts: when all have been added.
+            with group.collective(), adding.pop_all():
+                pass
+        return shares, written
+
+    def _write_units(self, shares: Shares, output: Output, report: Callable[[int], None]) -> Written:
+        """Write this member's files, and serve the others."""
+        own, layout, files = shares[self.group.index], self.planned.layout, self.planned.source.files
+        headers = None if own is None else HeaderWriter(output, own)
+        plan = None if own is None else CopyPlan(own, chunk_nbytes=self.chunk_nbytes)
+        written, num_units = Written(), len(layout.units)
+
+        def ranges_of(step: Step) -> list[ShardRange]:
+            return [(files[one.file].name, one.extent) for one in step.ranges]
+
+        deliver = partial(self.exchange.deliver, ranges_of=ranges_of, wanted=self._slices_wanted(shares))
+        if own is not None:
+            output.check_space(*needed_for_units(own, range(num_units)))
+        for unit in range(num_units):
+            if plan is None or headers is None:
+                deque(deliver(()), 0)
+            else:
+                done = run_unit(plan, unit, output, threads=self.threads, deliver=deliver)
+                headers.write(unit, done)
+                written = merged([written, done])
+            with (
+                self.group.collective()
+            ):  # If this fails, the first member deletes all parts: when all have kept theirs.
+                if own is not None:
+                    output.keep(_part_name(self.group.index, unit), b"saved")
+            report(layout.nbytes * (unit + 1) // num_units)
+        return written
+
+    def _slices_wanted(self, shares: Shares) -> Wanted:
+        """What each member wants of a tensor: the slices of the ranks whose files it writes."""
+
+        @cache
+        def wanted(member: int, tensor: CutTensor) -> list[Transfer]:
+            share = shares[member]
+            which = dict.fromkeys(tensor.cut.which[rank] for rank in (() if share is None else share.ranks))
+            whole = [one for one in which if tensor.cut.distinct[one].is_whole]
+            return [part for one in whole[:1] or which for part in tensor.transfers[one]]
+
+        return lambda member, t: wanted(member, self.planned.cut[t])
+
+    def _hash_sources(self) -> dict[int, str]:
+        """Digests of the whole tensors that no member writes all bytes of: each member hashes some."""
+        tensors, files = self.planned.source.tensors, self.planned.source.files
+
+        def wanted(_: int, t: int) -> Sequence[Transfer]:
+            return [Transfer(0, 0, tensors[t].extent.nbytes)]
+
+        def range_of(piece: tuple[int, Extent]) -> list[ShardRange]:
+            return [(files[tensors[piece[0]].file].name, piece[1])]
+
+        running: dict[int, xxhash.xxh3_128] = {}
+        pieces = ((t, piece) for t in self._hashed_here() for piece in split(tensors[t].extent, self.chunk_nbytes))
+        for t, piece in self.exchange.deliver(pieces, range_of, wanted):
+            view = memoryview(bytearray(piece.nbytes))
+            self.exchange.fill(files[tensors[t].file].name, piece, view)
+            running.setdefault(t, xxhash.xxh3_128()).update(view)
+        return {t: digest.hexdigest() for t, digest in running.items()}
+
+    def _hashed_here(self) -> list[int]:
+        """The tensors that this member hashes, rising: about as many bytes as each other member."""
+        sizes = [tensor.extent.nbytes for tensor in self.planned.source.tensors]
+        unknown = [t for t, cut in enumerate(self.planned.cut) if sizes[t] and _holder_of_whole(cut) is None]
+        loads = [0] * self.group.num_members
+        mine = []
+        for t in sorted(unknown, key=lambda t: -sizes[t]):
+            member = loads.index(min(loads))
+            loads[member] += sizes[t]
+            if member == self.group.index:
+                mine.append(t)
+        return sorted(mine)
+
+    def _complete(
+        self, output: Output, shares: Shares, parts: Sequence[Written], hashed: Sequence[Mapping[int, str]]
+    ) -> None:
+        """Take the files of all members, and write what belongs beside them.
+
+        Raises:
+            FormatError: some were deleted, or are not what was written; or as `complete_parts`.
+        """
+        for member, share in enumerate(shares):
+            for unit in range(0 if share is None else len(share.layout.units)):
+                if output.kept(_part_name(member, unit)) is None:
+                    raise FormatError("a part was deleted while it was saved", path=output.location, code="missing")
+        conversion = self.planned.marked(output.mark)
+        complete_parts(output, conversion, _merged(conversion, shares, parts, hashed))
 
 
-def _hash_sources(planned: Conversion, exchange: Exchange, group: Group, chunk_nbytes: int) -> dict[int, str]:
-    """Digests of the whole tensors that no member writes all bytes of: each member hashes some."""
-    tensors, files = planned.source.tensors, planned.source.files
-    unknown = [t for t, cut in enumerate(planned.cut) if tensors[t].extent.nbytes and _holder_of_whole(cut) is None]
-    loads = [0] * group.num_members
-    mine = []
-    for t in sorted(unknown, key=lambda t: -tensors[t].extent.nbytes):
-        member = loads.index(min(loads))
-        loads[member] += tensors[t].extent.nbytes
-        if member == group.index:
-            mine.append(t)
-
-    def wanted(_: int, t: int) -> Sequence[Transfer]:
-        return [Transfer(0, 0, tensors[t].extent.nbytes)]
-
-    def range_of(piece: tuple[int, Extent]) -> list[ShardRange]:
-        return [(files[tensors[piece[0]].file].name, piece[1])]
-
-    running: dict[int, xxhash.xxh3_128] = {}
-    pieces = ((t, piece) for t in sorted(mine) for piece in split(tensors[t].extent, chunk_nbytes))
-    for t, piece in exchange.deliver(pieces, range_of, wanted):
-        view = memoryview(bytearray(piece.nbytes))
-        exchange.fill(files[tensors[t].file].name, piece, view)
-        running.setdefault(t, xxhash.xxh3_128()).update(view)
-    return {t: digest.hexdigest() for t, digest in running.items()}
+def _part_name(member: int, unit: int) -> str:
+    return f"member-{member}-unit-{unit}"
 
 
 def _holder_of_whole(tensor: CutTensor) -> int | None:
@@ -447,7 +454,7 @@ def _holder_of_whole(tensor: CutTensor) -> int | None:
 
 def _merged(
     planned: Conversion,
-    shares: Sequence[Conversion | None],
+    shares: Shares,
     parts: Sequence[Written],
     hashed: Sequence[Mapping[int, str]],
 ) -> Written:

@@ -28,7 +28,7 @@ import relayout
 from relayout import FormatError, PlanError
 from relayout.checkpoint.trust import trusted
 from relayout.cli.app import app
-from relayout.engines.folders import find_folder
+from relayout.engines.load import find_folder
 from relayout.errors import RelayoutError
 from relayout.storage.local.store import InputFile
 from relayout.storage.stores import LOCAL_COST, find_input

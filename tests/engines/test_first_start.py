@@ -197,7 +197,7 @@ def test_a_conversion_that_cannot_be_started_is_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    filling = first_start(WantedConversion(str(model), 2), EngineOptions(), "vLLM", logging.getLogger())
+    filling = first_start(WantedConversion(str(model), 2), EngineOptions(), "vLLM loads it itself", logging.getLogger())
     assert isinstance(filling, Filling)
     with monkeypatch.context() as patch:
         wrong(patch)
@@ -290,7 +290,7 @@ def test_with_expert_parallelism_the_second_start_is_from_the_cache(
     folders: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = WantedConversion(str(folders / "moe"), 2, expert_parallel=True)
-    given = (wanted, EngineOptions(), "vLLM", logging.getLogger())
+    given = (wanted, EngineOptions(), "vLLM loads it itself", logging.getLogger())
     caplog.set_level(logging.INFO)
     filling = first_start(*given)
     assert isinstance(filling, Filling)
@@ -318,7 +318,7 @@ def test_a_cache_inside_the_model_stops_a_start(model: Path, engine: AnyEngine) 
     for place in (model, model / "cache"):
         with pytest.raises(PlanError, match="the option cache: is inside the model's folder"):
             first_start(
-                WantedConversion(str(model), 2), EngineOptions(cache=str(place)), engine.name, logging.getLogger()
+                WantedConversion(str(model), 2), EngineOptions(cache=str(place)), "otherwise", logging.getLogger()
             )
     assert not (model / "cache").exists()
 
@@ -335,7 +335,7 @@ def test_a_model_without_a_built_in_plan_is_observed_once(
     monkeypatch.setattr(planning, "observer", observer := lambda: ("vllm 1", observe))
     monkeypatch.setattr(importlib.import_module("relayout.commands.cache"), "observer", observer)
     wanted = WantedConversion(str(unheard_of), 2, observe=observer)
-    filling = first_start(wanted, EngineOptions(), "vLLM", logging.getLogger())
+    filling = first_start(wanted, EngineOptions(), "vLLM loads it itself", logging.getLogger())
     assert isinstance(filling, Filling)
     assert "--observe" in filling.arguments
     assert observed == []
@@ -442,7 +442,7 @@ def test_what_is_in_a_store_is_kept_for_the_ranks_of_this_node(
         for file in (folders / "llama").iterdir():
             place.kind.write(place.store("weights"), file.name, file.read_bytes())
         wanted = WantedConversion(place.url("weights"), tp, ranks=ranks)
-        found = first_start(wanted, EngineOptions(), "vLLM", logging.getLogger())
+        found = first_start(wanted, EngineOptions(), "vLLM loads it itself", logging.getLogger())
         assert isinstance(found, KeptConversion)
     assert [entry.ranks for entry in relayout.Cache(cache).entries()] == [kept]
 
@@ -458,7 +458,7 @@ def test_what_converts_behind_a_start_holds_the_right_to_fill_the_cache_too(
         raise OSError("no more processes")
 
     monkeypatch.setattr("relayout.engines.first_start.start_child", started)
-    filling = first_start(WantedConversion(str(model), 2), EngineOptions(), "vLLM", logging.getLogger())
+    filling = first_start(WantedConversion(str(model), 2), EngineOptions(), "vLLM loads it itself", logging.getLogger())
     assert isinstance(filling, Filling)
     filling.start()
     assert [Path(f"/proc/self/fd/{one}").readlink().is_relative_to(cache) for one in copies] == [True]

@@ -21,8 +21,8 @@ from support.updates_worker import TP, write_steps
 
 import relayout
 from relayout.core.digests import digest_hex
-from relayout.engines.folders import Shapes, check_same_model
 from relayout.engines.live import _check_padding, _layout, _pack_tied, _update
+from relayout.engines.load import Shapes, check_same_model
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
 
@@ -51,7 +51,14 @@ def workers(updated_folders: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "step"), [("a delta", 1), ("the next delta", 2), ("another folder", 0), ("a delta after errors", 1)]
+    ("case", "step"),
+    [
+        ("a delta", 1),
+        ("the same delta behind a reload of its base", 1),
+        ("the next delta", 2),
+        ("another folder", 0),
+        ("a delta after errors", 1),
+    ],
 )
 def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
     updated_folders: Path, workers: list[dict[str, Any]], case: str, step: int
@@ -172,7 +179,8 @@ def test_a_policy_is_asked_before_anything_is_requested(
     keys.policy.write_text(f'[[signer]]\npublic_key = "{keys.public}"\nprefixes = ["{tmp_path}"]\n')
     monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
     parallel = SimpleNamespace(data_parallel_size=1)
-    worker = SimpleNamespace(_relayout_is_mixed=False, vllm_config=SimpleNamespace(parallel_config=parallel))
+    model = torch.nn.Identity()
+    worker = SimpleNamespace(get_model=lambda: model, vllm_config=SimpleNamespace(parallel_config=parallel))
     group: Any = SimpleNamespace(collective=nullcontext)
     for source in ("toy://live/step-1", str(updated_folders / "delta-1")):
         with pytest.raises(PlanError, match="has no signer for this place"):

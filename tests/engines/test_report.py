@@ -23,7 +23,7 @@ COUNT = """
 import logging, os, sys
 rank, os.environ["PROMETHEUS_MULTIPROC_DIR"] = int(sys.argv[1]), sys.argv[2]
 logging.basicConfig(level="INFO")
-from relayout.engines.report import LoadReport, publish
+from relayout.engines.rank_weights import LoadReport, publish
 for cache in ("miss", "hit"):
     report = LoadReport(rank, 2, 9, 1000 + rank, 0.5, "direct", cache, memory=2**20, page_cache_nbytes=0)
     publish(report, logging.getLogger("vllm.relayout"))

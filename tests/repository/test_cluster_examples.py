@@ -122,6 +122,6 @@ def test_what_the_init_container_converts_is_what_the_engine_looks_for(models: P
     assert {mount["name"] for mount in convert["volumeMounts"]} <= {mount["name"] for mount in serve["volumeMounts"]}
     options = EngineOptions(cache=cache)
     wanted = WantedConversion(source, int(degree))
-    found = first_start(wanted, options, "vLLM", logging.getLogger("vllm.relayout"))
+    found = first_start(wanted, options, "vLLM loads it itself", logging.getLogger("vllm.relayout"))
     assert isinstance(found, KeptConversion)
     assert not found.entry.was_filled

@@ -17,7 +17,7 @@ from support.group_worker import NUM_MEMBERS
 
 import relayout
 from relayout.errors import PlanError
-from relayout.saving.pretrained import _origin_of, _storage
+from relayout.transformers import _origin_of, _storage
 
 pytestmark = pytest.mark.xdist_group("transformers")
 

@@ -31,7 +31,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "html_report": ("core", "reporting", "format", "storage", "checkpoint", "conversion", "planning"),
     "engines": ("core", "reporting", "storage", "checkpoint", "plans", "conversion", "cache", "loader"),
     "plugins": ("checkpoint", "plans", "planning", "engines"),
-    "transformers": ("saving", "engines"),
+    "transformers": (
+        *("core", "reporting", "checkpoint", "plans", "conversion", "planning", "loader"),
+        *("saving", "engines"),
+    ),
     "clusters": ("reporting", "conversion"),
     "testing": ("core", "format", "storage", "checkpoint", "loader"),
     "cli": (

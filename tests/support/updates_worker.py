@@ -58,7 +58,7 @@ def _worker(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
     from support.conversions import stock_tensors
-    from support.fake_vllm import Model, Worker, install, logged
+    from support.fake_vllm import LoadConfig, Model, Worker, install, logged
 
     from relayout.engines.live import WeightUpdates
 
@@ -97,6 +97,9 @@ def _worker(folder: Path, rank: int) -> None:
     worker = started()
     case("a delta", worker, "delta-1")
     case("the same delta again", worker, "delta-1")
+    loader = engine.formats["auto"](LoadConfig("auto"))
+    worker.model.load_weights(loader.get_all_weights(worker.vllm_config.model_config, worker.model))
+    case("the same delta behind a reload of its base", worker, "delta-1")
     case("the next delta", worker, "delta-2")
     case("another folder", worker, "step-0")
     case("a damaged delta", worker, "damaged-delta")

@@ -14,7 +14,7 @@ from support.signing import UNTRUSTED, Keys, make_keys, write_states
 
 from relayout import FormatError, PlanError, plugins
 from relayout.checkpoint.trust import TrustedStore
-from relayout.engines.folders import WeightsPlace, source_url
+from relayout.engines.load import WeightsPlace, source_url
 from relayout.errors import RelayoutError
 
 HUB = "org/model"

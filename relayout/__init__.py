@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from relayout.commands.warm import warm
     from relayout.conversion.consistency import Difference, Verification
     from relayout.conversion.layout import Conversion
-    from relayout.conversion.preview import Preview, preview
     from relayout.conversion.run import Summary, carry_out, is_carried_out
     from relayout.errors import FormatError, PlanError, RelayoutError
     from relayout.html_report.page import PageWritten, report
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from relayout.loader.diagnose import Explanation, explain
     from relayout.loader.in_place import apply
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open  # noqa: A004
-    from relayout.planning import plan_conversion
+    from relayout.planning import Preview, plan_conversion, preview
     from relayout.plans.plan import Plan
     from relayout.saving.api import save
 
@@ -93,9 +92,8 @@ _HOMES = {
     "commands.verify": ("verify",),
     "commands.warm": ("warm",),
     "conversion.layout": ("Conversion",),
-    "conversion.preview": ("Preview", "preview"),
     "conversion.run": ("Summary", "carry_out", "is_carried_out"),
-    "planning": ("plan_conversion",),
+    "planning": ("Preview", "plan_conversion", "preview"),
     "plans.plan": ("Plan",),
     "errors": ("FormatError", "PlanError", "RelayoutError"),
     "html_report.page": ("PageWritten", "report"),

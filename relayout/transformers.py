@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relayout.checkpoint.folder import SINGLE_NAME
-from relayout.conversion.copy import DEFAULT_MEMORY
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
-from relayout.conversion.run import Summary
+from relayout.conversion.run import DEFAULT_MEMORY, Summary
 from relayout.core.arguments import integer, size
 from relayout.core.slices import NOT_HELD, Range, Slice, positions
 from relayout.engines.load import find_folder

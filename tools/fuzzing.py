@@ -27,7 +27,7 @@ from zstandard import ZstdDecompressor, ZstdError
 
 from relayout.checkpoint.folder import parse_config
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, parse_index
-from relayout.conversion.stored import recorded_source, stored_conversion
+from relayout.conversion.sidecar import recorded_source, stored_conversion
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import BITS, Slice

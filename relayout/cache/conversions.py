@@ -130,11 +130,7 @@ def _check_published(entry: HeldEntry) -> None:
 
 
 def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progress: Progress) -> None:
-    """Convert what no other process is converting, until the output is there.
-
-    Raises:
-        FormatError, PlanError, OSError: as `kept_conversion`.
-    """
+    """Convert what no other process is converting, until the output is there."""
     entry.was_filled = True
     files = {f"{MODEL}/{file.name}": file.nbytes for file in planned.layout.files}
     others_nbytes = needed_nbytes(planned) - planned.layout.nbytes

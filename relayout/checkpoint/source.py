@@ -20,7 +20,6 @@ from typing import Any
 
 import xxhash
 
-from relayout.checkpoint.converted import is_converted
 from relayout.checkpoint.folder import (
     Config,
     advice_without_shards,
@@ -199,15 +198,15 @@ def model_order(name: str) -> str:
 
 
 def _read_folder(root: Store) -> SourceCheckpoint:
-    if is_converted(root):
+    entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))
+    # Including folders, which may have the name of a file.
+    names = [entry.name for entry in entries if "/" not in entry.name]
+    if MANIFEST_NAME in names:
         what = (
             f"is already a converted checkpoint (contains {MANIFEST_NAME}): relayout.load(..., tp=N) loads it at"
             " another degree; or convert its source, which `relayout restore` writes"
         )
         raise PlanError(what, path=str(root), code="exists")
-    entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))
-    # Including folders, which may have the name of a file.
-    names = [entry.name for entry in entries if "/" not in entry.name]
     shards = [name for name in names if name.endswith(".safetensors")]
     index_name = find_index(root, names)
     index: tuple[str, bytes] | None = None

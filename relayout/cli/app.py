@@ -174,10 +174,10 @@ def check_plan(
     Exits with 1 if there are any.
     """
     with output(quiet, verbose, as_json) as out:
+        from relayout import planning
         from relayout.cli import render
-        from relayout.commands import plan_check
 
-        checked = plan_check.check_plan(source, plan=plan)
+        checked = planning.check_plan(source, plan=plan)
         out.show(checked, render.plan_check)
         if not checked.ok:
             raise typer.Exit(EXIT_DIFFERENCE)

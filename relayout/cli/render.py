@@ -21,17 +21,16 @@ if TYPE_CHECKING:
     from relayout.commands.copy import AlreadyThere, Copied
     from relayout.commands.delta import DeltaDone
     from relayout.commands.inspect import Inspection
-    from relayout.commands.plan_check import PlanCheck
     from relayout.commands.restore import Restored
     from relayout.commands.sign import SignatureWritten
     from relayout.commands.warm import Warmed
     from relayout.conversion.consistency import Verification
     from relayout.conversion.jobs import ConvertedUnits
-    from relayout.conversion.preview import Preview
     from relayout.conversion.run import Summary
     from relayout.html_report.page import PageWritten
     from relayout.loader.diagnose import Diagnosis, FileFacts
     from relayout.observe.observation import ObservedPlan
+    from relayout.planning import PlanCheck, Preview
     from relayout.plans.family import Family
 
 _USUAL_DEGREE = 8

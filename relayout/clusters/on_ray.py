@@ -23,10 +23,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import relayout
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
 from relayout.conversion.layout import Conversion
-from relayout.conversion.run import Summary
+from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, Summary
 from relayout.errors import PlanError, RelayoutError, how_to_install
 from relayout.reporting import Progress, reporting
 
@@ -178,12 +177,7 @@ def _connected(ray: Any, threads: int) -> _Cluster:
 
 
 def _check_address(address: str) -> None:
-    """Check that the address accepts connections: ray itself would try for a quarter of an hour.
-
-    Raises:
-        PlanError: it is not the address of a cluster.
-        OSError: nothing answers.
-    """
+    """Check that an address is one and accepts connections: ray itself would try for a quarter of an hour."""
     match = _ADDRESS.fullmatch(address)
     if match is None:
         what = "not the address of a Ray cluster: expected HOST:PORT, ray://HOST:PORT, auto or local"

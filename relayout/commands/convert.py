@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import Literal
 
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
-from relayout.conversion.run import Summary, carry_out
+from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, Summary, carry_out
 from relayout.core.arguments import integer, size
 from relayout.planning import plan_conversion
 from relayout.plans.plan import Plan

@@ -24,11 +24,10 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.source import MAX_INDEX_NBYTES
 from relayout.checkpoint.trust import Trust, trusted
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
-from relayout.conversion.journal import Fingerprint, Journal, Written
-from relayout.conversion.resume import read_progress
-from relayout.conversion.run import num_readers_of
+from relayout.conversion.resume import Fingerprint, Journal, read_progress
+from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers_of, share_memory
 from relayout.conversion.sidecar import are_there, copy_side_file, modes_of
+from relayout.conversion.steps import Written
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm, OrderedDigests, digest_hex
 from relayout.core.extents import Extent, align_up, split

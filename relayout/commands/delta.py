@@ -25,8 +25,8 @@ from relayout.checkpoint.delta import DELTA_OUTPUT, DeltaStore, Paths, read_delt
 from relayout.checkpoint.source import read_shard
 from relayout.checkpoint.trust import refuse_deltas
 from relayout.commands.copy import Copied, copy_from, put_index, put_tables
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.resume import refuse_attempt
+from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import modes_of
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
 from relayout.core.extents import Extent, align_down

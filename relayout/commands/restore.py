@@ -16,12 +16,11 @@ from itertools import chain
 
 from relayout.checkpoint.converted import CONVERTED, check_present, read_manifest, read_record, read_table
 from relayout.checkpoint.trust import Trust, trusted
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, Loaded, share_memory
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import refuse_attempt
-from relayout.conversion.sidecar import copy_side_file, modes_of
-from relayout.conversion.steps import CopyPlan, SourceRange, Span, Step, join_ranges
-from relayout.conversion.stored import as_one_rank, recorded_source, stored_conversion
+from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
+from relayout.conversion.sidecar import as_one_rank, copy_side_file, modes_of, recorded_source, stored_conversion
+from relayout.conversion.steps import CopyPlan, Loaded, SourceRange, Span, Step, join_ranges
 from relayout.core.digests import OrderedDigests, digest_hex
 from relayout.core.extents import Extent, copy_runs
 from relayout.core.slices import num_bytes

@@ -25,13 +25,10 @@ from relayout.conversion.consistency import (
     difference_of,
     own_files,
 )
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, run_steps, share_memory
-from relayout.conversion.journal import TensorDigests
 from relayout.conversion.layout import Conversion
-from relayout.conversion.run import num_readers_of
-from relayout.conversion.sidecar import digests_of_all
-from relayout.conversion.steps import CopyPlan
-from relayout.conversion.stored import stored_conversion
+from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers_of, share_memory
+from relayout.conversion.sidecar import digests_of_all, stored_conversion
+from relayout.conversion.steps import CopyPlan, TensorDigests, run_steps
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent
@@ -198,11 +195,7 @@ def _check_digests(
 
 
 def _chunk_digests(folder: Store, manifest: Manifest, index: int) -> list[str]:
-    """The digests of a file's chunks, in hex.
-
-    Raises:
-        FormatError: they cannot be read.
-    """
+    """The digests of a file's chunks, in hex. FormatError: they cannot be read."""
     digests, nbytes = read_chunk_digests(folder, manifest, index), manifest.digest.nbytes
     return [digests[start : start + nbytes].hex() for start in range(0, len(digests), nbytes)]
 

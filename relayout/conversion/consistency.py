@@ -14,8 +14,7 @@ from relayout.checkpoint.converted import check_file, read_record, read_table
 from relayout.checkpoint.folder import find_config
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model_order, read_shard
 from relayout.conversion.layout import file_metadata, not_for_dcp_because
-from relayout.conversion.sidecar import read_side_file
-from relayout.conversion.stored import recorded_source, rows_of_files
+from relayout.conversion.sidecar import read_side_file, recorded_source, rows_of_files
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.slices import WHOLE, num_bytes
@@ -181,11 +180,7 @@ class _FileRows:
 
 
 def _read_header(folder: Store, file: IndexedFile) -> tuple[bytes, Header]:
-    """The header of a file, as stored and parsed.
-
-    Raises:
-        FormatError: it cannot be read, or the file is not laid out as the manifest says.
-    """
+    """The header of a file, as stored and parsed. FormatError: it is not laid out as the manifest says."""
     where = folder.location(file.name)
     shard, header = read_shard(folder, file.name)
     if shard.nbytes != file.nbytes:

@@ -12,26 +12,28 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import identity_of, read_source
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
-from relayout.conversion.journal import Fingerprint, Written
 from relayout.conversion.layout import Conversion
-from relayout.conversion.resume import check_unchanged, fingerprint_of, source_agrees
+from relayout.conversion.resume import Fingerprint, check_unchanged, fingerprint_of, source_agrees
 from relayout.conversion.run import (
+    DEFAULT_MEMORY,
+    DEFAULT_THREADS,
     Summary,
     make_unit,
     merged,
     needed_for_units,
     read_unit,
+    share_memory,
     summary_of,
     work_of,
 )
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
+from relayout.conversion.steps import Written
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
@@ -145,18 +147,24 @@ def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
     """
     check_output(planned.output, planned.source.root, CONVERTED, force=force)
     units = planned.layout.units
-    where = absolute(str(planned.source.root)), absolute(str(planned.output))
-    fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
-    what = *where, planned.plan, planned.options, planned.ranks, planned.digest.value, fingerprint
-    return [UnitJob(*what, unit, len(units), planned.nbytes_of(tensors), force) for unit, tensors in enumerate(units)]
+    first = UnitJob(
+        source=absolute(str(planned.source.root)),
+        output=absolute(str(planned.output)),
+        plan=planned.plan,
+        options=planned.options,
+        ranks=planned.ranks,
+        digest=planned.digest.value,
+        fingerprint=fingerprint_of(planned, identity_of(planned.source).content),
+        unit=0,
+        num_units=len(units),
+        source_nbytes=0,
+        force=force,
+    )
+    return [replace(first, unit=unit, source_nbytes=planned.nbytes_of(units[unit])) for unit in range(len(units))]
 
 
 def run_job(job: UnitJob, **options: Any) -> UnitRecord:
-    """Convert the unit of a job; `threads`, `memory`, `scratch`, `progress`, result and errors as for `convert_unit`.
-
-    Raises:
-        FormatError, PlanError: as `UnitJob.planned`.
-    """
+    """Convert the unit of a job; options, result and errors as for `convert_unit`."""
     return convert_unit(job.planned(), job.unit, force=job.force, **options)
 
 
@@ -295,10 +303,6 @@ def complete_parts(output: Output, conversion: Conversion, written: Written) -> 
 
     Args:
         written: all tensors with bytes, and all files.
-
-    Raises:
-        FormatError: a file differs from what is known of it.
-        OSError: reading or writing failed.
     """
     headers = HeaderWriter(output, conversion)
     for unit in range(len(conversion.layout.units)):
@@ -314,11 +318,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def _check_head(folder: LocalOutput, name: str, nbytes: int, header: bytes) -> None:
-    """Check that a file has its length and header, which was written last.
-
-    Raises:
-        FormatError: it has another.
-    """
+    """Raise FormatError unless a file has its length and header, which was written last."""
     with folder.open(name, nbytes) as file:
         view = Buffer().reserve(align_up(len(header), BLOCK))
         file.read(0, view)

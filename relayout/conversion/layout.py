@@ -24,7 +24,6 @@ from typing import Self
 import numpy as np
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
-from relayout.conversion.journal import TensorDigests
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent, natural_alignment
@@ -281,11 +280,7 @@ def is_stored(tensor: CutTensor, holder: int, num_ranks: int) -> bool:
 
 
 def check_alignment(alignment: int) -> None:
-    """Check that an alignment is a power of two in the supported range.
-
-    Raises:
-        PlanError: it is not.
-    """
+    """Raise PlanError unless an alignment is a power of two in the supported range."""
     if alignment & (alignment - 1) or not MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT:
         what = f"align: {alignment} bytes, expected a power of two from {MIN_ALIGNMENT} to {MAX_ALIGNMENT}"
         raise PlanError(what, code="option")
@@ -412,6 +407,7 @@ class HeaderBuilder:
         self._tensors = tensors
         self._names = [json_text(tensor.name) for tensor in source.tensors]
         self._name_nbytes = [len(name.encode()) for name in self._names]
+        self._dcp_nbytes = [_in_string(name) for name in self._names] if options.dcp else []
         self._source_metadata = source.metadata
         metadata = file_metadata(_ANY_CONTENT, source.metadata, "" if options.dcp else None)
         self._metadata_nbytes = len(join_header("", metadata, 1)) - LENGTH_NBYTES
@@ -431,8 +427,9 @@ class HeaderBuilder:
         names, nbytes = [self._name_nbytes[t] for t in file.tensors], self._metadata_nbytes
         nbytes += sum(names) + heads + 2 * sum(bounds[1:-1]) + 5 * len(names)
         nbytes += bounds[0] + bounds[-1] if names else 0
-        if self.options.dcp:
-            nbytes += _in_string(self._sharding_info(file))
+        if self.options.dcp:  # A string of an object, which has a colon in each entry and a comma between two.
+            starts = sum(n * _in_string(_dcp_start(one, file.holder)) for one, n in counts.items())
+            nbytes += 2 + starts + sum(self._dcp_nbytes[t] for t in file.tensors) + max(0, 2 * len(names) - 1)
         return data_start_after(nbytes, self.options.alignment)
 
     def build(self, file: RankFile, content: str) -> bytes:
@@ -441,13 +438,13 @@ class HeaderBuilder:
         metadata = file_metadata(content, self._source_metadata, sharding_info)
         return join_header(self._entries_of(file), metadata, self.options.alignment)
 
-    def content(self, file: RankFile, digests: Mapping[int, TensorDigests]) -> str:
-        """The digest of a file's content, from the digests of its tensors, at least."""
+    def content(self, file: RankFile, digests: Mapping[int, Sequence[str]]) -> str:
+        """The digest of a file's content, from the digests of the distinct slices of its tensors, at least."""
         holder, cut = file.holder, self._tensors
         different = {cut[t] for t in file.tensors}
         heads = {tensor: content_head(tensor.dtype, tensor.shape, tensor.cut.slices[holder]) for tensor in different}
         which = {tensor: tensor.cut.which[holder] for tensor in different}
-        return content_digest((self._names[t], heads[cut[t]], digests[t].slices[which[cut[t]]]) for t in file.tensors)
+        return content_digest((self._names[t], heads[cut[t]], digests[t][which[cut[t]]]) for t in file.tensors)
 
     def _entries_of(self, file: RankFile) -> str:
         kinds = {
@@ -465,11 +462,13 @@ class HeaderBuilder:
 
     def _sharding_info(self, file: RankFile) -> str:
         # PyTorch 2.9 to 2.15, torch/distributed/checkpoint/_hf_utils.py and filesystem.py.
-        starts = {
-            tensor: json_text({"saved_offsets": tensor.cut.slices[file.holder].starts(len(tensor.shape))})
-            for tensor in {self._tensors[t] for t in file.tensors}
-        }
+        starts = {tensor: _dcp_start(tensor, file.holder) for tensor in {self._tensors[t] for t in file.tensors}}
         return f"{{{','.join([f'{self._names[t]}:{starts[self._tensors[t]]}' for t in file.tensors])}}}"
+
+
+def _dcp_start(tensor: CutTensor, holder: int) -> str:
+    """Where a holder's slice starts in the whole tensor, as PyTorch DCP wants it."""
+    return json_text({"saved_offsets": tensor.cut.slices[holder].starts(len(tensor.shape))})
 
 
 def _in_string(text: str) -> int:

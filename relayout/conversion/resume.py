@@ -1,17 +1,29 @@
-"""What is done of a conversion: whether its output is there, or what an interrupted attempt has noted of it."""
+"""What is done of a conversion: whether its output is there, or what an interrupted attempt has noted of it.
+
+An attempt notes finished tensors and files in its journal: lines, each with a digest of itself in front. When all of a
+file is written, a line has the digests of its chunks. A line that was torn by a dying process or machine is ignored.
+What a line says of slices is not believed either: who resumes reads the written bytes again and compares their digests
+(`verified_progress`), so that nothing need be forced to the drive before it is noted. The digests of source tensors and
+of chunks are taken from the lines. The notes of a finished part of an output are such a text, too (`part_notes`).
+"""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from functools import partial
+from typing import Any
+
+import xxhash
 
 from relayout.checkpoint.converted import check_intact, read_manifest, read_record
 from relayout.checkpoint.source import SourceIdentity, SourceTensor, is_unchanged, max_samples
-from relayout.conversion.journal import Fingerprint, TensorDigests, Written, read_journal
 from relayout.conversion.layout import Conversion, RankFile
 from relayout.conversion.sidecar import are_there, read_side_file, source_record
+from relayout.conversion.steps import TensorDigests, Written
 from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Extent, Transfer
 from relayout.core.workers import each
@@ -19,10 +31,103 @@ from relayout.errors import FormatError, PlanError
 from relayout.format.fields import dump_slice
 from relayout.format.index import FORMAT_VERSION
 from relayout.format.manifest import compact_json
+from relayout.format.safetensors import json_text
 from relayout.format.source_record import dump_record
 from relayout.publish.output import LocalOutput
 from relayout.storage.reading import HashedFile, hash_files
-from relayout.storage.stores import Access, Kind
+from relayout.storage.stores import Access, Closable, Kind
+
+JOURNAL_NAME = "relayout.journal"
+
+_SEPARATOR = b" "
+_HEX = re.compile("([0-9a-f]{2})*")
+_CHUNKS = "chunks"
+"""First item of the line of a file that is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What two attempts must have in common for one to resume the other."""
+
+    source: str
+    """What `SourceIdentity` says: its `here` for attempts on one machine, its `content` for those that machines
+    share."""
+    options: str
+    """Digest of everything else that decides which bytes are written."""
+
+
+class Journal(Closable):
+    """Appends to a journal. Thread-safe."""
+
+    def __init__(self, folder: LocalOutput, fingerprint: Fingerprint, *, append: bool) -> None:
+        """Continue the journal of an output, or begin a new one in place of what may be there."""
+        header = None if append else _line([fingerprint.source, fingerprint.options])
+        self._notes = folder.open_notes(JOURNAL_NAME, header)
+        if append:
+            self._notes.append(b"\n")  # Behind a torn line, too, a new one starts.
+
+    def add(self, written: Written) -> None:
+        """Note what is written."""
+        self._notes.append(_lines(written))
+
+    def close(self) -> None:
+        self._notes.close()
+
+
+def part_notes(fingerprint: Fingerprint, written: Written) -> bytes:
+    """The journal of just this, as the notes of a part; `parse_journal` reads it."""
+    return _line([fingerprint.source, fingerprint.options]) + _lines(written)
+
+
+def _lines(written: Written) -> bytes:
+    tensors: Iterable[list[object]] = (
+        [tensor, digests.source, *digests.slices] for tensor, digests in written.tensors.items()
+    )
+    files: Iterable[list[object]] = ([_CHUNKS, file, digests.hex()] for file, digests in written.chunks.items())
+    return b"".join(map(_line, [*tensors, *files]))
+
+
+def read_journal(folder: LocalOutput) -> tuple[Fingerprint, Written] | None:
+    """What a journal says is written, and of which conversion; None if this user has no journal there."""
+    text = folder.read_notes(JOURNAL_NAME)
+    return None if text is None else parse_journal(text)
+
+
+def parse_journal(text: bytes) -> tuple[Fingerprint, Written] | None:
+    """Parse the content of the notes into fingerprint and progress."""
+    lines = text.split(b"\n")
+    first = _parsed(lines[0])
+    if not (len(first) == 2 and _are_texts(first)):
+        return None
+    tensors, chunks = {}, {}
+    for line in lines[1:]:
+        match _parsed(line):
+            case [tensor, str() | None as source, *slices] if type(tensor) is int and slices and _are_texts(slices):
+                tensors[tensor] = TensorDigests(source, tuple(slices))
+            case [kind, file, str(digests)] if kind == _CHUNKS and type(file) is int and _HEX.fullmatch(digests):
+                chunks[file] = bytes.fromhex(digests)
+    return Fingerprint(*first), Written(tensors, chunks)
+
+
+def _are_texts(items: Sequence[object]) -> bool:
+    return all(isinstance(item, str) for item in items)
+
+
+def _line(items: Sequence[object]) -> bytes:
+    text = json_text(items).encode()
+    return xxhash.xxh3_64_hexdigest(text).encode() + _SEPARATOR + text + b"\n"
+
+
+def _parsed(line: bytes) -> list[Any]:
+    digest, _, text = line.partition(_SEPARATOR)
+    if xxhash.xxh3_64_hexdigest(text).encode() != digest:
+        return []
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    return parsed if isinstance(parsed, list) else []
+
 
 _AGAIN_NBYTES = 64 * 2**20
 _RUN = 64
@@ -43,11 +148,7 @@ def fingerprint_of(conversion: Conversion, source: str) -> Fingerprint:
 
 
 def check_unchanged(conversion: Conversion, before: SourceIdentity) -> None:
-    """Check that the source is still what it was before it was read; for the proof see `is_unchanged`.
-
-    Raises:
-        FormatError: it is not.
-    """
+    """Raise FormatError unless the source is still what it was before it was read; for the proof see `is_unchanged`."""
     if not is_unchanged(conversion.source, before):
         raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
 
@@ -56,9 +157,6 @@ def source_agrees(conversion: Conversion, noted: Written, threads: int) -> bool:
     """Whether the source still has the noted digests: of each file, one noted tensor is read again.
 
     That is the largest one up to 64 MiB, or the smallest one.
-
-    Raises:
-        FormatError, OSError: the source cannot be read.
     """
     source = conversion.source
     again: dict[int, int] = {}
@@ -80,9 +178,6 @@ def is_done(conversion: Conversion, threads: int) -> bool:
     with the names, lengths and headers of shards, the index, and the digests of side files; of each shard a whole
     tensor has the digest that is recorded; and of each slice, the first, middle and last bytes are those of the source.
     Of very many slices, or from a server, not all are compared.
-
-    Raises:
-        FormatError, OSError: the source cannot be read.
     """
     output, source = conversion.output, conversion.source
     if output.kind() is not Kind.FOLDER:
@@ -184,9 +279,6 @@ def verified_progress(folder: LocalOutput, written: Written, conversion: Convers
     """The tensors whose stored bytes have the noted digests, and the files that hold only such tensors.
 
     What is no rank file of this layout is deleted.
-
-    Raises:
-        OSError: a read failed.
     """
     if not written.tensors:
         return Written()

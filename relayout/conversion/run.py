@@ -1,37 +1,56 @@
-"""Carries out a conversion that was planned."""
+"""Carries out a conversion that was planned: unit by unit, in one folder or as parts of an output."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import SourceIdentity, identity_of
-from relayout.conversion.copy import DEFAULT_MEMORY, DEFAULT_THREADS, hash_chunks, run_unit, share_memory
-from relayout.conversion.journal import Fingerprint, Journal, TensorDigests, Written, parse_journal, part_notes
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import (
+    Fingerprint,
+    Journal,
     check_unchanged,
     fingerprint_of,
     is_done,
+    parse_journal,
+    part_notes,
     read_progress,
     source_agrees,
     verified_progress,
 )
 from relayout.conversion.sidecar import HeaderWriter, other_names, output_modes, write_sidecar
-from relayout.conversion.steps import CopyPlan
-from relayout.errors import FormatError
+from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, Step, Target, TensorDigests, Written, run_steps
+from relayout.core.arguments import at_least_one, size
+from relayout.core.digests import OrderedDigests
+from relayout.core.extents import BLOCK, Extent, align_down
+from relayout.core.workers import Stop
+from relayout.errors import FormatError, PlanError
+from relayout.format.index import DIGESTED_NBYTES, chunks_of, chunks_over
 from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import READ_NBYTES as REHASH_NBYTES
-from relayout.storage.stores import scheme_of
-from relayout.storage.system import peak_nbytes
+from relayout.storage.reading import HashedFile, OpenFiles, hash_files
+from relayout.storage.stores import Store, WritableFile, scheme_of
+from relayout.storage.system import available_nbytes, peak_nbytes
+
+DEFAULT_THREADS = 8
+"""Threads that read, copy, hash and write."""
+
+DEFAULT_MEMORY = 2 * DEFAULT_THREADS * CHUNK_NBYTES
+"""Bytes for copying: each thread holds what it has read, and what it puts together of it."""
+
+_MIN_CHUNK_NBYTES = 2**20
+_SHARE_OF_AVAILABLE = 0.75
+"""The share that buffers take of the memory that the system could give; the rest is for what is not counted, such as
+headers and the journal."""
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
 
@@ -187,6 +206,130 @@ def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> S
         unused=conversion.plan.unused,
         is_private=scheme_of(str(conversion.output)) is None and not output_modes(source).file & 0o044,
     )
+
+
+class FileSink:
+    """Writes to the files of a layout, of which only some are open at a time, and hashes their chunks.
+
+    Each file is written from front to back, except for writes that are under way at the same time.
+    """
+
+    def __init__(self, output: Output, conversion: Conversion, hashed: Iterable[int], stop: Stop) -> None:
+        """Files that are there already must have their full length; `hashed` are those whose chunks are hashed."""
+        self._output = output
+        self._layout = conversion.layout
+        self._files = OpenFiles(self._open_file, num_descriptors=2)
+        self._ordered = OrderedDigests(stop, conversion.digest)
+        self._chunks = {index: [b""] * self._layout.files[index].num_chunks for index in hashed}
+        """For each file the digests of its chunks, empty if they are not known."""
+
+    def put(self, target: Target, view: memoryview, address: int) -> None:
+        """Write the bytes for one place. Their memory, at `address` modulo a block, is reused after the call."""
+        with self._files.use(target.file) as file:
+            file.write(target.offset, view, address)
+        if target.file in self._chunks:
+            self._hash(target, view)
+
+    def _hash(self, target: Target, view: memoryview) -> None:
+        file, written = self._layout.files[target.file], Extent(target.offset, view.nbytes)
+        for index, chunk, part in chunks_over(written, file.data_start, file.nbytes, DIGESTED_NBYTES):
+            piece = view[part.offset - written.offset : part.end - written.offset]
+            digest = self._ordered.update((target.file, index), part.offset - chunk.offset, piece, chunk.nbytes)
+            if digest is not None:
+                self._chunks[target.file][index] = bytes.fromhex(digest)
+
+    def chunks(self) -> dict[int, bytes]:
+        """The digests of the chunks of each file that is complete."""
+        return {index: b"".join(digests) for index, digests in self._chunks.items() if all(digests)}
+
+    def _open_file(self, index: int) -> WritableFile:
+        file = self._layout.files[index]
+        return self._output.write(file.name, file.nbytes)
+
+    def close(self) -> None:
+        """Return when all that was put is on the drive, and close what is open.
+
+        Raises:
+            OSError: it could not all be written.
+        """
+        self._files.close()
+
+
+def run_unit(
+    plan: CopyPlan,
+    unit: int,
+    output: Output,
+    *,
+    done: Set[int] = frozenset(),
+    threads: int = DEFAULT_THREADS,
+    on_tensors: Callable[[Mapping[int, TensorDigests]], None] = lambda complete: None,
+    on_progress: Callable[[int], None] | None = None,
+    deliver: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps,
+) -> Written:
+    """Write the data sections of a unit's files, and return the digests of what was written.
+
+    Nothing of other units is read or written. When it returns, all is on the drive.
+
+    Args:
+        output: where the files go. Those that are there already must have their full length.
+        done: tensors that are written already.
+        deliver: makes each step possible, before it is carried out.
+    """
+    layout, stop = plan.conversion.layout, Stop()
+    # What is done is not hashed again here, so that chunks of these files would never be complete.
+    hashed = [file for file in layout.files_of_unit[unit] if done.isdisjoint(layout.files[file].tensors)]
+    sink = FileSink(output, plan.conversion, hashed, stop)
+    try:
+        tensors = run_steps(
+            plan.conversion,
+            deliver(plan.steps(unit, done=done)),
+            sink.put,
+            threads=threads,
+            on_tensors=on_tensors,
+            on_progress=on_progress,
+            stop=stop,
+        )
+    finally:
+        sink.close()
+    return Written(tensors, sink.chunks())
+
+
+def hash_chunks(folder: LocalOutput, conversion: Conversion, indices: Sequence[int], threads: int) -> dict[int, bytes]:
+    """The digests of the chunks of written files, from what is stored. Files without data need not be there."""
+    files = {index: conversion.layout.files[index] for index in indices}
+    with_data = {index: file for index, file in files.items() if file.nbytes > file.data_start}
+    stored = [
+        HashedFile(
+            partial(folder.open, file.name, file.nbytes),
+            (),
+            chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES),
+            conversion.digest,
+        )
+        for file in with_data.values()
+    ]
+    hashed = zip(with_data, hash_files(stored, threads), strict=True)
+    return dict.fromkeys(indices, b"") | {index: b"".join(map(bytes.fromhex, digests)) for index, digests in hashed}
+
+
+def share_memory(threads: int, memory: int | str, output: Store | None = None) -> tuple[int, int]:
+    """Share memory for copying among threads: at most `memory`, or three quarters of what the system could give.
+
+    A third is for what is sent meanwhile, if the output is in a remote store.
+
+    Returns:
+        The number of threads, `threads` at most, and how many source bytes each copies at once.
+
+    Raises:
+        PlanError: there are no threads, or not enough bytes for one.
+    """
+    threads, memory = at_least_one(threads, "threads"), size(memory, "memory")
+    num_copies = 3 if output is not None and output.cost.is_remote else 2
+    if memory < num_copies * _MIN_CHUNK_NBYTES:
+        what = f"memory: {memory} bytes, expected {num_copies * _MIN_CHUNK_NBYTES} or more"
+        raise PlanError(what, code="option")
+    memory = max(num_copies * _MIN_CHUNK_NBYTES, min(memory, int(available_nbytes() * _SHARE_OF_AVAILABLE)))
+    threads = min(threads, memory // (num_copies * _MIN_CHUNK_NBYTES))
+    return threads, align_down(memory // (num_copies * threads), BLOCK)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The copy plan: which bytes of which source file go where in which file, in bounded steps. Pure.
+"""The copy steps: which bytes of which source file go where in which file, planned without I/O and then carried out.
 
 The steps of a unit go through its tensors in the order of its files, so that in each file offsets rise from step to
 step. A large tensor is cut into chunks along its bytes, at row borders where its columns are cut, so that what each
@@ -12,19 +12,27 @@ tensor is copied in the order of its slices, and read a second time for its own 
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import merge
-from itertools import chain, pairwise, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
+from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.conversion.layout import Conversion
-from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up, coalesce, split
+from relayout.core.digests import EMPTY_DIGEST, OrderedDigests
+from relayout.core.extents import BLOCK, Extent, Transfer, align_down, align_up, coalesce, copy_runs, split
 from relayout.core.slices import CutTensor
+from relayout.core.workers import Stop, Workers
+from relayout.storage.reading import OpenFiles
+from relayout.storage.stores import Access, ReadableFile
+from relayout.storage.system import Buffer
 
 CHUNK_NBYTES = 32 * 2**20
 """Source bytes of one step, about."""
@@ -336,3 +344,203 @@ def join_ranges(ranges: Iterable[SourceRange]) -> tuple[SourceRange, ...]:
     in_order = sorted(ranges, key=lambda source: (source.file, source.extent))
     groups = coalesce(in_order, lambda source: (source.file, source.extent.offset, source.extent.end))
     return tuple(SourceRange(group.items[0].file, group.extent) for group in groups)
+
+
+SOURCE = -1
+"""Stands in place of a slice for the whole tensor, as stored in the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigests:
+    """Digests of one tensor, in hex."""
+
+    source: str | None
+    """Digest of the whole tensor, as stored in the source. None: unknown, as not all of it was read."""
+    slices: tuple[str, ...]
+    """Digests of its distinct slices, in the order in which ranks hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Tensors and files that are written."""
+
+    tensors: Mapping[int, TensorDigests] = field(default_factory=dict)
+    """The digests of each tensor, by its index in the source."""
+    chunks: Mapping[int, bytes] = field(default_factory=dict)
+    """The digests of the chunks of each file, by its number, of which everything but the header is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Source ranges, or the memory for them."""
+
+    memory: memoryview
+    starts: list[tuple[int, int]]
+    """(file, file offset) of each range, sorted."""
+    positions: list[int]
+    """Where each range lies in the memory."""
+
+    @classmethod
+    def place(cls, ranges: Sequence[SourceRange], buffer: Buffer) -> Self:
+        """Give the ranges, which are in order, their memory."""
+        positions = list(accumulate((source.extent.nbytes for source in ranges), initial=0))
+        memory = buffer.reserve(positions.pop())
+        return cls(memory, [(source.file, source.extent.offset) for source in ranges], positions)
+
+    def position(self, file: int, offset: int) -> int:
+        """Position in the memory of the byte at a file's offset."""
+        index = bisect_right(self.starts, (file, offset)) - 1
+        return self.positions[index] + offset - self.starts[index][1]
+
+    def tensor_position(self, tensor: SourceTensor, offset: int) -> int:
+        """Position of the tensor's byte 0, extrapolated from that of its byte at `offset`."""
+        return self.position(tensor.file, tensor.extent.offset + offset) - offset
+
+
+class TensorHashes:
+    """Digests of tensors and their slices, from the pieces in which they pass. Thread-safe."""
+
+    def __init__(self, conversion: Conversion, stop: Stop) -> None:
+        self._tensors = conversion.source.tensors
+        self._cut = conversion.cut
+        self._reads_whole = conversion.reads_whole
+        self._num_streams: dict[CutTensor, int] = {}
+        self._ordered = OrderedDigests(stop)
+        self._lock = threading.Lock()
+        self._partial: dict[int, dict[int, str]] = {}
+        """The digests that are known of tensors that pass in several steps."""
+
+    def add(self, pieces: Iterable[tuple[int, int, int, memoryview]]) -> dict[int, TensorDigests]:
+        """Hash pieces: tensor, distinct slice or `SOURCE`, offset in that, and the bytes from there on.
+
+        Returns:
+            The digests of tensors of which these were the last bytes, in the source and in slices.
+
+        Raises:
+            Stopped: the work was given up.
+        """
+        ended: dict[int, dict[int, str]] = {}
+        for t, which, start, view in pieces:
+            nbytes = self._tensors[t].extent.nbytes if which == SOURCE else self._cut[t].sizes[which]
+            digest = self._ordered.update((t, which), start, view, nbytes)
+            if digest is not None:
+                ended.setdefault(t, {})[which] = digest
+        complete = {}
+        with self._lock:
+            for t, digests in ended.items():
+                digests |= self._partial.pop(t, {})
+                cut = self._cut[t]
+                if cut not in self._num_streams:
+                    self._num_streams[cut] = len(_streams(cut, with_source=self._reads_whole(t)))
+                if len(digests) < self._num_streams[cut]:
+                    self._partial[t] = digests
+                else:
+                    slices = (
+                        digests.get(SOURCE if part.is_whole else which, EMPTY_DIGEST)
+                        for which, part in enumerate(cut.cut.distinct)
+                    )
+                    complete[t] = TensorDigests(digests.get(SOURCE), tuple(slices))
+        return complete
+
+
+def _streams(tensor: CutTensor, *, with_source: bool) -> set[int]:
+    """What is hashed of a tensor: its different slices that have bytes, and the source if all of that is read."""
+    parts = zip(tensor.cut.distinct, tensor.sizes, strict=True)
+    slices = {SOURCE if part.is_whole else which for which, (part, nbytes) in enumerate(parts) if nbytes}
+    return slices | {SOURCE} if with_source else slices
+
+
+def run_steps(
+    conversion: Conversion,
+    steps: Iterable[Step],
+    put: Callable[[Target, memoryview, int], None] | None,
+    *,
+    threads: int,
+    on_tensors: Callable[[Mapping[int, TensorDigests]], None] = lambda complete: None,
+    on_progress: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
+) -> dict[int, TensorDigests]:
+    """Carry out all steps, and return the digests of each tensor that passed.
+
+    Args:
+        put: takes the bytes of a span for each place, as `FileSink.put`; called by several threads. None: digests only.
+        on_tensors: called by several threads, when the last bytes of tensors were put.
+        stop: requested when a step fails.
+
+    Raises:
+        FormatError: a source file has changed its length.
+        OSError: a read or a write failed.
+    """
+    source = conversion.source
+    stop = stop or Stop()
+    done: dict[int, TensorDigests] = {}
+    hashes = TensorHashes(conversion, stop)
+
+    def work(buffers: tuple[Buffer, Buffer], step: Step) -> int:
+        loaded = _read(step.ranges, inputs, buffers[0])
+        staged = _stage(step.spans, source, loaded, buffers[1])
+        if put is not None:
+            for span, view, address in staged:
+                for target in span.targets:
+                    put(target, view, address)
+        complete = hashes.add(_hashed(step, conversion, loaded, staged))
+        done.update(complete)
+        on_tensors(complete)
+        return step.nbytes
+
+    def open_input(index: int) -> ReadableFile:
+        file = source.files[index]
+        return source.folder.open(file.name, file.nbytes, access=Access.ONCE, version=file.version)
+
+    with OpenFiles(open_input) as inputs:
+        Workers(threads, steps, lambda: (Buffer(), Buffer()), work, stop).run(on_progress)
+    return done
+
+
+def _read(ranges: Sequence[SourceRange], inputs: OpenFiles[int, ReadableFile], buffer: Buffer) -> Loaded:
+    loaded = Loaded.place(ranges, buffer)
+    for source, position in zip(ranges, loaded.positions, strict=True):
+        with inputs.use(source.file) as file:
+            file.read(source.extent.offset, loaded.memory[position : position + source.extent.nbytes])
+    return loaded
+
+
+_Staged = tuple[Span, memoryview, int]
+"""A span put together in memory, and where in page-aligned memory it starts."""
+
+
+def _stage(spans: Sequence[Span], source: SourceCheckpoint, loaded: Loaded, buffer: Buffer) -> list[_Staged]:
+    """Put the spans together, each at the address, modulo a block, that its first target wants."""
+    positions = []
+    end = 0
+    for span in spans:
+        positions.append(align_up(end, BLOCK) + (span.targets[0].offset % BLOCK if span.targets else 0))
+        end = positions[-1] + span.nbytes
+    memory = buffer.reserve(end)
+    for span, position in zip(spans, positions, strict=True):
+        for piece in span.pieces:
+            tensor = source.tensors[piece.tensor]
+            for transfer in piece.transfers:
+                origin = loaded.tensor_position(tensor, transfer.source)
+                copy_runs(loaded.memory, memory, transfer, origin, position + piece.position - piece.offset)
+    return [
+        (span, memory[position : position + span.nbytes], position)
+        for span, position in zip(spans, positions, strict=True)
+    ]
+
+
+def _hashed(
+    step: Step, conversion: Conversion, loaded: Loaded, staged: Iterable[_Staged]
+) -> Iterator[tuple[int, int, int, memoryview]]:
+    """The bytes of a step that are hashed, for `TensorHashes.add`."""
+    source = conversion.source
+    for span, view, _ in staged:
+        for t, which, offset, position, nbytes, _, is_hashed in span.pieces:
+            if is_hashed:
+                yield t, which, offset, view[position : position + nbytes]
+    for t, extent in step.tensors:
+        if not conversion.reads_whole(t):
+            continue
+        tensor = source.tensors[t]
+        position = loaded.position(tensor.file, extent.offset)
+        yield t, SOURCE, extent.offset - tensor.extent.offset, loaded.memory[position : position + extent.nbytes]

@@ -31,7 +31,7 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.source import read_source
 from relayout.conversion.layout import Conversion
-from relayout.conversion.stored import recorded_source, stored_conversion
+from relayout.conversion.sidecar import recorded_source, stored_conversion
 from relayout.core.arguments import collapse_numbers, integer
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.slices import CutTensor, num_bytes

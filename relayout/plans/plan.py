@@ -146,11 +146,7 @@ _MAX_WORK = 2**27
 
 
 def check_all_held(shape: tuple[int, ...], slices: Iterable[Slice]) -> None:
-    """Check that the slices of all ranks together have every element of a tensor.
-
-    Raises:
-        PlanError: they do not, or it takes long to tell.
-    """
+    """Raise PlanError unless the slices of all ranks have every element of a tensor, or if it takes long to tell."""
     held = [part for part in slices if part.is_held]
     if not held:
         raise PlanError("no rank holds the tensor", code="missing")

@@ -16,10 +16,9 @@ import numpy as np
 
 from relayout.checkpoint.folder import CONFIG_NAME
 from relayout.checkpoint.source import identity_of, model_order, read_source
-from relayout.conversion.copy import share_memory
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import Summary, carry_out
+from relayout.conversion.run import Summary, carry_out, share_memory
 from relayout.core.arguments import integer, size
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent

@@ -22,14 +22,12 @@ import xxhash
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import identity_of
-from relayout.conversion.copy import run_unit
 from relayout.conversion.jobs import complete_parts
-from relayout.conversion.journal import TensorDigests, Written
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import Summary, merged, needed_for_units, needed_nbytes, summary_of, work_of
+from relayout.conversion.run import Summary, merged, needed_for_units, needed_nbytes, run_unit, summary_of, work_of
 from relayout.conversion.sidecar import HeaderWriter, digests_of_all
-from relayout.conversion.steps import CopyPlan, Step
+from relayout.conversion.steps import CopyPlan, Step, TensorDigests, Written
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import EMPTY_DIGEST
 from relayout.core.extents import Bytes, Extent, Transfer, copy_runs, split

@@ -20,7 +20,7 @@ from support.models import Array
 from support.rebuilding import rebuild
 
 import relayout
-from relayout.conversion.copy import FileSink
+from relayout.conversion.run import FileSink
 from relayout.conversion.steps import Target
 from relayout.core.slices import NOT_HELD, Cut, Slice
 from relayout.errors import FormatError

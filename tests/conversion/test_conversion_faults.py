@@ -28,8 +28,8 @@ from support.journals import claims_in
 from support.mounts import mounted_tmpfs
 from support.profile import IS_LONG, sample
 
-from relayout.conversion.journal import JOURNAL_NAME
 from relayout.conversion.layout import Conversion
+from relayout.conversion.resume import JOURNAL_NAME
 from relayout.conversion.run import carry_out
 from relayout.conversion.steps import SMALL_NBYTES
 from relayout.planning import plan_conversion

@@ -1,4 +1,4 @@
-"""relayout.conversion.copy: digests in whatever order threads work, and rank files whose bytes reach the drive."""
+"""Copy steps carried out: digests in whatever order threads work, and rank files whose bytes reach the drive."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from support.planning import conversion_of, plan_of
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.conversion.copy import SOURCE, TensorHashes, run_steps
-from relayout.conversion.journal import TensorDigests
 from relayout.conversion.sidecar import digests_of_all
-from relayout.conversion.steps import CopyPlan
+from relayout.conversion.steps import SOURCE, CopyPlan, TensorDigests, TensorHashes, run_steps
 from relayout.core.slices import Slice
 from relayout.core.workers import Stop
 from relayout.plans.plan import Plan
@@ -112,7 +110,7 @@ def test_a_tensor_of_which_bytes_were_not_hashed_has_no_digest(tmp_path: Path) -
     source = read_source(write(tmp_path / "model", arrays))
     plan = plan_of("x", 1, ((Slice(),),) * 3)
     conversion = conversion_of(source, plan, 4096)
-    passed = run_steps(conversion, CopyPlan(conversion).steps(0), None)
+    passed = run_steps(conversion, CopyPlan(conversion).steps(0), None, threads=2)
     expected = [TensorDigests(digest(one), (digest(one),)) for one in arrays.values()]
     assert digests_of_all(conversion, passed) == expected
     del passed[1]

@@ -43,14 +43,14 @@ for job in json.load(sys.stdin):
 """
 CONVERT_ONE = """
 import json, os, signal, sys
-from relayout.conversion import copy, jobs
-left, put = [int(sys.argv[2])], copy.FileSink.put
+from relayout.conversion import jobs, run
+left, put = [int(sys.argv[2])], run.FileSink.put
 def dying(self, *args):
     put(self, *args)
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
-copy.FileSink.put = dying
+run.FileSink.put = dying
 jobs.run_job(jobs.UnitJob.from_json(json.loads(sys.argv[1])), threads=1)
 """
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.local_stores import staging_folder
 
-from relayout.conversion.journal import Fingerprint, Journal, TensorDigests, Written, parse_journal, read_journal
+from relayout.conversion.resume import Fingerprint, Journal, parse_journal, read_journal
+from relayout.conversion.steps import TensorDigests, Written
 
 OURS = Fingerprint("a" * 32, "b" * 32)
 THEIRS = Fingerprint("c" * 32, "b" * 32)

@@ -1,4 +1,4 @@
-"""relayout.conversion.preview: what a planned conversion will do, in sums made by hand."""
+"""relayout.preview: what a planned conversion will do, in sums made by hand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from support.planning import Shapes, conversion_of, make_source
 
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.conversion.preview import PlannedGroup, Preview, preview
 from relayout.core.extents import Extent
+from relayout.planning import PlannedGroup, Preview, preview
 from relayout.plans.planner import plan_for
 
 

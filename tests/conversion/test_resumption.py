@@ -22,11 +22,10 @@ from support.planning import slice_nbytes
 import relayout
 from relayout.checkpoint.source import identity_of, read_source
 from relayout.commands.convert import convert
-from relayout.conversion.copy import FileSink
-from relayout.conversion.journal import JOURNAL_NAME, Journal, Written, read_journal
 from relayout.conversion.layout import Conversion
-from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import Summary, carry_out, is_carried_out
+from relayout.conversion.resume import JOURNAL_NAME, Journal, fingerprint_of, read_journal
+from relayout.conversion.run import FileSink, Summary, carry_out, is_carried_out
+from relayout.conversion.steps import Written
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError
 from relayout.planning import plan_conversion

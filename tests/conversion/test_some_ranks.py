@@ -20,10 +20,9 @@ from support.planning import conversion_of, plan_of
 from support.profile import sample
 
 import relayout
-from relayout.conversion.copy import run_steps
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.conversion.layout import Conversion
-from relayout.conversion.steps import CopyPlan, Target
+from relayout.conversion.steps import CopyPlan, Target, run_steps
 from relayout.core.slices import NOT_HELD, WHOLE, Slice
 from relayout.errors import PlanError
 from relayout.storage.local.store import InputFile

@@ -30,7 +30,7 @@ from support.trees import content
 
 from relayout.commands.convert import convert
 from relayout.commands.restore import restore
-from relayout.conversion.copy import FileSink
+from relayout.conversion.run import FileSink
 from relayout.errors import PlanError
 from relayout.publish import folder as local_staging
 from relayout.publish.output import check_space

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.cgroups import new_group
 
-from relayout.conversion.copy import share_memory
+from relayout.conversion.run import share_memory
 from relayout.storage import system as memory
 from relayout.storage.system import available_nbytes
 

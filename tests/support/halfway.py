@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 from support.patience import PATIENCE
 
-from relayout.conversion.journal import JOURNAL_NAME
+from relayout.conversion.resume import JOURNAL_NAME
 
 NUM_TENSORS = 48
 NBYTES = NUM_TENSORS * 2**19

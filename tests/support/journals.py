@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayout.conversion.journal import JOURNAL_NAME, parse_journal
+from relayout.conversion.resume import JOURNAL_NAME, parse_journal
 
 
 def claims_in(folder: Path) -> set[int]:

@@ -13,7 +13,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "plans": ("core", "format", "storage"),
     "observe": ("core", "reporting", "format", "storage", "checkpoint", "plans", "loader"),
     "conversion": ("core", "reporting", "format", "storage", "publish", "checkpoint", "plans"),
-    "planning": ("core", "format", "storage", "checkpoint", "plans", "observe", "conversion"),
+    "planning": ("core", "reporting", "format", "storage", "checkpoint", "plans", "observe", "conversion"),
     "cache": ("core", "reporting", "format", "storage", "checkpoint", "plans", "conversion"),
     "commands": (
         *("core", "reporting", "format", "storage", "publish"),
@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "clusters": ("reporting", "conversion"),
     "testing": ("core", "format", "storage", "checkpoint", "loader"),
     "cli": (
-        *("core", "reporting", "format", "storage", "plans", "observe", "conversion"),
+        *("core", "reporting", "format", "storage", "plans", "observe", "conversion", "planning"),
         *("commands", "loader", "benchmark", "html_report", "clusters"),
     ),
 }

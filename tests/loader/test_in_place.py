@@ -100,6 +100,17 @@ def test_some_of_the_tensors_are_changed_alone(steps: Path) -> None:
     relayout.apply(steps / "1-to-2", 0, {})
 
 
+def test_of_two_tensors_the_one_between_them_is_left_alone(tmp_path: Path) -> None:
+    """It has changed, too, in a MiB of its own."""
+    for step in range(2):
+        tensors = {f"layers.{n}.x": torch.full((2**19,), step + n / 4, dtype=torch.bfloat16) for n in range(3)}
+        relayout.save(tensors, tmp_path / f"{step}", unmatched="replicate", threads=1)
+    relayout.delta(tmp_path / "0", tmp_path / "1", tmp_path / "delta")
+    some = relayout.load(tmp_path / "0", 0, names=["layers.0.x", "layers.2.x"])
+    relayout.apply(tmp_path / "delta", 0, some, verify=True)
+    assert_equal(some, relayout.load(tmp_path / "1", 0, names=list(some)))
+
+
 def copies(tensors: Tensors) -> Tensors:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 

@@ -117,6 +117,18 @@ def test_in_the_background_tensors_may_change_at_once(tmp_path: Path) -> None:
     assert weights(tmp_path / "other") == weights(tmp_path / "one")
 
 
+def test_in_the_background_parts_of_one_memory_and_two_names_of_one_part_are_saved(tmp_path: Path) -> None:
+    whole = torch.arange(8.0).reshape(4, 2)
+    tensors = {"a": whole[:2], "b": whole[:2], "c": whole[2:]}
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    future = relayout.save(tensors, tmp_path / "out", background=True)
+    whole.zero_()
+    future.result(PATIENCE)
+    found = relayout.load(tmp_path / "out", 0)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_saves_in_the_background_are_put_in_line(tmp_path: Path) -> None:
     steps = [{"x": torch.full((2**20,), float(step))} for step in range(3)]
     for future in [relayout.save(step, tmp_path / "latest", force=True, background=True) for step in steps]:

@@ -43,6 +43,14 @@ def test_bytes_of_what_is_not_contiguous(order: list[int], offset: int, nbytes: 
     assert held.bytes_of(extent).tobytes() == dense[extent.offset : extent.end]
 
 
+def test_only_the_same_elements_of_one_memory_are_the_same() -> None:
+    whole = torch.arange(8.0).reshape(4, 2)
+    upper, lower, again = (HeldTensor.of("x", part).memory for part in (whole[:2], whole[2:], whole.detach()[:2]))
+    assert upper == again
+    assert upper != lower
+    assert upper != HeldTensor.of("x", whole[:2].t()).memory
+
+
 PLACEMENTS = st.sampled_from([Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)])
 
 

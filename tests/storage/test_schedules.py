@@ -279,6 +279,30 @@ def test_a_second_writer_at_any_request_ends_with_one_whole_output(
     assert {"the same": "done", "other options": "busy", "replaces": "done", "commits": "missing"}[other] in told
 
 
+def test_of_two_that_claim_a_prefix_at_the_same_moment_one_is_refused(make: Make, plans: Plans) -> None:
+    """A claim is on its way when another process makes its own, and is killed."""
+    world, first = solo(make)
+    second = Writer(world, "another machine")
+    claims = []
+
+    def come(writer: Writer, request: Request) -> None:
+        if request.operation == "upload":
+            claims.append(world.bucket.objects[f"out/{CLAIM}"])
+            second.killed_at = second.num_requests
+        elif writer is first and (request.operation, request.name) == ("put", f"out/{CLAIM}") and not claims:
+            world.current = second
+            second.begin()
+            with pytest.raises(Killed):
+                convert(second, plans[1][0])
+            world.current = first
+
+    world.watch = come
+    first.begin()
+    with pytest.raises(PlanError, match="out: is claimed by a conversion of .* at TP 1"):
+        convert(first, plans[2][0])
+    assert [world.bucket.objects[f"out/{CLAIM}"]] == claims
+
+
 class Halting(Writer):
     """Stands still before one request, while another writer does its work."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.bucket_world import NEVER, Chances, Killed, Request, World, Writer, in_its_time
+from support.bucket_world import NEVER, Chances, Killed, Request, World, WorldClient, Writer, in_its_time
 
 from relayout.conversion import jobs
 from relayout.conversion.layout import Conversion as ConversionPlan
@@ -298,7 +298,7 @@ def test_of_two_that_claim_a_prefix_at_the_same_moment_one_is_refused(make: Make
 
     world.watch = come
     first.begin()
-    with pytest.raises(PlanError, match="out: is claimed by a conversion of .* at TP 1"):
+    with pytest.raises(PlanError, match=r"out: is claimed by a conversion of .* at TP 1"):
         convert(first, plans[2][0])
     assert [world.bucket.objects[f"out/{CLAIM}"]] == claims
 
@@ -459,6 +459,29 @@ def test_an_object_that_changes_before_the_manifest_is_written_is_an_error(
     writer.begin()
     world.bucket.objects.pop(f"out/{name}", None)
     WAYS[way](writer, plan)
+    assert there(world) == expected
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-rank-0-part-0.safetensors"])
+def test_where_a_bucket_tells_no_versions_the_first_bytes_of_each_object_are_compared(
+    make: Make, plans: Plans, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, expected = plans[2]
+    for method, untold in {
+        "list_objects": lambda found: [(one, "") for one, _ in found],
+        "put": lambda _: {},
+        "upload": lambda _: {},
+    }.items():
+        told = getattr(WorldClient, method)
+        monkeypatch.setattr(WorldClient, method, lambda *given, _t=told, _u=untold, **named: _u(_t(*given, **named)))
+    world, writer = solo(make)
+    before_the_manifest(world, name, bytes(len(expected[name])))
+    writer.begin()
+    with pytest.raises(FileExistsError, match=f"replaced or deleted by another process.*out/{name}"):
+        convert(writer, plan)
+    del world.bucket.objects[f"out/{name}"]
+    writer.begin()
+    convert(writer, plan)
     assert there(world) == expected
 
 

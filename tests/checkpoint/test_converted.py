@@ -1,0 +1,92 @@
+"""What the records of a converted checkpoint prove of its files, before any weights are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from base64 import b64encode
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from support.bits import flip
+from support.conversions import Conversions
+
+import relayout
+from relayout.checkpoint.converted import check_intact, find_signature, names_of_index, names_of_output, read_manifest
+from relayout.errors import FormatError, PlanError
+from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME
+from relayout.storage.stores import find_input
+
+
+@pytest.fixture
+def folder(conversions: Conversions, tmp_path: Path) -> Path:
+    return shutil.copytree(conversions.at("llama", 2), tmp_path / "out")
+
+
+def weights_of(folder: Path) -> list[str]:
+    return [file.name for file in read_manifest(find_input(folder)).files]
+
+
+def refuses(folder: Path, name: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        check_intact(find_input(folder))
+    assert name in str(caught.value)
+
+
+def test_a_conversion_is_intact_only_with_all_files_in_their_lengths(folder: Path) -> None:
+    check_intact(find_input(folder))
+    names = [*names_of_index(read_manifest(find_input(folder))), *weights_of(folder)]
+    assert len(names) == 8
+    for name in names:
+        blob = (folder / name).read_bytes()
+        (folder / name).unlink()
+        refuses(folder, name)
+        for other in (blob[:-2], blob + b" }"):
+            (folder / name).write_bytes(other)
+            refuses(folder, name)
+        (folder / name).write_bytes(blob)
+    check_intact(find_input(folder))
+
+
+def test_small_files_are_intact_only_with_their_digests(folder: Path) -> None:
+    names = [name for name in names_of_index(read_manifest(find_input(folder))) if name != CHUNKS_NAME]
+    assert len(names) == 5
+    for name in names:
+        place = (folder / name).stat().st_size // 2
+        flip(folder / name, place)
+        refuses(folder, name)
+        flip(folder / name, place)
+    check_intact(find_input(folder))
+
+
+def test_a_weight_file_that_names_another_content_is_not_the_one_of_the_manifest(folder: Path) -> None:
+    """As where files of two conversions were mixed up."""
+    file = read_manifest(find_input(folder)).files[1]
+    blob = (folder / file.name).read_bytes()
+    assert blob.count(file.content.encode()) == 1
+    (folder / file.name).write_bytes(blob.replace(file.content.encode(), file.content[::-1].encode()))
+    with pytest.raises(FormatError, match="content in its header differs"):
+        check_intact(find_input(folder))
+
+
+@pytest.mark.parametrize("shift", [-8, 8])
+def test_a_data_section_that_begins_elsewhere_is_told(folder: Path, shift: int) -> None:
+    path = folder / weights_of(folder)[0]
+    blob = path.read_bytes()
+    path.write_bytes((int.from_bytes(blob[:8], "little") + shift).to_bytes(8, "little") + blob[8:])
+    with pytest.raises(FormatError, match="its data section starts at"):
+        check_intact(find_input(folder))
+
+
+def test_a_signature_of_another_manifest_is_a_strangers_file(folder: Path, conversions: Conversions) -> None:
+    store, blob = find_input(folder), (folder / MANIFEST_NAME).read_bytes()
+    for content, is_ours in ((blob, True), (b"another", False)):
+        payload = b64encode(json.dumps({"digest": sha256(content).hexdigest()}).encode()).decode()
+        signature = json.dumps({"dsseEnvelope": {"payload": payload}}).encode()
+        (folder / SIGNATURE_NAME).write_bytes(signature)
+        assert find_signature(store, blob) == (signature if is_ours else None)
+        assert (SIGNATURE_NAME in names_of_output(store)) is is_ours
+    with pytest.raises(PlanError, match=f"holds files that relayout did not write.*{SIGNATURE_NAME}"):
+        relayout.convert(conversions.source("llama"), folder, tp=2, force=True)
+    assert (folder / SIGNATURE_NAME).read_bytes() == signature

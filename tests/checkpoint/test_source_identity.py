@@ -161,6 +161,14 @@ def test_another_version_on_a_server_and_another_index_are_other_contents(
     assert len(found) == 4
 
 
+def test_the_same_word_of_a_server_at_another_address_is_no_proof(tmp_path: Path) -> None:
+    """Its version may be a time, which two models have in common; what vouches for the bytes counts anywhere."""
+    for name in ("one", "other"):
+        write(tmp_path / name, model(1))
+    one, again, other = (identity_of(read_source(Server(tmp_path / name))).content for name in ("one", "one", "other"))
+    assert one == again != other
+
+
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_samples_are_bounded_and_no_small_kind_is_left_out(monkeypatch: pytest.MonkeyPatch, is_remote: bool) -> None:
     """A server has each as a request."""

@@ -122,3 +122,19 @@ def test_a_refused_command_does_not_bring_back_an_older_folder_of_somebody_else(
     with pytest.raises(PlanError, match="belongs to another user"):
         convert(shared)
     assert facts(shared) == before
+
+
+def test_a_folder_of_another_user_in_the_place_of_the_staged_files_is_not_gone_on_with(shared: Path) -> None:
+    """Its owner may have it open, and write to what is published."""
+    with pytest.raises(ZeroDivisionError):
+        relayout.convert(shared.parent / "model", shared / "out", progress=lambda done, total: 1 // (total - done))
+    staged = shared / ".out.relayout-partial" / "output"
+    before = staged.stat().st_ino
+    os.chown(staged, NOBODY, NOBODY)
+    opened = os.open(staged, os.O_RDONLY)  # So that no other folder gets its inode.
+    try:
+        convert(shared)
+        status = (shared / "out").stat()
+    finally:
+        os.close(opened)
+    assert (status.st_uid, status.st_ino == before) == (os.geteuid(), False)

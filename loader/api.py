@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from relayout.errors import FormatError, PlanError, warn
-from relayout.loader.loading import Asked, Options, error_hints, load_arena, warn_if_slow
-from relayout.loader.sources.checkpoint import doubt_cache, doubting
+from relayout.loader.backends.base import Options, load_arena
+from relayout.loader.backends.files import error_hints
+from relayout.loader.sources.checkpoint import Asked, doubt_cache, doubting, warn_if_slow
 from relayout.loader.sources.rank import RankSource
 from relayout.reporting import Progress
 
@@ -141,7 +142,7 @@ def _load(asked: Asked, source: RankSource, options: Options) -> dict[str, torch
         return load_arena(plan, options)
     if not asked.into and asked.names is None:
         raise PlanError("into: no tensors to fill; leave it out to load into new memory", code="option")
-    from relayout.loader.into import load_into
+    from relayout.loader.in_place import load_into
 
     contents = source.contents()
     warn_if_slow(source)

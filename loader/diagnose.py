@@ -18,10 +18,9 @@ from relayout.core.extents import BLOCK, Extent, align_down, align_up, split
 from relayout.core.workers import Workers
 from relayout.errors import PlanError
 from relayout.loader.backends.cuda import is_integrated
-from relayout.loader.backends.files import ReadableFiles
-from relayout.loader.budgets import Budget, local_world_size, num_cpus, plan_budget
-from relayout.loader.loading import Asked, error_hints
-from relayout.loader.reads import Request
+from relayout.loader.backends.files import ReadableFiles, error_hints
+from relayout.loader.requests import Budget, Request, local_world_size, num_cpus, plan_budget
+from relayout.loader.sources.checkpoint import Asked
 from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
 from relayout.reporting import Result
 from relayout.storage.local.store import refuses_direct

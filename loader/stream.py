@@ -13,9 +13,9 @@ from relayout.core.extents import BLOCK
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
 from relayout.format.index import Placement, place
-from relayout.loader.backends.base import Allocation, Backend, Pool, ReadJob, RunningJob, Span, choose
-from relayout.loader.budgets import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
-from relayout.loader.loading import Options, error_hints
+from relayout.loader.backends.base import Allocation, Backend, Options, Pool, ReadJob, RunningJob, Span
+from relayout.loader.backends.files import error_hints
+from relayout.loader.requests import MAX_IN_FLIGHT, MIN_BUFFER, NODE_IN_FLIGHT, Budget, local_world_size, plan_budget
 from relayout.loader.sources.rank import TensorColumns, batches, cost_of
 from relayout.loader.tensors import make_views, to_device
 from relayout.reporting import reporting
@@ -81,7 +81,7 @@ def stream(
         PlanError: the largest tensor needs more.
     """
     contents = replace(contents, files=options.proving(contents.files))
-    backend = choose(options.backend, options.device, contents.files)
+    backend = options.backend_for(contents.files)
     budget, bound = _bounds(contents, backend, options)
     return _stream(contents, backend, budget, bound, options, reader or Reader())
 
@@ -110,7 +110,7 @@ def _bounds(contents: TensorColumns, backend: Backend[Any], options: Options) ->
 
 def most_memory(contents: TensorColumns, options: Options) -> int:
     """Most bytes that `stream` takes beside the tensors that it has yielded: buffers, and tensors that wait."""
-    backend = choose(options.backend, options.device, options.proving(contents.files))
+    backend = options.backend_for(contents.files)
     if options.memory is not None:
         return options.memory
     budget, bound = _bounds(contents, backend, options)

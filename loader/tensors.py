@@ -232,3 +232,30 @@ def share(first: Strided, second: Strided) -> bool:
         return np.shares_memory(first.array, second.array, max_work=MAX_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
+
+
+def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same view of the same memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def memory_of(tensor: torch.Tensor) -> Strided:
+    """The places in memory of a tensor's elements."""
+    return Strided(tensor.data_ptr(), tensor.element_size(), tensor.stride(), tuple(tensor.shape))
+
+
+def address_of(tensor: torch.Tensor | torch.UntypedStorage) -> int:
+    """The address of a tensor's first byte; 0: it has no memory."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # Several kinds of tensors have no memory, and torch has no other test for them.
+        return 0
+
+
+def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that tensors were changed in place, so that a backward pass that has saved one fails."""
+    import torch
+
+    increment = getattr(torch.autograd.graph, "increment_version", None)
+    if increment is not None:  # Older versions of torch have none.
+        increment(tensors)

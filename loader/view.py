@@ -17,12 +17,11 @@ from relayout.core.extents import Transfer, align_down, align_up
 from relayout.core.slices import Range, Slice
 from relayout.errors import FormatError, PlanError, did_you_mean
 from relayout.format.index import Read
-from relayout.loader.backends.base import ReadJob
-from relayout.loader.backends.files import ReadableFiles
+from relayout.loader.backends.base import Options, ReadJob, load_arena
+from relayout.loader.backends.files import ReadableFiles, error_hints
 from relayout.loader.backends.host import MAP_FIXED, HostArena, HostBackend, allocate
-from relayout.loader.budgets import HOST_BUFFERS, plan_budget
-from relayout.loader.loading import Asked, Options, error_hints, load_arena, warn_if_slow
-from relayout.loader.sources.checkpoint import find_whole
+from relayout.loader.requests import HOST_BUFFERS, plan_budget
+from relayout.loader.sources.checkpoint import Asked, find_whole, warn_if_slow
 from relayout.loader.sources.rank import ArenaPlan, Names, Pieces, RankSource, StoredFile, pack
 from relayout.loader.stream import stream
 from relayout.loader.tensors import check_mode, make_views, to_device

@@ -30,7 +30,7 @@ WITHOUT_SHA = {"OPENSSL_ia32cap": ":~0x20000000"}
 SERVER = """
 import json, os, sys, time
 import torch, relayout
-import relayout.loader.api, relayout.loader.loading, relayout.checkpoint.trust
+import relayout.loader.api, relayout.checkpoint.trust
 from model_signing import verifying
 def counted():
     return int(dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())["read_bytes"])

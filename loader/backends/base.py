@@ -1,4 +1,4 @@
-"""Backends read files into memory: what each does, which there are, and which one a load takes."""
+"""Backends read files into memory: what each does, which one a load takes, and a load of tensors into a new arena."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from relayout.core.extents import Grid
 from relayout.core.workers import Stop
 from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.loader.budgets import HOST_BUFFERS, Budget
-from relayout.loader.reads import Request, plan_requests
-from relayout.loader.sources.rank import StoredFile
-from relayout.loader.tensors import check_mode
+from relayout.loader.requests import HOST_BUFFERS, Budget, Request, plan_budget, plan_requests
+from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
+from relayout.loader.tensors import check_mode, make_views, to_device
+from relayout.reporting import Progress, reporting
 from relayout.storage.stores import Access
 
 if TYPE_CHECKING:
@@ -270,3 +270,64 @@ def resolve_device(device: str | torch.device) -> str | torch.device:
     except (RuntimeError, AssertionError) as error:
         raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}", code="option") from None
     return "cpu" if resolved.type == "cpu" else resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to load: what a caller asked for, checked."""
+
+    device: str | torch.device = "cpu"
+    backend: str = "auto"
+    verify: bool = False
+    threads: int | None = None
+    memory: int | None = None
+    """Bytes."""
+    progress: Progress = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of the device: "cpu", "cuda" or another of torch's."""
+        return kind_of(self.device)
+
+    def backend_for(self, files: Sequence[StoredFile]) -> Backend[Any]:
+        """The backend for these files; for errors see `choose`."""
+        return choose(self.backend, self.device, self.proving(files))
+
+    def choose(self, files: Sequence[StoredFile]) -> tuple[Backend[Any], Budget]:
+        """The backend for these files, and its budget.
+
+        Raises:
+            PlanError: the device is "meta"; or as `choose` and `plan_budget`.
+        """
+        backend = self.backend_for(files)
+        if self.kind == "meta":
+            raise PlanError("device 'meta': its tensors have no memory to load into", code="option")
+        return backend, plan_budget(self.threads, self.memory, backend.max_buffer_nbytes, cost_of(files))
+
+    def proving(self, files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
+        """The files as they are read: with `verify`, their bytes are proven."""
+        return tuple(file.proven() for file in files) if self.verify else tuple(files)
+
+
+def load_arena(plan: ArenaPlan, options: Options) -> dict[str, torch.Tensor]:
+    """Load tensors into a new arena."""
+    backend, budget = options.choose(plan.files)
+    job = ReadJob(options.proving(plan.files), plan.reads, budget)
+    with reporting(options.progress, "loading", plan.nbytes) as report:
+        arena = backend.allocate(plan.arena_nbytes)
+        try:
+            running = backend.start(arena, job)
+            try:
+                tensors = plan.tensors()
+                if backend.device != options.device:
+                    running.join(report)
+                    return make_views(to_device(arena.tensor(), options.device), tensors)
+                views = make_views(arena.tensor(), tensors)
+                running.join(report)
+                return views
+            except BaseException:
+                running.cancel()
+                raise
+        except BaseException:
+            arena.discard()
+            raise

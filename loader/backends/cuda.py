@@ -21,8 +21,7 @@ from relayout.format.index import Read
 from relayout.loader.backends.base import Backend, Memory, ReadJob, Refusal, kind_of, refuse_without_descriptors
 from relayout.loader.backends.files import ReadableFiles, closed_on_error
 from relayout.loader.backends.host import ThreadedJob, scatter
-from relayout.loader.budgets import MAX_BUFFERS, Budget
-from relayout.loader.reads import Request, plan_requests
+from relayout.loader.requests import MAX_BUFFERS, Budget, Request, plan_requests
 from relayout.loader.sources.rank import StoredFile
 from relayout.storage.stores import Access
 

@@ -29,8 +29,7 @@ from relayout.loader.backends.base import (
     refuse_without_descriptors,
 )
 from relayout.loader.backends.files import ReadableFiles, closed_on_error
-from relayout.loader.budgets import MIN_BUFFER, Budget, Pace, steps
-from relayout.loader.reads import Request
+from relayout.loader.requests import MIN_BUFFER, Budget, Pace, Request, steps
 from relayout.loader.sources.rank import StoredFile
 from relayout.loader.tensors import check_mode
 from relayout.storage.stores import Access

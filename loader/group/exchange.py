@@ -15,14 +15,12 @@ from relayout.core.slices import CutTensor, number_cuts
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.loader.backends.base import Allocation, ReadJob, RunningJob
+from relayout.loader.backends.base import Allocation, Options, ReadJob, RunningJob
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import ThreadedJob, reserve
-from relayout.loader.budgets import Budget
 from relayout.loader.group.collectives import Group
 from relayout.loader.group.plan import Divided, Division, ExchangedRange, ExchangeRound, plan_exchange
-from relayout.loader.loading import Options
-from relayout.loader.sources.plain import PlainRank
+from relayout.loader.requests import Budget
 from relayout.loader.sources.rank import (
     ArenaPlan,
     Names,
@@ -33,6 +31,7 @@ from relayout.loader.sources.rank import (
     place_at,
     select,
 )
+from relayout.loader.sources.reshard import PlainRank
 from relayout.loader.tensors import make_views
 from relayout.reporting import reporting
 from relayout.storage.stores import Access

@@ -15,11 +15,12 @@ from relayout.core.extents import Extent, Grid, Transfer, copy_runs
 from relayout.core.workers import Stop, each
 from relayout.errors import PlanError
 from relayout.format.index import Read, chunks_over
-from relayout.loader.backends.base import Allocation, Backend, ReadJob, RunningJob
-from relayout.loader.budgets import Budget
+from relayout.loader.backends.base import Allocation, Backend, Options, ReadJob, RunningJob, load_arena
+from relayout.loader.backends.files import error_hints
 from relayout.loader.group.collectives import Group
 from relayout.loader.group.plan import Portion, PortionRound, assign_reads
-from relayout.loader.loading import Asked, Options, error_hints, load_arena
+from relayout.loader.requests import Budget
+from relayout.loader.sources.checkpoint import Asked
 from relayout.loader.sources.rank import ArenaPlan, RankSource, StoredFile, TensorColumns
 from relayout.loader.stream import Batch, PartCounter, Reader, stream
 from relayout.loader.tensors import make_views, to_device

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache as once
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,15 @@ from relayout.checkpoint.converted import (
     read_table,
 )
 from relayout.checkpoint.trust import TrustedStore, refuse_deltas, trusted
-from relayout.core.arguments import at_least_one, integer
+from relayout.core.arguments import at_least_one, integer, size
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE, num_bytes
 from relayout.errors import FormatError, PlanError, RelayoutError, warn
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable, Read
 from relayout.format.manifest import parse_manifest
+from relayout.loader.backends.base import Options, resolve_device
+from relayout.loader.backends.files import no_torch
+from relayout.loader.requests import HOST_BUFFERS, plan_budget
 from relayout.loader.sources.rank import (
     ArenaPlan,
     Names,
@@ -150,6 +154,73 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequenc
     return TensorColumns(table.names, table.dtypes, table.shapes, files, reads, table.digests)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a caller asks of a load, as given: nothing is checked or read yet. `relayout.load` explains the fields."""
+
+    path: str | os.PathLike[str] | Store
+    rank: int
+    device: str | torch.device = "cpu"
+    backend: str = "auto"
+    names: Names = None
+    verify: bool = False
+    threads: int | None = None
+    memory: int | str | None = None
+    progress: Progress = None
+    into: Mapping[str, torch.Tensor] | None = None
+    tp: int | None = None
+    cache: CacheOption = None
+    deltas: Paths = ()
+    trust: Trust = None
+    is_shared: bool = False
+    """Whether the members of a group share the load."""
+
+    def options(self) -> Options:
+        """How to load.
+
+        Raises:
+            PlanError: the device cannot be used, `threads` is not an integer, `memory` is not a size, or a group cannot
+                do this.
+        """
+        if self.is_shared and self.into is not None:
+            raise PlanError("group cannot be combined with into: a group loads into new memory", code="option")
+        if self.is_shared and self.cache:
+            what = "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it"
+            raise PlanError(what, code="option")
+        if find_spec("torch") is None:  # Before anything is read.
+            raise no_torch()
+        return Options(
+            device=resolve_device(self.device),
+            backend=self.backend,
+            verify=self.verify,
+            threads=None if self.threads is None else integer(self.threads, "threads"),
+            memory=None if self.memory is None else size(self.memory, "memory"),
+            progress=self.progress,
+        )
+
+    def source(self) -> RankSource:
+        """Find the rank; what a cache lacks of it is fetched now.
+
+        Raises:
+            FormatError, OSError: as `find_rank`, and `changed_rank` of deltas.
+            PlanError: the same; or `verify` is set and the checkpoint is a plain one.
+        """
+        cache = "" if self.is_shared else self.cache
+        found = find_rank(self.path, self.rank, tp=self.tp, cache=cache, progress=self.progress, trust=self.trust)
+        if self.deltas:
+            found = changed_rank(found, self.tp, self.deltas)
+        if self.verify and found.is_plain:
+            what = "cannot be verified: only converted checkpoints have digests"
+            raise PlanError(what, path=str(found.store), code="unsupported")
+        return found
+
+
+def warn_if_slow(source: RankSource) -> None:
+    """Warn, at the line that called relayout, if there is a faster way to load."""
+    if source.slow_because is not None:
+        warn(source.slow_because)
+
+
 def find_rank(
     path: str | os.PathLike[str] | Store,
     rank: int,
@@ -203,7 +274,7 @@ def _plain(store: Store, rank: int, tp: int | None, option: CacheOption) -> Rank
     check_rank(store, rank, tp)
     if (tp > 1 or store.cost.is_remote) and (kept := _converted(store, rank, tp, option)) is not None:
         return kept
-    from relayout.loader.sources.plain import plain_rank
+    from relayout.loader.sources.reshard import plain_rank
 
     return plain_rank(store, rank, tp)
 
@@ -261,7 +332,6 @@ def _kept(
     """The rank of a remote store's copy in a cache; None if there is no cache, or it cannot be used."""
     from relayout.cache.copies import copied
     from relayout.cache.folder import cache_of
-    from relayout.loader.budgets import HOST_BUFFERS, plan_budget
 
     cache = cache_of(option)
     if cache is None:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from relayout.checkpoint.delta import Paths
     from relayout.core.slices import Range, Slice
+    from relayout.loader.backends.base import Options
     from relayout.loader.group.collectives import Group
-    from relayout.loader.loading import Asked, Options
+    from relayout.loader.sources.checkpoint import Asked
     from relayout.loader.sources.rank import RankSource, TensorColumns
     from relayout.loader.view import CheckpointView
     from relayout.storage.stores import Store
@@ -201,7 +202,7 @@ class RankWeights:
 
     def _asked(self) -> Asked:
         """What is asked of the loader."""
-        from relayout.loader.loading import Asked
+        from relayout.loader.sources.checkpoint import Asked
 
         return Asked(
             path=self.store or self.path,
@@ -290,7 +291,7 @@ class Delivery:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, in file order; those that are not read come last."""
-        from relayout.loader.loading import warn_if_slow
+        from relayout.loader.sources.checkpoint import warn_if_slow
         from relayout.loader.sources.rank import cached_nbytes
 
         started = time.perf_counter()

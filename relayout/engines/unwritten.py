@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from relayout.engines.rank_weights import listed
 from relayout.errors import PlanError
-from relayout.loader.into import memory_of
+from relayout.loader.tensors import memory_of
 
 _WITHOUT_VALUE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 _RANDOM = {torch.Tensor.uniform_, torch.Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_}

@@ -33,7 +33,7 @@ from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.format.manifest import header_prefix
 from relayout.loader.backends.base import Backend, ReadJob
-from relayout.loader.budgets import Budget
+from relayout.loader.requests import Budget
 from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.store import LocalStore
 from relayout.testing import law

@@ -15,12 +15,12 @@ import relayout
 from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
 
 
-@pytest.mark.parametrize(("folder", "reads"), [("llama", "plain.read_source"), ("llama-tp4", "reshard.read_record")])
+@pytest.mark.parametrize(("folder", "reads"), [("llama", "reshard.read_source"), ("llama-tp4", "reshard.read_record")])
 def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
     folders: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reads: str
 ) -> None:
     calls: list[str] = []
-    plans = "relayout.loader.sources.plain.plan_for" if folder == "llama" else "relayout.plans.planner.plan_by"
+    plans = f"relayout.plans.planner.{'plan_for' if folder == 'llama' else 'plan_by'}"
     for one in (f"relayout.loader.sources.{reads}", plans):
         module, _, name = one.rpartition(".")
         original = getattr(import_module(module), name)

@@ -29,7 +29,7 @@ from relayout.core.workers import Stop
 from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.base import REGISTRY
-from relayout.loader.budgets import Budget
+from relayout.loader.requests import Budget
 from relayout.loader.sources.rank import StoredFile
 from relayout.storage.local.store import InputFile, LocalStore
 from relayout.storage.system import resident_nbytes

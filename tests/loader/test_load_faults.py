@@ -101,9 +101,14 @@ def test_short_and_interrupted_reads_are_none_of_the_callers_business(trial: dic
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(trial: dict[str, Any]) -> None:
+    """A read that the cut overtakes finds zeros behind it: only a digest can tell these from bytes of the file."""
     outcome = trial["cut"]
     assert outcome["error"] == "FormatError"
-    assert re.search(rf"{PART}: ends at byte \d+, expected \d+ bytes$", outcome["text"])
+    wrong = re.search(rf"{PART}: bytes \d+ to (\d+) do not match digest", outcome["text"])
+    if trial["call"] == "load verify" and wrong:
+        assert int(wrong[1]) > CUT
+    else:
+        assert re.search(rf"{PART}: ends at byte \d+, expected \d+ bytes$", outcome["text"])
     assert outcome["left"] == NOTHING
     assert outcome["same"]
     kind, text = trial["cut, once more"]["again"]

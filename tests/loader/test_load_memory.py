@@ -28,7 +28,7 @@ from support.loader_fixtures import (
 from support.patience import in_time
 
 import relayout
-from relayout.loader.loading import Options
+from relayout.loader.backends.base import Options
 from relayout.loader.sources import checkpoint
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="takes Linux's /proc and limits")

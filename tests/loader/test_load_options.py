@@ -32,8 +32,8 @@ from relayout.loader.backends import cuda
 from relayout.loader.backends.base import REGISTRY, ReadJob, choose
 from relayout.loader.backends.cuda import DeviceArena, DeviceBackend
 from relayout.loader.backends.files import ReadableFiles
-from relayout.loader.budgets import Budget
 from relayout.loader.diagnose import diagnose
+from relayout.loader.requests import Budget
 from relayout.loader.sources.checkpoint import find_rank
 from relayout.storage.stores import Access
 from relayout.storage.system import resident_nbytes

@@ -16,7 +16,7 @@ from support import prestarted
 
 import relayout
 from relayout.errors import FormatError
-from relayout.loader.loading import error_hints
+from relayout.loader.backends.files import error_hints
 
 NUM_PARTS = 6
 

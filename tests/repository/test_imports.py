@@ -40,7 +40,7 @@ NOT_FOR_LOADS = {
     "relayout.loader.group.plan",
     "relayout.loader.group.collectives",
     "relayout.loader.group.sharing",
-    "relayout.loader.into",
+    "relayout.loader.in_place",
     "relayout.cache.copies",
     "relayout.cache.folder",
     "relayout.loader.sources.reshard",

@@ -45,7 +45,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
 """`plans` reads files only where a person names a plan file."""
 
 EXCEPTIONS: dict[str, tuple[str, ...]] = {
-    "loader.sources.plain": ("plans",),
     "loader.sources.reshard": ("plans",),
 }
 """Modules that import more than their package may: what slices plain checkpoints, or joins the slices of several ranks,

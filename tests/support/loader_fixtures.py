@@ -27,9 +27,7 @@ from support.page_cache import drop
 from support.patience import PATIENCE
 
 import relayout
-from relayout.loader import loading
-from relayout.loader import stream as streaming
-from relayout.loader.backends import cuda
+from relayout.loader.backends import base, cuda
 from relayout.loader.backends.base import REGISTRY
 from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.sources.rank import StoredFile
@@ -84,8 +82,7 @@ def fake_device(
             return DeviceBackend("cpu", lanes.make, cufile if is_shown else None)
 
         monkeypatch.setattr(cuda, "MAX_BUFFERS", 8 * MIB)
-        monkeypatch.setattr(loading, "choose", choose)
-        monkeypatch.setattr(streaming, "choose", choose)
+        monkeypatch.setattr(base, "choose", choose)
         yield "auto"
         assert (lanes.in_flight, lanes.held) == (0, 0)
         if cufile is not None:

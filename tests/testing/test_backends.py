@@ -14,7 +14,7 @@ from examples.own_backend import Reader, ToyBackend
 from support.loader_fixtures import HOST
 
 from relayout.loader.backends.base import REGISTRY, Backend, Refusal
-from relayout.loader.reads import Request
+from relayout.loader.requests import Request
 from relayout.testing import LawBroken
 from relayout.testing.backends import BackendLaws, write_files
 

@@ -16,8 +16,7 @@ from relayout.core.extents import BLOCK, Transfer, copy_runs
 from relayout.loader.backends.base import Backend, Memory, ReadJob, Refusal, kind_of
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import Scattered, ThreadedJob
-from relayout.loader.budgets import Budget
-from relayout.loader.reads import Request
+from relayout.loader.requests import Budget, Request
 from relayout.loader.sources.rank import StoredFile
 
 

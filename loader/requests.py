@@ -1,20 +1,60 @@
-"""The requests that bring what a load reads. Pure.
+"""The requests of a load: which ones bring what it reads, how many are in flight, and what their buffers take.
 
 A read whose target is congruent with its file offset, modulo the alignment, goes directly into the arena, except for
 the edges that do not fill a block. Everything else goes through a bounce buffer: edges, reads whose target is not
 congruent, and strided reads, which are requested with their gaps where the gaps are small. Small pieces that share
 blocks of a file, or are in neighboring blocks, become one request. Of a file that is proven, requests are for whole
 chunks, so that none is read and hashed twice.
+
+Ranks of a node divide a budget. A load begins with the number of requests that suits most storage. While it reads, a
+step up is tried: twice the requests, and when there may be no more of them, requests of twice the size. A step that
+reads faster is kept, and the next one tried; else the load goes back, and stays. More in flight than the storage needs
+would only take memory and disturb others.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from relayout.core.extents import Extent, Grid, Transfer, align_down, coalesce, split
+from relayout.core.extents import BLOCK, Extent, Grid, Transfer, align_down, coalesce, split
+from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.storage.stores import RequestCost
+from relayout.storage.stores import LOCAL_COST, RequestCost
+
+MAX_THREADS = 8
+"""Most requests of one rank in flight at first: so many of 8 MiB keep any one drive busy."""
+
+MAX_CONNECTIONS = 16
+"""Most connections of one rank to a remote store, at first; each takes some 2 MiB."""
+
+MAX_REQUESTS = 32
+"""Most requests of one rank in flight, where measuring shows that they help."""
+
+NODE_BUFFERS = 2**30
+"""Default bytes of bounce buffers, pinned or not, of all ranks of a node together."""
+
+MAX_BUFFERS = 128 * 2**20
+"""Default bytes of pinned buffers of one rank."""
+
+HOST_BUFFERS = 32 * 2**20
+"""Default bytes of host bounce buffers of one rank; most bytes do not pass through them."""
+
+MAX_IN_FLIGHT = 512 * 2**20
+"""Default bytes that `iter_load` reads ahead, of one rank."""
+
+NODE_IN_FLIGHT = 2 * 2**30
+"""Bytes in flight of all ranks of a node together."""
+
+MIN_BUFFER = 2**20
+"""Least bytes of one thread's buffer. A smaller budget means fewer threads, not smaller requests."""
+
+_MIN_GAIN = 1.05
+"""A step that reads less than 5 % faster is taken back."""
+
+_MIN_SECONDS = 0.1
+"""The least time in which a step is measured. Short loads are over before anything is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +184,128 @@ class _Planner:
         cut = self._grids.get(request.file)
         window = 0 if cut is None else cut[1].down(request.extent.offset)
         return (request.file, request.arena_offset, window), request.extent.offset, request.extent.end
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a load may use."""
+
+    threads: int
+    """Requests in flight at first."""
+    memory: int
+    """Bytes of bounce buffers, of all threads together."""
+    cost: RequestCost = LOCAL_COST
+    """What requests should look like."""
+    max_threads: int = 0
+    """Most requests in flight, where measuring shows that more than `threads` help."""
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of one thread's buffers, a multiple of the block."""
+        return align_down(self.memory // self.threads, BLOCK)
+
+
+def local_world_size() -> int:
+    """Ranks on this node, from torchrun's LOCAL_WORLD_SIZE; 1 if it is not set."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() and len(text) < 10 else 1
+
+
+def plan_budget(threads: int | None, memory: int | None, most: int, cost: RequestCost = LOCAL_COST) -> Budget:
+    """The budget that was asked for; by default a share of the node's, `most` bytes at most.
+
+    `threads` that were asked for are not changed by measuring.
+
+    Raises:
+        PlanError: `threads` or `memory` is too small.
+    """
+    ranks, max_threads = local_world_size(), 0
+    if threads is None:
+        if cost.concurrency is None:
+            wanted = min(MAX_THREADS, 2 * num_cpus() // ranks)
+        else:
+            wanted = min(MAX_CONNECTIONS, cost.concurrency // ranks)
+        threads = max(1, wanted)
+        max_threads = min(MAX_REQUESTS, (cost.concurrency or MAX_REQUESTS) // ranks)
+    if memory is None:
+        memory = max(MIN_BUFFER, min(most, NODE_BUFFERS // ranks))
+    if threads < 1:
+        raise PlanError(f"threads: {threads}, expected 1 or more", code="option")
+    if memory < MIN_BUFFER:
+        raise PlanError(f"memory: {memory} bytes, expected {MIN_BUFFER} or more", code="option")
+    limit = memory // MIN_BUFFER
+    return Budget(min(threads, limit), memory, cost, min(max_threads, limit))
+
+
+def num_cpus() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What is in flight."""
+
+    threads: int
+    """Requests in flight."""
+    request_nbytes: int
+    """The largest request."""
+
+
+def steps(threads: int, max_threads: int, request_nbytes: int, max_request_nbytes: int) -> list[InFlight]:
+    """The steps from the first pair to the second, each with up to twice the bytes in flight of the one before."""
+    found = [InFlight(threads, request_nbytes)]
+    while (step := found[-1]).threads < max_threads:
+        found.append(InFlight(min(2 * step.threads, max_threads), request_nbytes))
+    while (step := found[-1]).request_nbytes < max_request_nbytes:
+        found.append(InFlight(step.threads, min(2 * step.request_nbytes, max_request_nbytes)))
+    return found
+
+
+class Pace:
+    """Chooses the step of one load. Not thread-safe; reads no clock."""
+
+    def __init__(self, ladder: list[InFlight]) -> None:
+        """`ladder` has the steps to try, in order; the first is where the load begins."""
+        self._ladder = ladder
+        self._place = 0
+        self._rate_below = 0.0
+        self._is_settled = len(ladder) == 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._num_done, self._nbytes, self._seconds = 0, 0, 0.0
+
+    @property
+    def step(self) -> InFlight:
+        """What should be in flight now."""
+        return self._ladder[self._place]
+
+    def limit(self, threads: int) -> bool:
+        """Never have more requests in flight than this; False: there are more already."""
+        if self.step.threads > threads:
+            return False
+        self._ladder = [step for step in self._ladder if step.threads <= threads]
+        self._is_settled = self._is_settled or self._place + 1 == len(self._ladder)
+        return True
+
+    def finished(self, step: InFlight, nbytes: int, seconds: float) -> None:
+        """A request for `nbytes`, begun when `step` was the step, has taken so long."""
+        if self._is_settled or step != self.step:
+            return
+        self._num_done += 1
+        self._nbytes += nbytes
+        self._seconds += seconds
+        if self._num_done < step.threads or self._seconds < _MIN_SECONDS * step.threads:
+            return
+        # By Little's law: bursts of arrivals, which a clock would see, do not change it.
+        rate = step.threads * self._nbytes / self._seconds
+        if rate < _MIN_GAIN * self._rate_below:
+            self._place -= 1
+            self._is_settled = True
+        elif self._place + 1 == len(self._ladder):
+            self._is_settled = True
+        else:
+            self._rate_below = rate
+            self._place += 1
+        self._begin()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
@@ -297,21 +296,6 @@ def test_with_expert_parallelism_the_second_start_is_from_the_cache(
     filling.start()
     wait_until_filled(caplog)
     assert isinstance(first_start(*given), KeptConversion)
-
-
-WRONG: list[tuple[dict[str, object], str]] = [
-    ({"backend": "drect"}, "options: backend 'drect', expected one of auto, direct"),
-    ({"threads": -1}, "options: threads: -1, expected 1 or more"),
-    ({"threads": 0}, "options: threads: 0, expected 1 or more"),
-    ({"memory": "2 GiBB"}, "options: memory: '2 GiBB' is not a size"),
-    ({"memory": -5}, "options: memory: -5, expected 1 or more"),
-]
-
-
-@pytest.mark.parametrize(("options", "says"), WRONG)
-def test_a_wrong_value_of_an_option_stops_a_start_as_a_wrong_name_does(options: dict[str, object], says: str) -> None:
-    with pytest.raises(PlanError, match=re.escape(says)):
-        EngineOptions.parse(options, "options")
 
 
 def test_a_cache_inside_the_model_stops_a_start(model: Path, engine: AnyEngine) -> None:

@@ -103,7 +103,9 @@ def test_memory_that_nobody_writes_is_an_error(
         ({"thread": 2}, "--model-loader-extra-config.*: relayout has no option 'thread', expected backend, threads"),
         ({"threads": "2"}, "threads is '2', expected int"),
         ({"verify": 1}, "verify is 1, expected bool"),
+        ({"threads": 0}, "--model-loader-extra-config.*: threads: 0, expected 1 or more"),
         ({"memory": "lots"}, "memory: 'lots' is not a size"),
+        ({"memory": -5}, "memory: -5, expected 1 or more"),
         ({"backend": "gpu"}, "backend 'gpu', expected one of auto, direct"),
     ],
 )

@@ -32,18 +32,6 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     return fake
 
 
-@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("moe", 2)])
-def test_every_rank_gets_what_it_would_cut_out_of_the_source(folders: Path, engine: Engine, name: str, tp: int) -> None:
-    whole = stock_tensors(folders / name)
-    for rank in range(tp):
-        model = Model(whole, rank, tp)
-        loader = engine.load(folders / f"{name}-tp{tp}", model, strict=True)
-        model.assert_holds_what_it_cuts_of(whole)
-        report = loader.load.delivery.report()
-        assert (report.rank, report.num_ranks, report.num_whole, report.unused) == (rank, tp, 0, ())
-        assert report.nbytes == relayout.inspect(folders / f"{name}-tp{tp}").ranks[rank].nbytes
-
-
 @pytest.mark.parametrize("name", ["llama-tp2", "llama-tp4"])
 def test_a_draft_model_is_read_to_the_cpu_whatever_backend_its_target_has(
     folders: Path, engine: Engine, whole: Tensors, name: str

@@ -1,14 +1,24 @@
-"""The shards that a save converts without writing them: those of huggingface_hub and of the stock safetensors."""
+"""The shards that a save converts without writing them are those of huggingface_hub and of the stock safetensors.
+
+And names that no checkpoint has are refused.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+import relayout
 from relayout.core.extents import Extent
+from relayout.errors import PlanError
 from relayout.saving.folder import MemoryShard, lay_out_shards, share_out
 from relayout.saving.held import HeldTensor, in_stored_order
 
@@ -59,3 +69,39 @@ def test_an_extent_of_a_shard_has_the_bytes_of_its_tensors(sizes: list[int], off
     for t, part, position in shard.parts(Extent(offset, nbytes)):
         found[position : position + part.nbytes] = held[t].bytes_of(part).tobytes()
     assert bytes(found) == whole[offset : offset + nbytes].ljust(nbytes, b"\0")
+
+
+def merged_experts(folder: Path) -> dict[str, Any]:
+    """The options of a save of a state dict with merged experts; its checkpoint is in `folder`."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts, vocab_size=64, num_hidden_layers=1))
+    model.save_pretrained(folder, max_shard_size="10KB")
+    return {"tensors": model.state_dict(), "config": folder, "tp": 2}
+
+
+MERGED = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.xdist_group("transformers")
+def test_merged_experts_of_a_checkpoint_that_names_each_are_refused(tmp_path: Path) -> None:
+    options = merged_experts(tmp_path / "stock")
+    config = json.loads((tmp_path / "stock" / "config.json").read_text())
+    nested = {"model_type": "a-new-one", "text_config": config}
+    for given_config in (options["config"], config, nested):
+        with pytest.raises(PlanError, match=r"experts.*one by one.*transformers.save_pretrained") as refused:
+            relayout.save(**{**options, "config": given_config}, output=tmp_path / "out")
+        assert refused.value.code == "unsupported"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.xdist_group("transformers")
+def test_merged_experts_that_the_checkpoint_has_are_saved(tmp_path: Path) -> None:
+    options = merged_experts(tmp_path / "stock")
+    index = {"weight_map": dict.fromkeys(options["tensors"], "model.safetensors")}
+    (tmp_path / "stock" / "model.safetensors.index.json").write_text(json.dumps(index))
+    relayout.save(**options, output=tmp_path / "out")
+    assert MERGED in relayout.load(tmp_path / "out", 0)

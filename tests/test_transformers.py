@@ -1,8 +1,9 @@
-"""relayout.transformers.save_pretrained: what a model's conversion does is proven from strides, or refused."""
+"""relayout.transformers: models are those that transformers loads; what it saves is proven from strides, or refused."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support import prestarted
+from support.checkpoints import write_family
+from support.families import FAMILIES
 from support.group_worker import NUM_MEMBERS
 
 import relayout
@@ -21,8 +24,69 @@ from relayout.transformers import _origin_of, _storage
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
+RANKS = 2
+MODELS = {"qwen2": "Qwen2ForCausalLM", "moe": "Qwen3MoeForCausalLM"}
+"""Dense, tied and with biases; experts."""
 
-def llama(**options: Any) -> Any:
+
+@pytest.fixture(scope="module")
+def folders(llama: Path, qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama, a qwen2 and a qwen3_moe, and each converted for 2 ranks; the last also with owned experts."""
+    root = tmp_path_factory.mktemp("transformers")
+    (root / "moe").mkdir()
+    write_family(FAMILIES["qwen3_moe"], root / "moe")
+    for name, source in (("llama", llama), ("qwen2", qwen2)):
+        shutil.copytree(source, root / name)
+    for name in ("llama", *MODELS):
+        relayout.convert(root / name, root / f"{name}-tp{RANKS}", tp=RANKS)
+    relayout.convert(root / "moe", root / "moe-ep2", tp=RANKS, expert_parallel=True)
+    return root
+
+
+def test_each_process_has_the_parameters_and_the_logits_of_transformers_own_load(folders: Path) -> None:
+    done = prestarted.run(
+        *(RANKS, folders, *MODELS),
+        script="from support import transformers_worker; transformers_worker.main()",
+        imports=prestarted.TRANSFORMERS,
+        env=prestarted.ONE_THREAD,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(RANKS):
+        found = json.loads((folders / f"found-{rank}.json").read_text())
+        assert found.keys() == MODELS.keys()
+        for family, name in MODELS.items():
+            assert found[family].pop("sharded") > 10
+            assert found[family] == {"different": [], "same_logits": True, "class": name}
+
+
+def test_one_process_has_the_whole_model(folders: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    own = AutoModelForCausalLM.from_pretrained(folders / "llama", dtype=torch.bfloat16)
+    ours = relayout.transformers.from_pretrained(folders / "llama-tp2", threads=1)
+    assert ours.dtype == torch.bfloat16
+    assert own.state_dict().keys() == ours.state_dict().keys()
+    for name, tensor in own.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+
+
+def test_a_weight_that_the_checkpoint_lacks_is_an_error_where_transformers_only_warns(folders: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    with pytest.raises(PlanError, match=r"nothing was loaded into score\.weight: .* transformers' LlamaForSequenceCl"):
+        relayout.transformers.from_pretrained(folders / "llama-tp2", model_class=LlamaForSequenceClassification)
+
+
+def test_what_transformers_cannot_use_is_refused(folders: Path) -> None:
+    with pytest.raises(PlanError, match="llama: was not converted; `relayout convert SRC --tp N`"):
+        relayout.transformers.from_pretrained(folders / "llama")
+    with pytest.raises(PlanError, match="moe-ep2: was converted with --expert-parallel"):
+        relayout.transformers.from_pretrained(folders / "moe-ep2")
+    with pytest.raises(PlanError, match="is not a folder"):
+        relayout.transformers.from_pretrained(folders / "nothing")
+
+
+def new_llama(**options: Any) -> Any:
     import transformers as hf
 
     torch.manual_seed(0)
@@ -97,7 +161,7 @@ def test_what_is_no_part_of_a_tensor_is_refused(tmp_path: Path, convert: Callabl
         def reverse_op(self) -> Op:
             return self
 
-    model = llama().to(torch.bfloat16)
+    model = new_llama().to(torch.bfloat16)
     pattern = ["self_attn.q_proj.weight"]
     model._weight_conversions = [WeightConverter(pattern, pattern, operations=[Op()])]
     with pytest.raises(PlanError, match=r"q_proj.weight.*is no part of one of the model's tensors"):
@@ -105,7 +169,7 @@ def test_what_is_no_part_of_a_tensor_is_refused(tmp_path: Path, convert: Callabl
 
 
 def test_the_names_are_those_of_a_model_that_is_not_compiled(tmp_path: Path) -> None:
-    model = llama()
+    model = new_llama()
     relayout.transformers.save_pretrained(torch.compile(model), tmp_path / "out", tp=1)
     assert names(tmp_path / "out") == set(model.state_dict())
 
@@ -123,7 +187,7 @@ def adapted(model: Any) -> None:
     ],
 )
 def test_models_that_cannot_be_saved_are_refused(tmp_path: Path, change: Callable[[Any], None], what: str) -> None:
-    model = llama()
+    model = new_llama()
     change(model)
     with pytest.raises(PlanError, match=what):
         relayout.transformers.save_pretrained(model, tmp_path / "out", tp=1)
@@ -131,7 +195,7 @@ def test_models_that_cannot_be_saved_are_refused(tmp_path: Path, change: Callabl
 
 
 def test_what_the_model_leaves_out_is_not_saved(tmp_path: Path) -> None:
-    model = llama()
+    model = new_llama()
     model._keys_to_ignore_on_save = ["lm_head.weight"]
     model.save_pretrained(tmp_path / "stock")
     relayout.transformers.save_pretrained(model, tmp_path / "out", tp=1)
@@ -141,7 +205,7 @@ def test_what_the_model_leaves_out_is_not_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("background", [False, True])
 def test_weights_are_cast_as_by_the_model(tmp_path: Path, background: bool, is_tied: bool) -> None:
-    model = llama(tie_word_embeddings=is_tied)
+    model = new_llama(tie_word_embeddings=is_tied)
     options = {"tp": 2, "max_shard_size": "10KB"}
     saved = relayout.transformers.save_pretrained(
         model, tmp_path / "out", dtype=torch.bfloat16, background=background, **options
@@ -156,40 +220,6 @@ def test_weights_are_cast_as_by_the_model(tmp_path: Path, background: bool, is_t
     assert json.loads(stock["config.json"])["dtype"] == "bfloat16"
     with pytest.raises(PlanError, match="expected a floating-point dtype"):
         relayout.transformers.save_pretrained(model, tmp_path / "int", dtype=torch.int8, tp=1)
-
-
-def merged_experts(folder: Path) -> dict[str, Any]:
-    """The options of a save of a state dict with merged experts; its checkpoint is in `folder`."""
-    import transformers as hf
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, **experts, vocab_size=64, num_hidden_layers=1))
-    model.save_pretrained(folder, max_shard_size="10KB")
-    return {"tensors": model.state_dict(), "config": folder, "tp": 2}
-
-
-MERGED = "model.layers.0.mlp.experts.gate_up_proj"
-
-
-def test_merged_experts_of_a_checkpoint_that_names_each_are_refused(tmp_path: Path) -> None:
-    options = merged_experts(tmp_path / "stock")
-    config = json.loads((tmp_path / "stock" / "config.json").read_text())
-    nested = {"model_type": "a-new-one", "text_config": config}
-    for given_config in (options["config"], config, nested):
-        with pytest.raises(PlanError, match=r"experts.*one by one.*transformers.save_pretrained") as refused:
-            relayout.save(**{**options, "config": given_config}, output=tmp_path / "out")
-        assert refused.value.code == "unsupported"
-    assert not (tmp_path / "out").exists()
-
-
-def test_merged_experts_that_the_checkpoint_has_are_saved(tmp_path: Path) -> None:
-    options = merged_experts(tmp_path / "stock")
-    index = {"weight_map": dict.fromkeys(options["tensors"], "model.safetensors")}
-    (tmp_path / "stock" / "model.safetensors.index.json").write_text(json.dumps(index))
-    relayout.save(**options, output=tmp_path / "out")
-    assert MERGED in names(tmp_path / "out")
 
 
 def test_pipeline_stages_are_refused_as_no_whole_model(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def verify(
 ) -> None:
     """Check every byte of a converted folder.
 
-    Checks structure, manifest, and the digest of every slice; with --source, each slice against the source.
+    Checks structure, manifest, and the digest of every slice; with --source, each slice against the source. Only
+    --source and `relayout restore` prove that the slices of all ranks make the tensors of the source.
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render

@@ -234,7 +234,7 @@ class _TensorWriter:
         self._checked.add(t)
 
     def _damage(self, name: str) -> FormatError:
-        """The error of a tensor whose digest differs; it names the first damaged slice, by the tables' digests."""
+        """The error of a tensor whose digest differs: it names the first damaged slice, by the tables' digests."""
         for rank, table in self._tables.items():
             if name not in table.names:
                 continue
@@ -248,4 +248,5 @@ class _TensorWriter:
                 what = f"bytes {extent.offset} to {extent.end}{whose}: the stored bytes are damaged"
                 path = self._folder.location(file.name)
                 return FormatError(what, path=path, tensor=name, offset=extent.offset, code="digest")
-        return FormatError("the stored bytes are damaged", path=str(self._folder), tensor=name, code="digest")
+        what = "its slices, which have the digests of their tables, do not make the tensor of the source record"
+        return FormatError(what, path=str(self._folder), tensor=name, code="digest")

@@ -56,6 +56,9 @@ def verify(
 ) -> Verification:
     """Check a converted checkpoint: its structure, its sidecar files, and the digest of every slice.
 
+    That proves the bytes that were written. Slices of several ranks are not put together: only `source`, and `restore`,
+    prove that they make the tensors of the source.
+
     Args:
         path: the converted folder.
         source: the source checkpoint; every slice is cut from it again and compared.

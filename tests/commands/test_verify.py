@@ -99,7 +99,7 @@ def test_what_no_rank_holds_is_found(shape: tuple[int, ...], cut: Cut, says: str
         record = "relayout.source.json.zst"
         assert found == {(record, name, says), (record, None, "cannot be loaded at another degree")}
     if 0 not in shape:
-        with pytest.raises(FormatError, match=r"the stored bytes are damaged|no rank holds it, so the file cannot"):
+        with pytest.raises(FormatError, match=r"do not make the tensor of the|no rank holds it, so the file cannot"):
             relayout.restore(tmp_path / "out", tmp_path / "back")
 
 
@@ -291,3 +291,20 @@ def test_a_wrong_slice_under_right_digests_is_found_by_comparing_with_the_source
         "model-rank-0-part-0.safetensors",
         "model-rank-1-part-0.safetensors",
     }
+
+
+def test_slices_that_do_not_make_the_recorded_tensor_are_found_by_restore_and_with_the_source_only(
+    bloom: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    relayout.convert(bloom, out, tp=2)
+
+    def lie(record: dict[str, Any]) -> None:
+        record["tensors"]["digest"][record["tensors"]["name"].index(FUSED)] = 32 * "0"
+
+    rebuild(out, lie)
+    assert relayout.verify(out).ok
+    [found] = relayout.verify(out, source=bloom).differences
+    assert (found.tensor, found.what) == (FUSED, "has changed in the source since the conversion")
+    with pytest.raises(FormatError, match=rf"{FUSED}.*slices.* do not make the tensor of the source record"):
+        relayout.restore(out, tmp_path / "back")

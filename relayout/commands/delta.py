@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
 
@@ -25,13 +24,12 @@ from relayout.checkpoint.delta import DELTA_OUTPUT, DeltaStore, Paths, read_delt
 from relayout.checkpoint.source import read_shard
 from relayout.checkpoint.trust import refuse_deltas
 from relayout.commands.copy import Copied, copy_from, put_index, put_tables
+from relayout.conversion.changes import UNCHANGED, FileVersion, element_widths, write_changes
 from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import modes_of
-from relayout.core.digests import EMPTY_DIGEST, digest_hex
-from relayout.core.extents import Extent, align_down
-from relayout.core.slices import BITS
-from relayout.core.workers import each
+from relayout.core.digests import digest_hex
+from relayout.core.extents import Extent
 from relayout.errors import PlanError
 from relayout.format.delta import (
     NEW,
@@ -41,10 +39,7 @@ from relayout.format.delta import (
     are_alike,
     delta_name,
     dump_delta,
-    dump_index,
-    encode,
     layout_difference,
-    pieces_of,
 )
 from relayout.format.index import MANIFEST_NAME, VERSION, Manifest
 from relayout.format.manifest import parse_manifest
@@ -55,9 +50,6 @@ from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import Access, ReadableFile, Store, find_input, find_store
 from relayout.storage.system import Buffer, peak_nbytes
-
-_AHEAD = 4
-"""Chunks that are compared for each thread before what changed in them is written."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -251,44 +243,33 @@ def _write_changes(
     rows = [np.frombuffer(each_side, np.uint8).reshape(-1, algorithm.nbytes) for each_side in digests]
     differing = np.flatnonzero((rows[0] != rows[1]).any(axis=1)).tolist()
     if not differing and before.manifest.files[index].header_digest == file.header_digest:
-        return DeltaFile(0, EMPTY_DIGEST)
+        return UNCHANGED
     headers, parsed = zip(*(side.header(index) for side in sides), strict=True)
     if parsed[0].tensors != parsed[1].tensors:
         what = f"has other tensors than {before.store.location(file.name)}"
         raise PlanError(what, path=after.store.location(file.name), code="option")
-    pieces, runs = pieces_of(file, after.manifest.chunk_nbytes), _Runs(parsed[1])
 
-    def compare(chunk: int) -> bytes:
-        views = []
-        for side, opened, expected in zip(sides, files, digests, strict=True):
-            views.append(np.frombuffer(_read(opened, pieces[1 + chunk]), np.uint8))
-            check_chunk(
-                algorithm.hex(views[-1].data), expected, chunk, pieces[1 + chunk], side.store.location(file.name)
-            )
-        return encode(np.bitwise_xor(*views), runs.of(pieces[1 + chunk]))
-
-    def changes() -> Iterator[tuple[int, bytes]]:
-        head = np.bitwise_xor(*(np.frombuffer(header, np.uint8) for header in headers))
-        yield 0, encode(head, [(head.nbytes, 1)])
-        for first in range(0, len(differing), _AHEAD * threads):
-            group = differing[first : first + _AHEAD * threads]
-            yield from zip((1 + chunk for chunk in group), each(compare, group, threads), strict=True)
-            report(pieces[1 + group[-1]].end)
-
-    entries, nbytes = [dump_index([b""])] * len(pieces), 0
-
-    def stored() -> Iterator[bytes]:
-        nonlocal nbytes
-        for piece, encoded in changes():
-            entries[piece], nbytes = dump_index([encoded]), nbytes + len(encoded)
-            yield encoded
-        yield b"".join(entries)
+    def proven(side: _Side, opened: ReadableFile, stored: bytes, chunk: int, extent: Extent) -> memoryview:
+        view = _read(opened, extent)
+        check_chunk(algorithm.hex(view), stored, chunk, extent, side.store.location(file.name))
+        return view
 
     with ExitStack() as stack:
         files = [stack.enter_context(side.store.open(file.name, file.nbytes, access=Access.ONCE)) for side in sides]
-        made.put(delta_name(file.name), stored())
-    entry = b"".join(entries)
-    return DeltaFile(nbytes + len(entry), digest_hex(entry))
+        versions = [
+            FileVersion(header, partial(proven, side, opened, stored))
+            for header, side, opened, stored in zip(headers, sides, files, digests, strict=True)
+        ]
+        return write_changes(
+            made,
+            file,
+            after.manifest.chunk_nbytes,
+            (versions[0], versions[1]),
+            differing,
+            element_widths(parsed[1]),
+            threads=threads,
+            report=report,
+        )
 
 
 def _read(file: ReadableFile, extent: Extent) -> memoryview:
@@ -297,25 +278,3 @@ def _read(file: ReadableFile, extent: Extent) -> memoryview:
     view = Buffer().reserve(blocks.nbytes)
     file.read(blocks.offset, view)
     return view[extent.offset - blocks.offset : extent.end - blocks.offset]
-
-
-class _Runs:
-    """The width of the elements that each byte of a file belongs to."""
-
-    def __init__(self, header: Header) -> None:
-        self._starts: list[int] = []
-        self._widths: list[int] = []
-        for tensor in sorted((tensor for tensor in header.tensors if tensor.nbytes), key=lambda tensor: tensor.offset):
-            width = max(1, BITS[tensor.dtype] // 8)
-            if self._widths[-1:] != [width]:
-                self._starts.append(header.data_start + tensor.offset)
-                self._widths.append(width)
-
-    def of(self, chunk: Extent) -> list[tuple[int, int]]:
-        """What a chunk consists of: bytes, and bytes of an element, which divides them."""
-        first, end = bisect_right(self._starts, chunk.offset) - 1, bisect_right(self._starts, chunk.end - 1)
-        bounds = [chunk.offset, *self._starts[first + 1 : end], chunk.end]
-        runs = []
-        for (start, stop), width in zip(pairwise(bounds), self._widths[first:end], strict=True):
-            runs += [(align_down(stop - start, width), width), ((stop - start) % width, 1)]
-        return [run for run in runs if run[0]]

@@ -1,0 +1,112 @@
+"""What changed between two versions of a weight file, written as a file of a delta."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from relayout.core.digests import EMPTY_DIGEST, digest_hex
+from relayout.core.extents import Extent, align_down
+from relayout.core.slices import BITS
+from relayout.core.workers import each
+from relayout.format.delta import DeltaFile, delta_name, dump_index, encode, pieces_of
+from relayout.format.index import IndexedFile
+from relayout.format.safetensors import Header
+from relayout.publish.output import Output
+
+_AHEAD = 4
+"""Chunks that are compared for each thread before what changed in them is written."""
+
+UNCHANGED = DeltaFile(0, EMPTY_DIGEST)
+"""What a delta has of a file that did not change."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileVersion:
+    """One version of a weight file."""
+
+    header: bytes
+    chunk: Callable[[int, Extent], memoryview]
+    """Returns the bytes of a chunk, by its number and its place in the file. Thread-safe."""
+
+
+def write_changes(
+    made: Output,
+    file: IndexedFile,
+    chunk_nbytes: int,
+    versions: tuple[FileVersion, FileVersion],
+    differing: Sequence[int],
+    widths: ElementWidths,
+    *,
+    threads: int,
+    report: Callable[[int], None] = lambda _: None,
+) -> DeltaFile:
+    """Write what changed in a file from its first version to its second.
+
+    Args:
+        differing: numbers of the chunks that may differ, rising.
+        threads: threads that compare and compress; each has two chunks in memory, and what changed in some.
+        report: is called with the offset up to which the file was compared.
+    """
+    pieces = pieces_of(file, chunk_nbytes)
+
+    def compare(chunk: int) -> bytes:
+        extent = pieces[1 + chunk]
+        views = [np.frombuffer(version.chunk(chunk, extent), np.uint8) for version in versions]
+        return encode(np.bitwise_xor(*views), widths.of(extent))
+
+    def changes() -> Iterator[tuple[int, bytes]]:
+        head = np.bitwise_xor(*(np.frombuffer(version.header, np.uint8) for version in versions))
+        yield 0, encode(head, [(head.nbytes, 1)])
+        for first in range(0, len(differing), _AHEAD * threads):
+            group = differing[first : first + _AHEAD * threads]
+            yield from zip((1 + chunk for chunk in group), each(compare, group, threads), strict=True)
+            report(pieces[1 + group[-1]].end)
+
+    entries, nbytes = [dump_index([b""])] * len(pieces), 0
+
+    def stored() -> Iterator[bytes]:
+        nonlocal nbytes
+        for piece, encoded in changes():
+            entries[piece], nbytes = dump_index([encoded]), nbytes + len(encoded)
+            yield encoded
+        yield b"".join(entries)
+
+    made.put(delta_name(file.name), stored())
+    entry = b"".join(entries)
+    return DeltaFile(nbytes + len(entry), digest_hex(entry))
+
+
+def element_widths(header: Header) -> ElementWidths:
+    """The widths of the elements of a weight file's tensors."""
+    starts: list[int] = []
+    widths: list[int] = []
+    for tensor in sorted((tensor for tensor in header.tensors if tensor.nbytes), key=lambda tensor: tensor.offset):
+        width = max(1, BITS[tensor.dtype] // 8)
+        if widths[-1:] != [width]:
+            starts.append(header.data_start + tensor.offset)
+            widths.append(width)
+    return ElementWidths(tuple(starts), tuple(widths))
+
+
+@dataclass(frozen=True, slots=True)
+class ElementWidths:
+    """The width of the elements that each byte of a weight file belongs to."""
+
+    starts: tuple[int, ...]
+    """Where each run of elements of one width begins: absolute file offsets, rising."""
+    widths: tuple[int, ...]
+    """Bytes of an element of each run."""
+
+    def of(self, chunk: Extent) -> list[tuple[int, int]]:
+        """What a chunk consists of: bytes, and bytes of an element, which divides them."""
+        first, end = bisect_right(self.starts, chunk.offset) - 1, bisect_right(self.starts, chunk.end - 1)
+        bounds = [chunk.offset, *self.starts[first + 1 : end], chunk.end]
+        runs = []
+        for (start, stop), width in zip(pairwise(bounds), self.widths[first:end], strict=True):
+            runs += [(align_down(stop - start, width), width), ((stop - start) % width, 1)]
+        return [run for run in runs if run[0]]

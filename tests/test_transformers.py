@@ -46,7 +46,7 @@ def folders(llama: Path, qwen2: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_each_process_has_the_parameters_and_the_logits_of_transformers_own_load(folders: Path) -> None:
     done = prestarted.run(
         *(RANKS, folders, *MODELS),
-        script="from support import transformers_worker; transformers_worker.main()",
+        script="from support import transformers_worker; transformers_worker.compare_models()",
         imports=prestarted.TRANSFORMERS,
         env=prestarted.ONE_THREAD,
     )

@@ -151,9 +151,8 @@ def put(path: Path, text: str) -> None:
     [
         ("convert nothing --tp 1", r"nothing: no such file or folder"),
         ("convert no\nsuch\x1b[31m\x07thing --tp 1", r"no.+such.+thing: no such file or folder"),
-        ("inspect nothing", r"nothing: no such file or folder"),
-        ("inspect modle", r"modle: no such file or folder; did you mean 'model'\?"),
         ("verify nothing", r"nothing: no such file or folder"),
+        ("inspect modle", r"modle: no such file or folder; did you mean 'model'\?"),
         ("verify model", r"model: not a converted folder \(relayout\.json is missing\); relayout convert makes one"),
         ("restore model -o back", r"model: not a converted folder"),
         ("plans show lama", r"no built-in plan 'lama'; did you mean 'llama'\?"),
@@ -173,8 +172,6 @@ def put(path: Path, text: str) -> None:
         ("convert model --tp 0", r"tp: 0, expected 1 to"),
         ("doctor model --tp 0", r"tp: 0, expected 1 or more"),
         ("convert model --align 3000 --tp 1", r"align: 3000 bytes, expected a power of two"),
-        ("convert model --align 32MiB --tp 1", r"align: 33554432 bytes, expected a power of two from 512 to"),
-        ("convert model --align many --tp 1", r"align: 'many' is not a size"),
         (f"convert model --tp 1 --memory {'9' * 5000}", r"is too large, expected at most 9223372036854775807 bytes"),
         ("convert model --max-part-size 0 --tp 1", r"part size of 0 bytes"),
         ("convert model --tp 1 --threads 0", "threads: 0, expected 1 or more"),
@@ -769,19 +766,17 @@ def test_a_file_name_that_is_no_utf_8_causes_no_traceback(work: Path, what: str)
             assert any(word.startswith(name) for word in found["left_out"])
 
 
-@pytest.mark.parametrize("args", ["convert model --tp 1", "convert model/{} --tp 1", "inspect model"])
-def test_a_shard_whose_name_is_no_utf_8_is_refused_at_once(here: Run, work: Path, args: str) -> None:
-    name = os.fsdecode(b"m\xff.safetensors")
+def test_a_shard_whose_name_is_no_utf_8_is_refused_in_any_encoding(work: Path) -> None:
     try:
-        (work / "model" / "model.safetensors").rename(work / "model" / name)
+        (work / "model" / "model.safetensors").rename(work / "model" / os.fsdecode(b"m\xff.safetensors"))
     except OSError:
         pytest.skip("this file system takes UTF-8 names only")
     says = r"model: the file name b'm\\xff\.safetensors' is not UTF-8; rename the file"
-    assert_refused(here, work, args.format(name).split(), says)
-    if args == "inspect model":  # The encoding is chosen when Python starts.
-        environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii:strict"}
-        done = subprocess.run([*RELAYOUT, *args.split()], cwd=work, capture_output=True, text=True, env=environment)
-        assert_one_line(done, 2, says)
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii:strict"}  # The encoding is chosen when Python starts.
+    done = subprocess.run(
+        [*RELAYOUT, "inspect", "model"], cwd=work, capture_output=True, text=True, env=environment, timeout=PATIENCE
+    )
+    assert_one_line(done, 2, says)
 
 
 def test_a_model_without_tensors_can_be_converted_and_verified(here: Run, work: Path) -> None:

@@ -4,27 +4,80 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support import outages, s3_server
+from support import s3_server
 from support.conversions import stored_in
 from support.group_worker import NUM_MEMBERS, digests, load_together
 from support.loader_fixtures import assert_equal, whole_tensors
-from support.outages import Outages
+from support.lying_server import DroppedError
 from support.remote import expect
-from support.s3_server import Server
+from support.s3_server import Answer, Request, Server
 
 import relayout
 from relayout.core.workers import each
-from relayout.storage.cloud import connect
+from relayout.storage.cloud import connect, failures
 
 pytest.importorskip("obstore", reason="the client of object stores")
 
 SCALE = 40
 """All clocks of this process are shortened alike."""
 SECONDS = 60 / SCALE
+_RESET_AFTER = 2**20
 Work = Callable[[str], object]
+
+
+@dataclass
+class Outages:
+    """For `Server.interfere`: each folder of the server has an outage of its own, after some requests for its bytes.
+
+    The first request gets a part of the answer, then the connection is reset. Others are refused or dropped by turns.
+    """
+
+    server: Server
+    seconds: float
+    after: int = 2
+    """Requests for bytes behind the first ones of a file that are answered before."""
+    begun: dict[str, float] = field(default_factory=dict)
+    """When, by folder."""
+    num_refused: dict[str, int] = field(default_factory=dict)
+    _seen: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, request: Request) -> Answer | None:
+        folder = request.key.partition("/")[0]
+        if folder not in self.begun:
+            if request.range is None or not request.range[0]:
+                return None
+            self._seen[folder] = self._seen.get(folder, 0) + 1
+            if self._seen[folder] <= self.after:
+                return None
+            self.begun[folder] = time.monotonic()
+        if time.monotonic() - self.begun[folder] > self.seconds:
+            return None
+        self.num_refused[folder] = self.num_refused.get(folder, 0) + 1
+        return self._fail(request, self.num_refused[folder])
+
+    def _fail(self, request: Request, number: int) -> Answer:
+        if number == 1:
+            found = s3_server.answer(self.server, request)
+            found.cut, found.is_reset = min(_RESET_AFTER, len(found.body) // 2), True
+            return found
+        if number % 2:
+            raise DroppedError
+        return s3_server.error(503, "SlowDown")
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    """Make all waiting shorter by a factor."""
+    for module, name in (
+        (connect, "RETRY_SECONDS"),
+        (connect, "STALL_SECONDS"),
+        (failures, "FIRST_DELAY_SECONDS"),
+        (failures, "MAX_DELAY_SECONDS"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name) / scale)
 
 
 def works(server: Server, model: Path, converted: Path, place: Path) -> dict[str, Work]:
@@ -63,7 +116,7 @@ def test_what_reads_survives_an_outage(
     server: Server, model: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)  # The fixture has less.
-    outages.shorten(monkeypatch, SCALE)
+    shorten(monkeypatch, SCALE)
     all_works = works(server, model, converted, tmp_path)
     for name in all_works:
         for file in (model if name == "convert" else converted).iterdir():

@@ -21,7 +21,7 @@ from support import prestarted
 from support.conversions import held_by, stock_tensors
 from support.local_stores import read_source
 from support.models import Array, as_integers, save_pretrained
-from support.transformers_tp_worker import as_in_memory
+from support.transformers_worker import as_in_memory
 
 from relayout.plans.planner import plan_for
 
@@ -155,7 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = prestarted.run(
         folder,
         *(f"{tp}/{family}" for family, tp in DEGREES.items()),
-        script="from support import transformers_tp_worker; transformers_tp_worker.main()",
+        script="from support import transformers_worker; transformers_worker.write_shards()",
         imports=prestarted.TRANSFORMERS,
         env=prestarted.ONE_THREAD,
     )

@@ -246,11 +246,6 @@ def chunks(rank: int) -> bytes:
     return xxhash.xxh3_128(rank_file(rank)[1]).digest()
 
 
-def signed(text: str) -> bytes:
-    """A manifest's text, from the text before `self_digest`."""
-    return f'{text}"self_digest": "{digest(text.encode())}"\n}}\n'.encode()
-
-
 def write_source(root: Path) -> tuple[Path, Path]:
     """The source folder, and the plan file."""
     (root / "source").mkdir()

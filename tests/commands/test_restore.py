@@ -165,13 +165,6 @@ def test_a_fifo_in_place_of_a_side_file_is_not_waited_for(odd: Path, tmp_path: P
         relayout.restore(tmp_path / "out", tmp_path / "back")
 
 
-def test_the_modes_are_those_of_the_source(odd: Path, tmp_path: Path) -> None:
-    relayout.convert(odd, tmp_path / "out")
-    (tmp_path / "out" / "sub" / "run.sh").chmod(0o600)
-    relayout.restore(tmp_path / "out", tmp_path / "back")
-    assert (tmp_path / "back" / "sub" / "run.sh").stat().st_mode & 0o777 == 0o750
-
-
 def test_nobody_gets_rights_that_the_umask_does_not_give(odd: Path, tmp_path: Path) -> None:
     """A record from a stranger could ask for files that everybody may write, or that run with their owner's rights."""
     relayout.convert(odd, tmp_path / "out")

@@ -198,6 +198,28 @@ def test_an_observed_plan_is_of_one_list_of_tensors_and_degree(model: Path, cach
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[1"])
+def test_a_kept_plan_that_is_damaged_is_observed_again(model: Path, cache: Path, damage: bytes) -> None:
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
+    seen = []
+
+    def observe(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
+        seen.append(num_ranks)
+        return plan_by(checkpoint, 1, None)
+
+    def plan() -> Plan:
+        return conversions.plan_in(
+            Cache(cache), read_source(find_input(model)), 2, expert_parallel=False, observe=lambda: ("engine", observe)
+        )
+
+    first = plan()
+    [kept] = cache.rglob("plan.json")
+    kept.write_bytes(damage)
+    assert [plan(), plan()] == [first, first]
+    assert len(seen) == 2
+
+
 def test_only_a_missing_plan_is_observed(llama: Path, cache: Path) -> None:
     def observe() -> conversions.Observer:
         raise AssertionError("a family that cannot be cut so is known")
@@ -205,6 +227,18 @@ def test_only_a_missing_plan_is_observed(llama: Path, cache: Path) -> None:
     with pytest.raises(PlanError) as caught:
         conversions.plan_in(Cache(cache), read_source(find_input(llama)), 7, expert_parallel=False, observe=observe)
     assert caught.value.code != "no_plan"
+
+
+def test_experts_that_each_rank_owns_whole_are_not_observed(model: Path, cache: Path) -> None:
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
+
+    def observe() -> conversions.Observer:
+        raise AssertionError("it would see them cut")
+
+    with pytest.raises(PlanError) as caught:
+        conversions.plan_in(Cache(cache), read_source(find_input(model)), 2, expert_parallel=True, observe=observe)
+    assert caught.value.code == "no_plan"
 
 
 def test_those_that_load_at_once_convert_together(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

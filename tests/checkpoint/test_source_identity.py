@@ -182,6 +182,7 @@ def test_samples_are_bounded_and_no_small_kind_is_left_out(monkeypatch: pytest.M
     kinds = Counter(collapse_numbers(names[sample.offset // 2**20]) for sample in samples)
     assert len(samples) <= (512 if is_remote else 16_384)
     assert all(sample.nbytes == 4096 for sample in samples)
+    assert all(sample.offset // 2**20 == (sample.end - 1) // 2**20 for sample in samples), "each is of one tensor"
     small = [kinds[kind] for kind in ("layers.*.q_proj", "layers.*.router", "layers.*.norm", "embed")]
     assert min(kinds[f"layers.*.experts.*.{part}"] for part in ("gate", "up", "down")) > (80 if is_remote else 5000)
     assert min(small[:3]) > 80 if is_remote else small[:3] == [232] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 import json
 import os
@@ -31,7 +32,7 @@ from relayout.cli.app import app
 from relayout.engines.load import find_folder
 from relayout.errors import RelayoutError
 from relayout.storage.local.store import InputFile
-from relayout.storage.stores import LOCAL_COST, find_input
+from relayout.storage.stores import LOCAL_COST, Access, find_input
 
 NUM_RANKS = 2
 
@@ -451,6 +452,20 @@ def test_each_rank_reads_its_own_bytes_once(keys: Keys, tmp_path: Path) -> None:
             drop(path)
         assert_equal(relayout.load(folder, rank, trust=keys.policy), expected)
     assert weights < shelf("counted").read_nbytes - before <= weights + 4 * (small + HEAD)
+
+
+def test_of_files_that_are_in_memory_none_stays_open(copy_of: Path, keys: Keys) -> None:
+    """They are opened for direct reads first, and then for reads through the page cache."""
+    store = trusted(find_input(copy_of), keys.policy)
+    gc.disable()
+    try:
+        before = len([*Path("/proc/self/fd").iterdir()])
+        for path in copy_of.glob("*.safetensors"):
+            path.read_bytes()
+            store.open(path.name, access=Access.AUTO).close()
+        assert len([*Path("/proc/self/fd").iterdir()]) == before
+    finally:
+        gc.enable()
 
 
 def test_a_store_is_signed_where_it_is(copy_of: Path, keys: Keys) -> None:

@@ -75,8 +75,7 @@ def check_output(prefix: Prefix, source: Store, older: Replaceable, *, force: bo
         raise PlanError(what, path=str(prefix), code="exists")
     if prefix.client.stat(prefix.prefix) is not None:
         raise PlanError("exists and is not a folder", path=str(prefix), code="exists")
-    found = read_claim(prefix)
-    check_vacant(prefix, older, None if found is None else found[0], force=force)
+    check_vacant(prefix, older, read_claim(prefix)[0], force=force)
 
 
 @contextmanager
@@ -88,10 +87,11 @@ def begin(
     Args:
         gathers: whether other processes must have claimed it for this work.
     """
-    claim = claim_prefix(prefix, older, work, force=force, is_new=not gathers)
-    if not work.weights and older.marker in claim.older:
-        prefix.delete([older.marker])  # Files of its names are replaced from now on.
     with scratch_folder(work.scratch) as scratch, OpenFolder(scratch) as place:
+        claim, made = claim_prefix(prefix, older, work, force=force, is_new=not gathers)
+        if not work.weights and older.marker in claim.older:
+            prefix.delete([older.marker])  # Files of its names are replaced from now on.
+            made = None  # What was there before is gone.
         files = LocalOutput(scratch, place, Modes())
         output = BucketOutput(prefix, older.marker, claim, files)
         try:
@@ -108,6 +108,9 @@ def begin(
             if work.is_resumable:
                 if output.has_parts:
                     error.add_note(kept_note(str(prefix)))
+                if made is not None and not output.has_sent:
+                    with suppress(OSError, RelayoutError):
+                        made.give_up(prefix)
             elif publishes:
                 output.discard(error, others_may_write=work.is_live)
             raise
@@ -164,6 +167,8 @@ class BucketOutput:
         self._small: dict[str, bytes] = {}
         self._sent: dict[str, Sent] = {}
         """Files that this process has sent, beside those of parts."""
+        self.has_sent = False
+        """Whether a file of this process may be there, or come to be there."""
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._sender = ThreadPoolExecutor(1, "relayout-upload")
@@ -273,6 +278,7 @@ class BucketOutput:
     def _upload(self, name: str, file: Sent, num_files: int) -> Sent:
         """Send a file from scratch, of which it is deleted then."""
         path, full = self._scratch.folder.path / name, self._prefix.full(name)
+        self.has_sent = True
         try:
             version = self._prefix.client.upload(full, path, _NUM_STREAMS // num_files, self._check_going_on)
         except RequestError:
@@ -293,8 +299,8 @@ class BucketOutput:
         Raises:
             PlanError: it is not.
         """
-        found = read_claim(self._prefix)
-        if found is not None and (found[0].fingerprint, found[0].mark) == (self._claim.fingerprint, self._claim.mark):
+        found, _ = read_claim(self._prefix)
+        if found is not None and found.is_of(self._claim):
             return
         if found is None and self._prefix.client.stat(self._prefix.full(self._marker)) is not None:
             what = "was completed by another process meanwhile"
@@ -336,6 +342,7 @@ class BucketOutput:
     def _create(self, name: str, content: bytes) -> None:
         """Write a file whose name is given: where there is none, or over what the claim took over."""
         sent = Sent(len(content), "", digest_hex(content), len(content))
+        self.has_sent = True
         try:
             version = self._prefix.put(name, content)
         except FileExistsError:
@@ -376,14 +383,14 @@ class BucketOutput:
         """Delete what is left of the older output, the records, and the claim.
 
         The proof: the claim names the older output's files, which it took over with the prefix, and none of them is a
-        file of this output; the records are of this work and mark. The claim is deleted if it is still this one.
+        file of this output; the records are of this work and mark. The claim is deleted if it is still of this work.
         """
         there = self._prefix.objects().keys()
         own = {*self._written, self._marker}
         records = {self._claim.records + part for part in self._parts}
         self._prefix.delete(sorted((records | set(self._claim.older) - own) & there))
-        found = read_claim(self._prefix)
-        if found is not None and found[0] == self._claim:
+        found, _ = read_claim(self._prefix)
+        if found is not None and found.is_of(self._claim):
             self._prefix.delete([CLAIM])
 
     def discard(self, error: BaseException, *, others_may_write: bool) -> None:

@@ -14,6 +14,8 @@ may write for as long as it likes, and must not be able to harm:
 - All other files are created only where there is none, or replace the version of an object that the claim took over.
   (A version that is a digest of the content, as of S3, comes again with the content: see STORES.md.)
 - Who deletes an older output's weight files deletes names that nobody will write again.
+- A process that fails before it has sent a file gives up the claim that it has made, on condition of its version: what
+  was there before is there again. Who goes on with a claim notes that in it, once, so that the version is another.
 
 Work whose names are given, such as that of `copy`, cannot have a mark. It takes over no other claim, and replaces only
 an output that is complete: nobody is known to write there. The marker of that is deleted first.
@@ -22,6 +24,7 @@ an output that is complete: nobody is known to write there. The marker of that i
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -56,12 +59,20 @@ class Claim:
     older: tuple[str, ...]
     """All that may be replaced or deleted: what earlier claims named, and an older output."""
     is_released: bool = False
-    """Whether the work failed, and its files were deleted: anybody may take over."""
+    """Whether the work failed, and none of its files are there: anybody may take over."""
+    is_shared: bool = False
+    """Whether more processes than the one that made the claim have begun its work."""
+    maker: str = ""
+    """Of the process that made the claim, at random: no two claims are equal, and no version of one comes again."""
 
     @property
     def records(self) -> str:
         """How the names of the records of finished parts begin."""
         return f"{HIDDEN}{self.fingerprint}-{self.mark}/"
+
+    def is_of(self, other: Claim) -> bool:
+        """Whether both are claims of the same work, under the same names."""
+        return (self.fingerprint, self.mark) == (other.fingerprint, other.mark)
 
     def dump(self) -> bytes:
         """Its content."""
@@ -76,8 +87,9 @@ class Claim:
                 raise ValueError("no field that says so")
             claim = Claim(**value)
             names = [*claim.names, *claim.older]
-            texts = [claim.what, claim.fingerprint, claim.mark, *names]
-            if not all(isinstance(text, str) for text in texts) or type(claim.is_released) is not bool:
+            texts = [claim.what, claim.fingerprint, claim.mark, claim.maker, *names]
+            flags = {type(claim.is_released), type(claim.is_shared)}
+            if not all(isinstance(text, str) for text in texts) or flags != {bool}:
                 raise ValueError("a field of another type")
             for name in names:
                 if any(part in ("", ".", "..") for part in name.split("/")):
@@ -91,13 +103,41 @@ class Claim:
             raise FormatError(what, path=where, code="field") from None
 
 
-def read_claim(prefix: Prefix) -> tuple[Claim, Version] | None:
-    """The claim of a prefix, and its version; None if there is none. FormatError: the object is no claim."""
+_NOBODYS = Claim("nothing", "", "", (), (), is_released=True)
+"""What is written in place of a claim that was given up, where none was before: no store deletes on a condition."""
+
+
+def read_claim(prefix: Prefix) -> tuple[Claim | None, Version | None]:
+    """The claim of a prefix, or None; and the version of the object, or None. FormatError: the object is no claim."""
     loaded = prefix.load(CLAIM, MAX_NBYTES)
-    return None if loaded is None else (Claim.parse(loaded[0], prefix.location(CLAIM)), loaded[1])
+    if loaded is None:
+        return None, None
+    claim = Claim.parse(loaded[0], prefix.location(CLAIM))
+    return None if claim == _NOBODYS else claim, loaded[1]
 
 
-def claim_prefix(prefix: Prefix, older: Replaceable, work: Work, *, force: bool, is_new: bool = True) -> Claim:
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A claim that this process has made, and has sent no file for."""
+
+    claim: Claim
+    version: Version
+    earlier: Claim | None
+    """What it has replaced."""
+
+    def give_up(self, prefix: Prefix) -> None:
+        """Have what was there before there again.
+
+        The proof: the claim has the version that this process has made. So nobody has taken over, nobody has begun the
+        same work, and under the names of the claim there is nothing, nor will be.
+        """
+        with suppress(FileExistsError):
+            prefix.put(CLAIM, (self.earlier or _NOBODYS).dump(), replaced=self.version)
+
+
+def claim_prefix(
+    prefix: Prefix, older: Replaceable, work: Work, *, force: bool, is_new: bool = True
+) -> tuple[Claim, Made | None]:
     """The claim of this work, which is made if another process has not made it, and `is_new`.
 
     Raises:
@@ -105,28 +145,36 @@ def claim_prefix(prefix: Prefix, older: Replaceable, work: Work, *, force: bool,
         FormatError: the object is no claim.
     """
     for _ in range(_NUM_CONFLICTS):
-        found = read_claim(prefix)
-        earlier, version = found or (None, None)
+        earlier, version = read_claim(prefix)
         if earlier is not None and not earlier.is_released:
             if earlier.fingerprint != work.fingerprint:
                 _check_may_take_over(prefix, earlier, work, force=force)
             elif not _is_complete(prefix, older, earlier):
                 check_vacant(prefix, older, earlier, force=force)
-                return earlier
+                shared = replace(earlier, is_shared=True)
+                if shared == earlier or _write(prefix, shared, version) is not None:
+                    return shared, None
+                continue
         if not is_new:
             check_vacant(prefix, older, earlier, force=force)
             raise PlanError("no unit of this conversion is done", path=str(prefix), code="missing")
         claim = _new(prefix, older, earlier, work, force=force)
-        try:
-            prefix.put(CLAIM, claim.dump(), replaced=version)
-        except FileExistsError:
-            continue  # Another process was faster.
+        if (made := _write(prefix, claim, version)) is None:
+            continue
         # Another work may have begun and ended before, since its claim was looked for.
         if older.marker in prefix.objects().keys() - set(claim.older):
             release(prefix, claim)
             continue
-        return claim
+        return claim, Made(claim, made, earlier)
     raise PlanError("other processes claim it again and again", path=str(prefix), code="busy")
+
+
+def _write(prefix: Prefix, claim: Claim, replaced: Version | None) -> Version | None:
+    """Write a claim in place of this version of one, or where there is none. None: another process was faster."""
+    try:
+        return prefix.put(CLAIM, claim.dump(), replaced=replaced)
+    except FileExistsError:
+        return None
 
 
 def _is_complete(prefix: Prefix, older: Replaceable, claim: Claim) -> bool:
@@ -177,14 +225,16 @@ def _new(prefix: Prefix, older: Replaceable, earlier: Claim | None, work: Work, 
         mark = digest_hex(json.dumps([work.fingerprint, before]).encode())[:_MARK_LENGTH]
     names = [*(marked(name, mark) for name in work.weights), *work.others]
     left = [name for name in prefix.objects() if name.startswith(HIDDEN) and name != CLAIM] if named else []
-    return Claim(work.what, work.fingerprint, mark, tuple(sorted(names)), tuple(sorted({*named, *left})))
+    older_names = tuple(sorted({*named, *left}))
+    maker = os.urandom(8).hex()
+    return Claim(work.what, work.fingerprint, mark, tuple(sorted(names)), older_names, maker=maker)
 
 
 def release(prefix: Prefix, claim: Claim) -> None:
-    """Let others take over, if the claim is still this one."""
-    found = read_claim(prefix)
-    if found is not None and found[0] == claim:
-        prefix.put(CLAIM, replace(claim, is_released=True).dump(), replaced=found[1])
+    """Let others take over, if the claim is still of this work."""
+    found, version = read_claim(prefix)
+    if found is not None and found.is_of(claim):
+        prefix.put(CLAIM, replace(found, is_released=True).dump(), replaced=version)
 
 
 _NUM_REQUESTS = 16

@@ -235,6 +235,86 @@ def interrupt(first: Writer, moment: int, second: Writer, call: Callable[[], Non
     world.watch = come
 
 
+def fail(writer: Writer, plan: ConversionPlan, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """A conversion whose source cannot be read, before it has sent a file."""
+
+    def stop(done: int, total: int) -> None:
+        meanwhile()
+        writer.world.current = writer
+        raise OSError(5, "the drive of the source")
+
+    writer.begin()
+    with pytest.raises(OSError, match="the drive of the source"):
+        carry_out(replace(plan, output=writer.store()), force=True, threads=1, progress=stop)
+
+
+@pytest.mark.parametrize("older", ["nothing", "an older output"])
+def test_a_conversion_that_fails_before_it_has_sent_a_file_leaves_all_as_it_was(
+    make: Make, plans: Plans, older: str
+) -> None:
+    world, writer = solo(make)
+    theirs = strangers(world)
+    older_output(plans, older)(writer)
+    before = there(world)
+    fail(writer, plans[2][0])
+    assert there(world) == before
+    writer.begin()
+    convert(writer, plans[3][0], force=older != "nothing")
+    assert is_whole(published(world), plans[3][1])
+    assert older != "nothing" or there(world) == plans[3][1], "as if there had been no claim"
+    assert world.bucket.names(HIDDEN) == []
+    check_strangers(world, theirs)
+
+
+@pytest.mark.parametrize("other", ["the same", "replaces"])
+def test_a_conversion_that_fails_gives_up_no_claim_that_others_rely_on(make: Make, plans: Plans, other: str) -> None:
+    """Others have begun the same work, or have taken over, and stand still at any of their requests."""
+    plan = plans[2 if other == "the same" else 1][0]
+    number = len(requests_of(make, convert, plan, lambda writer: None))
+    relied = 0
+    for moment in range(1, number + 1, STEP):
+        world, first = solo(make)
+        second = Writer(world, "another machine")
+        world.writers.remove(second)
+        left: list[tuple[bytes, str]] = []
+
+        def come(world: World, second: Writer, moment: int, left: list[tuple[bytes, str]]) -> None:
+            world.current = second
+            second.begin(moment)
+            with pytest.raises(Killed):
+                convert(second, plan, force=other == "replaces")
+            left.append(world.bucket.objects[f"out/{CLAIM}"])
+
+        fail(first, plans[2][0], partial(come, world, second, moment, left))
+        claim = Claim.parse(left[0][0], "")
+        if claim.is_shared or "at TP 1" in claim.what:
+            relied += 1
+            assert world.bucket.objects[f"out/{CLAIM}"] == left[0]
+            with pytest.raises(PlanError, match=r"is claimed by|already holds a complete"):
+                convert(first, plans[3][0])
+        else:
+            convert(first, plans[3][0])
+            assert there(world) == plans[3][1]
+    assert relied > number // STEP // 2
+
+
+def test_the_same_work_may_begin_at_any_request_of_a_conversion_that_fails(make: Make, plans: Plans) -> None:
+    plan, expected = plans[2]
+    world, first = solo(make)
+    fail(first, plan)
+    for moment in range(1, first.num_requests + 1):
+        world, first = solo(make)
+        second = Writer(world, "another machine")
+        world.writers.remove(second)
+        interrupt(first, moment, second, partial(convert, second, plan))
+        with suppress(PlanError):  # It is complete already.
+            fail(first, plan)
+        assert there(world) == expected, moment
+        convert(first, plans[1][0], force=True)
+        assert is_whole(published(world), plans[1][1])
+        assert world.bucket.names(HIDDEN) == []
+
+
 OTHERS = ["the same", "other options", "replaces", "commits"]
 
 

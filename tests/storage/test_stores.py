@@ -286,6 +286,8 @@ def test_parts_that_were_kept_of_an_output_are_there_for_the_next_attempt(there:
         fail()
     [note] = caught.value.__notes__
     assert "the same command resumes it" in note
+    with pytest.raises(PlanError, match="is claimed by"), staged(store, replace(SOME, fingerprint="another")):
+        pass
     with staged(store) as output:
         assert [output.kept(name) for name in ("a part", "another")] == [b"of it", None]
         output.put(MARKER, [b"{}"])

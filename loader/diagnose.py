@@ -139,7 +139,7 @@ def _facts(opened: ReadableFiles, index: int, file: StoredFile) -> FileFacts:
     if file.path is not None:
         return FileFacts(file.name, file.nbytes, filesystem_of(file.path), refuses_direct(file.path), resident)
     store = str(file.folder)
-    filesystem = Filesystem(scheme_of(store) or "unknown", store, file.folder.cost.chunk_nbytes, None)
+    filesystem = Filesystem(scheme_of(store) or "unknown", store, file.folder.cost.request_nbytes, None)
     return FileFacts(file.name, file.nbytes, filesystem, "the store has no file descriptors", resident)
 
 
@@ -166,9 +166,9 @@ def _basis(told: Explanation, plan: ArenaPlan, budget: Budget) -> str:
     refused = [file for file in told.files if file.refuses_direct is not None]
     kinds = _kinds(told.files)
     if any(file.folder.cost.is_remote for file in plan.files):
-        chunk = budget.cost.chunk_nbytes // 2**20
+        most = budget.cost.request_nbytes // 2**20
         more = f", up to {budget.max_threads} where that reads faster" if budget.max_threads > budget.threads else ""
-        return f"here {kinds} brings them by at most {chunk} MiB each, {budget.threads} at a time{more}"
+        return f"here {kinds} brings them by at most {most} MiB each, {budget.threads} at a time{more}"
     percent = f"{100 * told.resident_nbytes / max(1, told.read_nbytes):.0f} %"
     direct = f"{kinds} supports direct I/O"
     if refused:
@@ -229,8 +229,8 @@ def _latencies(file: StoredFile, opened: ReadableFile) -> Iterator[float]:
 
 
 def _measured(opened: Sequence[ReadableFile], budget: Budget, latency: float) -> Network:
-    chunk = budget.cost.chunk_nbytes
-    items = [(file, piece) for file in opened for piece in split(Extent(0, file.nbytes), chunk)]
+    most_nbytes = budget.cost.request_nbytes
+    items = [(file, piece) for file in opened for piece in split(Extent(0, file.nbytes), most_nbytes)]
     end = time.perf_counter() + _MAX_SECONDS
 
     def read(buffer: Buffer, item: tuple[int, Extent]) -> int:
@@ -240,7 +240,7 @@ def _measured(opened: Sequence[ReadableFile], budget: Budget, latency: float) ->
         items[index][0].read(piece.offset, buffer.reserve(align_up(piece.nbytes, BLOCK)))
         return piece.nbytes
 
-    sample = [(index, piece) for index, (_, piece) in enumerate(islice(items, _MAX_SAMPLE_NBYTES // chunk))]
+    sample = [(index, piece) for index, (_, piece) in enumerate(islice(items, _MAX_SAMPLE_NBYTES // most_nbytes))]
     workers = Workers(min(budget.threads, len(sample)), sample, Buffer, read)
     start = time.perf_counter()
     workers.run()

@@ -87,7 +87,7 @@ def plan_requests(
     bounce_nbytes: int,
     grids: Sequence[Grid | None] = (),
 ) -> list[Request]:
-    """Cut reads into requests of at most `cost.chunk_nbytes` (a multiple of `alignment`), and edges.
+    """Cut reads into requests of at most `cost.request_nbytes` (a multiple of `alignment`), and edges.
 
     Requests through a bounce buffer take at most `bounce_nbytes`, which must be four blocks or more. A strided read
     includes the gaps between its runs if the runs are shorter than `cost.max_gap_nbytes` and the gaps are not longer.
@@ -109,7 +109,7 @@ class _Planner:
         self._cost = cost
         self._bounce_nbytes = bounce_nbytes
         # Before its ends are moved to borders of blocks, a request takes two blocks less than a buffer.
-        self._most_nbytes = min(cost.chunk_nbytes, align_down(bounce_nbytes, alignment) - 2 * alignment)
+        self._most_nbytes = min(cost.request_nbytes, align_down(bounce_nbytes, alignment) - 2 * alignment)
         self._blocks = Grid(0, alignment), Grid(0, self._most_nbytes)
         self._grids = {
             file: (grid, Grid(grid.origin, align_down(bounce_nbytes, grid.step)))
@@ -149,7 +149,7 @@ class _Planner:
             return
         if start < low:
             yield from self._bounced(file, Transfer(start, start + shift, low - start))
-        for extent in split(Extent(low, high - low), max(grid.step, align_down(self._cost.chunk_nbytes, grid.step))):
+        for extent in split(Extent(low, high - low), max(grid.step, align_down(self._cost.request_nbytes, grid.step))):
             yield Request(file, extent, extent.offset + shift)
         if high < end:
             yield from self._bounced(file, Transfer(high, high + shift, end - high))

@@ -114,7 +114,7 @@ class DeviceBackend(Backend["torch.Tensor"]):
         self, reads: Sequence[Read], alignment: int, budget: Budget, grids: Sequence[Grid | None] = ()
     ) -> list[Request]:
         nbytes = _buffer_nbytes(budget)
-        cost = replace(budget.cost, chunk_nbytes=min(budget.cost.chunk_nbytes, nbytes))
+        cost = replace(budget.cost, request_nbytes=min(budget.cost.request_nbytes, nbytes))
         return plan_requests(reads, alignment, cost, nbytes, grids)
 
     def allocate(self, nbytes: int) -> DeviceArena:

@@ -189,7 +189,7 @@ def _pace_of(requests: Sequence[Request], budget: Budget) -> Pace:
     """The steps of a job: the buffers of all threads fit into the memory of the budget."""
     bounced = max((one.extent.nbytes for one in requests if one.arena_offset is None), default=0)
     most = max(budget.threads, min(budget.max_threads, budget.memory // max(bounced, MIN_BUFFER)))
-    largest = budget.cost.chunk_nbytes
+    largest = budget.cost.request_nbytes
     first = min(largest, _FIRST_NBYTES)
     if budget.cost.is_remote:  # A small rank, too, is read by all threads at once.
         nbytes = sum(one.extent.nbytes for one in requests)

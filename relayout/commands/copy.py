@@ -237,7 +237,7 @@ def copy_from(
     )
     with begin(target, CONVERTED, work, force=force) as made:
         copying = _Copying(source, manifest, kept, made)
-        threads_and_piece = threads, min(piece_nbytes, source.cost.chunk_nbytes)
+        threads_and_piece = threads, min(piece_nbytes, source.cost.request_nbytes)
         if made.earlier is None:
             made.check_space(nbytes, max((file.nbytes for file in kept.files), default=0))
             resumed_nbytes = copying.copy_parts(*threads_and_piece, progress)

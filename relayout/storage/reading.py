@@ -169,7 +169,7 @@ def sha256_hex(opened: ReadableFile) -> str:
 
 
 def _requests(file: HashedFile) -> Iterator[Extent]:
-    """The blocks that hold the extents: adjacent ones joined, long ones split into chunks."""
+    """The blocks that hold the extents: adjacent ones joined, long ones split."""
 
     def blocks(extent: Extent) -> tuple[None, int, int]:
         aligned = extent.aligned()

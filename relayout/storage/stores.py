@@ -51,7 +51,7 @@ _NUM_REMOTE_OPENS = 16
 class RequestCost:
     """What a store's requests cost. The defaults fit a local drive."""
 
-    chunk_nbytes: int = 8 * 2**20
+    request_nbytes: int = 8 * 2**20
     """The largest useful request; a multiple of 4096.
 
     At 8 MiB Python's overhead per request is negligible, and a bounce buffer is still small.

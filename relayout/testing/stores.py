@@ -238,8 +238,8 @@ class StoreLaws:
     def test_costs_are_possible(self, place: StorePlace) -> None:
         """`cost` has a request of a multiple of 4096 bytes, a gap that is not negative, and one request or more."""
         cost = place.store("model").cost
-        assert cost.chunk_nbytes >= 4096
-        assert cost.chunk_nbytes % 4096 == 0
+        assert cost.request_nbytes >= 4096
+        assert cost.request_nbytes % 4096 == 0
         assert cost.max_gap_nbytes >= 0
         assert cost.concurrency is None or cost.concurrency >= 1
 

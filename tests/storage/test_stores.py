@@ -223,8 +223,8 @@ def test_a_store_tells_what_is_at_its_place(listed: Ground) -> None:
 
 def test_a_store_says_what_requests_should_look_like(here: Ground) -> None:
     cost = here.store("model").cost
-    assert cost.chunk_nbytes >= 4096
-    assert cost.chunk_nbytes % 4096 == 0
+    assert cost.request_nbytes >= 4096
+    assert cost.request_nbytes % 4096 == 0
     assert cost.max_gap_nbytes >= 0
     assert cost.concurrency is None or cost.concurrency >= 1
 

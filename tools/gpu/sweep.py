@@ -53,7 +53,7 @@ def main() -> None:
     def once(setting: Setting, backend: str, *, cold: bool) -> dict[str, Any]:
         options = {"device": device, "backend": backend, "threads": setting.threads, "memory": setting.memory_mib * MIB}
         prepare([folder], cold=cold)
-        with mock.patch.object(LocalStore, "cost", replace(LOCAL_COST, chunk_nbytes=setting.request_mib * MIB)):
+        with mock.patch.object(LocalStore, "cost", replace(LOCAL_COST, request_nbytes=setting.request_mib * MIB)):
             return measure(partial(relayout.load, folder, 0, **options), device, nbytes)  # type: ignore[arg-type]
 
     relayout.load(folder, 0, device=device)  # What is slow only once, such as the first pinned memory, is not measured.

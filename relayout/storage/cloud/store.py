@@ -37,7 +37,7 @@ from relayout.storage.stores import (
 if TYPE_CHECKING:
     from obstore import Bytes
 
-CLOUD_COST = RequestCost(chunk_nbytes=16 * 2**20, max_gap_nbytes=2**20, concurrency=128, is_remote=True)
+CLOUD_COST = RequestCost(request_nbytes=16 * 2**20, max_gap_nbytes=2**20, concurrency=128, is_remote=True)
 """A connection to an object store brings 50 to 100 MB/s, and its first byte takes 20 to 200 ms."""
 
 _PROGRESS_NBYTES = 16 * 2**10

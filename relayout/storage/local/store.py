@@ -464,9 +464,9 @@ def _open(opener: Callable[[int], int], flags: int, direct: bool) -> tuple[int, 
 
 
 def _preadv_by_copy(fd: int, view: memoryview, offset: int) -> int:
-    chunk = os.pread(fd, view.nbytes, offset)
-    view[: len(chunk)] = chunk
-    return len(chunk)
+    piece = os.pread(fd, view.nbytes, offset)
+    view[: len(piece)] = piece
+    return len(piece)
 
 
 def _preadv_in_place(fd: int, view: memoryview, offset: int) -> int:

@@ -83,9 +83,6 @@ class CopyingStore(ReadOnlyStore):
     def path(self, name: str) -> Path:
         return self.copies.path(name)
 
-    def not_found_message(self) -> str:
-        return self.remote.not_found_message()
-
     def parent(self) -> tuple[Store, str]:
         return self.remote.parent()
 

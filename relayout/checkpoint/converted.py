@@ -35,7 +35,17 @@ from relayout.format.manifest import (
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
 from relayout.publish.output import Replaceable
-from relayout.storage.stores import Closable, Entry, Kind, ReadableFile, ReadOnlyStore, RequestCost, Store, if_there
+from relayout.storage.stores import (
+    Closable,
+    Entry,
+    Kind,
+    ReadableFile,
+    ReadOnlyStore,
+    RequestCost,
+    Store,
+    if_there,
+    why_missing,
+)
 from relayout.storage.system import Buffer
 
 if TYPE_CHECKING:
@@ -75,7 +85,7 @@ def read_manifest_blob(folder: Store) -> bytes:
     blob = if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     if blob is None:
         what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
-        what = folder.not_found_message() if folder.kind() is Kind.NOTHING else what
+        what = why_missing(folder) if folder.kind() is Kind.NOTHING else what
         raise FormatError(what, path=str(folder), code="missing")
     return blob
 
@@ -446,9 +456,6 @@ class StoreOver(ReadOnlyStore):
 
     def location(self, name: str) -> str:
         return self.base.location(name)
-
-    def not_found_message(self) -> str:
-        return self.base.not_found_message()
 
     def parent(self) -> tuple[Store, str]:
         return self.base.parent()

@@ -238,17 +238,17 @@ def copy_from(
     with begin(target, CONVERTED, work, force=force) as made:
         copying = _Copying(source, manifest, kept, made)
         threads_and_piece = threads, min(piece_nbytes, source.cost.request_nbytes)
-        if made.earlier is None:
-            made.check_space(nbytes, max((file.nbytes for file in kept.files), default=0))
-            resumed_nbytes = copying.copy_parts(*threads_and_piece, progress)
-        else:
-            noted = read_progress(made.earlier, fingerprint, force=force)
-            for name in set(made.earlier.names()) - {file.name for file in kept.files}:
-                made.earlier.remove(name)  # Of a copy that was interrupted behind its last rank file.
+        if isinstance(made, LocalOutput):
+            noted = read_progress(made, fingerprint, force=force)
+            for name in set(made.names()) - {file.name for file in kept.files}:
+                made.remove(name)  # Of a copy that was interrupted behind its last rank file.
             others_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
             made.check_space(nbytes + nbytes // 2**16 + others_nbytes)
-            with Journal(made.earlier, fingerprint, append=bool(noted.chunks)) as journal:
-                resumed_nbytes = copying.copy_in(made.earlier, journal, *threads_and_piece, progress)
+            with Journal(made, fingerprint, append=bool(noted.chunks)) as journal:
+                resumed_nbytes = copying.copy_in(made, journal, *threads_and_piece, progress)
+        else:
+            made.check_space(nbytes, max((file.nbytes for file in kept.files), default=0))
+            resumed_nbytes = copying.copy_parts(*threads_and_piece, progress)
         put_index(source, made, kept, record, copying.digests)
         signature = find_signature(source, blob) if kept is manifest else None  # Of another manifest it is none.
         if signature is not None:

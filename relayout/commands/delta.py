@@ -45,7 +45,7 @@ from relayout.format.index import MANIFEST_NAME, VERSION, Manifest
 from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
-from relayout.publish.output import Output, Work
+from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import Access, ReadableFile, Store, find_input, find_store
@@ -150,9 +150,9 @@ def delta(
         scratch=None if scratch is None else os.fspath(scratch),
     )
     with begin(target, DELTA_OUTPUT, work, force=force) as made:
-        if made.earlier is not None:
-            refuse_attempt(made.earlier, force=force)
-            made.earlier.clear()
+        if isinstance(made, LocalOutput):
+            refuse_attempt(made, force=force)
+            made.clear()
         written, done = [], 0
         with reporting(progress, "comparing", total) as report:
             for index, file in enumerate(files):

@@ -28,7 +28,7 @@ from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
-from relayout.publish.output import Output, Work
+from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import HashedFile, OpenFiles, hash_files
@@ -108,9 +108,9 @@ def restore(
         scratch=None if scratch is None else os.fspath(scratch),
     )
     with begin(target, CONVERTED, work, force=force) as made:
-        if made.earlier is not None:
-            refuse_attempt(made.earlier, force=force)
-            made.earlier.clear()
+        if isinstance(made, LocalOutput):
+            refuse_attempt(made, force=force)
+            made.clear()
         # Each thread may have a complete shard that waits to be sent.
         made.check_space(written + sum(side.nbytes for side in record.side_files), threads * max(sizes, default=0))
         source = recorded_source(folder, record)

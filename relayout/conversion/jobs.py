@@ -284,10 +284,10 @@ def commit_units(
         if missing := [str(unit) for unit in units if unit not in written]:
             names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             what = f"{len(missing)} of {len(units)} units are not done: {names}"
-            raise PlanError(what, path=output.location, code="missing")
-        if (folder := output.earlier) is not None:
-            for name in set(folder.names()) - {file.name for file in layout.files}:
-                folder.remove(name)  # Of a commit that was interrupted.
+            raise PlanError(what, path=str(planned.output), code="missing")
+        if isinstance(output, LocalOutput):
+            for name in set(output.names()) - {file.name for file in layout.files}:
+                output.remove(name)  # Of a commit that was interrupted.
         whole = merged(written.values())
         if not source_agrees(planned, whole, DEFAULT_THREADS):
             raise FormatError("has changed since its units were converted", path=str(source.root), code="mismatch")
@@ -307,8 +307,8 @@ def complete_parts(output: Output, conversion: Conversion, written: Written) -> 
     headers = HeaderWriter(output, conversion)
     for unit in range(len(conversion.layout.units)):
         for file, header in headers.headers(unit, written):
-            if output.earlier is not None:
-                _check_head(output.earlier, file.name, file.nbytes, header)
+            if isinstance(output, LocalOutput):
+                _check_head(output, file.name, file.nbytes, header)
     write_sidecar(output, conversion, written, headers.files)
 
 

@@ -123,16 +123,16 @@ def carry_out(
     what = "converting" if resumable else "saving"
     with begin(conversion.output, CONVERTED, work, force=force) as output:
         making = _Making(conversion.marked(output.mark), output, identity, threads, chunk_nbytes, what, progress)
-        if output.earlier is None:
-            making.make_units()
+        if isinstance(output, LocalOutput):
+            making.make_in(output, force=force, resumable=resumable)
         else:
-            making.make_in(output.earlier, force=force, resumable=resumable)
+            making.make_units()
         write_sidecar(output, making.conversion, making.written, making.headers.files)
         try:
             check_unchanged(conversion, identity)
         except FormatError:
-            if output.earlier is not None:
-                output.earlier.clear()
+            if isinstance(output, LocalOutput):
+                output.clear()
             raise
     return summary_of(conversion, making.resumed_nbytes, time.monotonic() - started)
 

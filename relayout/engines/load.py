@@ -19,7 +19,7 @@ from relayout.checkpoint.trust import TrustedStore, policy_of, trusted
 from relayout.engines.first_start import Filling, WantedConversion, first_start
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights
 from relayout.errors import FormatError, PlanError
-from relayout.storage.stores import Kind, Store, find_input, scheme_of
+from relayout.storage.stores import Kind, Store, find_input, scheme_of, why_missing
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +158,7 @@ def _look_at(path: str, engine: str) -> _Content:
             store.prove_side_files()  # The engine reads them itself.
         if manifest is not None:
             return _Content(store, manifest)
-        reason = None if store.kind() is Kind.FOLDER else store.not_found_message()
+        reason = None if store.kind() is Kind.FOLDER else why_missing(store)
     except PlanError as error:  # Of a store or the hub.
         if policy_of(None) is not None:
             raise

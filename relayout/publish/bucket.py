@@ -148,8 +148,6 @@ class Part:
 class BucketOutput:
     """An output below a prefix, by one process; see `Output`."""
 
-    earlier = None
-
     def __init__(self, prefix: Prefix, marker: str, claim: Claim, files: LocalOutput) -> None:
         self._prefix = prefix
         self._marker = marker
@@ -174,10 +172,6 @@ class BucketOutput:
         self._sender = ThreadPoolExecutor(1, "relayout-upload")
         self._sending: Future[None] | None = None
         """The sending of the last part: it is sent while the next one is made."""
-
-    @property
-    def location(self) -> str:
-        return str(self._prefix)
 
     @property
     def has_parts(self) -> bool:

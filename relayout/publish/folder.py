@@ -33,8 +33,8 @@ from relayout.storage.local.descriptors import (
     restrict,
     user_of_new_files,
 )
-from relayout.storage.local.store import LocalStore, entries, older_folder, recovery_advice, sync_and_drop_pages
-from relayout.storage.stores import Modes
+from relayout.storage.local.store import LocalStore, entries, sync_and_drop_pages
+from relayout.storage.stores import Modes, older_folder, recovery_advice
 
 _SHARED = "shared-"
 _LIVE = "live-"
@@ -434,10 +434,6 @@ class LocalPart(LocalOutput):
         """`whole` is where parts are assembled."""
         super().__init__(output, place, modes)
         self._whole = whole
-
-    @property
-    def earlier(self) -> None:
-        """Nothing: what an attempt has left beside finished parts does not count."""
 
     def kept(self, part: str) -> bytes | None:
         return read_notes(self._whole, part)

@@ -124,8 +124,8 @@ class Output(Protocol):
     Several processes make the parts (`begin_part`: 1 and 2, each for its own), and one publishes (`begin` with
     `gathers`: 1, 3 and 4). Parts may be made twice, also at the same time: the files are the same.
 
-    A local folder that one process makes has no parts. `earlier` is this folder then, with the unfinished files of an
-    earlier attempt, and its own notes of them.
+    What `begin` yields for a local folder is a `LocalOutput`. One process makes all in it without parts: it has the
+    unfinished files of an earlier attempt, and its own notes of them.
 
     Methods raise OSError if a request or a system call fails, and FormatError if what is here under a given name is not
     a regular file of this user.
@@ -134,14 +134,6 @@ class Output(Protocol):
     @property
     def mark(self) -> str:
         """What the names of weight files carry; see `marked`. Usually empty."""
-
-    @property
-    def location(self) -> str:
-        """The path or URL for messages."""
-
-    @property
-    def earlier(self) -> LocalOutput | None:
-        """What an earlier attempt has left, to be read again; None: only parts that were kept count."""
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
         """Check that there is space for `nbytes` in all, of which a part has `part_nbytes`; None: there is one part.
@@ -234,10 +226,6 @@ class LocalOutput:
             self.place.remove(name)
         self.place.make(FOLDER, self.modes.folder)
         return self.place.subfolder(FOLDER)
-
-    @property
-    def earlier(self) -> LocalOutput | None:
-        return self
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
         check_space(self._output.parent, self._output, nbytes - self.place.allocated_nbytes())

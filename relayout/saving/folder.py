@@ -166,9 +166,6 @@ class MemoryFolder(ReadOnlyStore):
     def location(self, name: str) -> str:
         return f"{self}: {name}"
 
-    def not_found_message(self) -> str:
-        return "no such folder"
-
     def parent(self) -> tuple[Store, str]:
         return self, ""
 

@@ -35,7 +35,7 @@ from relayout.core.slices import CutTensor, Range
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group
-from relayout.publish.output import Output, Work
+from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin, begin_part, check_output
 from relayout.reporting import Progress, reporting
 from relayout.saving.folder import MemoryShard, TensorHead
@@ -335,7 +335,7 @@ class GroupSave:
         planned = self.planned
         check_output(planned.output, planned.source.root, CONVERTED, force=force)
         output = publishing.enter_context(begin(planned.output, CONVERTED, work, force=force, gathers=True))
-        if output.earlier is not None:
+        if isinstance(output, LocalOutput):
             output.check_space(needed_nbytes(planned))
         return output
 
@@ -435,7 +435,9 @@ class GroupSave:
         for member, share in enumerate(shares):
             for unit in range(0 if share is None else len(share.layout.units)):
                 if output.kept(_part_name(member, unit)) is None:
-                    raise FormatError("a part was deleted while it was saved", path=output.location, code="missing")
+                    raise FormatError(
+                        "a part was deleted while it was saved", path=str(self.planned.output), code="missing"
+                    )
         conversion = self.planned.marked(output.mark)
         complete_parts(output, conversion, _merged(conversion, shares, parts, hashed))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar
 
-from relayout.errors import FormatError, PlanError, about
+from relayout.errors import FormatError, PlanError, about, did_you_mean
 
 Found = TypeVar("Found")
 
@@ -230,15 +230,13 @@ class WritableFile(Closable, Protocol):
 class Store(Protocol):
     """Files in one folder or under one prefix. Thread-safe, and usable in forked children.
 
-    Names are relative, with "/" between their parts. Methods raise OSError if a request or a system call fails.
+    Names are relative, with "/" between their parts. Methods raise OSError if a request or a system call fails. As
+    text, a store is the path or URL that the caller gave.
     """
 
     @property
     def cost(self) -> RequestCost:
         """What requests cost."""
-
-    def __str__(self) -> str:
-        """The path or URL that the caller gave."""
 
     def location(self, name: str) -> str:
         """A file's path or URL for messages."""
@@ -248,9 +246,6 @@ class Store(Protocol):
 
     def kind(self) -> Kind:
         """What exists at the store's own path or prefix."""
-
-    def not_found_message(self) -> str:
-        """The message for a store of `Kind.NOTHING`: the reason, and possibly a remedy."""
 
     def parent(self) -> tuple[Store, str]:
         """The store one level up, and this store's name in it."""
@@ -352,7 +347,7 @@ def find_input(path: str | os.PathLike[str]) -> Store:
     except PermissionError:  # It exists: reading it reports the error.
         return store
     if is_absent:
-        of_hub: Store | None = import_module(REGISTRY["hf"]).offer_model(str(path), store.not_found_message)
+        of_hub: Store | None = import_module(REGISTRY["hf"]).offer_model(str(path), lambda: why_missing(store))
         return of_hub or store
     return store
 
@@ -360,7 +355,34 @@ def find_input(path: str | os.PathLike[str]) -> Store:
 def check_exists(store: Store) -> None:
     """Raise PlanError if there is nothing at the store's own path or prefix."""
     if store.kind() is Kind.NOTHING:
-        raise PlanError(store.not_found_message(), path=str(store), code="missing")
+        raise PlanError(why_missing(store), path=str(store), code="missing")
+
+
+def why_missing(store: Store) -> str:
+    """The message for a store of `Kind.NOTHING`: the reason, and possibly a remedy."""
+    path = store.path("")
+    if path is None:
+        return "no objects with this prefix"
+    return f"no such file or folder{recovery_advice(path) or _similar(path)}"
+
+
+def older_folder(path: Path) -> Path:
+    """The temporary name of a folder that --force replaces, if the two names cannot be exchanged atomically."""
+    return path.parent / f".{path.name}.relayout-old"
+
+
+def recovery_advice(path: Path) -> str:
+    """Advice for a missing `path`: where its older folder is, if --force was interrupted between two renames."""
+    old = older_folder(path)
+    return f"; an interrupted replacement left the older folder at {old}: rename it back" if old.is_dir() else ""
+
+
+def _similar(path: Path) -> str:
+    """The end of a message about a path that does not exist: a name beside it that is like it."""
+    try:
+        return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.name[0] != "."])
+    except OSError:
+        return ""
 
 
 def scheme_of(path: str | os.PathLike[str]) -> str | None:

@@ -221,9 +221,6 @@ class CloudStore:
             return Kind.FOLDER
         return Kind.FILE if self.prefix and self.client.stat(self.prefix) is not None else Kind.NOTHING
 
-    def not_found_message(self) -> str:
-        return "no objects with this prefix"
-
     def parent(self) -> tuple[Store, str]:
         above, _, name = self.prefix.rpartition("/")
         return replace(self, prefix=above), name

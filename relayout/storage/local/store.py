@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.errors import FormatCode, FormatError, RelayoutError, did_you_mean
+from relayout.errors import FormatCode, FormatError, RelayoutError
 from relayout.storage.local.descriptors import (
     OpenFolder,
     restrict,
@@ -66,10 +66,6 @@ class LocalStore:
         if self.folder.is_file():
             return Kind.FILE
         return Kind.OTHER if os.path.lexists(self.folder) else Kind.NOTHING
-
-    def not_found_message(self) -> str:
-        advice = recovery_advice(self.folder) or _similar(self.folder)
-        return f"no such file or folder{advice}"
 
     def parent(self) -> tuple[Store, str]:
         return LocalStore(self.folder.parent, self.folder.name), self.folder.name
@@ -144,14 +140,6 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
-def _similar(path: Path) -> str:
-    """The end of a message about a path that does not exist: a name beside it that is like it."""
-    try:
-        return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.name[0] != "."])
-    except OSError:
-        return ""
-
-
 FOLLOW_LINKS = "RELAYOUT_FOLLOW_LINKS"
 """Environment variable: "1" permits links to any file, for folders that a person assembled from links."""
 
@@ -195,17 +183,6 @@ def is_inside(folder: Path, path: Path) -> bool:
     return real.parent == own or (
         real.is_relative_to(shared) and _SHARED_BLOB.fullmatch(real.relative_to(shared).as_posix()) is not None
     )
-
-
-def older_folder(path: Path) -> Path:
-    """The temporary name of a folder that --force replaces, if the two names cannot be exchanged atomically."""
-    return path.parent / f".{path.name}.relayout-old"
-
-
-def recovery_advice(path: Path) -> str:
-    """Advice for a missing `path`: where its older folder is, if --force was interrupted between two renames."""
-    old = older_folder(path)
-    return f"; an interrupted replacement left the older folder at {old}: rename it back" if old.is_dir() else ""
 
 
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)

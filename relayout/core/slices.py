@@ -108,11 +108,7 @@ class Slice:
 
     @property
     def axis(self) -> int:
-        """The axis that is cut, for code that serves one only; 0 if none is.
-
-        Raises:
-            PlanError: several are.
-        """
+        """The axis that is cut, for code that serves one only; 0 if none is. PlanError: several are."""
         return self._one_axis()[0]
 
     @property

@@ -154,11 +154,7 @@ class Stop:
             self.condition.notify_all()
 
     def check_process(self) -> None:
-        """Check that this process was not forked while the work ran.
-
-        Raises:
-            Stopped: it was forked.
-        """
+        """Check that this process was not forked while the work ran. Stopped: it was forked."""
         if self.is_lost:
             raise Stopped("this process was forked while the work ran; its threads exist only in the parent process")
 
@@ -168,11 +164,7 @@ class Stop:
 
 
 def pause(seconds: float) -> None:
-    """Sleep; in a worker, only until it is asked to stop.
-
-    Raises:
-        Stopped: it was asked to.
-    """
+    """Sleep; in a worker, only until it is asked to stop. Stopped: it was asked to."""
     stop: Stop | None = getattr(_worker, "stop", None)
     if stop is None:
         time.sleep(seconds)
@@ -248,11 +240,7 @@ class Workers(Generic[Item, State]):
             self.cancel()
 
     def start(self) -> None:
-        """Start the threads.
-
-        Raises:
-            OSError: the system cannot start another thread (EAGAIN).
-        """
+        """Start the threads. OSError: the system cannot start another thread (EAGAIN)."""
         _live.add(weakref.ref(self, _live.discard))
         try:
             for _ in range(self._num_threads):
@@ -262,11 +250,7 @@ class Workers(Generic[Item, State]):
             raise
 
     def _start_thread(self) -> bool:
-        """Start another thread; False: there are enough.
-
-        Raises:
-            OSError: the system cannot.
-        """
+        """Start another thread; False: there are enough. OSError: the system cannot."""
         with self._lock:
             if self._num_running >= self._num_threads:
                 return False

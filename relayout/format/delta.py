@@ -96,11 +96,7 @@ class _Run:
     num_stored: int
 
     def check(self) -> None:
-        """Refuse a run that no data has.
-
-        Raises:
-            FormatError: it is one.
-        """
+        """Refuse a run that no data has. FormatError: it is one."""
         if self.width not in WIDTHS or self.nbytes % self.width or not self.nbytes:
             raise FormatError(f"a run of {self.nbytes} bytes in elements of {self.width}", code="field")
         num_elements = self.nbytes // self.width
@@ -230,11 +226,7 @@ def dump_delta(manifest: DeltaManifest) -> bytes:
 
 
 def parse_delta(blob: bytes, where: str) -> DeltaManifest:
-    """Parse relayout.json.
-
-    Raises:
-        FormatError: it is not what FORMAT.md demands.
-    """
+    """Parse relayout.json. FormatError: it is not what FORMAT.md demands."""
     with about(path=where):
         top = parse_object(blob, where)
         check_top(blob, top, is_delta=True)
@@ -294,11 +286,7 @@ def dump_index(pieces: Iterable[bytes]) -> bytes:
 
 
 def place_of_index(file: DeltaFile, num_pieces: int) -> Extent:
-    """Where the index is in a file of what changed.
-
-    Raises:
-        FormatError: the file is shorter than its index.
-    """
+    """Where the index is in a file of what changed. FormatError: the file is shorter than its index."""
     nbytes = _PIECE.itemsize * num_pieces
     if file.nbytes < nbytes:
         raise FormatError(f"{file.nbytes} bytes long, an index of {num_pieces} pieces takes more", code="truncated")

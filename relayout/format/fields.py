@@ -13,11 +13,7 @@ from relayout.format.safetensors import MAX_AXES, refuse_lfs_pointer, strict_jso
 
 
 def parse_object(blob: bytes, where: str) -> dict[str, Any]:
-    """Parse one JSON object in UTF-8.
-
-    Raises:
-        FormatError: it is invalid.
-    """
+    """Parse one JSON object in UTF-8. FormatError: it is invalid."""
     with about(path=where):
         top = strict_json(decode(blob))
         if not isinstance(top, dict):
@@ -26,11 +22,7 @@ def parse_object(blob: bytes, where: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML, in a time that is limited by its length.
-
-    Raises:
-        FormatError: it is invalid.
-    """
+    """Parse TOML, in a time that is limited by its length. FormatError: it is invalid."""
     import tomllib  # Most loads read none.
 
     if any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
@@ -56,11 +48,7 @@ def _check_integers(value: object) -> None:
 
 
 def decode(blob: bytes) -> str:
-    """Text in UTF-8; json.loads, given bytes, would also accept UTF-16.
-
-    Raises:
-        FormatError: it is invalid.
-    """
+    """Text in UTF-8; json.loads, given bytes, would also accept UTF-16. FormatError: it is invalid."""
     refuse_lfs_pointer(blob)
     try:
         return blob.decode("utf-8")
@@ -162,11 +150,7 @@ def dump_slice(part: Slice) -> dict[str, list[list[int]]] | None:
 
 
 def parse_slice(value: Any) -> Slice:
-    """The inverse of `dump_slice`.
-
-    Raises:
-        FormatError: it is not a slice.
-    """
+    """The inverse of `dump_slice`. FormatError: it is not a slice."""
     if value is None:
         return NOT_HELD
     if not isinstance(value, dict) or not all(isinstance(ranges, list) for ranges in value.values()):
@@ -213,11 +197,7 @@ def check_path(name: str) -> None:
 
 
 def check_apart(names: Iterable[str]) -> None:
-    """Check that no two files want one place, as files or as folders.
-
-    Raises:
-        FormatError: two do.
-    """
+    """Check that no two files want one place, as files or as folders. FormatError: two do."""
     for path, next_path in pairwise(sorted(f"{name}/" for name in names)):
         if next_path.startswith(path):
             raise FormatError(f"{shown(path[:-1])} is used for two files or folders", code="field")

@@ -90,22 +90,14 @@ def compact_json(top: object) -> bytes:
 
 
 def compress(text: bytes) -> bytes:
-    """What is stored of a table or record.
-
-    Raises:
-        PlanError: it would be too large to be read again.
-    """
+    """What is stored of a table or record. PlanError: it would be too large to be read again."""
     if len(text) > MAX_TABLE_NBYTES:
         raise PlanError(f"too many tensors: a table of {len(text)} bytes, limit {MAX_TABLE_NBYTES}", code="limit")
     return zstandard.ZstdCompressor(level=10).compress(text)
 
 
 def decompress(blob: bytes, where: str) -> bytes:
-    """The inverse of `compress`, bounded.
-
-    Raises:
-        FormatError: not a zstd frame, or larger than a table may be.
-    """
+    """The inverse of `compress`, bounded. FormatError: not a zstd frame, or larger than a table may be."""
     with about(path=where):
         frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
         pieces = []
@@ -227,11 +219,7 @@ def check_top(blob: bytes, top: Mapping[str, Any], *, is_delta: bool = False) ->
 
 
 def check_version(top: Mapping[str, Any]) -> None:
-    """Refuse a format that is not this one.
-
-    Raises:
-        FormatError: it is another, or none is named.
-    """
+    """Refuse a format that is not this one. FormatError: it is another, or none is named."""
     version = top.get("relayout")
     if type(version) is not int or version != FORMAT_VERSION:
         raise FormatError(f"format version {shown(version)}, this relayout reads {FORMAT_VERSION}", code="version")
@@ -265,11 +253,7 @@ def _check_self_digest(blob: bytes, top: Mapping[str, Any], algorithm: DigestAlg
 
 
 def digest_field(fields: Fields, name: str, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128) -> str:
-    """A digest in hex.
-
-    Raises:
-        FormatError: it is not.
-    """
+    """A digest in hex. FormatError: it is not."""
     value = fields.text(name)
     if not _DIGESTS[algorithm].match(value):
         raise FormatError(f"{name!r} is {shown(value)}, not a digest", code="field")
@@ -277,11 +261,7 @@ def digest_field(fields: Fields, name: str, algorithm: DigestAlgorithm = DigestA
 
 
 def digest_or_null(fields: Fields, name: str, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128) -> str | None:
-    """A digest in hex, or null.
-
-    Raises:
-        FormatError: it is neither.
-    """
+    """A digest in hex, or null. FormatError: it is neither."""
     return None if fields.text_or_null(name) is None else digest_field(fields, name, algorithm)
 
 
@@ -425,11 +405,7 @@ def _check_reads(entry: RankEntry, files: Sequence[IndexedFile]) -> None:
 
 
 def parse_shapes(values: Iterable[Any]) -> list[tuple[int, ...]]:
-    """Shapes from lists of sizes.
-
-    Raises:
-        FormatError: one is invalid.
-    """
+    """Shapes from lists of sizes. FormatError: one is invalid."""
     shapes = list(map(tuple, values))
     dims = [dim for shape in shapes for dim in shape]
     if any(len(shape) > MAX_AXES for shape in shapes):

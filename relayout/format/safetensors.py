@@ -293,11 +293,7 @@ def check_depth(text: str) -> None:
 
 
 def refuse_surrogates(text: str, parsed: Any) -> None:
-    """Refuse JSON with a string that is no Unicode text.
-
-    Raises:
-        FormatError: there is one.
-    """
+    """Refuse JSON with a string that is no Unicode text. FormatError: there is one."""
     if "\\u" in text:  # Only an escape can bring in half of a surrogate pair.
         try:
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")

@@ -154,11 +154,7 @@ def conversion_digest(record: SourceRecord) -> str | None:
 
 
 def parse_record(text: bytes, num_ranks: int, where: str) -> SourceRecord:
-    """Parse the source record, given uncompressed.
-
-    Raises:
-        FormatError: it is not what FORMAT.md demands.
-    """
+    """Parse the source record, given uncompressed. FormatError: it is not what FORMAT.md demands."""
     with about(path=where):
         return _parse_record(Fields(parse_object(text, where)), num_ranks)
 

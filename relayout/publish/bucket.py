@@ -288,11 +288,7 @@ class BucketOutput:
             raise Stopped("the output was given up")
 
     def _check(self) -> None:
-        """Check that the prefix is still claimed by this work.
-
-        Raises:
-            PlanError: it is not.
-        """
+        """Check that the prefix is still claimed by this work. PlanError: it is not."""
         found, _ = read_claim(self._prefix)
         if found is not None and found.is_of(self._claim):
             return

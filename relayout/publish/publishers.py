@@ -73,11 +73,7 @@ def begin_part(store: Store, older: Replaceable, work: Work, *, force: bool = Fa
 
 
 def add(store: Store, name: str, content: bytes) -> None:
-    """Write a small file beside what is published, in place of an older one.
-
-    Raises:
-        PlanError: the store is read-only.
-    """
+    """Write a small file beside what is published, in place of an older one. PlanError: the store is read-only."""
     if isinstance(store, LocalStore):
         from relayout.storage.local.descriptors import write_file
 

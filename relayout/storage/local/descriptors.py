@@ -375,11 +375,7 @@ class Waiting:
         self._seen = self._growth()
 
     def pause(self) -> None:
-        """Sleep for a moment.
-
-        Raises:
-            TimeoutError: there was no growth for so long. It names who is waited for.
-        """
+        """Sleep for a moment. TimeoutError: there was no growth for so long. It names who is waited for."""
         time.sleep(_POLL_SECONDS)
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:

@@ -1,4 +1,4 @@
-"""The exchange between members with different slices: each byte is read once, and arrives where it is needed, once."""
+"""relayout.loader.group.plan: of equal slices or of different ones, each byte is read once, and arrives once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from support.reads import carried_out as arrived
 
-from relayout.core.extents import BLOCK, Transfer
+from relayout.core.extents import BLOCK, Grid, Transfer
 from relayout.core.slices import NOT_HELD, WHOLE, Slice, slice_transfers
+from relayout.format.index import Read
 from relayout.loader.group.plan import (
     EXCHANGED_NBYTES,
-    RECEIVED_NBYTES,
     Divided,
     Division,
     ExchangedRange,
     ExchangeRound,
+    assign_reads,
     plan_exchange,
 )
 
+MIB = 2**20
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32}
 Array = Any
 
@@ -201,17 +204,68 @@ def test_each_member_reads_as_much() -> None:
     assert max(nbytes.values()) - min(nbytes.values()) <= EXCHANGED_NBYTES
 
 
-def test_what_all_hold_is_sent_in_small_ranges() -> None:
-    whole = slice_transfers("U8", (2**24,), WHOLE)
-    rounds = plan_exchange([Divided(0, 0, Division.of((whole,) * 8, 2**18))], 8)
-    assert {piece.extent.nbytes for each in rounds for piece in each.ranges} == {EXCHANGED_NBYTES // 8}
-    assert all(each.ranges[0].sizes == (EXCHANGED_NBYTES // 8,) * 8 for each in rounds)
+@st.composite
+def arenas(draw: st.DrawFn) -> tuple[list[Read], int]:
+    """Reads of two files that fill an arena: long runs, strided ones in between each other, and holes."""
+    reads, end, sources = [], 0, [0, 0]
+    for _ in range(draw(st.integers(1, 6))):
+        end += draw(st.sampled_from([0, 16, 100]))
+        file = draw(st.integers(0, 1))
+        if draw(st.booleans()):
+            nbytes = draw(st.integers(1, 60_000))
+            reads.append(Read(file, Transfer(sources[file], end, nbytes)))
+            sources[file] += nbytes + draw(st.integers(0, 9000))
+            end += nbytes
+        else:  # Two files have the halves of each row.
+            row, count = draw(st.integers(1, 900)), draw(st.integers(2, 60))
+            for number in range(2):
+                gap = draw(st.integers(0, 50))
+                stride = row + gap
+                reads.append(Read(number, Transfer(sources[number], end + number * row, row, count, stride, 2 * row)))
+                sources[number] += stride * count
+            end += 2 * row * count
+    return draw(st.permutations(reads)), end
 
 
-def test_a_member_that_holds_more_than_the_others_receives_no_more_at_once() -> None:
-    parts = [
-        slice_transfers("U8", (2**26,), Slice.along(0, [(0, 2**26 if not member else 100)])) for member in range(8)
-    ]
-    rounds = plan_exchange([Divided(0, 0, Division.of(tuple(parts), 2**18))], 8)
-    received = [sum(piece.sizes[0] for piece in each.ranges) for each in rounds]
-    assert (sum(received), max(received)) == (2**26, RECEIVED_NBYTES)
+@given(
+    arenas(),
+    st.integers(1, 5),
+    st.sampled_from([BLOCK, 5 * BLOCK, MIB]),
+    st.sampled_from([Grid(), Grid(100, 65536), Grid(0, 1)]),
+)
+def test_the_pieces_bring_each_byte_of_the_reads_once(
+    arena: tuple[list[Read], int], num_members: int, most: int, grid: Grid
+) -> None:
+    reads, nbytes = arena
+    files = [np.random.default_rng(seed).integers(0, 256, 10**6, dtype=np.uint8) for seed in range(2)]
+    pieces = assign_reads(reads, num_members, [grid, grid], most_nbytes=most)
+    assert [piece.member for piece in pieces] == [number % num_members for number in range(len(pieces))]
+    ends = [0, *(piece.end for piece in pieces)]
+    assert all(end <= piece.start for end, piece in zip(ends, pieces, strict=False))
+    for piece in pieces:
+        assert all(piece.start <= one.transfer.target and one.transfer.target_end <= piece.end for one in piece.reads)
+    found = arrived([one for piece in pieces for one in piece.reads], files, nbytes)
+    np.testing.assert_array_equal(found, arrived(reads, files, nbytes))  # The bytes, and how often each is written.
+    assert sum(piece.nbytes for piece in pieces) == sum(one.transfer.total_nbytes for one in reads)
+
+
+def test_each_member_reads_as_much_and_no_block_is_read_by_two() -> None:
+    reads = [Read(0, Transfer(4096, 0, 100 * MIB)), Read(1, Transfer(8192, 100 * MIB + 4096, 60 * MIB + 5))]
+    pieces = assign_reads(reads, 4, [Grid(), Grid()], most_nbytes=16 * MIB)
+    of_member = [sum(one.nbytes for one in pieces if one.member == member) for member in range(4)]
+    assert max(of_member) - min(of_member) < MIB / 2
+    assert all(piece.end - piece.start <= 16 * MIB + BLOCK for piece in pieces)
+    # Where the second file is not congruent with the wanted place, its own grid counts.
+    assert all(one.transfer.source % BLOCK == 0 for piece in pieces for one in piece.reads)
+
+
+def test_pieces_end_where_the_chunks_of_the_files_end() -> None:
+    grid = Grid(12345, MIB)
+    read = Read(0, Transfer(12345, 0, 50 * MIB))
+    pieces = assign_reads([read], 3, [grid], most_nbytes=8 * MIB)
+    assert len(pieces) > 6
+    assert all((one.transfer.source - 12345) % MIB == 0 for piece in pieces for one in piece.reads)
+
+
+def test_nothing_is_assigned_where_there_is_nothing() -> None:
+    assert assign_reads([], 3, []) == ()

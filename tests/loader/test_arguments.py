@@ -52,24 +52,25 @@ def test_memory_may_be_any_integer_or_text(converted: Path, value: Any) -> None:
 
 
 WRONG = [True, False, np.bool_(True), 1.0, np.float64(1), "1", b"1", [1], Path("1")]
+INTEGERS = ("rank", "tp", "threads", "memory")
 
 
-@pytest.mark.parametrize("value", WRONG, ids=repr)
-@pytest.mark.parametrize("argument", ["rank", "tp", "threads", "memory"])
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize(
+    ("kind", "argument", "value"),
+    [
+        *(("load", argument, value) for argument in INTEGERS for value in WRONG),
+        *((kind, argument, 1.0) for kind in CALLS if kind != "load" for argument in INTEGERS),
+        *(("open", argument, 1.0) for argument in ("rank", "tp")),
+        *((kind, "rank", None) for kind in ("load", "open")),
+    ],
+)
 def test_what_is_no_integer_is_named(converted: Path, kind: str, argument: str, value: Any) -> None:
     given = {"rank": 1, argument: value}
     # Text is a size, and this one too small.
     is_size = (argument, value) == ("memory", "1")
     message = r"^memory: 1 bytes, expected" if is_size else rf"^{argument}: .* is not an integer$"
     with nothing_left_behind(), pytest.raises(PlanError, match=message):
-        CALLS[kind](converted, given.pop("rank"), **given)
-
-
-def test_a_rank_to_open_that_is_no_integer_is_named(converted: Path) -> None:
-    for value in (*WRONG, None):
-        with pytest.raises(PlanError, match=r"^rank: .* is not an integer$"):
-            relayout.open(converted, value)
+        {**CALLS, "open": relayout.open}[kind](converted, given.pop("rank"), **given)
 
 
 NO_SENSE: list[tuple[dict[str, Any], str, str]] = [

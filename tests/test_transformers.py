@@ -19,8 +19,11 @@ from support.families import FAMILIES
 from support.group_worker import NUM_MEMBERS
 
 import relayout
+from relayout.core.slices import NOT_HELD
 from relayout.errors import PlanError
-from relayout.transformers import _origin_of, _storage
+from relayout.saving.folder import TensorHead
+from relayout.saving.held import HeldTensor
+from relayout.transformers import View, _origin_of, _storage
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
@@ -232,3 +235,11 @@ def test_pipeline_stages_are_refused_as_no_whole_model(tmp_path: Path) -> None:
         assert kind == "PlanError"
         assert f"tensor 'model.layers.{1 - min(number, 1)}." in what
         assert "a pipeline stage is no whole model" in what
+
+
+def test_of_what_a_process_has_nothing_of_it_gives_nothing() -> None:
+    """Such as a DTensor on a mesh of other processes."""
+    view = View("x", (2, 2), (0, 1), (1, 0))
+    held = view.of("y", HeldTensor(TensorHead("x", "F32", (4, 2)), NOT_HELD, torch.empty(0)))
+    assert (held.head, held.part) == (TensorHead("y", "F32", (2, 2)), NOT_HELD)
+    assert held.data.numel() == 0

@@ -189,6 +189,17 @@ def test_samples_are_bounded_and_no_small_kind_is_left_out(monkeypatch: pytest.M
     assert small[3] == 4
 
 
+def test_at_the_end_another_version_on_a_server_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file there has a place on this machine."""
+    write(tmp_path, model(1))
+    checkpoint = read_source(Server(tmp_path))
+    checkpoint = replace(checkpoint, files=tuple(replace(file, version=Server.version) for file in checkpoint.files))
+    before = identity_of(checkpoint)
+    assert is_unchanged(checkpoint, before)
+    monkeypatch.setattr(Server, "version", "Tue")
+    assert not is_unchanged(checkpoint, before)
+
+
 def test_at_the_end_nothing_is_read_again_of_a_drive_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -483,6 +483,17 @@ def test_what_others_have_put_beside_an_output_under_our_names_stays(tmp_path: P
     assert there.is_symlink() == (kind == "a link")
 
 
+def test_a_strangers_folder_with_the_name_of_a_replaced_one_does_not_become_the_output(tmp_path: Path) -> None:
+    """As force takes back what a process left that was killed between two renames."""
+    source, out, there = write_source(tmp_path / "model"), tmp_path / "out", tmp_path / ".out.relayout-old"
+    there.mkdir()
+    (there / "precious").write_text("mine")
+    with pytest.raises(PlanError, match="nothing proves that relayout wrote it"):
+        convert(source, out, force=True)
+    assert (there / "precious").read_text() == "mine"
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_if_the_last_rename_fails_the_old_folder_is_still_there(

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.cache.folder import Cache
     from relayout.commands.convert import convert
-    from relayout.commands.copy import Copied, NeededFiles, copy, files
-    from relayout.commands.delta import DeltaDone, apply_deltas, delta
+    from relayout.commands.copy import Copied, NeededFiles, apply_deltas, copy, files
+    from relayout.commands.delta import DeltaDone, delta
     from relayout.commands.inspect import Inspection, inspect
     from relayout.commands.restore import Restored, restore
     from relayout.commands.sign import SignatureWritten, sign
@@ -83,8 +83,8 @@ __all__ = [
 _HOMES = {
     "benchmark.measure": ("Bench", "BenchPlan", "plan_bench"),
     "commands.convert": ("convert",),
-    "commands.copy": ("Copied", "NeededFiles", "copy", "files"),
-    "commands.delta": ("DeltaDone", "apply_deltas", "delta"),
+    "commands.copy": ("Copied", "NeededFiles", "apply_deltas", "copy", "files"),
+    "commands.delta": ("DeltaDone", "delta"),
     "commands.inspect": ("Inspection", "inspect"),
     "commands.restore": ("Restored", "restore"),
     "conversion.consistency": ("Difference", "Verification"),

@@ -1,11 +1,14 @@
-"""`copy`: the files of some ranks, or of all, from one folder or store to another. `files`: which these are."""
+"""`copy`: the files of some ranks, or of all, from one folder or store to another. `files`: which these are.
+
+`apply` copies a folder as deltas change it.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from relayout.checkpoint.converted import (
@@ -22,20 +25,18 @@ from relayout.checkpoint.converted import (
     read_record,
     sizes_of,
 )
-from relayout.checkpoint.source import MAX_INDEX_NBYTES
-from relayout.checkpoint.trust import Trust, trusted
+from relayout.checkpoint.delta import DeltaStore, Paths, read_deltas, with_deltas
+from relayout.checkpoint.trust import Trust, refuse_deltas, trusted
 from relayout.conversion.resume import Fingerprint, Journal, read_progress
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers_of, share_memory
-from relayout.conversion.sidecar import are_there, copy_side_file, modes_of
+from relayout.conversion.sidecar import are_there, modes_of, put_index
 from relayout.conversion.steps import Written
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.digests import DigestAlgorithm, OrderedDigests, digest_hex
+from relayout.core.digests import OrderedDigests, digest_hex
 from relayout.core.extents import Extent, align_up, split
 from relayout.core.workers import Stop, Workers
-from relayout.errors import FormatError
+from relayout.errors import FormatError, PlanError
 from relayout.format.index import (
-    CHUNKS_NAME,
-    HUB_INDEX_NAME,
     MANIFEST_NAME,
     SIGNATURE_NAME,
     IndexedFile,
@@ -44,13 +45,10 @@ from relayout.format.index import (
     chunks_over,
 )
 from relayout.format.manifest import (
-    MAX_TABLE_NBYTES,
-    SOURCE_RECORD_NAME,
     compact_json,
     dump_manifest,
     parse_manifest,
 )
-from relayout.format.source_record import SourceRecord
 from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
@@ -205,6 +203,48 @@ def is_copied(
         return are_there(target, read_record(target, kept).side_files, kept.digest)
     except FormatError:
         return False
+
+
+def apply_deltas(
+    base: str | os.PathLike[str],
+    deltas: Paths,
+    output: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    threads: int = DEFAULT_THREADS,
+    scratch: str | os.PathLike[str] | None = None,
+    progress: Progress = None,
+) -> Copied:
+    """Write the folder that deltas make of a converted checkpoint: byte for byte the one that they were made from.
+
+    Args:
+        base: the converted folder, or its URL, that the first delta applies to.
+        deltas: folders that `delta` wrote, or their URLs; each applies to what those before it make.
+        output: the folder to create. It is complete, with every digest compared, or absent.
+        force: replace an output folder that relayout converted, or discard an interrupted attempt at another.
+        threads: threads that read, change and write: some 8 MiB for each.
+        scratch: as for `copy`.
+        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
+
+    Raises:
+        FormatError: the base or a delta is damaged.
+        PlanError: a delta applies to another checkpoint; or `output` cannot be written or replaced.
+        OSError: reading or writing failed.
+
+    If it fails or is interrupted, the same call resumes, as of `copy`.
+
+    Example:
+        >>> import relayout
+        >>> relayout.apply_deltas("step-1", ["step-1-to-2"], "made").ranks
+        (0, 1, 2, 3, 4, 5, 6, 7)
+    """
+    refuse_deltas()
+    found = find_input(base).snapshot()
+    made = with_deltas(found, read_deltas(deltas))
+    if not isinstance(made, DeltaStore):
+        raise PlanError("no delta to apply", code="option")
+    inputs = [found, *(link.store for link in made.links)]
+    return copy_from(made, inputs, output, None, force, threads, DEFAULT_MEMORY, progress, scratch)
 
 
 def copy_from(
@@ -406,35 +446,3 @@ class _Copying:
 def _part_name(index: int) -> str:
     """The name of a file as a part of an output."""
     return f"file-{index}"
-
-
-def put_index(
-    source: Store, output: Output, kept: Manifest, record: SourceRecord, chunk_digests: Iterable[bytes], to: str = ""
-) -> None:
-    """Copy all but weight files and the manifest, as the manifest proves it, with `to` in front of the names.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
-    expected = {SOURCE_RECORD_NAME: kept.record_digest}
-    if kept.hub_index_digest is not None:
-        expected[HUB_INDEX_NAME] = kept.hub_index_digest
-    _put_proven(source, output, kept.digest, expected, to)
-    put_tables(source, output, kept, to)
-    output.put(to + CHUNKS_NAME, chunk_digests)
-    for side in record.side_files:
-        copy_side_file(source, output, side.name, kept.digest, side, to)
-
-
-def put_tables(source: Store, output: Output, kept: Manifest, to: str) -> None:
-    """Copy the tables of ranks and other holders; for errors see `put_index`."""
-    digests = {entry.table: entry.table_digest for entry in kept.holders.values()}
-    _put_proven(source, output, kept.digest, digests, to)
-
-
-def _put_proven(source: Store, output: Output, algorithm: DigestAlgorithm, digests: Mapping[str, str], to: str) -> None:
-    for name, digest in digests.items():
-        blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_TABLE_NBYTES))
-        if algorithm.hex(blob) != digest:
-            raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
-        output.put(to + name, [blob])

@@ -1,4 +1,4 @@
-"""`delta` and `apply`: what changed between two converted checkpoints, and the new one made of the old one and that."""
+"""`delta`: what changed between two converted checkpoints."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from relayout.checkpoint.converted import (
     read_record,
     read_table,
 )
-from relayout.checkpoint.delta import DELTA_OUTPUT, DeltaStore, Paths, read_deltas, with_deltas
+from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.checkpoint.source import read_shard
-from relayout.checkpoint.trust import refuse_deltas
-from relayout.commands.copy import Copied, copy_from, put_index, put_tables
 from relayout.conversion.changes import UNCHANGED, FileVersion, element_widths, write_changes
 from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
-from relayout.conversion.sidecar import modes_of
+from relayout.conversion.sidecar import modes_of, put_index, put_tables
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import PlanError
@@ -180,48 +178,6 @@ def delta(
         seconds=time.monotonic() - started,
         peak_nbytes=peak_nbytes(),
     )
-
-
-def apply_deltas(
-    base: str | os.PathLike[str],
-    deltas: Paths,
-    output: str | os.PathLike[str],
-    *,
-    force: bool = False,
-    threads: int = DEFAULT_THREADS,
-    scratch: str | os.PathLike[str] | None = None,
-    progress: Progress = None,
-) -> Copied:
-    """Write the folder that deltas make of a converted checkpoint: byte for byte the one that they were made from.
-
-    Args:
-        base: the converted folder, or its URL, that the first delta applies to.
-        deltas: folders that `delta` wrote, or their URLs; each applies to what those before it make.
-        output: the folder to create. It is complete, with every digest compared, or absent.
-        force: replace an output folder that relayout converted, or discard an interrupted attempt at another.
-        threads: threads that read, change and write: some 8 MiB for each.
-        scratch: as for `copy`.
-        progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
-
-    Raises:
-        FormatError: the base or a delta is damaged.
-        PlanError: a delta applies to another checkpoint; or `output` cannot be written or replaced.
-        OSError: reading or writing failed.
-
-    If it fails or is interrupted, the same call resumes, as of `copy`.
-
-    Example:
-        >>> import relayout
-        >>> relayout.apply_deltas("step-1", ["step-1-to-2"], "made").ranks
-        (0, 1, 2, 3, 4, 5, 6, 7)
-    """
-    refuse_deltas()
-    found = find_input(base).snapshot()
-    made = with_deltas(found, read_deltas(deltas))
-    if not isinstance(made, DeltaStore):
-        raise PlanError("no delta to apply", code="option")
-    inputs = [found, *(link.store for link in made.links)]
-    return copy_from(made, inputs, output, None, force, threads, DEFAULT_MEMORY, progress, scratch)
 
 
 def _check_layout(before: _Side, after: _Side) -> None:

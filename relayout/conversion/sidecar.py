@@ -12,7 +12,7 @@ import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
+from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
 from relayout.conversion.layout import (
     Conversion,
     HeaderBuilder,
@@ -46,7 +46,14 @@ from relayout.format.index import (
     place,
     plan_arena,
 )
-from relayout.format.manifest import SOURCE_RECORD_NAME, WHOLE_TABLE_NAME, compress, dump_manifest, table_name
+from relayout.format.manifest import (
+    MAX_TABLE_NBYTES,
+    SOURCE_RECORD_NAME,
+    WHOLE_TABLE_NAME,
+    compress,
+    dump_manifest,
+    table_name,
+)
 from relayout.format.rank_table import dump_table
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import (
@@ -412,6 +419,34 @@ def rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:
     for row, number in enumerate(table.files):
         rows[number].append(row)
     return rows
+
+
+def put_index(
+    source: Store, output: Output, kept: Manifest, record: SourceRecord, chunk_digests: Iterable[bytes], to: str = ""
+) -> None:
+    """Copy all but weight files and the manifest, as the manifest proves it, with `to` in front of the names."""
+    expected = {SOURCE_RECORD_NAME: kept.record_digest}
+    if kept.hub_index_digest is not None:
+        expected[HUB_INDEX_NAME] = kept.hub_index_digest
+    _put_proven(source, output, kept.digest, expected, to)
+    put_tables(source, output, kept, to)
+    output.put(to + CHUNKS_NAME, chunk_digests)
+    for side in record.side_files:
+        copy_side_file(source, output, side.name, kept.digest, side, to)
+
+
+def put_tables(source: Store, output: Output, kept: Manifest, to: str) -> None:
+    """Copy the tables of ranks and other holders, as the manifest proves them."""
+    digests = {entry.table: entry.table_digest for entry in kept.holders.values()}
+    _put_proven(source, output, kept.digest, digests, to)
+
+
+def _put_proven(source: Store, output: Output, algorithm: DigestAlgorithm, digests: Mapping[str, str], to: str) -> None:
+    for name, digest in digests.items():
+        blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_TABLE_NBYTES))
+        if algorithm.hex(blob) != digest:
+            raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
+        output.put(to + name, [blob])
 
 
 _COPY_NBYTES = 2**20

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from relayout.planning import Preview, plan_conversion, preview
     from relayout.plans.plan import Plan
     from relayout.saving.api import save
+    from relayout.steps.follower import Follower, Steps
+    from relayout.steps.publisher import Publisher
 
 __all__ = [
     "Bench",
@@ -40,6 +42,7 @@ __all__ = [
     "DeltaDone",
     "Difference",
     "Explanation",
+    "Follower",
     "FormatError",
     "Inspection",
     "NeededFiles",
@@ -48,9 +51,11 @@ __all__ = [
     "Plan",
     "PlanError",
     "Preview",
+    "Publisher",
     "RelayoutError",
     "Restored",
     "SignatureWritten",
+    "Steps",
     "Summary",
     "TensorSlice",
     "Verification",
@@ -101,6 +106,8 @@ _HOMES = {
     "loader.diagnose": ("Explanation", "explain"),
     "loader.in_place": ("apply",),
     "saving.api": ("save",),
+    "steps.follower": ("Follower", "Steps"),
+    "steps.publisher": ("Publisher",),
     "cache.folder": ("Cache",),
     "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
@@ -34,12 +34,13 @@ from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
 from relayout.reporting import Progress
-from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding
+from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding, check_floating
 from relayout.saving.folder import TensorHead, files_of
 from relayout.saving.held import HeldTensor
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 __all__ = ["from_pretrained", "save_pretrained"]
 
@@ -140,6 +141,7 @@ def save_pretrained(
     output: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
+    group: ProcessGroup | None = None,
     tp: int = 1,
     align: int | str = DEFAULT_ALIGNMENT,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -159,13 +161,14 @@ def save_pretrained(
 ) -> Summary | Future[Summary]:
     """Write a model of transformers as the folder that `convert` makes of what its `save_pretrained` writes.
 
-    Where `torch.distributed` is initialized, all processes of the default group call this, and each gives what it
-    holds: nothing is gathered, under FSDP2 or tensor parallelism. config.json and the generation configuration are
-    written; the files of a tokenizer are not.
+    Where `torch.distributed` is initialized, all processes of the group call this, and each gives what it holds:
+    nothing is gathered, under FSDP2 or tensor parallelism. config.json and the generation configuration are written;
+    the files of a tokenizer are not.
 
     Args:
         model: of transformers 5; not quantized, and without adapters. All processes give the same one, not stages.
         dtype: the floating-point dtype to write, as if the model had been moved `to` it before; it keeps its own.
+        group: the processes that hold the model. Default: the default group, if there is one.
 
     All other arguments (`output`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`, `unmatched`,
     `max_part_nbytes`, `layout`, `ranks`, `digest`, `background`, `max_shard_size`, `force`, `threads`, `memory`,
@@ -175,20 +178,8 @@ def save_pretrained(
         PlanError: the model cannot be saved like this; or as `relayout.save`.
         FormatError, OSError: as `relayout.save`.
     """
-    from torch import distributed
-
-    is_distributed = distributed.is_initialized() and distributed.get_world_size() > 1
     max_shard_nbytes = size(max_shard_size, "max_shard_size")
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        raise PlanError(f"dtype is {dtype!r}, expected a floating-point dtype of torch", code="option")
-    model = getattr(model, "_orig_mod", model)  # Of torch.compile.
-
-    def hold(is_first: bool) -> Held:
-        whole = {name: HeldTensor.of(name, tensor, dtype) for name, tensor in _state_of(model).items()}
-        views, index = _checkpoint_of(model, [one.head for one in whole.values()], max_shard_nbytes)
-        tensors = {name: view.of(name, whole[view.origin]) for name, view in views.items()}
-        return Held(tensors, _small_files(model, dtype or model.dtype) if is_first else {}, index)
-
+    hold = holding_model(model, dtype, max_shard_nbytes)
     saving = Saving(
         output=output,
         max_shard_nbytes=max_shard_nbytes,
@@ -209,7 +200,29 @@ def save_pretrained(
             digest=digest,
         ),
     )
-    return saving.start(hold, distributed.group.WORLD if is_distributed else None, background)
+    return saving.start(hold, group_of(group), background)
+
+
+def group_of(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The processes that hold a model: a group, or the default one; None: this process alone."""
+    from torch import distributed
+
+    is_distributed = distributed.is_initialized() and distributed.get_world_size() > 1
+    return distributed.group.WORLD if group is None and is_distributed else group
+
+
+def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) -> Callable[[bool], Held]:
+    """What a process gives to a save of a model, see `Saving.start` and `save_pretrained`."""
+    check_floating(dtype)
+    model = getattr(model, "_orig_mod", model)  # Of torch.compile.
+
+    def hold(is_first: bool) -> Held:
+        whole = {name: HeldTensor.of(name, tensor, dtype) for name, tensor in _state_of(model).items()}
+        views, index = _checkpoint_of(model, [one.head for one in whole.values()], max_shard_nbytes)
+        tensors = {name: view.of(name, whole[view.origin]) for name, view in views.items()}
+        return Held(tensors, _small_files(model, dtype or model.dtype) if is_first else {}, index)
+
+    return hold
 
 
 def _state_of(model: Any) -> dict[str, torch.Tensor]:

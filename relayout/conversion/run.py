@@ -34,7 +34,7 @@ from relayout.core.workers import Stop
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import DIGESTED_NBYTES, chunks_of, chunks_over
 from relayout.publish.output import LocalOutput, Output, Work
-from relayout.publish.publishers import begin, check_output
+from relayout.publish.publishers import Destination, Place
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import READ_NBYTES as REHASH_NBYTES
 from relayout.storage.reading import HashedFile, OpenFiles, hash_files
@@ -100,6 +100,7 @@ def carry_out(
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
     resumable: bool = True,
+    destination: Destination | None = None,
 ) -> Summary:
     """Carry out a conversion that `plan_conversion` has planned; result and errors as for `convert`.
 
@@ -107,6 +108,7 @@ def carry_out(
         conversion: what to do. Any number of threads may share it.
         force, threads, memory, scratch, progress: as for `convert`.
         resumable: whether finished work is kept if it fails.
+        destination: where the output is published. Default: at the place that was planned.
 
     Example:
         >>> import relayout
@@ -116,12 +118,13 @@ def carry_out(
     """
     started = time.monotonic()
     threads, chunk_nbytes = share_memory(threads, memory, conversion.output)
-    check_output(conversion.output, conversion.source.root, CONVERTED, force=force)
+    to = Place(conversion.output, CONVERTED, force) if destination is None else destination
+    to.check(conversion.source.root)
     identity = identity_of(conversion.source)
     fingerprint = fingerprint_of(conversion, identity.content)
     work = work_of(conversion, fingerprint, scratch=scratch, is_resumable=resumable)
     what = "converting" if resumable else "saving"
-    with begin(conversion.output, CONVERTED, work, force=force) as output:
+    with to.begin(work) as output:
         making = _Making(conversion.marked(output.mark), output, identity, threads, chunk_nbytes, what, progress)
         if isinstance(output, LocalOutput):
             making.make_in(output, force=force, resumable=resumable)

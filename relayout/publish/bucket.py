@@ -119,6 +119,24 @@ def begin(
             files.folder.close()
 
 
+def remove_output(prefix: Prefix, older: Replaceable) -> None:
+    """Delete an output and what is left of one, see `publishers.remove`.
+
+    The proof: a claim, or the records of the output, name the objects. They are noted in a claim before the first of
+    them is deleted, so that what is left of a killed deletion is still named.
+    """
+    claim, _ = read_claim(prefix)
+    there = prefix.objects().keys()
+    if not there:
+        return
+    named = check_vacant(prefix, older, claim, force=True)
+    if claim is None:
+        prefix.put(CLAIM, Claim("a deletion", "", "", (), tuple(sorted(named)), is_released=True).dump())
+    hidden = {name for name in there if name.startswith(HIDDEN)}
+    prefix.delete(sorted(((named | hidden) - {CLAIM}) & there))
+    prefix.delete([CLAIM])
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The record of a finished part."""

@@ -23,6 +23,7 @@ an output that is complete: nobody is known to write there. The marker of that i
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -306,6 +307,13 @@ class Prefix:
             if loaded is None or loaded[0] != content:
                 raise
             return loaded[1]
+
+    def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
+        """Replace a small object if its content is the expected one, see `publishers.replace`."""
+        loaded = self.load(name, MAX_NBYTES)
+        if (None if loaded is None else loaded[0]) != expected:
+            raise FileExistsError(errno.EEXIST, "was replaced by another process", self.location(name))
+        self.put(name, content, replaced=None if loaded is None else loaded[1])
 
     def proves(self, name: str, sent: Sent) -> bool:
         """Whether a file's object exists, and has the length and the first bytes that were sent."""

@@ -29,9 +29,11 @@ from relayout.storage.local.descriptors import (
     check_owner_is,
     exchange,
     locked,
+    locked_file,
     rename,
     restrict,
     user_of_new_files,
+    write_file,
 )
 from relayout.storage.local.store import LocalStore, entries, sync_and_drop_pages
 from relayout.storage.stores import Modes, older_folder, recovery_advice
@@ -196,6 +198,45 @@ def _remove_older(place: OpenFolder, *, force: bool) -> None:
     for name in place.names():
         if name != REPLACED:
             place.remove(name)
+
+
+def remove_output(output: Path, older: Replaceable) -> None:
+    """Delete an output and what is left of one, see `publishers.remove`.
+
+    The proof is that of a replacement: its records name its files, which are noted with the inode of their folder
+    before that is moved to the folder beside it, and deleted there.
+    """
+    output = output.resolve()
+    with _locked_parent(output) as (parent, user):
+        status, left = parent.status(output.name), open_left(parent, output, user)
+        if status is None and left is None:
+            return
+        files = frozenset[str]() if status is None else replaceable(older, True, output)
+        with left or _make_new(parent, output, user) as place:
+            _delete_replaced(parent, place, output)
+            if status is not None:
+                check_owner_is(output, status, user)
+                with parent.subfolder(output.name) as folder:
+                    record = _Replaced(os.fstat(folder.fd).st_ino, 0, sorted(files))
+                    with suppress(PermissionError):
+                        os.fchmod(folder.fd, stat.S_IMODE(os.fstat(folder.fd).st_mode) | stat.S_IWUSR)
+                place.write(REPLACED, json.dumps(asdict(record)).encode(), 0o600)
+                place.remove(_DONE)
+                rename(parent, output.name, place, _DONE)
+                _delete_replaced(parent, place, output)
+            _remove(parent, place, output)
+
+
+def replace_file(path: Path, expected: bytes | None, content: bytes) -> None:
+    """Replace a small file if its content is the expected one, see `publishers.replace`."""
+    with locked_file(path.with_name(f".{path.name}.relayout-lock"), what=f"replacing {path.name}"):
+        try:
+            found: bytes | None = path.read_bytes()
+        except FileNotFoundError:
+            found = None
+        if found != expected:
+            raise FileExistsError(errno.EEXIST, "was replaced by another process", str(path))
+        write_file(path, content)
 
 
 def shared_folder(shared: str, *, is_live: bool = False) -> str:

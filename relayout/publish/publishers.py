@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from relayout.errors import PlanError
 from relayout.publish.output import Output, Replaceable, Work
@@ -70,6 +71,76 @@ def begin_part(store: Store, older: Replaceable, work: Work, *, force: bool = Fa
     from relayout.publish import bucket
 
     return bucket.begin(_prefix(store), older, work, force=force, publishes=False)
+
+
+class Destination(Protocol):
+    """Where an output is published. Errors are those of the functions above."""
+
+    def check(self, source: Store) -> None:
+        """Check that an output would not destroy other files, see `check_output`."""
+
+    def begin(self, work: Work, *, gathers: bool = False) -> AbstractContextManager[Output]:
+        """Begin an output, see `begin`."""
+
+    def begin_part(self, work: Work) -> AbstractContextManager[Output]:
+        """Begin parts of an output, see `begin_part`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A store as a destination."""
+
+    store: Store
+    older: Replaceable
+    force: bool = False
+    """Whether an older output there is replaced."""
+
+    def check(self, source: Store) -> None:
+        check_output(self.store, source, self.older, force=self.force)
+
+    def begin(self, work: Work, *, gathers: bool = False) -> AbstractContextManager[Output]:
+        return begin(self.store, self.older, work, force=self.force, gathers=gathers)
+
+    def begin_part(self, work: Work) -> AbstractContextManager[Output]:
+        # Parts may be made again while an older output is there: whoever publishes replaces it.
+        return begin_part(self.store, self.older, work, force=True)
+
+
+def replace(store: Store, name: str, expected: bytes | None, content: bytes) -> None:
+    """Replace a small file by another, if its content is the expected one; None: if there is none.
+
+    One of several processes that replace the same content succeeds. In a folder they take turns by a lock file, which
+    every machine must honor; in a bucket, the request has the object's version as its condition.
+
+    Raises:
+        FileExistsError: the content is another one.
+        PlanError: the store is read-only.
+    """
+    if isinstance(store, LocalStore):
+        from relayout.publish import folder
+
+        folder.replace_file(store.folder / name, expected, content)
+    else:
+        _prefix(store).replace(name, expected, content)
+
+
+def remove(store: Store, older: Replaceable) -> None:
+    """Delete an output, and what a killed process has left of one. If it is killed, the same call goes on.
+
+    Only files are deleted that the output's own records name, or of which relayout's own notes say that they are parts
+    of one that was not finished.
+
+    Raises:
+        PlanError: there are other files, which stay.
+    """
+    if isinstance(store, LocalStore):
+        from relayout.publish import folder
+
+        folder.remove_output(store.folder, older)
+    else:
+        from relayout.publish import bucket
+
+        bucket.remove_output(_prefix(store), older)
 
 
 def add(store: Store, name: str, content: bytes) -> None:

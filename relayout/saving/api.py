@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.folder import CONFIG_NAME
 from relayout.checkpoint.source import identity_of, model_order, read_source
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
@@ -29,6 +30,7 @@ from relayout.loader.group.collectives import Group
 from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
+from relayout.publish.publishers import Destination, Place
 from relayout.reporting import Progress
 from relayout.saving.folder import (
     MemoryFolder,
@@ -75,6 +77,7 @@ def save(
     output: str | os.PathLike[str],
     *,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
     tp: int = 1,
     align: int | str = DEFAULT_ALIGNMENT,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -107,6 +110,7 @@ def save(
         output: the folder to make, or its URL. It appears complete or not at all. All processes must reach it.
         config: the content of config.json, or that file; or a folder whose small files, such as config.json and those
             of the tokenizer, are copied. Of a group, that of the first member counts.
+        dtype: the floating-point dtype to write, to which tensors are cast while they are copied. Default: their own.
         group: a process group; all members save together, each with what it holds, and with equal options. Default:
             this process alone, which holds everything.
         background: copy the tensors to host memory, and return at once.
@@ -153,14 +157,31 @@ def save(
         ),
     )
 
+    return saving.start(holding(tensors, config, dtype), group, background)
+
+
+def holding(
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any] | str | os.PathLike[str] | None,
+    dtype: torch.dtype | None,
+) -> Callable[[bool], Held]:
+    """What a process gives to a save of tensors by name, see `Saving.start`."""
+    check_floating(dtype)
+
     def hold(is_first: bool) -> Held:
         files = files_of(config) if is_first and config is not None else {}
-        held = {name: HeldTensor.of(name, tensor) for name, tensor in tensors.items()}
+        held = {name: HeldTensor.of(name, tensor, dtype) for name, tensor in tensors.items()}
         content = files.get(CONFIG_NAME, b"{}")
         check_names(held, content, config)
         return Held(held, files, left_out=second_names(held, content, config))
 
-    return saving.start(hold, group, background)
+    return hold
+
+
+def check_floating(dtype: object) -> None:
+    """Raise PlanError unless a dtype to save as is None, or a floating-point dtype of torch."""
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise PlanError(f"dtype is {dtype!r}, expected a floating-point dtype of torch", code="option")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +217,13 @@ class Saving:
     memory: int
     progress: Progress
     options: PlanOptions
+    destination: Callable[[Conversion, Group | None], Destination] | None = None
+    """Returns where a planned save is published, told the group that saves. Default: at `output`."""
+
+    def _to(self, planned: Conversion, group: Group | None) -> Destination:
+        if self.destination is None:
+            return Place(planned.output, CONVERTED, self.force)
+        return self.destination(planned, group)
 
     def start(
         self, hold: Callable[[bool], Held], group: ProcessGroup | None, background: bool
@@ -247,6 +275,7 @@ class Saving:
             memory=self.memory,
             progress=self.progress,
             resumable=False,
+            destination=self._to(planned, None),
         )
 
     def _together(self, hold: Callable[[bool], Held], group: Group) -> Summary:
@@ -268,11 +297,12 @@ class Saving:
                 planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token))
                 _check_equal(planned, group)
                 holders.check_replicas(group.all_gather(holders.digests(group.index, mine, threads)))
+            to = self._to(planned, group)
         except BaseException as error:
             group.fail(error)
             raise
-        one = GroupSave(planned, exchange, group, threads, min(chunk_nbytes, nbytes // threads))
-        return one.carry_out(force=self.force, progress=self.progress)
+        one = GroupSave(planned, to, exchange, group, threads, min(chunk_nbytes, nbytes // threads))
+        return one.carry_out(self.progress)
 
     def _shards(
         self, heads: Sequence[TensorHead], groups: Sharding | None

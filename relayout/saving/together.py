@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import identity_of
 from relayout.conversion.jobs import complete_parts
 from relayout.conversion.layout import Conversion
@@ -36,7 +35,7 @@ from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group
 from relayout.publish.output import LocalOutput, Output, Work
-from relayout.publish.publishers import begin, begin_part, check_output
+from relayout.publish.publishers import Destination
 from relayout.reporting import Progress, reporting
 from relayout.saving.folder import MemoryShard, TensorHead
 from relayout.saving.held import HeldTensor
@@ -296,13 +295,14 @@ class GroupSave:
     """A save that all members have planned alike: each writes the files of some ranks, and the first publishes."""
 
     planned: Conversion
+    destination: Destination
     exchange: Exchange
     group: Group
     threads: int
     chunk_nbytes: int
     """As for `CopyPlan` and `run_unit`."""
 
-    def carry_out(self, *, force: bool, progress: Progress) -> Summary:
+    def carry_out(self, progress: Progress) -> Summary:
         """Write and publish, together with the other members.
 
         Raises:
@@ -317,7 +317,7 @@ class GroupSave:
         try:
             with ExitStack() as publishing:
                 with group.collective():
-                    output = self._begin(work, publishing, force=force) if group.index == 0 else None
+                    output = self._begin(work, publishing) if group.index == 0 else None
                 shares, written = self._write_own(work, progress)
                 hashed = group.all_gather(self._hash_sources())
                 parts = group.all_gather(written)
@@ -330,11 +330,11 @@ class GroupSave:
             raise
         return summary_of(planned, 0, time.monotonic() - started)
 
-    def _begin(self, work: Work, publishing: ExitStack, *, force: bool) -> Output:
+    def _begin(self, work: Work, publishing: ExitStack) -> Output:
         """Begin the output, of the first member; it is published when `publishing` is closed."""
         planned = self.planned
-        check_output(planned.output, planned.source.root, CONVERTED, force=force)
-        output = publishing.enter_context(begin(planned.output, CONVERTED, work, force=force, gathers=True))
+        self.destination.check(planned.source.root)
+        output = publishing.enter_context(self.destination.begin(work, gathers=True))
         if isinstance(output, LocalOutput):
             output.check_space(needed_nbytes(planned))
         return output
@@ -344,7 +344,7 @@ class GroupSave:
         planned, group = self.planned, self.group
         ranks_of_members = shares_of(planned.plan.num_ranks, group.num_members)
         with ExitStack() as adding:
-            own = adding.enter_context(begin_part(planned.output, CONVERTED, work, force=True))
+            own = adding.enter_context(self.destination.begin_part(work))
             shares = [planned.only(ranks).marked(own.mark) if ranks else None for ranks in ranks_of_members]
             with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
                 written = self._write_units(shares, own, report)

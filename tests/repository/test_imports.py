@@ -89,6 +89,7 @@ ONLINE = (
     "relayout.loader",
     "relayout.engines",
     "relayout.saving",
+    "relayout.steps",
     "relayout.transformers",
     "relayout.testing.backends",
 )

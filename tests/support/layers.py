@@ -24,6 +24,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("core", "reporting", "format", "storage", "publish", "checkpoint", "plans"),
         *("conversion", "planning", "loader"),
     ),
+    "steps": (
+        *("core", "reporting", "format", "storage", "publish", "checkpoint", "plans"),
+        *("conversion", "planning", "loader", "saving", "transformers"),
+    ),
     "benchmark": (
         *("core", "reporting", "format", "storage", "checkpoint", "plans", "planning"),
         *("commands", "loader"),

@@ -1,0 +1,259 @@
+"""The index of a root of steps: which steps are there, and how a reader gets to one. Pure; FORMAT.md is normative.
+
+A root has folders and deltas that never change, and this index, which is replaced as a whole. Every name is noted here
+before anything is written by that name, and until all of it is deleted: so what may be deleted is a matter of record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from relayout.errors import FormatError, PlanError, shown
+from relayout.format.fields import Fields, parse_object
+
+STEPS_NAME = "steps.json"
+MAX_STEPS_NBYTES = 2**26
+STEPS_VERSION = 1
+
+FULL, DELTA = "full", "delta"
+_NAME = re.compile(rf"({FULL}|{DELTA})-([0-9]{{9,16}})-[0-9a-f]{{8}}")
+
+
+def step_name(kind: str, step: int, token: str) -> str:
+    """The name of what is written for a step.
+
+    Args:
+        kind: `FULL` or `DELTA`.
+        token: 8 hex digits that no other attempt has, so that no name is ever used twice.
+    """
+    name = f"{kind}-{step:09d}-{token}"
+    assert _NAME.fullmatch(name), name
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A folder or a delta in a root."""
+
+    name: str
+    nbytes: int
+    """Bytes of all weights of a folder; of a delta, of what changed in them as it is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedStep:
+    """A step, at its place in the order in which steps were published."""
+
+    step: int
+    """The trainer's number. One that was published again has the content of its last entry."""
+    content: str
+    """Digest of the step's relayout.json."""
+    full: Stored | None
+    """The step's converted folder; None: deltas lead to it."""
+    delta: Stored | None
+    """What leads here from the entry before this one; None: only a folder does."""
+    time: int
+    """When it was published: seconds since 1970, by the publisher's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """What no entry names any more, and readers of an older index may still read."""
+
+    name: str
+    since: int
+    """Seconds since 1970, by the publisher's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What leads a reader to a step."""
+
+    step: int
+    content: str
+    """Digest of the step's relayout.json."""
+    full: str | None
+    """The name of the converted folder to begin with; None: with what the reader has."""
+    deltas: tuple[str, ...]
+    """The names of the deltas that are then applied, in this order."""
+    nbytes: int
+    """Bytes of all of these, for all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which steps of a root are kept."""
+
+    num_steps: int
+    """The last ones are kept, however old they are."""
+    seconds: int
+    """Younger ones are kept, however many they are."""
+
+    def first_kept(self, entries: Sequence[PublishedStep], now: int) -> int:
+        """The position of the first entry that is kept: the newest folder from which all that are kept are made."""
+        young = sum(1 for _ in takewhile(lambda entry: now - entry.time < self.seconds, reversed(entries)))
+        first = len(entries) - max(1, min(len(entries), max(self.num_steps, young)))
+        return max(i for i, entry in enumerate(entries[: first + 1]) if entry.full is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class StepsIndex:
+    """The content of steps.json. The first entry has a folder, and each one a folder or a delta."""
+
+    entries: tuple[PublishedStep, ...] = ()
+    pending: tuple[str, ...] = ()
+    """Names that a publisher is writing now, or was writing when it was killed."""
+    retired: tuple[Retired, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.entries or self.entries[0].full is not None
+        assert all(entry.full is not None or entry.delta is not None for entry in self.entries)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All names that entries have."""
+        return frozenset(one.name for entry in self.entries for one in (entry.full, entry.delta) if one is not None)
+
+    def announced(self, names: Iterable[str], now: int) -> StepsIndex:
+        """With names that are about to be written. Those of another publisher are retired: its last move fails."""
+        left = tuple(Retired(name, now) for name in self.pending)
+        return replace(self, pending=tuple(names), retired=(*self.retired, *left))
+
+    def published(self, entry: PublishedStep, retention: Retention) -> StepsIndex:
+        """With one more step, and without those that are not kept any more; `entry.time` is now."""
+        entries = (*self.entries, entry)
+        entries = entries[retention.first_kept(entries, entry.time) :]
+        # Nobody is known to have the content before the first.
+        after = StepsIndex((replace(entries[0], delta=None), *entries[1:]))
+        left = {*self.names, *self.pending, *StepsIndex(entries).names} - after.names
+        return replace(after, retired=(*self.retired, *(Retired(name, entry.time) for name in sorted(left))))
+
+    def without(self, names: Iterable[str]) -> StepsIndex:
+        """Without names that were retired, and are deleted."""
+        gone = frozenset(names)
+        return replace(self, retired=tuple(one for one in self.retired if one.name not in gone))
+
+    def position(self, step: int | str) -> int | None:
+        """The last entry of a step, by its number or its content; None: there is none."""
+        found = (
+            i for i in reversed(range(len(self.entries))) if step in (self.entries[i].step, self.entries[i].content)
+        )
+        return next(found, None)
+
+    def chain(self, have: int | str | None = None, step: int | str | None = None) -> Chain | None:
+        """The shortest way to a step, in bytes; of two that are equally long, the one with more deltas.
+
+        Args:
+            have: the number or the content of the step that the reader has. One that is not here is as None: nothing.
+            step: the number or the content of the step that it wants; None: the newest.
+
+        Returns:
+            None: the root has no step yet.
+
+        Raises:
+            PlanError: the step is not there.
+        """
+        if not self.entries:
+            return None
+        end = len(self.entries) - 1 if step is None else self.position(step)
+        if end is None:
+            first, last = self.entries[0].step, self.entries[-1].step
+            what = f"has no step {step} (any more): there are {len(self.entries)}, {first} to {last}"
+            raise PlanError(what, code="missing")
+        begin = None if have is None else self.position(have)
+        best: Chain | None = None
+        deltas: list[Stored] = []
+        for i in range(end, -1, -1):
+            entry = self.entries[i]
+            if i == begin:
+                best = _shorter(best, self._chain(end, None, deltas))
+            if entry.full is not None:
+                best = _shorter(best, self._chain(end, entry.full, deltas))
+            if entry.delta is None:
+                break
+            deltas.insert(0, entry.delta)
+        assert best is not None  # The first entry has a folder, and one without a delta has one.
+        return best
+
+    def _chain(self, end: int, full: Stored | None, deltas: Sequence[Stored]) -> Chain:
+        nbytes = sum(one.nbytes for one in ([] if full is None else [full]) + list(deltas))
+        names = tuple(delta.name for delta in deltas)
+        target = self.entries[end]
+        return Chain(target.step, target.content, None if full is None else full.name, names, nbytes)
+
+    def dump(self) -> bytes:
+        """The inverse of `parse_steps`."""
+        top = {
+            "relayout": "steps",
+            "version": STEPS_VERSION,
+            "requires": [],
+            "steps": [
+                {
+                    "step": entry.step,
+                    "content": entry.content,
+                    "full": _dump_stored(entry.full),
+                    "delta": _dump_stored(entry.delta),
+                    "time": entry.time,
+                }
+                for entry in self.entries
+            ],
+            "pending": list(self.pending),
+            "retired": [{"name": one.name, "since": one.since} for one in self.retired],
+        }
+        return (json.dumps(top, separators=(",", ":")) + "\n").encode()
+
+
+def _shorter(one: Chain | None, other: Chain) -> Chain:
+    return other if one is None or other.nbytes < one.nbytes else one
+
+
+def _dump_stored(stored: Stored | None) -> dict[str, object] | None:
+    return None if stored is None else {"name": stored.name, "nbytes": stored.nbytes}
+
+
+def parse_steps(blob: bytes, where: str) -> StepsIndex:
+    """Parse the index of a root.
+
+    Raises:
+        FormatError: it is damaged, or of a version that this relayout does not know.
+    """
+    top = Fields(parse_object(blob, where), where)
+    if top.top.get("relayout") != "steps":
+        raise FormatError("is not the index of a root of steps", path=where, code="field")
+    if (version := top.size("version")) != STEPS_VERSION or (required := top.column("requires", str)):
+        wants = f"version {version}" if version != STEPS_VERSION else ", ".join(map(shown, required))
+        raise FormatError(f"needs a newer relayout: {wants}", path=where, code="version")
+    entries = tuple(_parse_entry(Fields(entry, where)) for entry in top.column("steps", dict))
+    retired = [Fields(one, where) for one in top.column("retired", dict)]
+    pending = tuple(top.column("pending", str))
+    gone = tuple(Retired(one.text("name"), one.size("since")) for one in retired)
+    names = [one.name for entry in entries for one in (entry.full, entry.delta) if one is not None]
+    names += [*pending, *(one.name for one in gone)]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise FormatError(f"{shown(name)} is not the name of a step", path=where, code="unsafe")
+    if len(set(names)) < len(names):
+        raise FormatError("two entries have one name", path=where, code="field")
+    if any(entry.full is None and entry.delta is None for entry in entries) or (entries and entries[0].full is None):
+        raise FormatError("an entry has neither a folder nor a delta behind one", path=where, code="field")
+    return StepsIndex(entries, pending, gone)
+
+
+def _parse_entry(fields: Fields) -> PublishedStep:
+    full, delta = (_parse_stored(fields.object_or_null(kind), kind, fields.where) for kind in (FULL, DELTA))
+    return PublishedStep(fields.size("step"), fields.text("content"), full, delta, fields.size("time"))
+
+
+def _parse_stored(value: Mapping[str, Any] | None, kind: str, where: str | None) -> Stored | None:
+    if value is None:
+        return None
+    fields = Fields(value, where)
+    name = fields.text("name")
+    if not name.startswith(f"{kind}-"):
+        raise FormatError(f"{shown(name)} is not the name of a {kind}", path=where, code="unsafe")
+    return Stored(name, fields.size("nbytes"))

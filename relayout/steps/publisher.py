@@ -1,0 +1,296 @@
+"""Publishes the steps of a training: what changed since the last one, and a folder now and then."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from logging import getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from relayout.checkpoint.converted import CONVERTED
+from relayout.checkpoint.delta import DELTA_OUTPUT
+from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
+from relayout.conversion.run import DEFAULT_MEMORY
+from relayout.conversion.sidecar import other_names
+from relayout.core.arguments import integer, size
+from relayout.errors import RelayoutError
+from relayout.format.delta import NEW, OLD, delta_name
+from relayout.format.index import MANIFEST_NAME
+from relayout.format.steps import DELTA, FULL, PublishedStep, Retention, StepsIndex, Stored, step_name
+from relayout.loader.group.collectives import Group
+from relayout.planning import PlanOptions
+from relayout.plans.plan import Plan
+from relayout.plans.planner import Unmatched
+from relayout.publish.output import Output, Replaceable, Work
+from relayout.publish.publishers import begin, begin_part
+from relayout.reporting import Progress
+from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, holding
+from relayout.steps.comparing import KeptStep, StepOutput
+from relayout.steps.root import Root
+from relayout.storage.stores import Store, find_store
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class Publisher:
+    """Publishes steps to a root, for readers that follow (`relayout.Follower`, or an engine).
+
+    The first step of a publisher is a whole converted folder. After that a step is a delta, made from memory: what is
+    written of the ranks' files is compared with what was written for the step before, which this process keeps. Every
+    `full_every` steps, and whenever the deltas since the last folder are together as large as `full_share` of it, a
+    folder is written, too. Readers see a step when all of it is there; what they can read never changes.
+
+    One publisher works at a root at a time: another one that begins takes over, and the older one's next step fails.
+    A publisher whose process was killed leaves a root from which the next one goes on. Not thread-safe.
+
+    Example:
+        >>> import relayout, torch
+        >>> publisher = relayout.Publisher("steps", config={"model_type": "llama"}, tp=2)
+        >>> publisher.publish({"model.norm.weight": torch.ones(64)}, step=1).step
+        1
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        dtype: torch.dtype | None = None,
+        group: ProcessGroup | None = None,
+        full_every: int = 100,
+        full_share: float = 1.0,
+        keep: int = 100,
+        keep_seconds: int = 24 * 3600,
+        keep_in: str | os.PathLike[str] | None = None,
+        tp: int = 1,
+        align: int | str = DEFAULT_ALIGNMENT,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        trust_remote_code: bool = False,
+        expert_parallel: bool = False,
+        unmatched: Unmatched | None = None,
+        max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
+        digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
+        max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
+        threads: int = DEFAULT_THREADS,
+        memory: int | str = DEFAULT_MEMORY,
+        progress: Progress = None,
+    ) -> None:
+        """Take the options; nothing is read or written yet.
+
+        Args:
+            root: the folder of the steps, which is made if it is not there, or the URL of a prefix of a bucket.
+            full_every: a folder is written at least every so many steps.
+            full_share: a folder is written when the deltas since the last one have this share of its bytes.
+            keep: so many steps can be read, and those before them that they are made from.
+            keep_seconds: so are all that are younger. What is not kept is deleted an hour later (`Steps.prune`).
+            keep_in: a folder on a local drive for the bytes of the last step. Default: host memory, as much as the
+                files of the ranks that this process writes; one more file is in memory while it is compared.
+            config, dtype, group, tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes,
+                digest, max_shard_size, threads, memory, progress: as for `relayout.save`.
+
+        Raises:
+            PlanError: an option has a value that it cannot have.
+        """
+        self._root = Root.at(root)
+        self._config, self._dtype, self._group = config, dtype, group
+        self._full_every = integer(full_every, "full_every")
+        self._full_share = full_share
+        self._retention = Retention(integer(keep, "keep"), integer(keep_seconds, "keep_seconds"))
+        self._max_shard_nbytes = size(max_shard_size, "max_shard_size")
+        self._threads, self._memory, self._progress = integer(threads, "threads"), size(memory, "memory"), progress
+        self._options = PlanOptions(
+            tp=tp,
+            align=align,
+            plan=plan,
+            trust_remote_code=trust_remote_code,
+            expert_parallel=expert_parallel,
+            unmatched=unmatched,
+            max_part_nbytes=max_part_nbytes,
+            layout="ranks",
+            ranks=None,
+            digest=digest,
+        )
+        self._kept = KeptStep(None if keep_in is None else Path(keep_in))
+        self._layout: object = None
+        """What must be the same for a delta: the names, dtypes, shapes, cuts and places of all tensors."""
+        self._since_full = 0
+        """Steps since the last folder."""
+        self._share = 0.0
+        """The share of the last folder's bytes that the deltas since then have."""
+
+    def publish(self, weights: Any, step: int) -> PublishedStep:
+        """Publish the weights as they are now; all members of the group together. They must not change meanwhile.
+
+        Args:
+            weights: a model of transformers, as for `relayout.transformers.save_pretrained`; or tensors by name, as
+                for `relayout.save`.
+            step: the number of the step.
+
+        Returns:
+            What readers see of it.
+
+        Raises:
+            FormatError, PlanError, OSError: as `relayout.save`. Readers see the steps from before; the next step that
+                succeeds is a whole folder.
+            FileExistsError: another publisher has taken over this root.
+        """
+        step, published = integer(step, "step"), list[_StepPlace]()
+
+        def place(planned: Conversion, group: Group | None) -> _StepPlace:
+            published.append(self._announce(planned, group, step))
+            return published[0]
+
+        saving = Saving(
+            output=self._root.location,
+            max_shard_nbytes=self._max_shard_nbytes,
+            force=False,
+            threads=self._threads,
+            memory=self._memory,
+            progress=self._progress,
+            options=self._options,
+            destination=place,
+        )
+        try:
+            saving.start(*self._held_by(weights), background=False)
+            return self._move(published[0])
+        except BaseException:
+            self._kept.forget()
+            raise
+
+    def _held_by(self, weights: Any) -> tuple[Callable[[bool], Held], ProcessGroup | None]:
+        """What this process gives to a save, and the group that saves."""
+        if isinstance(weights, Mapping):
+            return holding(weights, self._config, self._dtype), self._group
+        from relayout.transformers import group_of, holding_model
+
+        return holding_model(weights, self._dtype, self._max_shard_nbytes), group_of(self._group)
+
+    def _announce(self, planned: Conversion, group: Group | None, step: int) -> _StepPlace:
+        """Decide what is written, and note its names in the index, before anything has them."""
+        cuts = [(one.cut, one.dtype, one.shape) for one in planned.cut]
+        layout = (planned.layout, cuts, [tensor.name for tensor in planned.source.tensors])
+        can_compare = bool(self._kept.files) and layout == self._layout
+        self._layout = layout
+        if group is not None:
+            can_compare = all(group.all_gather(can_compare))
+        names: dict[str, str] = {}
+        with nullcontext() if group is None else group.collective():
+            if group is None or group.index == 0:
+                names = self._announced(step, can_compare=can_compare)
+        if group is not None:
+            names = group.all_gather(names)[0]
+        return _StepPlace(self._root, step, names, planned, self._kept, self._threads, group)
+
+    def _announced(self, step: int, *, can_compare: bool) -> dict[str, str]:
+        """The names of what is written for a step, by kind; they are in the index now."""
+        token, names = os.urandom(4).hex(), dict[str, str]()
+        is_due = self._since_full + 1 >= self._full_every or self._share >= self._full_share
+
+        def announce(index: StepsIndex) -> StepsIndex:
+            has_base = bool(index.entries) and index.entries[-1].content == self._kept.content
+            has_delta = can_compare and has_base
+            kinds = [*([DELTA] if has_delta else []), *([FULL] if is_due or not has_delta else [])]
+            names.clear()
+            names.update((kind, step_name(kind, step, token)) for kind in kinds)
+            return index.announced(names.values(), int(time.time()))
+
+        self._root.make()
+        self._root.move(announce)
+        return names
+
+    def _move(self, done: _StepPlace) -> PublishedStep:
+        """Let readers see a step, of which everything is written."""
+        group, entry = done.group, None
+        with nullcontext() if group is None else group.collective():
+            if group is None or group.index == 0:
+                entry = done.entry()
+                self._root.move(partial(_published, entry, done, self._retention))
+        if group is not None:
+            entry = group.all_gather(entry)[0]
+        assert entry is not None
+        self._since_full = 0 if entry.full is not None else self._since_full + 1
+        changed = 0 if entry.delta is None else entry.delta.nbytes
+        self._share = 0.0 if entry.full is not None else self._share + changed / max(1, done.planned.layout.nbytes)
+        if group is None or group.index == 0:
+            try:
+                self._root.prune()
+            except (RelayoutError, OSError) as error:  # The step is published all the same.
+                getLogger("relayout").warning(
+                    "relayout: %s: not all that is retired was deleted: %s", self._root, error
+                )
+        return entry
+
+
+def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, index: StepsIndex) -> StepsIndex:
+    """The index with one more step, if no other publisher has begun meanwhile."""
+    if set(index.pending) != set(done.names.values()):
+        raise FileExistsError(errno.EEXIST, "another publisher has taken over", str(done.root))
+    return index.published(entry, retention)
+
+
+@dataclass(slots=True)
+class _StepPlace:
+    """Where a step is published: a `Destination`, as a delta, a folder, or both."""
+
+    root: Root
+    step: int
+    names: Mapping[str, str]
+    """The names of what is written, by kind."""
+    planned: Conversion
+    kept: KeptStep
+    threads: int
+    group: Group | None
+    delta_nbytes: int = 0
+
+    def entry(self) -> PublishedStep:
+        """What readers will see of it."""
+        nbytes = {FULL: self.planned.layout.nbytes, DELTA: self.delta_nbytes}
+        stored = {kind: Stored(name, nbytes[kind]) for kind, name in self.names.items()}
+        content = self.kept.content
+        assert content is not None
+        return PublishedStep(self.step, content, stored.get(FULL), stored.get(DELTA), int(time.time()))
+
+    def check(self, source: Store) -> None:
+        """Do nothing: nobody else has these names."""
+
+    @contextmanager
+    def begin(self, work: Work, *, gathers: bool = False) -> Iterator[Output]:
+        """Begin what is written, which is published at the end of the block."""
+        with ExitStack() as stack:
+            output = self._output(work, stack, partial(begin, gathers=gathers))
+            yield output
+        self.delta_nbytes = output.delta_nbytes
+
+    @contextmanager
+    def begin_part(self, work: Work) -> Iterator[Output]:
+        """Begin parts of what is written."""
+        with ExitStack() as stack:
+            yield self._output(work, stack, begin_part)
+
+    def _output(
+        self, work: Work, stack: ExitStack, begun: Callable[[Store, Replaceable, Work], AbstractContextManager[Output]]
+    ) -> StepOutput:
+        delta = full = None
+        if DELTA in self.names:
+            place = find_store(self.root.path(self.names[DELTA]))
+            delta = stack.enter_context(begun(place, DELTA_OUTPUT, self._delta_work(work)))
+        if FULL in self.names:
+            place = find_store(self.root.path(self.names[FULL]))
+            full = stack.enter_context(begun(place, CONVERTED, work))
+        return StepOutput(self.kept, self.planned.source.side_files, self.threads, delta=delta, full=full)
+
+    def _delta_work(self, work: Work) -> Work:
+        """What the delta is to its output, made as `work` is."""
+        small = other_names(self.planned)
+        tables = [name for name in small if name not in self.planned.source.side_files]
+        names = [*(NEW + name for name in small), *(OLD + name for name in tables), MANIFEST_NAME]
+        names += [delta_name(file.name) for file in self.planned.layout.files]
+        return replace(work, what=f"what changed up to step {self.step}", weights=(), others=names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _QUIET_SECONDS = 3.0
-"""How long members may be late without a word."""
+"""How long members may be late without a word, and how long the words of others that wait may take to come."""
 _CONNECT_SECONDS = 8.0
 """The time for gloo to connect members that have all called. It waits so long for their addresses, and five times as
 long for each connection: if a member is killed meanwhile, the others wait for less than a minute."""
@@ -73,6 +74,8 @@ class Group:
         """Whether a collective call failed: the group can no longer be used, and it may still write to memory."""
         self._number: int | None = None
         """The number of this call among all of this member in the group; None: it has not met the others yet."""
+        self._num_calls = 0
+        """How many calls this member has made in which it waits for the others."""
         self.is_over = False
         """Whether no member waits for this one any more: the load is done, or all know that it has failed."""
 
@@ -92,7 +95,7 @@ class Group:
         import torch.distributed as dist
 
         values: list[object] = [None] * self.num_members
-        with self._naming_missing():
+        with self._naming_missing(), self._naming_late():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -172,6 +175,37 @@ class Group:
         if missing := self._missing():
             what = "relayout: member %d of a group waits for the members %s, which have not called, up to its timeout"
             getLogger("relayout").warning(what, self.index, ranks_text(missing))
+
+    @contextmanager
+    def _naming_late(self) -> Iterator[None]:
+        """A call that all members make: the log names those that have not come to it for some seconds.
+
+        Who waits says so in the group's store, at which call, and only then: whoever has not said it is waited for. It
+        works, or stands still: nobody can tell, so that it is waited for as the group waits for anything.
+        """
+        self._num_calls += 1
+        number, is_over = self._num_calls, threading.Event()
+
+        def watch() -> None:
+            with suppress(RuntimeError):  # Of a store that is gone, the collective call will tell.
+                if (store := self._store) is None or not self._number or is_over.wait(_QUIET_SECONDS):
+                    return
+                store.set(f"{self._key(self.index)}/{number}", "")
+                if is_over.wait(2 * _QUIET_SECONDS):
+                    return
+                called = set(range(self.num_members)) - set(self._missing())  # The others have been named.
+                late = [member for member in sorted(called) if not store.check([f"{self._key(member)}/{number}"])]
+                if late and not is_over.is_set():
+                    what = "relayout: member %d of a group waits for the members %s, up to its timeout"
+                    getLogger("relayout").warning(what, self.index, ranks_text(late))
+
+        watcher = threading.Thread(target=watch, name="relayout-late", daemon=True)
+        with suppress(RuntimeError):  # Too many threads: nothing is said.
+            watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
 
     def _missing(self) -> list[int]:
         """The members that have not called; none, if nobody knows."""
@@ -256,7 +290,7 @@ class Group:
         """
         import torch.distributed as dist
 
-        with self._unbroken():
+        with self._unbroken(), self._naming_late():
             dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
 
     @contextmanager

@@ -10,10 +10,12 @@ from __future__ import annotations
 import errno
 import faulthandler
 import json
+import logging
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -133,6 +135,47 @@ def _connecting(folder: Path, number: int) -> None:
         dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     case("killed", groups[1])
     case("gone", groups[2])
+
+
+def stopped() -> None:
+    """`FOLDER`: member 2 stops in the middle of a save, and goes on when member 0's log has named it."""
+    codes = forked(partial(_is_stopped, Path(sys.argv[1])))
+    assert codes == [0] * NUM_MEMBERS, codes
+
+
+def _is_stopped(folder: Path, number: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import relayout
+    from relayout.loader.group import collectives
+    from relayout.saving import together
+
+    def go_on() -> None:
+        os.kill(int((folder / "stopped").read_text()), signal.SIGCONT)
+
+    class Continue(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            (folder / "said").write_text(record.getMessage())
+            go_on()
+
+    collectives._QUIET_SECONDS = 0.5
+    join(folder, number)
+    run_unit = together.run_unit
+
+    def stop(*args: Any, **options: Any) -> Any:
+        (folder / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return run_unit(*args, **options)
+
+    if number == 2:
+        together.run_unit = stop
+    if number == 0:
+        logging.getLogger("relayout").addHandler(Continue())
+        threading.Timer(CASE_SECONDS - 10, go_on).start()
+    options: dict[str, Any] = {"config": {"model_type": "llama"}, "tp": 4, "group": dist.group.WORLD}
+    tensors = {"model.norm.weight": torch.ones(4)}
+    Seen(folder, number).case("stopped", lambda: relayout.save(tensors, folder / "out", **options))
 
 
 def models() -> list[str]:

@@ -125,13 +125,14 @@ def remove_output(prefix: Prefix, older: Replaceable) -> None:
     The proof: a claim, or the records of the output, name the objects. They are noted in a claim before the first of
     them is deleted, so that what is left of a killed deletion is still named.
     """
-    claim, _ = read_claim(prefix)
+    claim, version = read_claim(prefix)
     there = prefix.objects().keys()
     if not there:
         return
     named = check_vacant(prefix, older, claim, force=True)
     if claim is None:
-        prefix.put(CLAIM, Claim("a deletion", "", "", (), tuple(sorted(named)), is_released=True).dump())
+        noted = Claim("a deletion", "", "", (), tuple(sorted(named)), is_released=True)
+        prefix.put(CLAIM, noted.dump(), replaced=version)
     hidden = {name for name in there if name.startswith(HIDDEN)}
     prefix.delete(sorted(((named | hidden) - {CLAIM}) & there))
     prefix.delete([CLAIM])

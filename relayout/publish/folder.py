@@ -204,9 +204,10 @@ def remove_output(output: Path, older: Replaceable) -> None:
     """Delete an output and what is left of one, see `publishers.remove`.
 
     The proof is that of a replacement: its records name its files, which are noted with the inode of their folder
-    before that is moved to the folder beside it, and deleted there.
+    before that is moved to the folder beside it, and deleted there. What a link at its path leads to is another output.
     """
-    output = output.resolve()
+    check_place(None, output)
+    output = output.parent.resolve() / output.name
     with _locked_parent(output) as (parent, user):
         status, left = parent.status(output.name), open_left(parent, output, user)
         if status is None and left is None:

@@ -131,7 +131,8 @@ def remove(store: Store, older: Replaceable) -> None:
     of one that was not finished.
 
     Raises:
-        PlanError: there are other files, which stay.
+        PlanError: there are other files, or a link, a mount point or the working directory, which stay; or another
+            process is writing there.
     """
     if isinstance(store, LocalStore):
         from relayout.publish import folder

@@ -121,8 +121,9 @@ class StepsIndex:
 
     def announced(self, names: Iterable[str], now: int) -> StepsIndex:
         """With names that are about to be written. Those of another publisher are retired: its last move fails."""
-        left = tuple(Retired(name, now) for name in self.pending)
-        return replace(self, pending=tuple(names), retired=(*self.retired, *left))
+        pending = tuple(names)
+        left = tuple(Retired(name, now) for name in self.pending if name not in pending)
+        return replace(self, pending=pending, retired=(*self.retired, *left))
 
     def published(self, entry: PublishedStep, retention: Retention) -> StepsIndex:
         """With one more step, and without those that are not kept any more; `entry.time` is now."""

@@ -93,7 +93,7 @@ def begin(
             prefix.delete([older.marker])  # Files of its names are replaced from now on.
             made = None  # What was there before is gone.
         files = LocalOutput(scratch, place, Modes())
-        output = BucketOutput(prefix, older.marker, claim, files)
+        output = BucketOutput(prefix, older.marker, claim, files, publishes=publishes)
         try:
             yield output
             if publishes:
@@ -167,8 +167,12 @@ class Part:
 class BucketOutput:
     """An output below a prefix, by one process; see `Output`."""
 
-    def __init__(self, prefix: Prefix, marker: str, claim: Claim, files: LocalOutput) -> None:
+    def __init__(
+        self, prefix: Prefix, marker: str, claim: Claim, files: LocalOutput, *, publishes: bool = True
+    ) -> None:
         self._prefix = prefix
+        self._publishes = publishes
+        """Whether this process publishes the output: if not, all that it writes is of parts."""
         self._marker = marker
         self._claim = claim
         self._scratch = files
@@ -223,7 +227,10 @@ class BucketOutput:
                 self._scratch.put(name, chain([bytes(begun)], rest))
                 self._send_large(name)
                 return
-        self._small[name] = bytes(begun)
+        if self._publishes:
+            self._small[name] = bytes(begun)
+        else:
+            self._create(name, bytes(begun))
 
     def _send_large(self, name: str) -> None:
         """Send a file whose name is given."""
@@ -259,9 +266,12 @@ class BucketOutput:
         """Send the files, and then the record, while the caller goes on. Errors are raised by a later call."""
         with self._lock:
             files, self._complete = self._complete, {}
+            sent: dict[str, Sent] = {}
+            if not self._publishes:
+                sent, self._sent = self._sent, {}
             if self._sending is not None:
                 self._sending.result()
-            self._sending = self._sender.submit(self._send, part, files, notes)
+            self._sending = self._sender.submit(self._send, part, files, sent, notes)
 
     def wait(self) -> None:
         """Return when all parts are sent."""
@@ -274,11 +284,16 @@ class BucketOutput:
         self._is_over.set()
         self._sender.shutdown(wait=True, cancel_futures=True)
 
-    def _send(self, part: str, files: Mapping[str, Sent], notes: bytes) -> None:
+    def _send(self, part: str, files: Mapping[str, Sent], others: Mapping[str, Sent], notes: bytes) -> None:
+        """Send the files of a part, and then its record.
+
+        Args:
+            others: files of the part that were sent when they were put.
+        """
         self._check()
         num_files = max(1, min(_NUM_FILES, len(files)))
         sent = in_parallel(lambda file: self._upload(*file, num_files), files.items(), num_files)
-        record = Part(dict(zip(files, sent, strict=True)), notes)
+        record = Part({**dict(zip(files, sent, strict=True)), **others}, notes)
         self._check()
         name = self._claim.records + part
         try:

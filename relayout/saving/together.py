@@ -314,8 +314,8 @@ class GroupSave:
             raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
         fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
         work = work_of(planned, fingerprint, is_resumable=False, is_live=True)
-        try:
-            with ExitStack() as publishing:
+        with ExitStack() as publishing:
+            try:
                 with group.collective():
                     output = self._begin(work, publishing) if group.index == 0 else None
                 shares, written = self._write_own(work, progress)
@@ -325,9 +325,9 @@ class GroupSave:
                     if output is not None:
                         self._complete(output, shares, parts, hashed)
                         publishing.close()
-        except BaseException as error:
-            group.fail(error)
-            raise
+            except BaseException as error:
+                group.fail(error)  # Before what the others are writing is deleted.
+                raise
         return summary_of(planned, 0, time.monotonic() - started)
 
     def _begin(self, work: Work, publishing: ExitStack) -> Output:

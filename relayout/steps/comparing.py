@@ -36,8 +36,10 @@ class KeptStep:
 
     keep_in: Path | None = None
     """A folder on a local drive for the bytes of weight files; None: host memory."""
+    content: str | None = None
+    """Digest of relayout.json; None: nothing is kept, or what is kept is of no step that all have published."""
     manifest: bytes = b""
-    """relayout.json as stored; empty: nothing is kept."""
+    """relayout.json as stored, of the process that publishes; as are the tables and what is beside the weights."""
     tables: Mapping[str, bytes] = field(default_factory=dict)
     """The tables of its ranks as stored, by name."""
     side_files: Mapping[str, str] = field(default_factory=dict)
@@ -45,14 +47,9 @@ class KeptStep:
     files: dict[str, Bytes] = field(default_factory=dict)
     """The bytes of the weight files that this process writes, by name."""
 
-    @property
-    def content(self) -> str | None:
-        """Digest of relayout.json; None: nothing is kept."""
-        return digest_hex(self.manifest) if self.manifest else None
-
     def forget(self) -> None:
         """Keep nothing: the next step cannot be a delta."""
-        self.manifest, self.tables, self.side_files = b"", {}, {}
+        self.content, self.manifest, self.tables, self.side_files = None, b"", {}, {}
         self.files.clear()
 
     def memory(self, nbytes: int) -> Bytes:

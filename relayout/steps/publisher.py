@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
-from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
+from relayout.conversion.layout import DEFAULT_ALIGNMENT, Conversion
 from relayout.conversion.run import DEFAULT_MEMORY
 from relayout.conversion.sidecar import other_names
 from relayout.core.arguments import integer, size
+from relayout.core.digests import digest_hex
 from relayout.errors import RelayoutError
 from relayout.format.delta import NEW, OLD, delta_name
 from relayout.format.index import MANIFEST_NAME
@@ -32,12 +33,15 @@ from relayout.publish.publishers import begin, begin_part
 from relayout.reporting import Progress
 from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, holding
 from relayout.steps.comparing import KeptStep, StepOutput
-from relayout.steps.root import Root
+from relayout.steps.root import GRACE_SECONDS, Root
 from relayout.storage.stores import Store, find_store
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+DEFAULT_STEP_PART_NBYTES = 2**29
+"""The default size of a part: files of it are assembled in memory."""
 
 
 class Publisher:
@@ -69,6 +73,7 @@ class Publisher:
         full_share: float = 1.0,
         keep: int = 100,
         keep_seconds: int = 24 * 3600,
+        grace_seconds: int = GRACE_SECONDS,
         keep_in: str | os.PathLike[str] | None = None,
         tp: int = 1,
         align: int | str = DEFAULT_ALIGNMENT,
@@ -76,7 +81,7 @@ class Publisher:
         trust_remote_code: bool = False,
         expert_parallel: bool = False,
         unmatched: Unmatched | None = None,
-        max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
+        max_part_nbytes: int | str = DEFAULT_STEP_PART_NBYTES,
         digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
         max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
         threads: int = DEFAULT_THREADS,
@@ -90,11 +95,15 @@ class Publisher:
             full_every: a folder is written at least every so many steps.
             full_share: a folder is written when the deltas since the last one have this share of its bytes.
             keep: so many steps can be read, and those before them that they are made from.
-            keep_seconds: so are all that are younger. What is not kept is deleted an hour later (`Steps.prune`).
+            keep_seconds: so are all that are younger.
+            grace_seconds: what is not kept any more is deleted so long after that, when a later step is published: a
+                reader that is reading it has so much time. By the clock of this machine.
             keep_in: a folder on a local drive for the bytes of the last step. Default: host memory, as much as the
-                files of the ranks that this process writes; one more file is in memory while it is compared.
-            config, dtype, group, tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes,
-                digest, max_shard_size, threads, memory, progress: as for `relayout.save`.
+                files of the ranks that this process writes.
+            max_part_nbytes: as for `relayout.save`. Beside the last step, one file of this size is in memory for each
+                of these ranks, while it is compared.
+            config, dtype, group, tp, align, plan, trust_remote_code, expert_parallel, unmatched, digest,
+                max_shard_size, threads, memory, progress: as for `relayout.save`.
 
         Raises:
             PlanError: an option has a value that it cannot have.
@@ -104,6 +113,7 @@ class Publisher:
         self._full_every = integer(full_every, "full_every")
         self._full_share = full_share
         self._retention = Retention(integer(keep, "keep"), integer(keep_seconds, "keep_seconds"))
+        self._grace_seconds = integer(grace_seconds, "grace_seconds")
         self._max_shard_nbytes = size(max_shard_size, "max_shard_size")
         self._threads, self._memory, self._progress = integer(threads, "threads"), size(memory, "memory"), progress
         self._options = PlanOptions(
@@ -177,26 +187,30 @@ class Publisher:
         """Decide what is written, and note its names in the index, before anything has them."""
         cuts = [(one.cut, one.dtype, one.shape) for one in planned.cut]
         layout = (planned.layout, cuts, [tensor.name for tensor in planned.source.tensors])
-        can_compare = bool(self._kept.files) and layout == self._layout
-        self._layout = layout
-        if group is not None:
-            can_compare = all(group.all_gather(can_compare))
+        base = self._kept.content if layout == self._layout else None
+        # From here on files of this step take the place of those that are kept.
+        self._kept.content, self._layout = None, layout
+        if group is not None and len(set(group.all_gather(base))) > 1:
+            base = None  # One of them failed alone: its files are of no step, or of another one.
         names: dict[str, str] = {}
         with nullcontext() if group is None else group.collective():
             if group is None or group.index == 0:
-                names = self._announced(step, can_compare=can_compare)
+                names = self._announced(step, base)
         if group is not None:
             names = group.all_gather(names)[0]
         return _StepPlace(self._root, step, names, planned, self._kept, self._threads, group)
 
-    def _announced(self, step: int, *, can_compare: bool) -> dict[str, str]:
-        """The names of what is written for a step, by kind; they are in the index now."""
+    def _announced(self, step: int, base: str | None) -> dict[str, str]:
+        """The names of what is written for a step, by kind; they are in the index now.
+
+        Args:
+            base: the content of the step that all members keep; None: there is none.
+        """
         token, names = os.urandom(4).hex(), dict[str, str]()
         is_due = self._since_full + 1 >= self._full_every or self._share >= self._full_share
 
         def announce(index: StepsIndex) -> StepsIndex:
-            has_base = bool(index.entries) and index.entries[-1].content == self._kept.content
-            has_delta = can_compare and has_base
+            has_delta = base is not None and bool(index.entries) and index.entries[-1].content == base
             kinds = [*([DELTA] if has_delta else []), *([FULL] if is_due or not has_delta else [])]
             names.clear()
             names.update((kind, step_name(kind, step, token)) for kind in kinds)
@@ -216,12 +230,13 @@ class Publisher:
         if group is not None:
             entry = group.all_gather(entry)[0]
         assert entry is not None
+        self._kept.content = entry.content
         self._since_full = 0 if entry.full is not None else self._since_full + 1
         changed = 0 if entry.delta is None else entry.delta.nbytes
         self._share = 0.0 if entry.full is not None else self._share + changed / max(1, done.planned.layout.nbytes)
         if group is None or group.index == 0:
             try:
-                self._root.prune()
+                self._root.prune(self._grace_seconds)
             except (RelayoutError, OSError) as error:  # The step is published all the same.
                 getLogger("relayout").warning(
                     "relayout: %s: not all that is retired was deleted: %s", self._root, error
@@ -231,6 +246,8 @@ class Publisher:
 
 def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, index: StepsIndex) -> StepsIndex:
     """The index with one more step, if no other publisher has begun meanwhile."""
+    if entry in index.entries:
+        return index  # It was written, and the answer was lost.
     if set(index.pending) != set(done.names.values()):
         raise FileExistsError(errno.EEXIST, "another publisher has taken over", str(done.root))
     return index.published(entry, retention)
@@ -254,8 +271,7 @@ class _StepPlace:
         """What readers will see of it."""
         nbytes = {FULL: self.planned.layout.nbytes, DELTA: self.delta_nbytes}
         stored = {kind: Stored(name, nbytes[kind]) for kind, name in self.names.items()}
-        content = self.kept.content
-        assert content is not None
+        content = digest_hex(self.kept.manifest)
         return PublishedStep(self.step, content, stored.get(FULL), stored.get(DELTA), int(time.time()))
 
     def check(self, source: Store) -> None:

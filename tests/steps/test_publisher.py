@@ -6,70 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support.steps import CONFIG, assert_is_step, delete, files_of, outputs_of, put, weights_of
 
 import relayout
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 256,
-}
-LAYER = "model.layers.0"
-SHAPES = {
-    "model.embed_tokens.weight": (256, 64),
-    f"{LAYER}.self_attn.q_proj.weight": (64, 64),
-    f"{LAYER}.self_attn.k_proj.weight": (32, 64),
-    f"{LAYER}.self_attn.v_proj.weight": (32, 64),
-    f"{LAYER}.self_attn.o_proj.weight": (64, 64),
-    f"{LAYER}.mlp.gate_proj.weight": (128, 64),
-    f"{LAYER}.mlp.up_proj.weight": (128, 64),
-    f"{LAYER}.mlp.down_proj.weight": (64, 128),
-    f"{LAYER}.input_layernorm.weight": (64,),
-    f"{LAYER}.post_attention_layernorm.weight": (64,),
-    "model.norm.weight": (64,),
-    "lm_head.weight": (256, 64),
-}
-ROWS = ("o_proj", "down_proj")
 
-Tensors = dict[str, torch.Tensor]
-
-
-def weights_of(step: int, share: float = 0.01) -> Tensors:
-    """The weights of a step: those of the step before, of which some elements have changed."""
-    generator = np.random.default_rng(0)
-    tensors = {name: generator.integers(-(2**15), 2**15, shape, np.int16) for name, shape in SHAPES.items()}
-    for number in range(step):
-        generator = np.random.default_rng(1 + number)
-        for values in tensors.values():
-            changed = generator.random(values.shape) < share
-            values[changed] += 1
-    return {name: torch.from_numpy(values).view(torch.bfloat16) for name, values in tensors.items()}
-
-
-def slice_of(name: str, tensor: torch.Tensor, rank: int, tp: int = 2) -> np.ndarray[Any, np.dtype[np.int16]]:
-    """What a rank holds: by vLLM's rules for a Llama, in numpy."""
-    values = tensor.view(torch.int16).numpy()
-    if values.ndim == 1:
-        return values
-    return np.split(values, tp, axis=1 if name.split(".")[-2] in ROWS else 0)[rank]
-
-
-def assert_is_step(tensors: Tensors, weights: Tensors, rank: int) -> None:
-    assert tensors.keys() == weights.keys()
-    for name, tensor in tensors.items():
-        np.testing.assert_array_equal(tensor.view(torch.int16).numpy(), slice_of(name, weights[name], rank))
-
-
-def test_followers_have_each_step_as_it_was_published(tmp_path: Path) -> None:
-    publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2, full_every=4)
-    follower = relayout.Follower(tmp_path / "steps", 1)
+def test_followers_have_each_step_as_it_was_published(root: str) -> None:
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=4)
+    follower = relayout.Follower(root, 1)
     kinds = []
     for step in range(1, 8):
         done = publisher.publish(weights_of(step), step)
@@ -83,15 +29,15 @@ def test_followers_have_each_step_as_it_was_published(tmp_path: Path) -> None:
     assert follower.update() is None
 
 
-def test_one_that_joins_late_or_goes_back_has_any_step(tmp_path: Path) -> None:
-    publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2, full_every=3)
+def test_one_that_joins_late_or_goes_back_has_any_step(root: str) -> None:
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=3)
     for step in range(1, 6):
         publisher.publish(weights_of(step), step)
     for step in (5, 3, 1, 4):
-        late = relayout.Follower(tmp_path / "steps", 0)
+        late = relayout.Follower(root, 0)
         assert late.update(step) == step
         assert_is_step(late.tensors, weights_of(step), 0)
-    back = relayout.Follower(tmp_path / "steps", 0)
+    back = relayout.Follower(root, 0)
     for step in (5, 2, 4):
         back.update(step)
         assert_is_step(back.tensors, weights_of(step), 0)
@@ -101,7 +47,7 @@ def test_a_folder_of_a_step_is_that_of_save_and_deltas_lead_to_it_byte_for_byte(
     publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2, full_every=2)
     for step in (1, 2, 3):
         last = publisher.publish(weights_of(step), step)
-    relayout.save(weights_of(3), tmp_path / "saved", config=CONFIG, tp=2)
+    relayout.save(weights_of(3), tmp_path / "saved", config=CONFIG, tp=2, max_part_nbytes=2**29)
     steps = relayout.Steps(tmp_path / "steps")
     entries = steps.entries()
     assert last.full is not None
@@ -115,8 +61,7 @@ def test_a_folder_of_a_step_is_that_of_save_and_deltas_lead_to_it_byte_for_byte(
         assert {path.name: path.read_bytes() for path in other.iterdir()} == saved
 
 
-def test_what_is_not_kept_is_deleted_and_nothing_else(tmp_path: Path) -> None:
-    root = tmp_path / "steps"
+def test_what_is_not_kept_is_deleted_and_nothing_else(root: str) -> None:
     publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=2, keep=2, keep_seconds=0)
     for step in range(1, 9):
         publisher.publish(weights_of(step), step)
@@ -124,41 +69,38 @@ def test_what_is_not_kept_is_deleted_and_nothing_else(tmp_path: Path) -> None:
     kept = [entry.step for entry in steps.entries()]
     assert kept[-2:] == [7, 8]
     assert len(kept) <= 4
-    before = {path.name for path in root.iterdir()}
-    (root / "full-000000001-00000000").mkdir()
-    stranger = root / "notes.txt"
-    stranger.write_text("mine")
+    before = outputs_of(root)
+    strangers = {"full-000000001-00000000/relayout.json": b"{}", "notes.txt": b"mine"}
+    for name, content in strangers.items():
+        put(root, name, content)
     gone = steps.prune(grace_seconds=0)
     assert gone
     names = {one.name for entry in steps.entries() for one in (entry.full, entry.delta) if one is not None}
-    after = {path.name for path in root.iterdir() if not path.name.startswith(".")}
-    assert after == {*names, "steps.json", "notes.txt", "full-000000001-00000000"}
-    assert before - after - {".steps.json.relayout-lock"} == set(gone)
-    assert stranger.read_text() == "mine"
+    assert outputs_of(root) == {*names, "steps.json", "notes.txt", "full-000000001-00000000"}
+    assert before - outputs_of(root) == set(gone)
+    assert {name: content for name, content in files_of(root).items() if name in strangers} == strangers
     late = relayout.Follower(root, 0)
     late.update()
     assert_is_step(late.tensors, weights_of(8), 0)
 
 
-def test_a_retired_folder_with_a_strangers_file_stays(tmp_path: Path) -> None:
-    root = tmp_path / "steps"
+def test_a_retired_folder_with_a_strangers_file_stays(root: str) -> None:
     publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=1, keep=1, keep_seconds=0)
     first = publisher.publish(weights_of(1), 1).full
     assert first is not None
-    stranger = root / first.name / "mine.txt"
-    stranger.write_text("mine")
+    stranger = f"{first.name}/mine.txt"
+    put(root, stranger, b"mine")
     publisher.publish(weights_of(2), 2)
     with pytest.raises(relayout.PlanError, match=r"holds files that relayout did not write.*mine\.txt"):
         relayout.Steps(root).prune(grace_seconds=0)
-    assert stranger.read_text() == "mine"
-    assert [one["name"] for one in json.loads((root / "steps.json").read_text())["retired"]][:1] == [first.name]
-    stranger.unlink()
+    assert files_of(root)[stranger] == b"mine"
+    assert [one["name"] for one in json.loads(files_of(root)["steps.json"])["retired"]][:1] == [first.name]
+    delete(root, stranger)
     assert first.name in relayout.Steps(root).prune(grace_seconds=0)
-    assert not (root / first.name).exists()
+    assert first.name not in outputs_of(root)
 
 
-def test_a_reader_of_an_older_index_goes_on_with_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "steps"
+def test_a_reader_of_an_older_index_goes_on_with_what_is_there(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=3, keep=1, keep_seconds=0)
     publisher.publish(weights_of(1), 1)
     slow = relayout.Follower(root, 0)
@@ -180,9 +122,9 @@ def test_a_reader_of_an_older_index_goes_on_with_what_is_there(tmp_path: Path, m
     assert_is_step(slow.tensors, weights_of(8), 0)
 
 
-def test_a_second_publisher_takes_over_and_the_first_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2)
-    second = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2)
+def test_a_second_publisher_takes_over_and_the_first_is_told(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = relayout.Publisher(root, config=CONFIG, tp=2)
+    second = relayout.Publisher(root, config=CONFIG, tp=2)
     first.publish(weights_of(1), 1)
     moved = relayout.Publisher._move
 
@@ -194,22 +136,22 @@ def test_a_second_publisher_takes_over_and_the_first_is_told(tmp_path: Path, mon
     monkeypatch.setattr(relayout.Publisher, "_move", overtaken)
     with pytest.raises(FileExistsError, match="another publisher has taken over"):
         first.publish(weights_of(3), 3)
-    assert [entry.step for entry in relayout.Steps(tmp_path / "steps").entries()] == [1, 2]
+    assert [entry.step for entry in relayout.Steps(root).entries()] == [1, 2]
     again = first.publish(weights_of(4), 4)
     assert again.full is not None
-    late = relayout.Follower(tmp_path / "steps", 0)
+    late = relayout.Follower(root, 0)
     assert late.update() == 4
     assert_is_step(late.tensors, weights_of(4), 0)
 
 
-def test_a_step_that_failed_leaves_the_steps_from_before_and_the_next_is_whole(tmp_path: Path) -> None:
+def test_a_step_that_failed_leaves_the_steps_from_before_and_the_next_is_whole(root: str) -> None:
     fails = False
 
     def stop(done: int, total: int) -> None:
         if fails:
             raise OSError("the drive is gone")
 
-    publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2, progress=stop)
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2, progress=stop)
     kinds = []
     for step, fails in enumerate([False, False, True, True, False, False], 1):
         if fails:
@@ -218,23 +160,23 @@ def test_a_step_that_failed_leaves_the_steps_from_before_and_the_next_is_whole(t
             continue
         done = publisher.publish(weights_of(step), step)
         kinds.append("delta" if done.full is None else "full")
-        late = relayout.Follower(tmp_path / "steps", 1)
+        late = relayout.Follower(root, 1)
         assert late.update() == step
         assert_is_step(late.tensors, weights_of(step), 1)
     assert kinds == ["full", "delta", "full", "delta"]
 
 
-def test_masters_are_cast_while_they_are_copied(tmp_path: Path) -> None:
+def test_masters_are_cast_while_they_are_copied(root: str) -> None:
     masters = {name: tensor.nan_to_num().float() for name, tensor in weights_of(1).items()}
-    publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2, dtype=torch.bfloat16)
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2, dtype=torch.bfloat16)
     publisher.publish(masters, 1)
-    follower = relayout.Follower(tmp_path / "steps", 0)
+    follower = relayout.Follower(root, 0)
     follower.update()
     assert_is_step(follower.tensors, {name: tensor.bfloat16() for name, tensor in masters.items()}, 0)
 
 
-def test_an_empty_root_has_no_step(tmp_path: Path) -> None:
-    assert relayout.Steps(tmp_path / "steps").newest() is None
-    assert relayout.Steps(tmp_path / "steps").chain() is None
+def test_an_empty_root_has_no_step(root: str) -> None:
+    assert relayout.Steps(root).newest() is None
+    assert relayout.Steps(root).chain() is None
     with pytest.raises(relayout.PlanError, match="has no steps yet"):
-        relayout.Follower(tmp_path / "steps", 0).update()
+        relayout.Follower(root, 0).update()

@@ -1,0 +1,107 @@
+"""Weights of a small Llama that change from step to step, and what a rank holds of them, by numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from support import s3_server
+
+from relayout.storage.stores import find_store
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 256,
+}
+LAYER = "model.layers.0"
+SHAPES = {
+    "model.embed_tokens.weight": (256, 64),
+    f"{LAYER}.self_attn.q_proj.weight": (64, 64),
+    f"{LAYER}.self_attn.k_proj.weight": (32, 64),
+    f"{LAYER}.self_attn.v_proj.weight": (32, 64),
+    f"{LAYER}.self_attn.o_proj.weight": (64, 64),
+    f"{LAYER}.mlp.gate_proj.weight": (128, 64),
+    f"{LAYER}.mlp.up_proj.weight": (128, 64),
+    f"{LAYER}.mlp.down_proj.weight": (64, 128),
+    f"{LAYER}.input_layernorm.weight": (64,),
+    f"{LAYER}.post_attention_layernorm.weight": (64,),
+    "model.norm.weight": (64,),
+    "lm_head.weight": (256, 64),
+}
+ROWS = ("o_proj", "down_proj")
+
+Tensors = dict[str, torch.Tensor]
+
+
+def weights_of(step: int, share: float = 0.01) -> Tensors:
+    """The weights of a step: those of the step before, of which some elements have changed."""
+    generator = np.random.default_rng(0)
+    tensors = {name: generator.integers(-(2**15), 2**15, shape, np.int16) for name, shape in SHAPES.items()}
+    for number in range(step):
+        generator = np.random.default_rng(1 + number)
+        for values in tensors.values():
+            changed = generator.random(values.shape) < share
+            values[changed] += 1
+    return {name: torch.from_numpy(values).view(torch.bfloat16) for name, values in tensors.items()}
+
+
+def slice_of(name: str, tensor: torch.Tensor, rank: int, tp: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+    """What a rank holds: by vLLM's rules for a Llama, in numpy."""
+    values = tensor.view(torch.int16).numpy()
+    if values.ndim == 1:
+        return values
+    return np.split(values, tp, axis=1 if name.split(".")[-2] in ROWS else 0)[rank]
+
+
+def assert_is_step(tensors: Tensors, weights: Tensors, rank: int, tp: int = 2) -> None:
+    assert tensors.keys() == weights.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.view(torch.int16).numpy(), slice_of(name, weights[name], rank, tp))
+
+
+def files_of(root: str) -> dict[str, bytes]:
+    """All files and objects of a root, by their path in it, but for lock files; empty folders of a local one, too."""
+    path = find_store(root).path("")
+    if path is not None:
+        there = {one.relative_to(path).as_posix(): one for one in path.rglob("*")}
+        found = {name: b"" if one.is_dir() else one.read_bytes() for name, one in there.items()}
+        return {name: content for name, content in found.items() if not name.endswith(".relayout-lock")}
+    bucket, prefix = _object_of(root, "")
+    objects = [*s3_server.shared().objects.items()]
+    return {key.removeprefix(prefix): one.content for (place, key), one in objects if place == bucket}
+
+
+def outputs_of(root: str) -> set[str]:
+    """The names of what lies directly in a root."""
+    return {name.partition("/")[0] for name in files_of(root)}
+
+
+def put(root: str, name: str, content: bytes) -> None:
+    """Have a file of a stranger in a root."""
+    path = find_store(root).path(name)
+    if path is None:
+        s3_server.shared().put(*_object_of(root, name), content)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def delete(root: str, name: str) -> None:
+    """Delete a file."""
+    path = find_store(root).path(name)
+    if path is None:
+        del s3_server.shared().objects[_object_of(root, name)]
+    else:
+        path.unlink()
+
+
+def _object_of(root: str, name: str) -> tuple[str, str]:
+    """The bucket and the key of a file."""
+    bucket, _, prefix = root.removeprefix("s3://").partition("/")
+    return bucket, f"{prefix}/{name}"

@@ -1,0 +1,116 @@
+"""Processes that publish steps together: `main` with `FOLDER ROOT MEMBERS TP` in sys.argv.
+
+Each process writes the errors that it saw, by case, to FOLDER/member-N.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from support.group_worker import NUM_MEMBERS, forked, join
+from support.saving_worker import Seen, _failing, model_of
+from support.steps import CONFIG, weights_of
+
+
+def main() -> None:
+    folder, root, num_members, tp = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    codes = forked(partial(_publishes, folder, root, num_members, tp), num_members)
+    assert codes == [0] * num_members, codes
+
+
+def _publishes(folder: Path, root: str, num_members: int, tp: int, number: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import relayout
+
+    join(folder, number, num_members)
+    mesh, seen = init_device_mesh("cpu", (num_members,)), Seen(folder, number)
+    is_last = number == num_members - 1
+    fails = False
+
+    def report(done: int, total: int) -> None:
+        if fails:
+            raise OSError("the drive is on fire")
+
+    publisher = relayout.Publisher(
+        root, config=CONFIG, tp=tp, group=dist.group.WORLD, full_every=4, max_part_nbytes="40KB", progress=report
+    )
+
+    def publish(step: int, **others: Any) -> None:
+        whole = weights_of(step) | others
+        publisher.publish({name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole.items()}, step)
+
+    for step in (1, 2, 3):
+        seen.case(f"step {step}", partial(publish, step))
+    fails = True
+    seen.case("progress", partial(publish, 4))
+    fails = False
+    seen.case("step 5", partial(publish, 5))
+    seen.case("step 6", partial(publish, 6))
+    with _failing("relayout.saving.held.HeldTensor.copy", RuntimeError("the device is on fire"), is_last):
+        seen.case("copy", partial(publish, 7))
+    with _failing("relayout.steps.comparing.write_changes", RuntimeError("the device is on fire"), number == 0):
+        seen.case("step 8", partial(publish, 8))  # It is a whole folder: nothing is compared.
+        seen.case("compare", partial(publish, 9))
+    norm = weights_of(10)["model.norm.weight"]
+    seen.case("dtype", partial(publish, 10, **{"model.norm.weight": norm.float() if is_last else norm}))
+    seen.case("step 11", partial(publish, 11))
+    moved = relayout.Publisher._move
+
+    def interrupted(self: relayout.Publisher, done: Any) -> Any:
+        moved(self, done)
+        raise KeyboardInterrupt
+
+    with patch.object(relayout.Publisher, "_move", interrupted if is_last else moved):
+        seen.case("alone", partial(publish, 12))
+    seen.case("step 13", partial(publish, 13))
+    seen.case("step 14", partial(publish, 14))
+    dist.barrier()
+
+
+def of_models() -> None:
+    """`FOLDER ROOT`: publishes a mixture of experts of transformers, under FSDP2, before and after a change."""
+    import torch.distributed.fsdp  # noqa: F401 (once, before the members are forked)
+
+    codes = forked(partial(_publishes_a_model, Path(sys.argv[1]), sys.argv[2]))
+    assert codes == [0] * NUM_MEMBERS, codes
+
+
+def changed(model: Any, step: int) -> None:
+    """Change some elements of each parameter of a model."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[step::97] += 1
+
+
+def _publishes_a_model(folder: Path, root: str, number: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import relayout
+
+    join(folder, number)
+    mesh, seen = init_device_mesh("cpu", (NUM_MEMBERS,)), Seen(folder, number)
+    publisher = relayout.Publisher(root, tp=2)  # Of the default group.
+    for step in (1, 2):
+        model = model_of("qwen3_moe")
+        changed(model, step)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        seen.case(f"step {step}", partial(publisher.publish, model, step))
+    pair = dist.new_group([0, 1])
+    if number < 2:
+        model = model_of("llama")
+        save = partial(relayout.transformers.save_pretrained, model, folder / "pair", tp=2, group=pair)
+        seen.case("pair", save)
+    dist.barrier()

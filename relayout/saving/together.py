@@ -251,6 +251,8 @@ class Exchange:
 def _overlap(parts: CutTensor) -> bool:
     """Whether two of the distinct parts have elements in common: their ranges meet along every axis."""
     which = [part for part, nbytes in zip(parts.cut.distinct, parts.sizes, strict=True) if nbytes]
+    if len(which) < 2:  # A tensor without elements has no ranges.
+        return False
     meet = np.ones((len(which), len(which)), bool)
     for axis, size in enumerate(parts.shape):
         by_part = [part.ranges_along(axis) or ((0, size),) for part in which]

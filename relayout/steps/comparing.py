@@ -25,7 +25,9 @@ from relayout.format.index import DIGESTED_NBYTES, MANIFEST_NAME, VERSION, Index
 from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import parse_header
 from relayout.publish.output import Output
+from relayout.storage.local.descriptors import with_path
 from relayout.storage.stores import Closable, WritableFile
+from relayout.storage.system import allocate
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -60,8 +62,9 @@ class KeptStep:
         """
         if self.keep_in is None or not nbytes:
             return np.empty(nbytes, np.uint8)
-        with tempfile.TemporaryFile(dir=self.keep_in) as file:  # Without a name: it goes with its mapping.
-            file.truncate(nbytes)
+        # Without a name: it goes with its mapping.
+        with with_path(self.keep_in), tempfile.TemporaryFile(dir=self.keep_in) as file:
+            allocate(file.fileno(), nbytes)  # Else a full drive is a signal that ends the process.
             return np.memmap(file, np.uint8, "r+", shape=(nbytes,))
 
 

@@ -172,6 +172,14 @@ def test_a_save_by_the_progress_function_of_another_is_refused(tmp_path: Path, b
     relayout.save({"x": torch.ones(4)}, tmp_path / "out")
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0)])
+def test_a_tensor_without_elements_is_saved(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    relayout.save({"w": torch.ones(64), "empty": torch.empty(shape)}, tmp_path / "saved")
+    loaded = relayout.load(tmp_path / "saved", 0)
+    assert loaded["empty"].shape == shape
+    assert torch.equal(loaded["w"], torch.ones(64))
+
+
 @pytest.mark.parametrize("tensor", [torch._neg_view(torch.ones(64)), torch.full((64,), 1 + 2j).conj()])
 def test_signs_that_are_not_in_memory_yet_are_saved(tmp_path: Path, tensor: torch.Tensor) -> None:
     relayout.save({"x": tensor}, tmp_path / "out")

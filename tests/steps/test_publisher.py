@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import prestarted
+from support.mounts import mounted_tmpfs
 from support.steps import CONFIG, assert_is_step, delete, files_of, outputs_of, put, weights_of
 
 import relayout
@@ -180,3 +182,22 @@ def test_an_empty_root_has_no_step(root: str) -> None:
     assert relayout.Steps(root).chain() is None
     with pytest.raises(relayout.PlanError, match="has no steps yet"):
         relayout.Follower(root, 0).update()
+
+
+_FILLS = """
+import sys
+import relayout
+from support.steps import CONFIG, weights_of
+publisher = relayout.Publisher(sys.argv[1], config=CONFIG, tp=2, keep_in=sys.argv[2])
+try:
+    publisher.publish(weights_of(1), 1)
+except OSError as error:
+    print(error.strerror, error.filename)
+"""
+
+
+def test_where_the_drive_for_the_last_step_is_full_the_step_fails_and_the_process_goes_on(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "drive", "64k") as drive:
+        done = prestarted.run(tmp_path / "steps", drive, script=_FILLS)
+    assert (done.returncode, done.stdout) == (0, f"No space left on device {drive}\n"), done.stderr
+    assert relayout.Steps(tmp_path / "steps").newest() is None

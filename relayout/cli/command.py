@@ -24,7 +24,6 @@ import typer
 
 from relayout.cli import signals
 from relayout.errors import RelayoutError, escape_controls
-from relayout.storage.system import advice_on_limit
 
 if TYPE_CHECKING:  # rich is imported when something is printed by it: --help and errors need none of it.
     from rich.console import Console
@@ -312,8 +311,13 @@ def _error_event(message: str, code: int, error: BaseException) -> dict[str, Any
 
 
 def _reason(error: OSError) -> str:
-    reason, advice = str(error.strerror or error), advice_on_limit()
-    return reason if error.errno != errno.EMFILE or reason.endswith(advice) else f"{reason}; {advice}"
+    reason = str(error.strerror or error)
+    if error.errno != errno.EMFILE:
+        return reason
+    from relayout.storage.system import advice_on_limit
+
+    advice = advice_on_limit()
+    return reason if reason.endswith(advice) else f"{reason}; {advice}"
 
 
 def _one_line(message: str) -> str:

@@ -182,6 +182,12 @@ def test_an_engine_finds_its_plugins_without_torch_and_without_the_loader() -> N
     assert not loaded & {"torch", "numpy", "safetensors", "rich", "relayout.loader", "relayout.plans"}
 
 
+def test_the_command_waits_for_no_module_that_only_its_work_needs() -> None:
+    loaded = loaded_after(IMPORT_ALL, json.dumps(["relayout.cli.app"]))
+    assert "relayout.cli.writing" in loaded
+    assert not loaded & {"torch", "numpy", "ctypes", "rich", "relayout.storage.system", "relayout.core.extents"}
+
+
 def test_a_load_waits_only_for_modules_that_it_needs(source: Path) -> None:
     """The planner, for plain checkpoints only."""
     assert {name for name in NOT_FOR_LOADS if name.startswith("relayout")} <= set(MODULES)

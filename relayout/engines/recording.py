@@ -1,0 +1,344 @@
+"""Notes where the slices that an engine is given come to lie in its memory, and what the engine makes of them there.
+
+A dispatch mode sees every operation of torch between the start of a load and its end. A copy of a view of a slice into
+a parameter is kept as a view (`views.py`). What is otherwise done with a slice, or later with memory that has one
+(packed for kernels, quantized, joined), leaves no view: such slices are loaded again by the engine when they change,
+with all others of the same modules. Nothing is known about architectures. Needs torch at import time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from relayout.core.aten import SHAPED, aten, geometry_of, is_view
+from relayout.engines.global_tensor import GlobalTensor
+from relayout.engines.views import View, view_of
+
+_UNREAD = SHAPED | {aten.view.dtype}
+"""Operations that read no element, beside those that return views of the same dtype."""
+_WIDTHS = (1, 2, 4, 8)
+"""Bytes of an element that can be changed by its bits."""
+_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.numpy, torch.Tensor.__dlpack__, torch.Tensor.__array__}
+"""What hands memory to code that torch's dispatcher does not see."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Where the slices of a rank lie in an engine."""
+
+    views: Mapping[str, tuple[View, ...]]
+    """All places of each slice that lies in parameters as it is, and in nothing else."""
+    reloaded: Mapping[str, frozenset[str]]
+    """The names of the modules that have something of each other slice that the engine has used. None are named if it
+    is not known which."""
+    memories: Mapping[int, StorageWeakRef]
+    """The memory of views, by its number."""
+
+    def modules_of(self, changed: Collection[str]) -> frozenset[str] | None:
+        """The modules that must be loaded again if these slices change; None: all.
+
+        A slice that is given to the engine reaches all modules that have something of it, so these are taken, too.
+        """
+        modules: set[str] = set()
+        wanted = [self.reloaded[name] for name in changed if name in self.reloaded]
+        while wanted:
+            if not all(wanted):
+                return None
+            modules.update(*wanted)
+            wanted = [of for of in self.reloaded.values() if not modules.isdisjoint(of) and not modules.issuperset(of)]
+        return frozenset(modules)
+
+    def slices_of(self, modules: frozenset[str] | None) -> frozenset[str]:
+        """The slices that the engine must be given to load these modules again."""
+        if modules is None:
+            return frozenset((*self.views, *self.reloaded))
+        return frozenset(name for name, of in self.reloaded.items() if not modules.isdisjoint(of))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A slice in memory."""
+
+    name: str
+    start: int
+    """Where it begins, in bytes."""
+    end: int
+    itemsize: int
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Memory that something was copied to."""
+
+    ref: StorageWeakRef
+    """While this lives, no other memory gets its number."""
+    owners: set[str]
+    """The names of the modules that have it as a parameter or buffer, or had it."""
+    views: list[tuple[str, View]]
+    """What was copied there as it is."""
+    is_changed: bool = False
+    """Whether something was made of it, or something else was written to it."""
+
+
+class Recording(TorchDispatchMode):
+    """Records one load, from the first slice to what the engine does with the memory after the last. For one thread."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self._sources: dict[int, list[_Source]] = {}
+        """The slices in each memory, ascending."""
+        self._given: list[StorageWeakRef] = []
+        self._memories: dict[int, _Memory] = {}
+        self._lost: defaultdict[str, set[int]] = defaultdict(set)
+        """Slices of which something was made that is no view, and the memories that were written to after that."""
+        self._current: str | None = None
+        """The slice that the engine was given last: what it writes without a view is of that."""
+        self._is_paused = False
+        self._addresses = _Addresses(self)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing of what is done meanwhile: somebody looks at the memory, and makes nothing of it."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def given(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Note what is given to the engine: whole tensors and global tensors."""
+        for name, tensor in tensors:
+            local = tensor._memory.local if isinstance(tensor, GlobalTensor) else tensor
+            if local.numel():
+                assert local.is_contiguous()
+                ref = _ref(local)
+                start = int(local.storage_offset()) * local.itemsize
+                source = _Source(name, start, start + local.nbytes, local.itemsize)
+                if ref.cdata not in self._sources:
+                    self._given.append(ref)
+                insort(self._sources.setdefault(ref.cdata, []), source, key=lambda one: one.start)
+            self._current = name
+            yield name, tensor
+        self._current = None
+
+    def __enter__(self) -> Recording:
+        self._addresses.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._addresses.__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func is aten.copy_.default and isinstance(args[1], torch.Tensor):
+            self._copied(args[0], args[1])
+        elif not (is_view(func) or func in _UNREAD):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self.touched(leaf)
+        return func(*args, **kwargs)
+
+    def touched(self, tensor: torch.Tensor) -> None:
+        """Note that something is made of a tensor, or written to it, that is no copy of a slice."""
+        for name in self._names_in(tensor):
+            self._lost[name]  # Something that nobody knows has parts of it.
+        if isinstance(tensor, GlobalTensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        memory = self._memories.get(_number(tensor))
+        if memory is None:
+            current = self._current
+            if current is not None and current in self._lost and (memory := self._memory(tensor)).owners:
+                self._follow([current], memory)
+        elif _overlaps(memory, tensor):
+            memory.is_changed = True
+
+    def finish(self) -> Recorded:
+        """What was recorded. The load is over, and the engine has made of the weights what it computes with."""
+        there = self._find_owners()
+        self._find_adopted()
+        views: defaultdict[str, list[View]] = defaultdict(list)
+        for number, memory in self._memories.items():
+            memory.is_changed |= number not in there or _share_places([view for _, view in memory.views])
+            for name, view in memory.views:
+                views[name].append(view)
+        bad = {owner for memory in self._memories.values() if memory.is_changed for owner in memory.owners}
+        bad.update(owner for numbers in self._lost.values() for n in numbers for owner in self._memories[n].owners)
+        direct: dict[str, tuple[View, ...]] = {}
+        reloaded: dict[str, frozenset[str]] = {}
+        for name in {*views, *self._lost}:
+            memories = [self._memories[view.memory] for view in views[name]]
+            followed = [self._memories[number] for number in self._lost.get(name, ())]
+            owners = frozenset(owner for memory in (*memories, *followed) for owner in memory.owners)
+            is_known = all(memory.owners for memory in (*memories, *followed)) and (name not in self._lost or followed)
+            if name in self._lost or not bad.isdisjoint(owners) or any(memory.is_changed for memory in memories):
+                reloaded[name] = owners if is_known else frozenset()
+            else:
+                direct[name] = tuple(views[name])
+        refs = {view.memory: self._memories[view.memory].ref for of_slice in direct.values() for view in of_slice}
+        return Recorded(direct, reloaded, refs)
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Note a copy."""
+        if target.is_meta:  # The engine counts what it would load.
+            return
+        names = self._names_in(source)
+        if isinstance(target, GlobalTensor) or target.layout is not torch.strided or self._names_in(target):
+            self.touched(target)
+            self.touched(source)
+            return
+        memory = self._memory(target)
+        if len(names) == 1 and (view := self._view(target, source)) is not None:
+            memory.views.append((names[0], view))
+            if names[0] in self._lost:  # It was changed where it came in.
+                self._follow(names, memory)
+            return
+        if self._current is not None and not names:
+            names = [self._current]
+        if not isinstance(source, GlobalTensor) and (before := self._memories.get(_number(source))) is not None:
+            names += [name for name, _ in before.views]
+            self.touched(source)
+        self._follow(names, memory)
+
+    def _follow(self, names: Iterable[str], memory: _Memory) -> None:
+        """Note that memory has something of slices, of which nobody knows what."""
+        for name in names:
+            self._lost[name].add(memory.ref.cdata)
+        memory.is_changed = True
+
+    def _view(self, target: torch.Tensor, source: torch.Tensor) -> View | None:
+        """How a view of one slice is copied; None: not element by element."""
+        if isinstance(source, GlobalTensor) or source.dtype != target.dtype or source.numel() != target.numel():
+            return None
+        [slice_] = self._slices_in(source)
+        size, steps, offset = geometry_of(source.expand(target.shape))
+        start, rest = divmod(offset * source.itemsize - slice_.start, source.itemsize)
+        if source.itemsize not in _WIDTHS or source.itemsize != slice_.itemsize or rest or start < 0:
+            return None
+        view = view_of(_number(target), (size, steps, start), geometry_of(target), source.itemsize)
+        return view if view is not None and view.end * slice_.itemsize <= slice_.end - slice_.start else None
+
+    def _names_in(self, tensor: torch.Tensor) -> list[str]:
+        """The slices that a tensor has something of, if it is in the memory that these came in."""
+        if isinstance(tensor, GlobalTensor):
+            name = getattr(tensor._memory, "name", None)  # What is rearranged was noted when that was done.
+            return [] if name is None else [name]
+        return [one.name for one in self._slices_in(tensor)]
+
+    def _slices_in(self, tensor: torch.Tensor) -> Sequence[_Source]:
+        found = () if tensor.layout is not torch.strided or tensor.is_meta else self._sources.get(_number(tensor), ())
+        if len(found) < 2:
+            return found
+        first, end = (at * tensor.itemsize for at in _bounds(tensor))
+        begin = max(bisect_right(found, first, key=lambda one: one.start) - 1, 0)
+        return [one for one in found[begin:] if one.start < end and first < one.end]
+
+    def _memory(self, tensor: torch.Tensor) -> _Memory:
+        """What is known of a tensor's memory."""
+        known = self._memories.get(_number(tensor))
+        if known is None:
+            ref = _ref(tensor)
+            known = self._memories[ref.cdata] = _Memory(ref, set(), [])
+            self._find_owners()  # Some loaders make parameters.
+        return known
+
+    def _find_owners(self) -> set[int]:
+        """Note which modules have what memory; return all that the model has."""
+        there = set()
+        for module, tensor in _tensors(self._model):
+            if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+                number = _number(tensor)
+                there.add(number)
+                if number not in self._memories:
+                    self._memories[number] = _Memory(_ref(tensor), set(), [])
+                self._memories[number].owners.add(module)
+        return there
+
+    def _find_adopted(self) -> None:
+        """Note slices that were not copied, but have become parameters."""
+        for _, tensor in _tensors(self._model):
+            for one in self._slices_in(tensor):
+                memory = self._memories[_number(tensor)]
+                start, rest = divmod(one.start, one.itemsize)
+                count = (one.end - one.start) // one.itemsize
+                whole: tuple[Any, ...] = (count,), (1,)
+                if rest or one.itemsize not in _WIDTHS:
+                    self._lost[one.name].add(memory.ref.cdata)
+                elif all(name != one.name for name, _ in memory.views):
+                    view = view_of(memory.ref.cdata, (*whole, 0), (*whole, start), one.itemsize)
+                    assert view is not None
+                    memory.views.append((one.name, view))
+
+
+class _Addresses(TorchFunctionMode):
+    """Sees who asks for the address of memory: kernels that are called around torch's dispatcher."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ADDRESSES and not self._recording._is_paused and isinstance(args[0], torch.Tensor):
+            self._recording.touched(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of each module, with the module's name: one that several share comes for each."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not isinstance(tensor, GlobalTensor):
+                yield name, tensor
+
+
+def _number(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _ref(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the first element of a tensor lies in its memory, and what is behind its last one."""
+    size, steps, offset = geometry_of(tensor)
+    return offset, offset + 1 + sum((count - 1) * step for count, step in zip(size, steps, strict=True) if count)
+
+
+def _overlaps(memory: _Memory, tensor: torch.Tensor) -> bool:
+    """Whether a tensor may have elements that were copied to its memory: that is not so for padding."""
+    first, end = _bounds(tensor)
+    return any(first < view.target_end and view.target < end for _, view in memory.views)
+
+
+def _share_places(views: Sequence[View]) -> bool:
+    """Whether two views have a place of the memory in common: what was copied there first is no longer there."""
+    in_order = sorted(views, key=lambda view: view.target)
+    end, is_doubtful = 0, False
+    for view in in_order:
+        is_doubtful |= view.target < end
+        end = max(end, view.target_end)
+    if not is_doubtful:
+        return False
+    taken = torch.zeros(end, dtype=torch.bool)
+    for view in in_order:
+        places = taken.as_strided(*view.of_memory)
+        if bool(places.any()):
+            return True
+        places.fill_(True)
+    return False

@@ -1,0 +1,209 @@
+"""What a recording says of random loads: a change by its views makes the memory that a load of the change makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tensor_operations import Operation, copies, views
+from torch import nn
+
+from relayout.core.slices import Slice
+from relayout.engines.global_tensor import GlobalTensor, Usage
+from relayout.engines.recording import Recorded, Recording
+
+Tensors = dict[str, torch.Tensor]
+Steps = list[Operation]
+After = Callable[[nn.Module], object]
+
+
+def _scale(layer: nn.Module) -> None:
+    layer.weight.data.mul_(2)
+
+
+def _pack(layer: nn.Module) -> None:
+    layer.weight = nn.Parameter(layer.weight.data.flatten().flip(0).clone(), requires_grad=False)
+
+
+def _derive(layer: nn.Module) -> None:
+    layer.register_buffer("derived", layer.weight.data.double() + 1)
+
+
+def _wrap_again(layer: nn.Module) -> None:
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+
+
+def _compute_outside(layer: nn.Module) -> None:
+    layer.register_buffer("outside", torch.from_numpy(layer.weight.data.numpy().copy()))
+
+
+AFTER: list[After] = [lambda layer: None, _wrap_again, _scale, _pack, _derive, _compute_outside]
+
+
+def run(operations: Steps, tensor: torch.Tensor) -> torch.Tensor:
+    for _, operation in operations:
+        tensor = operation(tensor)
+    return tensor
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> tuple[list[int], Steps, bool]:
+    """The shape of a slice, what a loader does with it, and whether it is cut for two ranks."""
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
+    is_cut = draw(st.booleans())
+    tensor, steps = torch.zeros(shape), []
+    for _ in range(draw(st.integers(0, 3))):
+        kind = draw(st.sampled_from([views, views, views, copies]))
+        step = draw(kind(tuple(tensor.shape)))
+        with suppress(IndexError, RuntimeError):  # No operation on this tensor.
+            tensor = step[1](tensor)
+            steps.append(step)
+    return shape, steps, is_cut
+
+
+class Model(nn.Module):
+    """A layer for each slice, or one for two, with room for what the loader makes of it."""
+
+    def __init__(self, plan: Any) -> None:
+        super().__init__()
+        self.plan = plan
+        for number, (_, layer, shape) in enumerate(plan.places):
+            if not hasattr(self, layer):
+                same = [size for _, other, size in plan.places if other == layer]
+                rows = sum(size.numel() for size in same)
+                made = nn.Module()
+                made.weight = nn.Parameter(torch.full((rows + 3,), -1, dtype=torch.int32), requires_grad=False)
+                setattr(self, layer, made)
+            assert shape is not None, number
+
+    def load_weights(self, given: Iterator[tuple[str, torch.Tensor]]) -> None:
+        offsets: dict[str, int] = {}
+        starts = {}
+        for name, layer, shape in self.plan.places:
+            starts[name] = offsets.setdefault(layer, 0)
+            offsets[layer] += shape.numel()
+        for name, tensor in given:
+            steps, layer, shape = self.plan.of(name)
+            made = run(steps, tensor)
+            part = getattr(self, layer).weight.data[starts[name] : starts[name] + shape.numel()]
+            part.view(shape).copy_(made)
+        for layer in offsets:
+            getattr(self, layer).weight.data[offsets[layer] :].fill_(0)
+
+    def process(self) -> None:
+        for layer, after in self.plan.after.items():
+            AFTER[after](getattr(self, layer))
+
+
+class Plan:
+    """A random load."""
+
+    def __init__(self, drawn: list[tuple[list[int], Steps, bool]], shared: bool, after: list[int]) -> None:
+        self.drawn = {f"s{number}": one for number, one in enumerate(drawn)}
+        self.places = []
+        for number, (name, (shape, steps, _)) in enumerate(self.drawn.items()):
+            made = run(steps, torch.zeros(shape))
+            layer = f"layer{0 if shared and number == 1 else number}"
+            self.places.append((name, layer, made.shape))
+        layers = dict.fromkeys(layer for _, layer, _ in self.places)
+        self.after = dict(zip(layers, after, strict=False))
+
+    def of(self, name: str) -> tuple[Steps, str, torch.Size]:
+        [(layer, shape)] = [(layer, shape) for one, layer, shape in self.places if one == name]
+        return self.drawn[name][1], layer, shape
+
+
+def given_to_engine(plan: Plan, values: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Global tensors of what holds everything but the last part, or whole tensors."""
+    for name, (shape, _, is_cut) in plan.drawn.items():
+        whole = values[name]
+        if is_cut and shape[0] > 1:
+            held = Slice.along(0, ((0, shape[0] - 1),))
+            usage = Usage()
+            yield name, GlobalTensor.of(name, whole[:-1].clone(), shape, 0, held.ranges or (), whole.clone, usage)
+        else:
+            yield name, whole.clone()
+
+
+def loaded(plan: Plan, values: Tensors) -> tuple[Model, Recorded]:
+    model = Model(plan)
+    recording = Recording(model)
+    with recording:
+        model.load_weights(recording.given(given_to_engine(plan, values)))
+        model.process()
+    return model, recording.finish()
+
+
+def memory_of(model: nn.Module, number: int) -> torch.Tensor:
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage = tensor.untyped_storage()
+        if storage._cdata == number:
+            flat = torch.empty(0, dtype=torch.int32)
+            return flat.set_(storage, 0, (storage.nbytes() // 4,), (1,))
+    raise AssertionError("the model has no such memory")
+
+
+@pytest.mark.filterwarnings("ignore:tensor .* needs elements")
+@settings(max_examples=300)
+@given(
+    drawn=st.lists(slices(), min_size=1, max_size=3),
+    shared=st.booleans(),
+    after=st.lists(st.integers(0, len(AFTER) - 1), min_size=3, max_size=3),
+    chosen=st.sets(st.integers(0, 2), min_size=1),
+)
+def test_what_is_not_loaded_again_is_what_a_load_would_make_of_it(
+    drawn: Any, shared: bool, after: list[int], chosen: set[int]
+) -> None:
+    plan = Plan(drawn, shared, after)
+    old = {name: torch.randint(0, 2**30, one[0], dtype=torch.int32) for name, one in plan.drawn.items()}
+    model, recorded = loaded(plan, old)
+    changed = {f"s{number}" for number in chosen} & set(old)
+    new = {name: value ^ (7 if name in changed else 0) for name, value in old.items()}
+    expected, _ = loaded(plan, new)
+    for name in changed & set(recorded.views):
+        held = dict(given_to_engine(plan, new))[name]
+        local = held._memory.local if isinstance(held, GlobalTensor) else held
+        for view in recorded.views[name]:
+            memory_of(model, view.memory).as_strided(*view.of_memory).copy_(local.view(-1).as_strided(*view.of_slice))
+    again = recorded.modules_of(changed)
+    for name, layer in model.named_children():
+        if again is not None and name not in again:
+            other = getattr(expected, name)
+            for key, value in layer.state_dict().items():
+                assert torch.equal(value, other.state_dict()[key]), (name, key)
+
+
+def simple(after: int = 0, *operations: Operation, shape: tuple[int, ...] = (4, 3)) -> Recorded:
+    plan = Plan([(list(shape), list(operations), False)], False, [after])
+    return loaded(plan, {"s0": torch.arange(24, dtype=torch.int32)[: 4 * 3].view(shape)})[1]
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_what_is_copied_and_left_as_it_is_has_views(after: int) -> None:
+    recorded = simple(after, ("rows", lambda t: t[1:3]), ("t", lambda t: t.t()))
+    assert set(recorded.views) == {"s0"}
+    assert not recorded.reloaded
+    assert recorded.modules_of(["s0"]) == frozenset()
+
+
+@pytest.mark.parametrize("after", [2, 3, 4, 5], ids=["scaled", "packed", "derived", "computed outside of torch"])
+def test_what_the_engine_makes_something_of_is_loaded_again_with_its_layer(after: int) -> None:
+    recorded = simple(after)
+    assert not recorded.views
+    assert recorded.reloaded == {"s0": frozenset({"layer0"})}
+    assert recorded.modules_of(["s0"]) == {"layer0"}
+    assert recorded.slices_of(frozenset({"layer0"})) == {"s0"}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [("flip", lambda t: t.flip(0)), ("float", lambda t: t.float()), ("expand", lambda t: t.expand(2, *t.shape))],
+    ids=lambda one: one[0],
+)
+def test_what_is_no_copy_of_elements_is_loaded_again(operation: Operation) -> None:
+    assert simple(0, operation).reloaded == {"s0": frozenset({"layer0"})}

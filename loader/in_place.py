@@ -6,11 +6,9 @@ What only deltas need is imported where it is used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from relayout.checkpoint.converted import check_present, check_rank
 from relayout.checkpoint.trust import refuse_deltas
@@ -19,11 +17,10 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError, PlanError, did_you_mean
-from relayout.format.index import Manifest, RankTable, chunks_over
+from relayout.format.index import RankTable
 from relayout.loader.backends.base import Backend, Options, ReadJob, load_arena
 from relayout.loader.backends.files import ReadableFiles, error_hints
 from relayout.loader.requests import HOST_BUFFERS, Budget, plan_budget
-from relayout.loader.sources.checkpoint import contents_of
 from relayout.loader.sources.rank import Names, TensorColumns, pack, place_at, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import (
@@ -43,12 +40,10 @@ from relayout.storage.system import Buffer
 if TYPE_CHECKING:
     import torch
 
-    from relayout.checkpoint.delta import Changes
+    from relayout.loader.changes import ChangedPiece, RankChanges
 
 _PIECE_NBYTES = 8 * 2**20
 """Bytes that a thread copies from a device at once."""
-_BATCH_NBYTES = 4 * 2**20
-"""Bytes that a thread reads of a delta at once, or one piece."""
 
 
 def load_into(
@@ -222,7 +217,7 @@ def apply(
         >>> relayout.apply("step-1-to-2", 3, tensors)
     """
     from relayout.checkpoint.delta import read_deltas
-    from relayout.format.delta import NEW, OLD, are_alike
+    from relayout.loader.changes import ChangedPiece, RankChanges
 
     with error_hints():
         refuse_deltas()
@@ -232,49 +227,29 @@ def apply(
         check_rank(store, rank, read.new.num_ranks)
         check_present(store, read.new, [rank])
         budget = plan_budget(threads, None, HOST_BUFFERS, store.cost)
-        old, new = read.table(OLD, rank), read.table(NEW, rank)
-        if not are_alike(old, new):
-            what = f"the slices of rank {rank} are not those of the base"
-            raise FormatError(what, path=str(store), code="mismatch")
-        _check(new, tensors)
-        with_changes = {index: read.changes(index) for index in read.new.holders[rank].files}
-        changes = {index: found for index, found in with_changes.items() if found is not None}
+        changes = RankChanges.of([read], rank, tensors)
+        _check(changes.new, tensors)
         flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-        change = _Change(changes, flat, _parts(read.new, new, changes, tensors), budget.threads, progress)
+        change = _Change(changes, flat, budget.threads, progress)
         _synchronize(tensors.values())
-        if differing := change.differing("comparing with the base", old):
+        if differing := change.differing("comparing with the base", changes.old):
             what = f"is not at the content that {store} applies to; nothing was changed"
             raise PlanError(what, tensor=min(differing), code="option")
-        change.run("checking the delta", change.decode if verify else None)
+        change.run("checking the delta", ChangedPiece.decode if verify else None)
         bump_versions(list(tensors.values()))
         change.run("applying", change.change)
-        if verify and (differing := change.differing("verifying", new)):
+        if verify and (differing := change.differing("verifying", changes.new)):
             raise FormatError(f"is not what {store} makes", tensor=min(differing), code="digest")
         _synchronize(tensors.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _ChangedPart:
-    """A part of a tensor whose bytes are all in one piece of a weight file."""
-
-    name: str
-    offset: int
-    """Offset in the tensor, in bytes."""
-    place: int
-    """Offset in the piece."""
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
     """A change of tensors by a delta: which bytes change, and who changes them."""
 
-    changes: Mapping[int, Changes]
-    """The changes of each file of the rank that has changed."""
+    changes: RankChanges
     tensors: Mapping[str, torch.Tensor]
     """The bytes of the tensors: 1-D, uint8."""
-    parts: Mapping[int, Mapping[int, Sequence[_ChangedPart]]]
-    """The parts of tensors in each piece that has changed, by file and piece."""
     threads: int
     progress: Progress
 
@@ -293,61 +268,20 @@ class _Change:
             Workers(self.threads, list(self.tensors), Buffer, work).run(report)
         return found
 
-    def run(self, phase: str, use: Callable[[int, int, memoryview, Buffer], object] | None) -> None:
-        """Read what changed, compare its digests, and use it: file, piece, what is stored of that, and scratch memory.
+    def run(self, phase: str, use: Callable[[ChangedPiece, Buffer], object] | None) -> None:
+        """Read what changed, compare its digests, and use it; for errors see `RankChanges.run`."""
+        self.changes.run(self.changes.batches(), use, self.threads, phase=phase, progress=self.progress)
 
-        Raises:
-            FormatError: it is damaged.
-        """
-
-        def work(buffer: Buffer, item: tuple[int, range]) -> int:
-            index, batch = item
-            for piece, stored in self.changes[index].read(batch.start, batch.stop):
-                if use is not None:
-                    use(index, piece, stored, buffer)
-            return self._stored_nbytes(index, batch)
-
-        batches = [(index, batch) for index in self.changes for batch in self._batches(index)]
-        total = sum(self._stored_nbytes(index, batch) for index, batch in batches)
-        with reporting(self.progress, phase, total) as report:
-            Workers(self.threads, batches, Buffer, work).run(report)
-
-    def _stored_nbytes(self, index: int, batch: range) -> int:
-        return self.changes[index].index.place(batch.start, batch.stop).nbytes
-
-    def _batches(self, index: int) -> Iterator[range]:
-        """The pieces of a file that have changed: neighbors, which are read at once."""
-        wanted = sorted(self.parts[index])
-        first = 0
-        for end in range(1, len(wanted) + 1):
-            batch = range(wanted[first], wanted[end - 1] + 1)
-            is_last = end == len(wanted) or wanted[end] != batch.stop
-            if is_last or self._stored_nbytes(index, batch) >= _BATCH_NBYTES:
-                yield batch
-                first = end
-
-    def decode(self, index: int, piece: int, stored: memoryview, buffer: Buffer) -> memoryview:
-        """The XOR of the two versions of a piece.
-
-        Raises:
-            FormatError: it cannot be decoded.
-        """
-        changes = self.changes[index]
-        change = buffer.reserve(changes.index.extents[piece].nbytes)
-        np.frombuffer(change, np.uint8)[:] = 0
-        changes.apply(stored, change)
-        return change
-
-    def change(self, index: int, piece: int, stored: memoryview, buffer: Buffer) -> None:
-        """Change the tensors by a piece; for errors see `decode`."""
+    def change(self, piece: ChangedPiece, buffer: Buffer) -> None:
+        """Change the tensors by a piece; for errors see `ChangedPiece.apply`."""
         import torch
 
-        changes, parts = self.changes[index], self.parts[index][piece]
-        nbytes, whole = changes.index.extents[piece].nbytes, self.tensors[parts[0].name]
-        if parts[0].nbytes == nbytes and _is_on_host(whole):  # Most are: changed where they are.
-            changes.apply(stored, whole.numpy()[parts[0].offset : parts[0].offset + nbytes].data)
+        parts = piece.parts
+        whole = self.tensors[parts[0].name]
+        if parts[0].nbytes == piece.nbytes and _is_on_host(whole):  # Most are: changed where they are.
+            piece.apply(whole.numpy()[parts[0].offset : parts[0].offset + piece.nbytes].data)
             return
-        change = self.decode(index, piece, stored, buffer)
+        change = piece.decode(buffer)
         with torch.inference_mode():  # In which tensors that were made in it may be changed, too.
             for part in parts:
                 view = self.tensors[part.name][part.offset : part.offset + part.nbytes]
@@ -367,26 +301,6 @@ def _check(table: RankTable, tensors: Mapping[str, torch.Tensor]) -> None:
             raise PlanError(f"tensors[{name!r}] is not contiguous", code="option")
     for first, second in sharing_memory(tensors):
         raise PlanError(f"tensors: {first!r} and {second!r} share memory", code="option")
-
-
-def _parts(
-    manifest: Manifest, table: RankTable, changes: Mapping[int, Changes], names: Container[str]
-) -> dict[int, dict[int, list[_ChangedPart]]]:
-    """The parts of the tensors of these names that lie in each piece that has changed."""
-    numbers = manifest.holders[table.rank].files
-    parts: dict[int, dict[int, list[_ChangedPart]]] = {index: {} for index in changes}
-    contents = contents_of((), table, [index in manifest.shared for index in numbers])
-    for name, reads in zip(contents.names, contents.reads, strict=True):
-        for read in reads if name in names else ():
-            index, file = numbers[read.file], manifest.files[numbers[read.file]]
-            for run in read.transfer.runs() if index in changes else ():
-                extent = Extent(run.source, run.nbytes)
-                for number, chunk, part in chunks_over(extent, file.data_start, file.nbytes, manifest.chunk_nbytes):
-                    if changes[index].index.place(1 + number, 2 + number).nbytes:
-                        offset = run.target + part.offset - run.source
-                        found = _ChangedPart(name, offset, part.offset - chunk.offset, part.nbytes)
-                        parts[index].setdefault(1 + number, []).append(found)
-    return parts
 
 
 def _digest(tensor: torch.Tensor, buffer: Buffer) -> str:

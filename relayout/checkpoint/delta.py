@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache as once
+from itertools import chain
 from typing import TypeAlias
 
 from relayout.checkpoint.converted import (
@@ -247,24 +248,40 @@ def with_deltas(base: Store, deltas: Iterable[Delta]) -> Store:
         FormatError: the base is not a converted checkpoint, or damaged.
         PlanError: a delta applies to another one.
     """
-    links: list[Link] = []
-    old = new = None
-    before, content = str(base), ""
+    found = iter(deltas)
+    first = next(found, None)
+    if first is None:
+        return base
+    blob = find_manifest_blob(base)
+    if blob is None:
+        read_manifest(base)  # Says what is there instead.
+    content = "" if blob is None else digest_hex(blob)
+    links, new = [], first.new
+    for delta in chained(chain([first], found), content, str(base)):
+        links.append(delta.link)
+        new = delta.new
+    return DeltaStore(base, tuple(links), first.old, new)
+
+
+def chained(deltas: Iterable[Delta], content: str, before: str) -> Iterator[Delta]:
+    """Yield deltas, each of which applies to what the one before makes.
+
+    Args:
+        content: the digest of the manifest that the first one applies to.
+        before: what that is, for messages.
+
+    Raises:
+        PlanError: one applies to another content.
+    """
     for delta in deltas:
-        if old is None:
-            blob = find_manifest_blob(base)
-            if blob is None:
-                read_manifest(base)  # Says what is there instead.
-            old, content = delta.old, "" if blob is None else digest_hex(blob)
-        link, new = delta.link, delta.new
+        link = delta.link
         if link.manifest.base != content:
             found = f" of content {content}" if content else ""
             what = f"applies to content {link.manifest.base}, not to {before}{found}: another base, or another order?"
             with about(part=_part(link.position)):
                 raise PlanError(what, path=str(link.store), code="option")
-        links.append(link)
+        yield delta
         before, content = f"what delta {link.position} makes", link.manifest.makes
-    return base if old is None or new is None else DeltaStore(base, tuple(links), old, new)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,173 @@
+"""What deltas change of the tensors of one rank: which bytes, where they are stored, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from relayout.checkpoint.delta import Changes, Delta
+from relayout.core.extents import Extent
+from relayout.core.workers import Workers
+from relayout.errors import FormatError
+from relayout.format.delta import NEW, OLD, are_alike
+from relayout.format.index import Manifest, RankTable, chunks_over
+from relayout.loader.sources.checkpoint import contents_of
+from relayout.reporting import Progress, reporting
+from relayout.storage.system import Buffer
+
+_BATCH_NBYTES = 4 * 2**20
+"""Bytes that a thread reads of deltas at once, or one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedPart:
+    """A part of a tensor whose bytes are all in one piece of a weight file."""
+
+    name: str
+    offset: int
+    """Offset in the tensor, in bytes."""
+    place: int
+    """Offset in the piece."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Neighboring pieces of a weight file, which are read at once."""
+
+    file: int
+    pieces: range
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedPiece:
+    """What deltas have of a piece of a weight file: of each delta that changes it, what is stored, proven."""
+
+    nbytes: int
+    """Bytes of the piece itself."""
+    parts: Sequence[ChangedPart]
+    """The parts of tensors that lie in it."""
+    stored: Sequence[tuple[Changes, memoryview]]
+
+    def apply(self, target: memoryview) -> None:
+        """Change the bytes of the piece, from before the first delta to behind the last one.
+
+        Raises:
+            FormatError: what is stored cannot be decoded. What `target` then holds is not defined.
+        """
+        for changes, stored in self.stored:
+            changes.apply(stored, target)
+
+    def decode(self, buffer: Buffer) -> memoryview:
+        """The XOR of the piece before the first delta and behind the last one; for errors see `apply`."""
+        change = buffer.reserve(self.nbytes)
+        np.frombuffer(change, np.uint8)[:] = 0
+        self.apply(change)
+        return change
+
+
+@dataclass(frozen=True, slots=True)
+class RankChanges:
+    """What deltas, each of which applies to what the one before makes, change of the tensors of one rank."""
+
+    changes: Mapping[int, Sequence[Changes]]
+    """What each delta has of each weight file of the rank that changes."""
+    parts: Mapping[int, Mapping[int, Sequence[ChangedPart]]]
+    """The parts of tensors in each piece that changes, by file and piece."""
+    old: RankTable
+    """The rank's tensors before the first delta."""
+    new: RankTable
+    """The rank's tensors behind the last one."""
+
+    @staticmethod
+    def of(deltas: Sequence[Delta], rank: int, names: Container[str] | None = None) -> RankChanges:
+        """The changes of the tensors of these names; None: of all.
+
+        Raises:
+            FormatError: a delta is damaged.
+        """
+        first, last = deltas[0], deltas[-1]
+        old, new = first.table(OLD, rank), last.table(NEW, rank)
+        if not are_alike(old, new):
+            what = f"the slices of rank {rank} are not those of the base"
+            raise FormatError(what, path=str(last.link.store), code="mismatch")
+        found = {index: [delta.changes(index) for delta in deltas] for index in last.new.holders[rank].files}
+        changes = {index: [one for one in of_file if one is not None] for index, of_file in found.items()}
+        changes = {index: of_file for index, of_file in changes.items() if of_file}
+        return RankChanges(changes, _parts(last.new, new, changes, new.names if names is None else names), old, new)
+
+    def batches(self) -> list[Batch]:
+        """All that changes."""
+        return [batch for index in self.changes for batch in self._batches(index)]
+
+    def stored_nbytes(self, batch: Batch) -> int:
+        """Bytes that deltas have of some pieces."""
+        pieces, of_file = batch.pieces, self.changes[batch.file]
+        return sum(changes.index.place(pieces.start, pieces.stop).nbytes for changes in of_file)
+
+    def run(
+        self,
+        batches: Collection[Batch],
+        use: Callable[[ChangedPiece, Buffer], object] | None,
+        threads: int,
+        *,
+        phase: str = "",
+        progress: Progress = None,
+    ) -> None:
+        """Read what changes, compare its digests, and use it, with scratch memory of the thread.
+
+        Raises:
+            FormatError: it is damaged.
+        """
+
+        def work(buffer: Buffer, batch: Batch) -> int:
+            for piece in self._read(batch):
+                if use is not None:
+                    use(piece, buffer)
+            return self.stored_nbytes(batch)
+
+        total = sum(map(self.stored_nbytes, batches))
+        with reporting(progress, phase, total) as report:
+            Workers(threads, list(batches), Buffer, work).run(report)
+
+    def _read(self, batch: Batch) -> Iterator[ChangedPiece]:
+        of_file, pieces = self.changes[batch.file], batch.pieces
+        stored: dict[int, list[tuple[Changes, memoryview]]] = {}
+        for changes in of_file:
+            for piece, view in changes.read(pieces.start, pieces.stop):
+                stored.setdefault(piece, []).append((changes, view))
+        extents = of_file[0].index.extents
+        for piece, found in stored.items():
+            yield ChangedPiece(extents[piece].nbytes, self.parts[batch.file][piece], found)
+
+    def _batches(self, index: int) -> Iterator[Batch]:
+        wanted = sorted(self.parts[index])
+        first = 0
+        for end in range(1, len(wanted) + 1):
+            batch = Batch(index, range(wanted[first], wanted[end - 1] + 1))
+            is_last = end == len(wanted) or wanted[end] != batch.pieces.stop
+            if is_last or self.stored_nbytes(batch) >= _BATCH_NBYTES:
+                yield batch
+                first = end
+
+
+def _parts(
+    manifest: Manifest, table: RankTable, changes: Mapping[int, Sequence[Changes]], names: Container[str]
+) -> dict[int, dict[int, list[ChangedPart]]]:
+    """The parts of the tensors of these names that lie in each piece that changes."""
+    numbers = manifest.holders[table.rank].files
+    parts: dict[int, dict[int, list[ChangedPart]]] = {index: {} for index in changes}
+    contents = contents_of((), table, [index in manifest.shared for index in numbers])
+    for name, reads in zip(contents.names, contents.reads, strict=True):
+        for read in reads if name in names else ():
+            index, file = numbers[read.file], manifest.files[numbers[read.file]]
+            for run in read.transfer.runs() if index in changes else ():
+                extent = Extent(run.source, run.nbytes)
+                for number, chunk, part in chunks_over(extent, file.data_start, file.nbytes, manifest.chunk_nbytes):
+                    if any(one.index.place(1 + number, 2 + number).nbytes for one in changes[index]):
+                        offset = run.target + part.offset - run.source
+                        found = ChangedPart(name, offset, part.offset - chunk.offset, part.nbytes)
+                        parts[index].setdefault(1 + number, []).append(found)
+    return parts

@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 
     from relayout.cache.conversions import KeptConversion, Observer
     from relayout.checkpoint.delta import Paths
+    from relayout.engines.staging import LiveWeights
     from relayout.engines.unwritten import Marks
     from relayout.format.index import Manifest
     from relayout.loader.group.collectives import Group
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """The shape of each whole tensor of a model, by its name."""
-Content: TypeAlias = tuple[str, tuple[str, ...]]
-"""A converted folder, or its URL, and the deltas that were applied to it, in this order."""
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
@@ -414,10 +413,8 @@ class EngineModel:
     """How the engine's configuration names weights that relayout has loaded; None: it has not loaded any."""
     shapes: Shapes | None = None
     """The shapes of the weights that it has, if relayout has seen them."""
-    updated: Content | None = None
-    """What it has since the last update; None: what the engine's configuration names."""
-    is_mixed: bool = False
-    """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
+    live: LiveWeights | None = None
+    """Its weights, if they may change while it lives."""
 
 
 _models: WeakKeyDictionary[Any, EngineModel] = WeakKeyDictionary()

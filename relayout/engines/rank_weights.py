@@ -224,9 +224,9 @@ class RankWeights:
 
         return doubting(stream(self.opened.contents, self.stream_options()), self.opened.source)
 
-    def deliver(self) -> Delivery:
-        """Begin a load."""
-        return Delivery(self)
+    def deliver(self, held: Iterable[tuple[str, torch.Tensor]] | None = None) -> Delivery:
+        """Begin a load; `held` are the slices that are read, if that was done before."""
+        return Delivery(self, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +277,11 @@ class Delivery:
     thread may iterate; the tensors may be used by any.
     """
 
-    def __init__(self, weights: RankWeights) -> None:
+    def __init__(self, weights: RankWeights, held: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         from relayout.engines.global_tensor import Usage
 
         self.weights = weights
+        self._held = held
         self._usage = Usage(strict=weights.options.strict)
         self._view: CheckpointView | None = None
         self._num_tensors = 0
@@ -369,6 +370,8 @@ class Delivery:
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights, opened = self.weights, self.weights.opened
+        if self._held is not None:
+            return iter(self._held)
         if weights.members is not None:
             from relayout.loader.group.sharing import stream_together
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -27,7 +28,6 @@ from relayout.engines.load import (
     check_same_model,
     known_of,
     open_load,
-    open_update,
     refuse_unproven,
     remember,
     source_url,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from relayout.cache.conversions import Observer
+    from relayout.engines.recording import Recording
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"
@@ -72,9 +73,23 @@ def register(observe: Callable[[], Observer] | None = None) -> None:
         model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, observe=observe))
         if formats.get("auto") is DefaultModelLoader:  # Else it is another plugin's.
             formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False)
+    _register_transfer()
     if policy_of(None) is not None:
         others = {name: loader for name, loader in formats.items() if getattr(loader, "__module__", None) != __name__}
         formats.update({name: partial(_refused, loader) for name, loader in others.items()})
+
+
+def _register_transfer() -> None:
+    """Tell vLLM about relayout's weight transfer, if it has any."""
+    try:
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    from relayout.engines.transfer import engine_class
+
+    if FORMAT not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(FORMAT, engine_class(WeightTransferEngine))
 
 
 def _refused(loader: type[Any], load_config: Any) -> Any:
@@ -142,6 +157,8 @@ class VllmLoader:
         self._stock = self._make_stock()
         self.load: Load | None = None
         """The load that was carried out last."""
+        self._until_processed: ExitStack | None = None
+        """What is entered in a load and ends when vLLM has made of the weights what it computes with."""
 
     def _make_stock(self) -> Any:
         return self.setup.stock(self.load_config)
@@ -184,6 +201,13 @@ class VllmLoader:
         remember(EngineModel(self._options, place, marks), model)
         return model
 
+    def load_model(self, *arguments: Any, **options: Any) -> Any:
+        """Make the model, load it and make it ready for kernels, as vLLM does."""
+        with ExitStack() as self._until_processed:
+            model = self.setup.base.load_model(self, *arguments, **options)
+        self._until_processed = None
+        return model
+
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Let the model load this rank's weights; check that all its memory was written, or is as vLLM leaves it.
 
@@ -202,9 +226,10 @@ class VllmLoader:
         with replicas(group) as members:
             engine = self._engine_rank(model, model_config, members)
             self.load = open_load(place, self._options, engine)
+            recording = self._recording(known, model, engine)
             if isinstance(self.load, Weights):
                 try:
-                    self._take(self.load.delivery, model, model_config)
+                    self._take(self.load.delivery, model, model_config, recording)
                     known.names = tuple(getattr(model_config, name, None) for name in _NAMES)
                     known.shapes = place.shapes(engine.rank, engine.num_ranks)
                     remember(known, model)
@@ -214,16 +239,40 @@ class VllmLoader:
                 self._stock.load_weights(model, model_config)
                 self.load.has_loaded()
         if known.marks is not None:
-            known.marks.give_back(model)
+            with nullcontext() if recording is None else recording.paused():
+                known.marks.give_back(model)
 
-    def _take(self, delivery: Delivery, model: Any, model_config: Any) -> None:
+    def _recording(self, known: EngineModel, model: Any, engine: EngineRank) -> Recording | None:
+        """What records where the weights come to lie, if they may change while the engine lives; else None."""
+        if self._until_processed is None or engine.is_draft or not isinstance(self.load, Weights) or not _may_change():
+            return None
+        from relayout.engines.recording import Recording
+        from relayout.engines.staging import Content, LiveWeights
+
+        weights, recording = self.load.delivery.weights, Recording(model)
+        if weights.store is not None:  # A conversion in a cache: no delta is made of it.
+            return None
+
+        def note(failed: object, *_: object) -> None:
+            if failed is None:
+                rank = replace(engine, members=None, progress=False)
+                known.live = LiveWeights(recording.finish(), rank, self._options, Content.of(weights))
+
+        self._until_processed.push(note)
+        self._until_processed.enter_context(recording)
+        return recording
+
+    def _take(self, delivery: Delivery, model: Any, model_config: Any, recording: Recording | None = None) -> None:
         """Let vLLM's own loader load what is delivered: it takes what `get_all_weights` returns, and checks names."""
         loader, tensors = self._make_stock(), self._tensors(delivery, model)
+        if recording is not None:
+            tensors = recording.given(tensors)
         loader.get_all_weights = lambda *_: tensors
         loader.counter_before_loading_weights = time.perf_counter()  # vLLM logs the seconds since then.
         loader.load_weights(model, model_config)
         report = delivery.report()
-        self._check_written(model, model_config)
+        with nullcontext() if recording is None else recording.paused():
+            self._check_written(model, model_config)
         publish(report, _LOGGER)
         if report.unused:
             _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
@@ -247,6 +296,8 @@ class VllmLoader:
         """
         place, known = self._place(model_config), known_of(model)
         names = None if known is None else known.names
+        if known is not None and known.live is not None:
+            known.live.content = None  # Until all is loaded, nobody knows what a delta would apply to.
         if names is None and not place.is_ours:
             return self._stock_weights(model_config, model)
         engine = self._engine_rank(model, model_config)
@@ -258,10 +309,10 @@ class VllmLoader:
                     setattr(model_config, name, value)
                 raise
         self.load = open_load(place, self._options, engine)
-        if known is not None:
-            known.updated = None  # From here on the model has what its configuration names.
         if isinstance(self.load, Weights):
-            return self._tensors(self.load.delivery, model)
+            weights, tensors = self.load.delivery.weights, self._tensors(self.load.delivery, model)
+            is_followed = known is not None and known.live is not None and weights.store is None
+            return tensors if not is_followed or known is None else _followed(tensors, known, weights)
         return self._stock_weights(model_config, model)
 
     def _stock_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
@@ -279,24 +330,14 @@ class VllmLoader:
             refuse_unproven(source.model_or_path, f"has weights of {type(model).__name__} that vLLM reads itself")
         return chain(delivery, chain.from_iterable(map(self._stock._get_weights_iterator, beside)))
 
-    def open_update(self, model: Any, model_config: Any, path: str, deltas: tuple[str, ...]) -> RankWeights:
-        """The weights that deltas make of a converted folder, for a model that has weights already.
-
-        Raises:
-            FormatError, PlanError, OSError: as `open_load`; or the folder was not converted.
-        """
-        return open_update(path, deltas, self._options, self._engine_rank(model, model_config, is_update=True))
-
-    def _engine_rank(
-        self, model: Any, model_config: Any, members: Group | None = None, *, is_update: bool = False
-    ) -> EngineRank:
+    def _engine_rank(self, model: Any, model_config: Any, members: Group | None = None) -> EngineRank:
         """This process, as a load sees it."""
         from vllm.config import get_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         is_draft = _is_draft(model_config)
         # Before anything that may differ from node to node, as all ranks must take part.
-        local_ranks = _ranks_of_node() if self.setup.is_asked_for and not is_draft and not is_update else None
+        local_ranks = _ranks_of_node() if self.setup.is_asked_for and not is_draft else None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
         experts = _experts(parallel, num_ranks)
@@ -317,8 +358,27 @@ class VllmLoader:
             local_ranks=local_ranks,
             observe=self.setup.observe,
             members=members,
-            progress=rank == 0 and not is_update and bool(self.load_config.use_tqdm_on_load),
+            progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
         )
+
+
+def _followed(
+    tensors: Iterable[tuple[str, torch.Tensor]], known: EngineModel, weights: RankWeights
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a reload; when all were taken, it is known again what a delta applies to."""
+    from relayout.engines.staging import Content
+
+    yield from tensors
+    if known.live is not None:
+        known.live.content = Content.of(weights)
+
+
+def _may_change() -> bool:
+    """Whether the engine was started with relayout's weight transfer."""
+    from vllm.config import get_current_vllm_config
+
+    transfer = getattr(get_current_vllm_config(), "weight_transfer_config", None)
+    return transfer is not None and transfer.backend == FORMAT
 
 
 def _path(model_config: Any) -> str:

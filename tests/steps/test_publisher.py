@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -202,28 +201,3 @@ def test_where_the_drive_for_the_last_step_is_full_the_step_fails_and_the_proces
         done = prestarted.run(tmp_path / "steps", drive, script=_FILLS)
     assert (done.returncode, done.stdout) == (0, f"No space left on device {drive}\n"), done.stderr
     assert relayout.Steps(tmp_path / "steps").newest() is None
-
-
-@pytest.mark.parametrize("kind", ["full", "delta"])
-def test_what_makes_another_content_than_the_index_says_is_not_taken_for_the_step(tmp_path: Path, kind: str) -> None:
-    places = {}
-    for root, last in (("steps", 2), ("other", 3)):
-        publisher = relayout.Publisher(tmp_path / root, config=CONFIG, tp=2, full_every=1 if kind == "full" else 100)
-        for step, weights in ((1, 1), (2, last)):
-            done = publisher.publish(weights_of(weights), step)
-        stored = done.full if kind == "full" else done.delta
-        assert stored is not None
-        places[root] = tmp_path / root / stored.name
-    follower = relayout.Follower(tmp_path / "steps", 0)
-    follower.update(1)
-    shutil.rmtree(places["steps"])
-    places["other"].rename(places["steps"])
-    entries = json.loads((tmp_path / "steps" / "steps.json").read_text())
-    if kind == "full":  # Else there is another way.
-        entries["steps"][-1]["delta"] = None
-        (tmp_path / "steps" / "steps.json").write_text(json.dumps(entries))
-    with pytest.raises(relayout.FormatError, match=r"relayout\.json: makes content [0-9a-f]+, the index of steps says"):
-        follower.update()
-    assert_is_step(follower.tensors, weights_of(1), 0)
-    assert follower.step == 1
-    assert follower.update(1) is None

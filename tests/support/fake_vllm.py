@@ -36,6 +36,36 @@ class BaseModelLoader:
     def __init__(self, load_config: LoadConfig) -> None:
         self.load_config = load_config
 
+    def load_model(self, vllm_config: Any, model_config: Any) -> Any:
+        model = self.create_model(vllm_config, model_config)  # type: ignore[attr-defined]
+        self.load_weights(model, model_config)  # type: ignore[attr-defined]
+        return model
+
+
+class WeightTransferEngine:
+    """vllm's own base of what brings new weights."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        self.vllm_config, self.model = vllm_config, model
+        self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        return self.init_info_cls(**init_dict)  # type: ignore[attr-defined]
+
+    def reset_weight_update_target(self) -> None:
+        pass
+
+
+class WeightTransferEngineFactory:
+    """vllm's own registry of these."""
+
+    _registry: dict[str, Any]
+
+    @classmethod
+    def register_engine(cls, name: str, engine_class: Any) -> None:
+        assert name not in cls._registry
+        cls._registry[name] = engine_class
+
 
 class DefaultModelLoader(BaseModelLoader):
     """vllm's own, as far as the plugin uses it."""
@@ -83,8 +113,12 @@ class Model(torch.nn.Module):
         stage: Callable[[str], bool] | None = None,
         experts_by_rank: bool = False,
         score: int = 0,
+        in_parameters: bool = False,
     ) -> None:
-        """With `score`, the model has as many classes that no checkpoint has weights for."""
+        """With `score`, the model has as many classes that no checkpoint has weights for.
+
+        With `in_parameters`, its memory is that of parameters, as in an engine; else nobody knows whose it is.
+        """
         super().__init__()
         self.rank, self.tp, self.experts_by_rank = rank, tp, experts_by_rank
         self.kept: Tensors = {}
@@ -96,10 +130,17 @@ class Model(torch.nn.Module):
         self.memory = {name: torch.full_like(self.cut(name, whole[name]), -7) for name in sorted(self.expected)}
         if score:
             self.memory["score.weight"] = torch.zeros(score, 8)
+        self.in_parameters = in_parameters
 
     def allocate(self) -> None:
         """Memory without values."""
         self.memory = {name: torch.empty_like(one) for name, one in self.memory.items()}
+        if self.in_parameters:
+            for name, one in self.memory.items():
+                self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(one, requires_grad=False))
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        yield from self._parameters.values()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield from self.memory.items()
@@ -169,6 +210,8 @@ class Engine:
     """The torch.distributed group of the processes that have this rank in all replicas."""
     workers: Any = None
     """The torch.distributed group of all workers."""
+    transfer: Any = None
+    """The configuration of weight transfer."""
     num_nodes: int = 1
     nodes: tuple[int, ...] = ()
     """Of each tensor-parallel rank; if there are several nodes."""
@@ -196,23 +239,46 @@ class Engine:
         return loader
 
 
-class Worker:
-    """vllm.v1.worker.gpu_worker.Worker, of one rank that has loaded a folder."""
+class TransferWorker:
+    """vllm.v1.worker.gpu_worker.Worker with relayout's weight transfer: its methods do what vLLM's do."""
+
+    relayout_state: Callable[[], dict[str, Any]]
+    relayout_attest: Callable[[], dict[str, Any]]
 
     def __init__(self, engine: Engine, folder: Path | str, model: Model, load_format: str = "auto") -> None:
-        engine.load(folder, model, load_format=load_format)
-        self.model = model
-        self.model_runner = SimpleNamespace(execute_model=lambda: self.model.kept)
-        self.vllm_config = SimpleNamespace(
-            model_config=model_config(folder), load_config=LoadConfig(load_format), parallel_config=engine.parallel
-        )
+        engine.rank, engine.tp, self.rank, self.model = model.rank, model.tp, model.rank, model
+        engine.transfer = SimpleNamespace(backend="relayout")
+        self.model_runner = SimpleNamespace(execute_model=lambda: self.model.memory)
+        self.vllm_config = SimpleNamespace(model_config=model_config(folder), parallel_config=engine.parallel)
+        engine.parallel.world_size = model.tp
+        loader = engine.formats[load_format](LoadConfig(load_format))
+        loader.load_model(SimpleNamespace(model=model), self.vllm_config.model_config)
+        made = WeightTransferEngineFactory._registry["relayout"]
+        self.weight_transfer_engine = made(engine.transfer, self.vllm_config, "cpu", model)
+        self._weight_update_active = False
 
-    def get_model(self) -> Model:
-        return self.model
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.parse_init_info(init_info))
 
-    def reload_weights(self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.model.kept.clear()
-        self.model.load_weights(weights_iterator)
+    def start_weight_update(self) -> None:
+        if self._weight_update_active:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self.weight_transfer_engine.start_weight_update()
+        self._weight_update_active = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        assert self._weight_update_active
+        try:
+            self.weight_transfer_engine.update_weights(update_info)
+        except BaseException:
+            self._weight_update_active = False
+            raise
+
+    def finish_weight_update(self) -> None:
+        if not self._weight_update_active:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update")
+        self.weight_transfer_engine.finish_weight_update()
+        self._weight_update_active = False
 
     def execute_model(self) -> Tensors:
         """What a step computes with."""
@@ -231,11 +297,14 @@ def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False)
 def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Engine:
     """Put the modules where the plugin imports them from, and call it."""
     engine = Engine(dict.fromkeys(("auto", "safetensors"), DefaultModelLoader))
+    WeightTransferEngineFactory._registry = {}
     put_modules(
         monkeypatch,
         {
             "vllm.config": {
-                "get_current_vllm_config": lambda: SimpleNamespace(parallel_config=engine.parallel),
+                "get_current_vllm_config": lambda: SimpleNamespace(
+                    parallel_config=engine.parallel, weight_transfer_config=engine.transfer
+                ),
                 "set_current_vllm_config": nullcontext,
             },
             "vllm.distributed": {
@@ -259,6 +328,14 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
             "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": BaseModelLoader},
             "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
             "vllm.model_executor.models.utils": {"PPMissingLayer": PPMissingLayer},
+            "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": lambda layer: False},
+            "vllm.model_executor.model_loader.reload.layerwise": {
+                "get_layerwise_info": lambda layer: SimpleNamespace(restore_metadata=({}, {})),
+                "initialize_layerwise_reload": lambda model: None,
+                "finalize_layerwise_reload": lambda model, config: None,
+            },
+            "vllm.distributed.weight_transfer.base": {"WeightTransferEngine": WeightTransferEngine},
+            "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": WeightTransferEngineFactory},
         },
     )
     if with_plugin:

@@ -1,7 +1,7 @@
 """Two workers of a fake vLLM whose weights are updated, case after case, and what each of them saw.
 
-`main` with `FOLDER` in sys.argv: it has what `updated_folders` of tests/engines/test_live.py makes. Each process writes
-FOLDER/worker-N.json.
+`main` with `FOLDER` in sys.argv: it has what `updated_folders` of tests/engines/test_transfer.py makes. Each process
+writes FOLDER/worker-N.json.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def _worker(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
     from support.conversions import stock_tensors
-    from support.fake_vllm import LoadConfig, Model, Worker, install, logged
-
-    from relayout.engines.live import WeightUpdates
+    from support.fake_vllm import LoadConfig, Model, TransferWorker, install, logged
 
     join(folder, rank, TP)
     engine = install(pytest.MonkeyPatch())
@@ -69,17 +67,19 @@ def _worker(folder: Path, rank: int) -> None:
     wholes = {name: stock_tensors(folder / name) for name in ("model-0", "model-1", "model-2")}
     seen: dict[str, Any] = {}
 
-    class Live(Worker, WeightUpdates):
-        """As vLLM makes a worker's class of both."""
+    def started(*, in_parameters: bool = True, load_format: str = "auto") -> TransferWorker:
+        model = Model(wholes["model-0"], rank, TP, in_parameters=in_parameters)
+        return TransferWorker(engine, folder / "step-0", model, load_format)
 
-    def started(load_format: str = "auto") -> Live:
-        return Live(engine, folder / "step-0", Model(wholes["model-0"], rank, TP), load_format)
-
-    def case(name: str, worker: Live, source: str) -> None:
+    def case(name: str, worker: TransferWorker, *sources: Any) -> None:
         errors.clear()
         result: dict[str, Any] = {}
         try:
-            result["answer"] = worker.update_weights_from(str(folder / source))
+            worker.start_weight_update()
+            for source in sources:
+                info = source if isinstance(source, dict) else {"source": str(folder / source)}
+                worker.update_weights(info)
+            worker.finish_weight_update()
         except Exception as error:
             result["raised"] = type(error).__name__
         try:
@@ -91,10 +91,13 @@ def _worker(folder: Path, rank: int) -> None:
             ]
         except RuntimeError as error:
             result["refuses"] = str(error)
+        result["content"] = worker.relayout_state()["content"]
+        result["attested"] = worker.relayout_attest()
         seen[name] = {**result, "said": list(errors)}
         (folder / f"worker-{rank}.json").write_text(json.dumps(seen))
 
     worker = started()
+    worker.init_weight_transfer_engine({"memory": "1GiB"})
     case("a delta", worker, "delta-1")
     case("the same delta again", worker, "delta-1")
     loader = engine.formats["auto"](LoadConfig("auto"))
@@ -102,17 +105,20 @@ def _worker(folder: Path, rank: int) -> None:
     case("the same delta behind a reload of its base", worker, "delta-1")
     case("the next delta", worker, "delta-2")
     case("another folder", worker, "step-0")
+    case("two deltas", worker, "delta-1", "delta-2")
+    case("a list", worker, "step-0", {"source": [str(folder / "delta-1"), str(folder / "delta-2")]})
+    case("nothing", worker)
+    case("the first folder again", worker, "step-0")
     case("a damaged delta", worker, "damaged-delta")
     case("a damaged folder", worker, "damaged-folder")
     case("another model", worker, "other")
     case("a plain checkpoint", worker, "model-1")
     case("other contents for other workers", worker, f"step-{1 + rank}")
+    case("no source", worker, {"sources": "delta-1"})
     case("a delta after errors", worker, "delta-1")
-    engine.parallel.data_parallel_size = 2
-    case("replicas", worker, "delta-2")
-    engine.parallel.data_parallel_size = 1
-    worker = started()
+    worker = started(in_parameters=False)
+    case("loaded again by the engine", worker, "delta-1")
     if rank == 1:
         worker.model.load_weights = lambda weights: next(iter(weights)) and 1 / 0  # type: ignore[method-assign]
-    case("a worker fails while it loads", worker, "delta-1")
+    case("a worker fails while it loads", worker, "delta-2")
     case("after that", worker, "step-0")

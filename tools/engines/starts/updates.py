@@ -26,7 +26,6 @@ _LARGE = replace(FAMILIES["qwen2_tied"], sizes={"V": _V, "H": _H, "I": 5632, "L"
 UPDATED = ("llama", "qwen3_moe")
 NUM_STEPS = 20
 _SETTINGS: dict[str, Any] = {"tensor_parallel_size": TP}
-_LIVE = _SETTINGS | {"worker_extension_cls": "engines.starts.vllm_tokens.Fragile"}
 _FIRST, _LAST, _OTHER = "step-0", f"step-{NUM_STEPS}", "other-model"
 
 
@@ -81,7 +80,7 @@ def _speed(environment: Environment, work: Path) -> dict[str, Any]:
         "vLLM's reload of a plain folder": f"{root / 'model-1'}#reload_by_itself",
         "vLLM's reload of a converted folder": f"{root / _FIRST}#reload_by_itself",
     }
-    settings = _LIVE | {"updates": [*ways.values()] * NUM_TURNS}
+    settings = _SETTINGS | {"updates": [*ways.values()] * NUM_TURNS}
     live = start(environment, root / _FIRST, settings, root / "live.log").result
     if "error" in live:
         return {"error": live["error"]}
@@ -105,7 +104,7 @@ def _updates_of(family: str, environment: Environment, work: Path) -> Iterator[t
     write_steps(source_of(family, work, wide=True), root, NUM_STEPS)
     relayout.convert(source_of("qwen3", work, wide=True), root / _OTHER, tp=TP)
     fresh = {name: _by_itself(environment, root, name) for name in _COMPARED}
-    settings = _LIVE | {"updates": [str(root / update.source) for update in (*_UPDATES, _FAILS)]}
+    settings = _SETTINGS | {"updates": [str(root / update.source) for update in (*_UPDATES, _FAILS)]}
     live = start(environment, root / _FIRST, settings, root / "live.log").result
     if "error" in live:
         yield "all", {"error": live["error"]}
@@ -136,7 +135,7 @@ def _by_itself(environment: Environment, root: Path, name: str) -> tuple[dict[st
     On a CPU, its kernels for experts give other numbers after its own reload.
     """
     model = root / name.replace("step", "model")
-    settings = _LIVE | {"updates": [f"{model}#reload_by_itself"]}
+    settings = _SETTINGS | {"updates": [f"{model}#reload_by_itself"]}
     started = start(environment, model, settings, root / f"{name}.log").result
     return started, started.get("updates", [{}])[0]
 

@@ -1,7 +1,7 @@
 """Runs in an environment that has vLLM: greedy tokens and their log-probabilities, as one line of JSON.
 
 `vllm_tokens FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON. With "updates", sources, the weights are updated
-from one after the other, and tokens come after each. Behind `#` in a source is the method that is called. With a
+from one after the other, and tokens come after each. Behind `#` in a source is a method that is called first. With a
 "node_rank" above 0, it is only the workers of that node, as `vllm serve --headless`.
 """
 
@@ -11,15 +11,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from relayout.engines.live import WeightUpdates
-
 FILLING_S = 300
-HALF = 10
-"""Tensors."""
 PROMPTS = ([5, 6, 7], [100, 200, 300, 400, 500], [9] * 20)
 
 
@@ -28,6 +24,11 @@ def main() -> None:
 
     settings = json.loads(sys.argv[2])
     sources = settings.pop("updates", ())
+    if sources:
+        from vllm.config import WeightTransferConfig
+
+        settings["weight_transfer_config"] = WeightTransferConfig(backend="relayout")
+        settings["worker_extension_cls"] = f"{__package__}.vllm_tokens.Fragile"
     ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
     settings |= {
         "model": sys.argv[1],
@@ -73,29 +74,20 @@ def _tokens(model: Any) -> dict[str, Any]:
     return {"tokens": tokens, "logprobs": [completion.cumulative_logprob for completion in first]}
 
 
-class Fragile(WeightUpdates):
-    """A worker extension that can also fail while parameters are changed, or let vLLM reload them by itself."""
+class Fragile:
+    """A worker extension that lets one worker fail while parameters are changed."""
 
-    def reload_by_itself(self, source: str) -> None:
-        """vLLM's own way to load a folder again."""
-        self.reload_weights(weights_path=source)  # type: ignore[attr-defined]
-
-    def fail_while_updating(self, source: str) -> str | None:
-        """As `update_weights_from`; one worker gets half of the tensors only."""
-        reload: Callable[..., None] = self.reload_weights  # type: ignore[attr-defined]
-
-        def fail(weights_iterator: Iterator[Any]) -> None:
-            def half() -> Iterator[Any]:
-                for number, pair in enumerate(weights_iterator):
-                    if number == HALF:
-                        raise OSError("the store is gone")
-                    yield pair
-
-            reload(weights_iterator=half())
-
+    def fail_while_updating(self) -> None:
+        """From now on one worker gets half of what it changes only."""
         if self.rank == 0:  # type: ignore[attr-defined]
-            self.reload_weights = fail
-        return self.update_weights_from(source)
+            from relayout.engines.staging import LiveWeights
+
+            def fail(self: LiveWeights, staged: Any, reload: Any) -> None:
+                whole(self, replace(staged, flips=staged.flips[::2], tensors=None), reload)
+                raise OSError("the store is gone")
+
+            whole = LiveWeights.commit
+            LiveWeights.commit = fail  # type: ignore[method-assign]
 
 
 def _update(model: Any, source: str) -> dict[str, Any]:
@@ -107,11 +99,23 @@ def _update(model: Any, source: str) -> dict[str, Any]:
         (worker / "clear_refs").write_text("5")  # The peak is counted from here.
     before, started = [_mib(worker, "VmRSS:") for worker in workers], time.perf_counter()
     try:
-        said["contents"] = model.collective_rpc(method or "update_weights_from", args=(source,))
+        if method == "reload_by_itself":
+            model.collective_rpc("reload_weights", kwargs={"weights_path": source})
+        else:
+            if method:
+                model.collective_rpc(method)
+            model.start_weight_update()
+            model.update_weights({"update_info": {"source": source}})
+            while any(one["is_staging"] for one in model.collective_rpc("relayout_state")):
+                time.sleep(0.01)
+            said["staging_seconds"], started = time.perf_counter() - started, time.perf_counter()
+            model.finish_weight_update()
+        said["seconds"] = time.perf_counter() - started
+        said["contents"] = [one["content"] for one in model.collective_rpc("relayout_state")]
         model.reset_prefix_cache()
     except Exception as error:
         said["refused"] = str(error)
-    said["seconds"] = time.perf_counter() - started
+    said["attested"] = model.collective_rpc("relayout_attest")
     said["mib"] = max(_mib(worker, "VmRSS:") for worker in workers)
     said["beside_mib"] = max(_mib(worker, "VmHWM:") - held for worker, held in zip(workers, before, strict=True))
     try:

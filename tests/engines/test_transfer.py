@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,11 @@ from support.updates_worker import TP, write_steps
 
 import relayout
 from relayout.core.digests import digest_hex
-from relayout.engines.live import _check_padding, _layout, _pack_tied, _update
 from relayout.engines.load import Shapes, check_same_model
 from relayout.engines.rank_weights import EngineOptions, RankWeights
+from relayout.engines.recording import Recorded
+from relayout.engines.staging import Content, LiveWeights
+from relayout.engines.vllm_reload import check_padding, pack_tied
 from relayout.errors import PlanError
 
 pytestmark = pytest.mark.xdist_group("group")
@@ -57,7 +58,12 @@ def workers(updated_folders: Path) -> list[dict[str, Any]]:
         ("the same delta behind a reload of its base", 1),
         ("the next delta", 2),
         ("another folder", 0),
+        ("two deltas", 2),
+        ("a list", 2),
+        ("nothing", 2),
+        ("the first folder again", 0),
         ("a delta after errors", 1),
+        ("loaded again by the engine", 1),
     ],
 )
 def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
@@ -65,7 +71,13 @@ def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
 ) -> None:
     content = digest_hex((updated_folders / f"step-{step}" / "relayout.json").read_bytes())
     for worker in workers:
-        assert worker[case] == {"answer": content, "has": [f"model-{step}"], "said": []}
+        outcome = worker[case]
+        assert (outcome["has"], outcome["content"], outcome["said"]) == ([f"model-{step}"], content, [])
+        assert "raised" not in outcome
+        attested = outcome["attested"]
+        assert (attested["content"], attested["difference"]) == (content, None)
+        # The engine of this test puts everything into parameters, or nothing.
+        assert (attested["proven"] > 0) is (not attested["unproven"]) is (case != "loaded again by the engine")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +88,8 @@ def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
         ("a damaged folder", 0, "FormatError", " do not match digest "),
         ("another model", 0, "PlanError", "tensors have another dtype, shape or slice"),
         ("a plain checkpoint", 0, "PlanError", "was not converted: the weights of a live engine change"),
-        ("other contents for other workers", 0, "PlanError", "is not the same for all workers: contents "),
-        ("replicas", 1, "PlanError", "weights are not updated with data parallelism"),
+        ("other contents for other workers", 0, "PlanError", "not the same for all workers: contents "),
+        ("no source", 0, "PlanError", 'expected {"source": DELTA or FOLDER'),
     ],
 )
 def test_what_one_worker_refuses_changes_none_and_the_last_one_raises_it(
@@ -86,11 +98,11 @@ def test_what_one_worker_refuses_changes_none_and_the_last_one_raises_it(
     for rank, worker in enumerate(workers):
         outcome = worker[case]
         assert outcome["has"] == [f"model-{has}"]
-        [said] = outcome["said"]
+        said = outcome["said"][-1]
         assert reason in said
         assert "the engine keeps its weights: " in said
         # vLLM would take an answer behind an error for one to its next call.
-        assert outcome.get("raised", outcome.get("answer")) == (kind if rank == TP - 1 else None)
+        assert outcome.get("raised") == (kind if rank == TP - 1 else None)
 
 
 def test_an_engine_whose_weights_are_a_mixture_computes_nothing_any_more(workers: list[dict[str, Any]]) -> None:
@@ -99,10 +111,11 @@ def test_an_engine_whose_weights_are_a_mixture_computes_nothing_any_more(workers
             outcome = worker[case]
             assert "has" not in outcome
             assert "they are a mixture: start the engine again" in outcome["refuses"]
-            [said] = outcome["said"]
-            assert "the engine is unusable now: start it again: " in said
-            assert reason in said
+            assert "the engine is unusable now: start it again: " in outcome["said"][-1]
+            assert reason in outcome["said"][-1]
             assert ("raised" in outcome) is (rank == TP - 1)
+            assert outcome["content"] is None
+            assert "loaded again by others, or in part" in outcome["attested"]["error"]
 
 
 def test_what_a_rank_does_not_hold_is_read_through_the_deltas_too(updated_folders: Path) -> None:
@@ -121,10 +134,11 @@ def test_what_a_rank_does_not_hold_is_read_through_the_deltas_too(updated_folder
 def test_a_layout_tells_slices_of_the_same_shape_apart(updated_folders: Path) -> None:
     """So an update is refused in which the rank has other ones."""
     first, second = (
-        _layout(RankWeights(str(updated_folders / "step-0"), rank, TP, EngineOptions())) for rank in range(TP)
+        Content.of(RankWeights(str(updated_folders / "step-0"), rank, TP, EngineOptions())) for rank in range(TP)
     )
-    assert [row[:2] for row in first.values()] == [row[:2] for row in second.values()]
-    assert first["lm_head.weight"] != second["lm_head.weight"]
+    with pytest.raises(PlanError, match="tensors have another dtype, shape or slice"):
+        first.check_same_layout(second, "step-0")
+    first.check_same_layout(first, "step-0")
 
 
 @pytest.mark.parametrize("new", [{}, {"a": (3,)}, {"b": (2,)}, {"a": (2,), "b": (2,)}])
@@ -151,9 +165,9 @@ def test_experts_that_vllm_pads_once_are_refused_before_anything_changes(
     )
     if padded:
         with pytest.raises(PlanError, match=r"experts\.w2.*was \[8, 16, 96\] and is padded to \[8, 16, 128\]"):
-            _check_padding(model)
+            check_padding(model, None)
     else:
-        _check_padding(model)
+        check_padding(model, None)
 
 
 def test_weights_that_two_layers_share_are_packed_again_for_both() -> None:
@@ -167,7 +181,7 @@ def test_weights_that_two_layers_share_are_packed_again_for_both() -> None:
 
     embedding = Layer(torch.nn.Parameter(torch.ones(2, 2)))
     head, other = Layer(embedding.weight), Layer(torch.nn.Parameter(torch.ones(2, 2)))
-    _pack_tied(torch.nn.ModuleList([head, other, embedding, torch.nn.Linear(2, 2)]))
+    pack_tied(torch.nn.ModuleList([head, other, embedding, torch.nn.Linear(2, 2)]))
     assert packed == [head, embedding]
 
 
@@ -178,11 +192,10 @@ def test_a_policy_is_asked_before_anything_is_requested(
     keys = make_keys(tmp_path)
     keys.policy.write_text(f'[[signer]]\npublic_key = "{keys.public}"\nprefixes = ["{tmp_path}"]\n')
     monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
-    parallel = SimpleNamespace(data_parallel_size=1)
-    model = torch.nn.Identity()
-    worker = SimpleNamespace(get_model=lambda: model, vllm_config=SimpleNamespace(parallel_config=parallel))
-    group: Any = SimpleNamespace(collective=nullcontext)
+    recorded = Recorded({}, {}, {})
+    nothing: Any = None
+    live = LiveWeights(recorded, nothing, EngineOptions(), nothing)
     for source in ("toy://live/step-1", str(updated_folders / "delta-1")):
         with pytest.raises(PlanError, match="has no signer for this place"):
-            _update(worker, source, group)
+            live.stage([source], None, 0)
     assert not shelf("live").log

@@ -1,0 +1,441 @@
+"""The weights of one worker of a live engine: new ones are staged while it serves, committed in a pause, and proven.
+
+Staging reads and proves everything. What changes in a slice that lies in parameters as it is (`recording.py`) is held
+as places in their memory and bits that flip there; a commit takes time for these alone. Other slices are held whole,
+and go through the engine's own way to load again, with all of their modules. Needs torch at import time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from relayout.checkpoint.converted import read_manifest, read_manifest_blob
+from relayout.checkpoint.delta import chained, is_delta, read_deltas
+from relayout.core.digests import DigestAlgorithm, Hash, digest_hex
+from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_url
+from relayout.engines.rank_weights import EngineOptions, RankWeights
+from relayout.engines.recording import Recorded
+from relayout.engines.views import View
+from relayout.errors import PlanError, about
+from relayout.loader.changes import Batch, ChangedPiece, RankChanges
+from relayout.storage.system import Buffer
+
+if TYPE_CHECKING:
+    from relayout.loader.sources.rank import TensorColumns
+
+Reload: TypeAlias = Callable[[frozenset[str] | None, Iterator[tuple[str, torch.Tensor]]], None]
+"""The engine's own way to load modules again, by their names (None: all), from all tensors that these have."""
+
+_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE_NBYTES = 8 * 2**20
+"""Bytes that are copied from a device at once to be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Which weights an engine has."""
+
+    path: str
+    """A converted folder, or its URL."""
+    deltas: tuple[str, ...]
+    """The deltas that were applied to it, in this order."""
+    digest: str
+    """The digest of relayout.json of what they make."""
+    columns: TensorColumns
+    """The rank's slices in it."""
+    algorithm: DigestAlgorithm
+    """The algorithm of their digests."""
+
+    @staticmethod
+    def of(weights: RankWeights) -> Content:
+        """What a rank's weights are of."""
+        deltas, source = weights.deltas or (), weights.opened.source
+        paths = tuple(map(str, [deltas] if isinstance(deltas, str | os.PathLike) else deltas))
+        digest, algorithm = digest_hex(read_manifest_blob(source.store)), read_manifest(source.store).digest
+        return Content(weights.path, paths, digest, source.columns(), algorithm)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests of the slices; none, if they are put together from those of other ranks."""
+        columns = self.columns
+        return {} if columns.digests is None else dict(zip(columns.names, columns.digests, strict=True))
+
+    def check_same_layout(self, new: Content, source: str) -> None:
+        """Check that the rank has the same slices in other weights.
+
+        Raises:
+            PlanError: it has not.
+        """
+        before, after = self._layout(), new._layout()
+        if differing := [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]:
+            count = len(differing)
+            what = f"{count} tensors have another dtype, shape or slice than those of the engine, or are missing"
+            raise PlanError(what, path=source, tensor=differing[0], code="mismatch")
+
+    def _layout(self) -> dict[str, tuple[object, ...]]:
+        columns = self.columns
+        rows = zip(columns.dtypes, map(tuple, columns.source_shapes), columns.parts, strict=True)
+        return dict(zip(columns.names, rows, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Flips:
+    """Elements of memory whose bits change: what an XOR of two versions of a slice is not zero in."""
+
+    memory: int
+    """The number of the memory."""
+    places: npt.NDArray[np.integer]
+    """Which elements, counted from its start. None occurs twice."""
+    bits: npt.NDArray[np.unsignedinteger]
+    """The XOR of each."""
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that they take."""
+        return self.places.nbytes + self.bits.nbytes
+
+    def apply(self, numbers: torch.Tensor) -> None:
+        """Change memory, given as numbers of the elements' width. On a device, the places travel there."""
+        if numbers.device.type == "cpu":
+            numbers.numpy().view(self.bits.dtype)[self.places] ^= self.bits
+            return
+        places = torch.from_numpy(self.places).to(numbers.device).long()
+        bits = torch.from_numpy(self.bits.view(f"i{self.bits.itemsize}" if self.bits.itemsize > 1 else "u1"))
+        numbers.index_put_((places,), numbers[places] ^ bits.to(numbers.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """New weights for an engine, read and proven."""
+
+    content: Content
+    """What the engine then has."""
+    flips: Sequence[Flips]
+    """What changes in parameters, as far as it is held in memory."""
+    changes: RankChanges | None
+    """What deltas change; None: the new weights do not come by deltas."""
+    left: Sequence[Batch]
+    """What is read of these again in the commit."""
+    modules: frozenset[str] | None
+    """What the engine loads again; None: all."""
+    tensors: RankWeights | None
+    """The slices that are taken whole: those of these modules, or all."""
+    held: Sequence[tuple[str, torch.Tensor]] | None
+    """These, if they are held in memory; None: they are read again in the commit."""
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that this takes."""
+        return sum(one.nbytes for one in self.flips) + sum(tensor.nbytes for _, tensor in self.held or ())
+
+    @property
+    def left_nbytes(self) -> int:
+        """Bytes that are read in the commit, because they are not held."""
+        of_deltas = 0 if self.changes is None else sum(map(self.changes.stored_nbytes, self.left))
+        is_read = self.tensors is not None and self.held is None
+        return of_deltas + (sum(self.tensors.opened.contents.sizes()) if is_read and self.tensors is not None else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Attested:
+    """What a worker's parameters were proven to have."""
+
+    content: str
+    """The digest of relayout.json of what it has."""
+    proven: int
+    """Number of slices whose elements in the parameters have the slice's digest."""
+    unproven: tuple[str, ...]
+    """Slices that the engine has made something else of, or whose digest is not known."""
+    difference: str | None
+    """The first slice that differs; None: none does."""
+
+
+class LiveWeights:
+    """The weights that one worker of an engine has. One thread may stage at a time; nothing else runs in a commit."""
+
+    def __init__(self, recorded: Recorded, engine: EngineRank, options: EngineOptions, content: Content) -> None:
+        self.recorded = recorded
+        self._engine, self._options = engine, options
+        self.first = content
+        """What it was started with, whose slices it takes."""
+        self.content: Content | None = content
+        """What the engine has; None: it was loaded again by others, or a commit has begun and has not ended."""
+
+    def known_content(self) -> Content:
+        """What the engine has.
+
+        Raises:
+            PlanError: it is not known.
+        """
+        if self.content is None:
+            what = "the engine's weights were loaded again by others, or in part: give it a converted folder"
+            raise PlanError(what, code="unsupported")
+        return self.content
+
+    def stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int = 1) -> Staged:
+        """Read and prove new weights.
+
+        Args:
+            sources: deltas in the order in which they apply; or a converted folder, and deltas of that.
+            before: what the engine has then; None: it is not known.
+            memory: the most bytes of host memory that may be held afterwards.
+
+        Raises:
+            FormatError: something is damaged.
+            PlanError: a delta is for other weights, or the rank has other tensors or slices in a folder.
+            OSError, MemoryError: as `relayout.iter_load`.
+        """
+        for source in sources:
+            WeightsPlace(source_url(source, None)).check_policy()
+        folders = [number for number, source in enumerate(sources) if not is_delta(source)]
+        if folders:
+            path, deltas = sources[folders[-1]], tuple(sources[folders[-1] + 1 :])
+            return self._stage_whole(path, deltas, before, memory)
+        before = before or self.known_content()
+        if before.columns.digests is None:
+            return self._stage_whole(before.path, (*before.deltas, *sources), before, memory)
+        return self._stage_deltas(sources, before, memory, threads)
+
+    def _stage_deltas(self, sources: Sequence[str], before: Content, memory: int, threads: int) -> Staged:
+        engine, recorded = self._engine, self.recorded
+        found = list(chained(read_deltas(sources), before.digest, "what the engine has"))
+        changes = RankChanges.of(found, engine.rank, {*recorded.views, *recorded.reloaded})
+        decoded, batches = _Decoded(recorded, memory), changes.batches()
+        changes.run(batches, decoded.hold, threads)
+        # What other ranks hold is not among this rank's changes: taken as changed.
+        modules = recorded.modules_of(decoded.changed.union(set(recorded.reloaded).difference(before.columns.names)))
+        whole = recorded.slices_of(modules)
+        deltas = (*before.deltas, *sources)
+        tensors = self._weights(before.path, deltas, whole) if whole else None
+        if modules is None:  # All slices are taken whole.
+            flips, left = [], []
+        else:
+            flips, left = decoded.flips, [] if decoded.is_complete else batches
+        held = None if tensors is None else _held(tensors, memory - sum(one.nbytes for one in flips))
+        columns = _columns_of(before.columns, changes)
+        content = replace(before, deltas=deltas, digest=found[-1].link.manifest.makes, columns=columns)
+        return Staged(content, flips, changes, left, modules, tensors, held)
+
+    def _stage_whole(self, path: str, deltas: tuple[str, ...], before: Content | None, memory: int) -> Staged:
+        content, recorded = Content.of(open_update(path, deltas, self._options, self._engine)), self.recorded
+        self.first.check_same_layout(content, path)
+        used = {*recorded.views, *recorded.reloaded}
+        old, new = {} if before is None else before.digests, content.digests
+        # Digests of one algorithm tell what changes; what has none, or one of another, is taken as changed.
+        changed = frozenset(name for name in used if name not in new or old.get(name) != new[name])
+        modules = recorded.modules_of(changed)
+        tensors = self._weights(path, deltas, changed.intersection(recorded.views) | recorded.slices_of(modules))
+        return Staged(content, (), None, (), modules, tensors, _held(tensors, memory))
+
+    def _weights(self, path: str, deltas: tuple[str, ...], names: frozenset[str]) -> RankWeights:
+        """These slices of what deltas make of a folder, every byte proven."""
+        engine = self._engine
+        only = replace(engine, is_skipped=lambda name: name not in names or engine.is_skipped(name))
+        return replace(open_update(path, deltas, self._options, only), device="cpu")
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Check that what was recorded still lies where it did in the model.
+
+        Raises:
+            PlanError: the engine has put parameters elsewhere since.
+        """
+        there = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        for name, views in self.recorded.views.items():
+            if not there.issuperset(view.memory for view in views):
+                what = "the engine has moved the parameter since it was loaded: start it again"
+                raise PlanError(what, tensor=name, code="unsupported")
+
+    def commit(self, staged: Staged, reload: Reload) -> None:
+        """Give the engine the new weights. After an error its weights are a mixture.
+
+        Raises:
+            FormatError, OSError, MemoryError: what is read now is damaged, or cannot be read.
+        """
+        numbers, self.content = _Numbers(self.recorded), None
+        for flips in staged.flips:
+            flips.apply(numbers.of(flips.memory, flips.bits.itemsize))
+        if staged.changes is not None and staged.left:
+            lock = threading.Lock()
+
+            def change(piece: ChangedPiece, buffer: Buffer) -> None:
+                for _, flips in _flips_of(piece, buffer, self.recorded):
+                    if flips is None:
+                        continue
+                    with lock:
+                        flips.apply(numbers.of(flips.memory, flips.bits.itemsize))
+
+            staged.changes.run(staged.left, change, threads=2)
+        if staged.tensors is not None:
+            self._take(staged, numbers, reload)
+        self.content = staged.content
+
+    def _take(self, staged: Staged, numbers: _Numbers, reload: Reload) -> None:
+        """Give whole slices to the engine; those that lie in parameters as they are go there directly."""
+        assert staged.tensors is not None
+        views, again = self.recorded.views, self.recorded.slices_of(staged.modules)
+        delivery = staged.tensors.deliver(staged.held)
+
+        def others() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in delivery:
+                if name in again:
+                    yield name, tensor
+                elif name in views:
+                    local = _local(tensor).view(-1).view(_NUMBERS[views[name][0].itemsize])
+                    for view in views[name]:
+                        target = numbers.of(view.memory, view.itemsize).as_strided(*view.of_memory)
+                        size, steps, start = view.of_slice
+                        target.copy_(local.as_strided(size, steps, start + local.storage_offset()))
+
+        if again:
+            reload(staged.modules, others())
+        else:
+            for _ in others():
+                raise AssertionError("nothing is loaded again")
+
+    def attest(self) -> Attested:
+        """Compare the parameters with the digests of what the worker is to have."""
+        content, recorded = self.known_content(), self.recorded
+        digests = content.digests
+        unproven = list(recorded.reloaded)
+        proven, difference = 0, None
+        numbers = _Numbers(recorded)
+        sizes = dict(zip(content.columns.names, content.columns.sizes(), strict=True))
+        for name, views in recorded.views.items():
+            digest = digests.get(name)
+            is_same = None if digest is None else _has_digest(views, sizes[name], numbers, content, digest)
+            if is_same is None:
+                unproven.append(name)
+            elif is_same:
+                proven += 1
+            else:
+                difference = difference or name
+        return Attested(content.digest, proven, tuple(sorted(unproven)), difference)
+
+
+class _Decoded:
+    """What is held of deltas, until it is too much. Several threads may hold."""
+
+    def __init__(self, recorded: Recorded, limit: int) -> None:
+        self._recorded, self._limit, self._lock = recorded, limit, threading.Lock()
+        self.flips: list[Flips] = []
+        self.changed: set[str] = set()
+        """Slices that change and are loaded again."""
+        self.is_complete = True
+        self._nbytes = 0
+
+    def hold(self, piece: ChangedPiece, buffer: Buffer) -> None:
+        """Decode a piece. It is proven even if it is not held any more."""
+        for name, flips in _flips_of(piece, buffer, self._recorded):
+            with self._lock:
+                if flips is None:
+                    self.changed.add(name)
+                    continue
+                self._nbytes += flips.nbytes
+                self.is_complete &= self._nbytes <= self._limit
+                if self.is_complete:
+                    self.flips.append(flips)
+                else:
+                    self.flips.clear()
+
+
+class _Numbers:
+    """The memory of views as numbers, which can be changed."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+        self._found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def of(self, memory: int, itemsize: int) -> torch.Tensor:
+        """All of a memory, as numbers of this width."""
+        found = self._found.get((memory, itemsize))
+        if found is None:
+            storage = torch.UntypedStorage._new_with_weak_ptr(self._recorded.memories[memory].cdata)
+            assert storage is not None  # `check` came before.
+            found = torch.empty(0, dtype=_NUMBERS[itemsize], device=storage.device)
+            found.set_(storage, 0, (storage.nbytes() // itemsize,), (1,))
+            self._found[memory, itemsize] = found
+        return found
+
+
+def _flips_of(piece: ChangedPiece, buffer: Buffer, recorded: Recorded) -> Iterator[tuple[str, Flips | None]]:
+    """What changes in a piece: of each slice, how memory changes; None: the slice is loaded again."""
+    change = piece.decode(buffer)
+    for part in piece.parts:
+        views = recorded.views.get(part.name)
+        if views is None:
+            if np.frombuffer(change, np.uint8, part.nbytes, part.place).any():
+                yield part.name, None
+            continue
+        itemsize = views[0].itemsize
+        elements = np.frombuffer(change, f"<u{itemsize}", part.nbytes // itemsize, part.place)
+        changed = np.flatnonzero(elements)
+        bits, numbers = elements[changed], changed + part.offset // itemsize
+        for view in views:
+            if len(numbers) and view.source <= numbers[-1] and numbers[0] < view.end:
+                has, places = view.places(numbers)
+                if len(places):
+                    is_short = view.target_end < 2**31
+                    yield part.name, Flips(view.memory, places.astype(np.int32) if is_short else places, bits[has])
+
+
+def _held(tensors: RankWeights, memory: int) -> list[tuple[str, torch.Tensor]] | None:
+    """The slices, if they take no more memory than this; proven in any case."""
+    fits = sum(tensors.opened.contents.sizes()) <= memory
+    held = []
+    with about(path=tensors.path):
+        for name, tensor in tensors.stream():
+            if fits:
+                held.append((name, tensor))
+    return held if fits else None
+
+
+def _columns_of(before: TensorColumns, changes: RankChanges) -> TensorColumns:
+    """The rank's slices behind deltas: only their digests are others."""
+    digests = dict(zip(changes.new.names, changes.new.digests, strict=True))
+    return replace(before, digests=[digests[name] for name in before.names])
+
+
+def _has_digest(views: Sequence[View], nbytes: int, numbers: _Numbers, content: Content, digest: str) -> bool | None:
+    """Whether what lies in memory, in the order of the slice, has a digest; None: views do not have all of the slice.
+
+    A slice that lies in several places is compared in each.
+    """
+    count = nbytes // views[0].itemsize
+    left = sorted(views, key=lambda view: view.source)
+    while left:
+        found, end = content.algorithm.new(), 0
+        for view in tuple(left):
+            if view.source == end and view.num_elements == view.end - view.source:
+                left.remove(view)
+                end = view.end
+                _update(found, view, numbers.of(view.memory, view.itemsize))
+        if end != count:
+            return None
+        if found.hexdigest() != digest:
+            return False
+    return True
+
+
+def _update(digest: Hash, view: View, numbers: torch.Tensor) -> None:
+    """Hash what a view has, piece by piece."""
+    (count, *inner), steps, start = view.size, view.of_memory[1], view.target
+    length = max(1, _PIECE_NBYTES // (view.itemsize * prod(inner)))
+    for first in range(0, count, length):
+        size = (min(length, count - first), *inner)
+        piece = numbers.as_strided(size, steps, start + first * steps[0])
+        digest.update(piece.contiguous().cpu().numpy().data.cast("B"))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    from relayout.engines.global_tensor import GlobalTensor
+
+    return tensor._memory.local if isinstance(tensor, GlobalTensor) else tensor

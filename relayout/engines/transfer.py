@@ -1,0 +1,345 @@
+"""vLLM's weight transfer, `--weight-transfer-config '{"backend": "relayout"}'`: weights that change in a live engine.
+
+vLLM calls its workers in three steps. `update_weights` names a delta or a converted folder, and returns at once: each
+worker reads and proves its part in the background, while it serves. `finish_weight_update`, in a pause, waits until
+all workers have done so, and then lets all change their weights, or none. `start_weight_update` begins a session.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from relayout.core.arguments import size
+from relayout.engines.load import known_of
+from relayout.errors import PlanError, shown
+
+if TYPE_CHECKING:
+    import torch
+
+    from relayout.engines.staging import Content, LiveWeights, Staged
+
+NAME = "relayout"
+_LOGGER = getLogger("vllm.relayout")
+_NICENESS = 10
+"""What the thread that reads new weights has: the engine's own threads come first."""
+
+
+def engine_class(base: type[Any]) -> type[Any]:
+    """The class that vLLM makes an object of in each worker.
+
+    Args:
+        base: vLLM's `WeightTransferEngine`.
+    """
+    return type("RelayoutTransferEngine", (Transfer, base), {"__module__": __name__})
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """What `init_weight_transfer_engine` may set; it need not be called."""
+
+    memory: int | str = "4GiB"
+    """The most host memory that each worker holds new weights in: a number of bytes, or a size. What takes more stays
+    where it is, and is read again in the pause."""
+    wait_seconds: float = 600.0
+    """How long `finish_weight_update` waits for what is still being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What `update_weights` is told."""
+
+    source: str | list[str]
+    """A delta, or several in the order in which they apply, or a converted folder: paths that each worker can read, or
+    URLs."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The deltas, or the folder."""
+        return (self.source,) if isinstance(self.source, str) else tuple(self.source)
+
+
+class _Staging:
+    """New weights that are being read by a thread."""
+
+    def __init__(self, live: LiveWeights, sources: tuple[str, ...], before: _Staging | None, memory: int) -> None:
+        self.sources = sources
+        self.staged: Staged | None = None
+        self.error: Exception | None = None
+        self._live, self._before, self._memory = live, before, memory
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="relayout-stage", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything was read, or an error has come."""
+        return self._ended.is_set()
+
+    def wait(self, seconds: float) -> Staged:
+        """What was read.
+
+        Raises:
+            the error of the thread.
+            OSError: it has not ended in time.
+        """
+        if not self._ended.wait(max(0.0, seconds)):
+            raise TimeoutError(f"{', '.join(self.sources)} is still being read")
+        if self.error is not None:
+            raise self.error
+        assert self.staged is not None
+        return self.staged
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        started, what = time.monotonic(), ", ".join(self.sources)
+        try:
+            before: Content | None = self._live.content
+            memory = self._memory
+            if self._before is not None:
+                staged = self._before.wait(float(2**31))
+                before, memory = staged.content, memory - staged.nbytes
+                self._before = None
+            self.staged = staged = self._live.stage(self.sources, before, memory)
+            seconds, held, left = time.monotonic() - started, staged.nbytes / 2**20, staged.left_nbytes / 2**20
+            again = "all modules" if staged.modules is None else f"{len(staged.modules)} modules"
+            _LOGGER.info(
+                "relayout: staged %s in %.1f s: %.0f MiB held, %.0f MiB to be read again, %s loaded again by vLLM",
+                what, seconds, held, left, again,
+            )  # fmt: skip
+        except Exception as error:
+            self.error = error
+            _LOGGER.error("relayout: not staged: %s: %s", what, error)
+        finally:
+            self._ended.set()
+
+
+class Transfer:
+    """The methods of vLLM's `WeightTransferEngine`."""
+
+    init_info_cls, update_info_cls = Init, Update
+    supports_draft_weight_update = False
+    defers_processing = True
+
+    model: torch.nn.Module
+    model_config: Any
+    parallel_config: Any
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._options = Init()
+        self._stagings: list[_Staging] = []
+        self._error: Exception | None = None
+        """Why an update could not be begun; it is raised when the session ends."""
+        self._is_mixed = False
+        """Whether a commit has begun and has not ended: some weights are new, others old, others missing."""
+        self._worker = _worker_of(self)
+        if self._worker is not None:  # For `collective_rpc`.
+            self._worker.relayout_state, self._worker.relayout_attest = self.state, self.attest
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Set limits."""
+        size(init_info.memory, "memory")
+        self._options = init_info
+
+    def start_weight_update(self) -> None:
+        """Begin a session, of which the running model feels nothing."""
+        self._forget()
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Begin to read new weights. Errors come when the session ends: workers must not answer differently here."""
+        try:
+            self.receive_weights(_parsed(update_info))
+        except Exception as error:
+            self._error = self._error or error
+            _LOGGER.error("relayout: %s", error)
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Begin to read new weights, after those that were named before in this session."""
+        before = self._stagings[-1] if self._stagings else None
+        memory = size(self._options.memory, "memory")
+        self._stagings.append(_Staging(self._live, update_info.sources, before, memory))
+
+    def drain_pending(self) -> None:
+        """Wait for what is being read; errors come when the session ends."""
+        for staging in self._stagings:
+            with suppress(Exception):
+                staging.wait(self._options.wait_seconds)
+
+    def finish_weight_update(self) -> None:
+        """Let all workers have the new weights, or none.
+
+        Whatever is wrong with what was named is found before. An error after that, such as a store that can no longer
+        be read, makes the engine unusable: every further step and update is an error.
+
+        Raises:
+            FormatError, PlanError, OSError, MemoryError: the weights are as before. The last worker raises it, and all
+                have it in their logs.
+        """
+        from vllm.distributed.parallel_state import get_world_group
+
+        from relayout.loader.group.collectives import Group
+
+        group = Group(get_world_group().cpu_group)
+        try:
+            self._commit(group)
+        except Exception as error:
+            state = "is unusable now: start it again" if self._is_mixed else "keeps its weights"
+            _LOGGER.error("relayout: weights are not updated, the engine %s: %s", state, error)
+            # vLLM reads the workers' answers in order until one is an error, and would take those behind that for
+            # answers to its next call. And it leaves the session open where there is an error.
+            worker = self._worker
+            if worker is None or worker.rank == self.parallel_config.world_size - 1:
+                if worker is not None:
+                    worker._weight_update_active = False
+                raise
+        finally:
+            self._forget()
+
+    def _commit(self, group: Any) -> None:
+        with group.collective():
+            staged = self._staged()
+        contents = set(group.all_gather(staged[-1].content.digest if staged else "nothing"))
+        if len(contents) > 1:
+            what = f"the new weights are not the same for all workers: contents {', '.join(sorted(contents))}"
+            raise PlanError(what, code="option")
+        if not staged:
+            return
+        self._is_mixed = True
+        started = time.monotonic()
+        try:
+            with group.collective():
+                for one in staged:
+                    self._live.commit(one, self._reload)
+        except BaseException:
+            self._live.content = None  # Also of a worker that has changed all of its own.
+            _stop_computing(self._worker, self.model)
+            raise
+        self._is_mixed = False
+        for name in ("reset_encoder_cache", "reset_mm_cache"):
+            if reset := getattr(getattr(self._worker, "model_runner", None), name, None):
+                reset()
+        _LOGGER.info("relayout: the engine has %s: %.2f s", staged[-1].content.digest, time.monotonic() - started)
+
+    def _staged(self) -> list[Staged]:
+        """What was read in this session.
+
+        Raises:
+            PlanError: this cannot be committed.
+            FormatError, PlanError, OSError, MemoryError: as `LiveWeights.stage`.
+        """
+        from relayout.engines.vllm_reload import check_padding
+
+        if self._is_mixed:
+            raise PlanError("an update has failed: start the engine again", code="unsupported")
+        if self._error is not None:
+            raise self._error
+        limit = time.monotonic() + self._options.wait_seconds
+        staged = [staging.wait(limit - time.monotonic()) for staging in self._stagings]
+        if staged:
+            self._live.check(self.model)
+        for one in staged:
+            check_padding(self.model, one.modules)
+        return staged
+
+    def _reload(self, modules: frozenset[str] | None, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        from relayout.engines.vllm_reload import reload
+
+        reload(self.model, self.model_config, modules, tensors)
+
+    @property
+    def _live(self) -> LiveWeights:
+        known = known_of(self.model)
+        if known is None or known.live is None:
+            what = "the engine was not started on a converted folder: start it with --load-format relayout, on one"
+            raise PlanError(what, code="unsupported")
+        return known.live
+
+    def _forget(self) -> None:
+        self._stagings, self._error = [], None
+
+    def state(self) -> dict[str, Any]:
+        """What this worker has, and what it is reading; `collective_rpc` calls it as `relayout_state`."""
+        known, last = known_of(self.model), self._stagings[-1] if self._stagings else None
+        live = None if known is None else known.live
+        staged = None if last is None else last.staged
+        error = self._error or (None if last is None else last.error)
+        return {
+            "content": None if live is None or live.content is None else live.content.digest,
+            "staged": None if staged is None else staged.content.digest,
+            "is_staging": last is not None and not last.is_over,
+            "error": None if error is None else str(error),
+        }
+
+    def attest(self) -> dict[str, Any]:
+        """Prove what this worker's parameters have; `collective_rpc` calls it as `relayout_attest`.
+
+        Returns:
+            `content`, the digest of relayout.json of what it has; how many slices are `proven`; the names of those that
+            are `unproven`, because vLLM has made something else of them; the first one that differs, as `difference`;
+            or an `error`.
+        """
+        try:
+            found = self._live.attest()
+        except Exception as error:
+            return {"error": str(error)}
+        if found.difference is not None:
+            rank = getattr(self._worker, "rank", 0)
+            _LOGGER.error("relayout: rank %d: %s is not what %s has", rank, found.difference, found.content)
+        return {one.name: getattr(found, one.name) for one in fields(found)}
+
+    def shutdown(self) -> None:
+        """Forget what is being read."""
+        self._forget()
+
+
+def _parsed(update_info: Mapping[str, Any]) -> Update:
+    """Raise PlanError unless it is an `Update`."""
+    match update_info:
+        case {"source": str(source), **others} if not others:
+            return Update(source)
+        case {"source": [str(), *_] as sources, **others} if not others and all(
+            isinstance(one, str) for one in sources
+        ):
+            return Update(sources)
+    what = f'update_weights: {shown(dict(update_info))}, expected {{"source": DELTA or FOLDER, or a list of them}}'
+    raise PlanError(what, code="option")
+
+
+def _worker_of(engine: Transfer) -> Any:
+    """The worker of vLLM that is just making its transfer engine; None: somebody else makes it.
+
+    vLLM does not tell an engine whose it is. Without the worker nothing can be asked by `collective_rpc`, and after a
+    failed commit only the model itself would refuse to compute.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if caller is not engine and hasattr(caller, "model_runner") and hasattr(caller, "finish_weight_update"):
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _stop_computing(worker: Any, model: torch.nn.Module) -> None:
+    """Let every further step of the worker fail, for good.
+
+    vLLM has no way of its own for a worker to say that it is unfit: nobody looks at `check_health` between steps, and
+    no hook of a module is called where a graph is replayed. So the one method that carries out steps, whichever
+    executor calls it, is hidden on this one object.
+    """
+    model.forward = _refuse
+    if worker is not None:
+        worker.model_runner.execute_model = _refuse
+
+
+def _refuse(*args: object, **kwargs: object) -> NoReturn:
+    """Raise RuntimeError, in the place of a step."""
+    raise RuntimeError("relayout: an update of the weights has failed, and they are a mixture: start the engine again")

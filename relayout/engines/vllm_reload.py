@@ -1,0 +1,82 @@
+"""vLLM's own way to load a model again, layer by layer, for some of its modules: from tensors, as at the start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from relayout.errors import PlanError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Some:
+    """Modules in the place of a model: vLLM asks one for its modules, and for nothing else, while it reloads."""
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self._modules = modules
+
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules."""
+        return self._modules
+
+
+def reload(
+    model: torch.nn.Module,
+    model_config: Any,
+    modules: frozenset[str] | None,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+) -> None:
+    """Load modules again: they are quantized and rearranged as at the start, and stay where they are in memory.
+
+    Attention is made ready again in any case: some computes with what it has made of the weights of other layers.
+
+    Args:
+        modules: their names; None: all.
+        tensors: all that these modules are made of.
+    """
+    import torch
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+
+    chosen: Any = model
+    if modules is not None:
+        named = model.named_modules()
+        chosen = _Some([one for name, one in named if name in modules or is_deferred_attention_layer(one)])
+    with torch.no_grad():
+        initialize_layerwise_reload(chosen)
+        model.load_weights(tensors)  # type: ignore[operator]
+        finalize_layerwise_reload(chosen, model_config)
+        pack_tied(chosen)
+
+
+def check_padding(model: torch.nn.Module, modules: frozenset[str] | None) -> None:
+    """Check that vLLM can make modules ready for kernels a second time.
+
+    On a CPU it pads experts once, notes their new size, and does not pad what it reloads.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    except ImportError:  # Another version, of which this is not known.
+        return
+    for prefix, layer in model.named_modules():
+        as_loaded = get_layerwise_info(layer).restore_metadata[0] if modules is None or prefix in modules else {}
+        for name, tensor in layer.named_parameters(recurse=False):
+            was = as_loaded.get(name)
+            if was is not None and tensor.device.type == "cpu" and tensor.dim() == 3 and tensor.numel() > was.numel():
+                what = f"was {list(was.shape)} and is padded to {list(tensor.shape)}: vLLM cannot reload this on a CPU"
+                raise PlanError(f"{what}; start the engine again", tensor=f"{prefix}.{name}", code="unsupported")
+
+
+def pack_tied(model: Any) -> None:
+    """Pack weights for a CPU again that a layer shares with another: vLLM's reload does so for the other alone."""
+    packed = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    num_uses = Counter(id(layer.weight) for layer in packed)
+    for layer in packed:
+        if num_uses[id(layer.weight)] > 1:
+            layer.quant_method.process_weights_after_loading(layer)

@@ -1,0 +1,304 @@
+"""Weights of a stand-in engine that change: what parameters then have, against the source; and what is proven."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import write_family
+from support.conversions import stock_tensors
+from support.fake_vllm import Model
+from support.families import FAMILIES
+from support.updates_worker import write_steps
+from torch import nn
+
+import relayout
+from relayout.core.digests import digest_hex
+from relayout.engines.load import EngineRank, Experts
+from relayout.engines.rank_weights import EngineOptions
+from relayout.engines.recording import Recording
+from relayout.engines.staging import Content, LiveWeights, Staged
+from relayout.errors import FormatError, PlanError
+
+TP = 2
+LIMIT = 2**30
+PACKED = "o_proj.weight"
+FUSED = ("q_proj", "k_proj", "v_proj")
+Tensors = dict[str, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """A weight, and what the engine does with it when it is loaded."""
+
+    def __init__(self, shape: tuple[int, ...], is_packed: bool) -> None:
+        super().__init__()
+        self.is_packed = is_packed
+        self.as_loaded = shape
+        self.restore()
+
+    def restore(self) -> None:
+        self.weight = nn.Parameter(torch.empty(self.as_loaded, dtype=torch.bfloat16), requires_grad=False)
+
+    def process(self) -> None:
+        if self.is_packed:
+            self.weight = nn.Parameter(self.weight.data.t().contiguous(), requires_grad=False)
+
+    def unpacked(self) -> torch.Tensor:
+        return self.weight.data.t() if self.is_packed else self.weight.data
+
+
+class Engine(nn.Module):
+    """One rank of an engine: it cuts whole tensors, fuses q, k and v, and packs some layers after the load."""
+
+    def __init__(self, whole: Tensors, rank: int) -> None:
+        super().__init__()
+        self.cut = Model(whole, rank, TP).cut
+        rows: dict[str, int] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        self.starts: dict[str, int] = {}
+        for name in sorted(whole):
+            cut, layer = self.cut(name, whole[name]), self.layer_of(name)
+            self.starts[name] = rows.get(layer, 0)
+            rows[layer] = self.starts[name] + cut.shape[0]
+            shapes[layer] = (rows[layer], *cut.shape[1:])
+        for layer, shape in shapes.items():
+            self.add_module(layer, Layer(shape, PACKED.replace(".", "_") in layer))
+
+    def layer_of(self, name: str) -> str:
+        for part in FUSED:
+            name = name.replace(part, "qkv_proj")
+        return name.replace(".", "_")
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            part, layer = self.cut(name, tensor), getattr(self, self.layer_of(name))
+            layer.weight.data[self.starts[name] :][: part.shape[0]].copy_(part)
+
+    def process(self) -> None:
+        for layer in self.children():
+            layer.process()
+
+    def reload(self, modules: frozenset[str] | None, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """As vLLM does: into new memory, from which what was made of it is copied to where parameters are."""
+        layers = {name: layer for name, layer in self.named_children() if modules is None or name in modules}
+        kept = {name: layer.weight for name, layer in layers.items()}
+        for layer in layers.values():
+            layer.restore()
+        self.load_weights(tensors)
+        for name, layer in layers.items():
+            layer.process()
+            kept[name].data.copy_(layer.weight)
+            layer.weight = kept[name]
+
+    def has(self, whole: Tensors) -> bool:
+        return all(
+            torch.equal(
+                getattr(self, self.layer_of(name)).unpacked()[self.starts[name] :][: self.cut(name, one).shape[0]],
+                self.cut(name, one),
+            )
+            for name, one in whole.items()
+        )
+
+
+@pytest.fixture(scope="module")
+def steps(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("staging")
+    write_steps(llama, root, num_steps=3)
+    (root / "model-other").mkdir()
+    write_family(FAMILIES["qwen3"], root / "model-other")
+    relayout.convert(root / "model-other", root / "other", tp=TP)
+    return root
+
+
+def engine_rank(rank: int) -> EngineRank:
+    nothing: Any = lambda name: False  # noqa: E731
+    return EngineRank(
+        name="stand-in",
+        logger=logging.getLogger("stand-in"),
+        rank=rank,
+        num_ranks=TP,
+        num_attention_ranks=TP,
+        experts=Experts(False, False, False, ""),
+        is_draft=False,
+        is_convertible=True,
+        device="cpu",
+        is_skipped=nothing,
+        is_unused=nothing,
+    )
+
+
+def started(folder: Path, rank: int, source: Path) -> tuple[Engine, LiveWeights]:
+    engine, options = Engine(stock_tensors(source), rank), EngineOptions()
+    weights = engine_rank(rank).weights(str(folder), options)
+    recording = Recording(engine)
+    with recording:
+        engine.load_weights(recording.given(weights.deliver()))
+        engine.process()
+    return engine, LiveWeights(recording.finish(), engine_rank(rank), options, Content.of(weights))
+
+
+@pytest.fixture(params=range(TP))
+def live(steps: Path, request: pytest.FixtureRequest) -> tuple[Engine, LiveWeights]:
+    return started(steps / "step-0", request.param, steps / "model-0")
+
+
+def content_of(folder: Path) -> str:
+    return digest_hex((folder / "relayout.json").read_bytes())
+
+
+def stage(live: LiveWeights, *sources: Path, memory: int = LIMIT) -> Staged:
+    return live.stage([str(source) for source in sources], live.content, memory)
+
+
+def test_what_is_left_as_it_is_has_views_and_what_is_packed_has_none(live: tuple[Engine, LiveWeights]) -> None:
+    recorded = live[1].recorded
+    assert recorded.views
+    assert {name for name in (*recorded.views, *recorded.reloaded) if PACKED in name} == set(recorded.reloaded)
+
+
+@pytest.mark.parametrize("memory", [LIMIT, 4000, 0], ids=["all is held", "some fits", "nothing is held"])
+@pytest.mark.parametrize("sources", [[1], [1, 2, 3], [2, 3]], ids=str)
+def test_parameters_are_those_of_the_new_source_after_the_commit_and_not_before(
+    steps: Path, live: tuple[Engine, LiveWeights], sources: list[int], memory: int
+) -> None:
+    engine, weights = live
+    if sources[0] == 2:
+        weights.commit(stage(weights, steps / "delta-1"), engine.reload)
+    before, last = stock_tensors(steps / f"model-{sources[0] - 1}"), sources[-1]
+    staged = stage(weights, *(steps / f"delta-{number}" for number in sources), memory=memory)
+    assert staged.nbytes <= memory
+    assert (staged.left_nbytes > 0) is (memory < LIMIT)
+    assert engine.has(before)
+    weights.check(engine)
+    weights.commit(staged, engine.reload)
+    assert engine.has(stock_tensors(steps / f"model-{last}"))
+    assert weights.content is not None
+    assert weights.content.digest == content_of(steps / f"step-{last}")
+    found = weights.attest()
+    assert (found.content, found.difference) == (weights.content.digest, None)
+    assert found.proven == len(weights.recorded.views)
+    assert set(found.unproven) == set(weights.recorded.reloaded)
+
+
+@pytest.mark.parametrize("memory", [LIMIT, 0], ids=["held", "not held"])
+def test_another_folder_goes_where_the_first_one_went(
+    steps: Path, live: tuple[Engine, LiveWeights], memory: int
+) -> None:
+    engine, weights = live
+    weights.commit(stage(weights, steps / "step-2", memory=memory), engine.reload)
+    assert engine.has(stock_tensors(steps / "model-2"))
+    weights.commit(stage(weights, steps / "delta-3", memory=memory), engine.reload)
+    assert engine.has(stock_tensors(steps / "model-3"))
+    weights.commit(stage(weights, steps / "step-0", steps / "delta-1", memory=memory), engine.reload)
+    assert engine.has(stock_tensors(steps / "model-1"))
+    assert weights.attest().difference is None
+
+
+def test_deltas_that_are_staged_one_after_the_other_are_committed_in_this_order(
+    steps: Path, live: tuple[Engine, LiveWeights]
+) -> None:
+    engine, weights = live
+    first = stage(weights, steps / "delta-1")
+    second = weights.stage([str(steps / "delta-2")], first.content, LIMIT)
+    for staged in (first, second):
+        weights.commit(staged, engine.reload)
+    assert engine.has(stock_tensors(steps / "model-2"))
+
+
+def test_layers_of_which_nothing_changes_are_not_loaded_again(steps: Path, tmp_path: Path) -> None:
+    """And nothing is read whole for them."""
+    engine, weights = started(steps / "step-0", 0, steps / "model-0")
+    tensors = stock_tensors(steps / "model-0")
+    name = next(name for name in sorted(weights.recorded.reloaded))
+    write_changed(steps / "model-0", tmp_path / "model", {name: tensors[name] * 2})
+    relayout.convert(tmp_path / "model", tmp_path / "step", tp=TP)
+    relayout.delta(steps / "step-0", tmp_path / "step", tmp_path / "delta")
+    staged = stage(weights, tmp_path / "delta")
+    assert staged.modules == {engine.layer_of(name)}
+    assert [one for one, _ in staged.held or ()] == [name]
+    assert not staged.flips
+    weights.commit(staged, engine.reload)
+    assert engine.has(tensors | {name: tensors[name] * 2})
+
+
+def write_changed(source: Path, target: Path, changed: Tensors) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: changed.get(name, one).contiguous() for name, one in tensors.items()}, file)
+
+
+def test_one_bit_that_is_wrong_is_found(steps: Path, live: tuple[Engine, LiveWeights]) -> None:
+    engine, weights = live
+    name = "model.layers.1.self_attn.v_proj.weight"
+    layer = getattr(engine, engine.layer_of(name))
+    row = layer.weight.data[engine.starts[name]].view(torch.int16)
+    row[3] ^= 1
+    assert weights.attest().difference == name
+    row[3] ^= 1
+    assert weights.attest().difference is None
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "reason"),
+    [
+        ("delta-2", PlanError, "applies to content .* not to what the engine has"),
+        ("damaged-delta", FormatError, "does not match its digest: damaged"),
+        ("damaged-folder", FormatError, "do not match digest"),
+        ("other", PlanError, "tensors have another dtype, shape or slice than those of the engine"),
+        ("model-1", PlanError, "was not converted"),
+        ("nowhere", PlanError, "is not a folder"),
+    ],
+)
+@pytest.mark.parametrize("memory", [LIMIT, 0], ids=["held", "not held"])
+def test_what_is_wrong_is_found_before_anything_changes(
+    steps: Path, source: str, kind: type[Exception], reason: str, memory: int
+) -> None:
+    _, weights = started(steps / "step-0", 1, steps / "model-0")  # The damage is in rank 1.
+    with pytest.raises(kind, match=reason):
+        stage(weights, steps / source, memory=memory)
+
+
+def test_a_parameter_that_was_moved_is_not_written_to(steps: Path, live: tuple[Engine, LiveWeights]) -> None:
+    engine, weights = live
+    weights.check(engine)
+    name = sorted(weights.recorded.views)[0]
+    layer = getattr(engine, engine.layer_of(name))
+    layer.weight = nn.Parameter(layer.weight.data.clone(), requires_grad=False)
+    with pytest.raises(PlanError, match="the engine has moved the parameter"):
+        weights.check(engine)
+
+
+def test_weights_that_others_have_loaded_take_a_folder_and_no_delta(
+    steps: Path, live: tuple[Engine, LiveWeights]
+) -> None:
+    engine, weights = live
+    weights.content = None
+    with pytest.raises(PlanError, match="were loaded again by others"):
+        stage(weights, steps / "delta-1")
+    weights.commit(stage(weights, steps / "step-1"), engine.reload)
+    assert engine.has(stock_tensors(steps / "model-1"))
+
+
+def test_after_a_commit_that_has_failed_nothing_is_known(steps: Path, live: tuple[Engine, LiveWeights]) -> None:
+    engine, weights = live
+
+    def fail(*_: object) -> None:
+        raise OSError("the store is gone")
+
+    with pytest.raises(OSError, match="the store is gone"):
+        weights.commit(stage(weights, steps / "delta-1"), fail)
+    assert weights.content is None
+    with pytest.raises(PlanError, match="loaded again by others, or in part"):
+        weights.attest()
+    assert replace(weights.first) == weights.first
+    assert engine

@@ -18,10 +18,11 @@ from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, Conversion
 from relayout.conversion.run import DEFAULT_MEMORY
 from relayout.conversion.sidecar import other_names
-from relayout.core.arguments import integer, size
+from relayout.core.arguments import at_least_one, integer, size
 from relayout.core.digests import digest_hex
-from relayout.errors import RelayoutError
+from relayout.errors import PlanError, RelayoutError
 from relayout.format.delta import NEW, OLD, delta_name
+from relayout.format.fields import MAX_SIZE
 from relayout.format.index import MANIFEST_NAME
 from relayout.format.steps import DELTA, FULL, PublishedStep, Retention, StepsIndex, Stored, step_name
 from relayout.loader.group.collectives import Group
@@ -110,9 +111,9 @@ class Publisher:
         """
         self._root = Root.at(root)
         self._config, self._dtype, self._group = config, dtype, group
-        self._full_every = integer(full_every, "full_every")
+        self._full_every = at_least_one(full_every, "full_every")
         self._full_share = full_share
-        self._retention = Retention(integer(keep, "keep"), integer(keep_seconds, "keep_seconds"))
+        self._retention = Retention(at_least_one(keep, "keep"), integer(keep_seconds, "keep_seconds"))
         self._grace_seconds = integer(grace_seconds, "grace_seconds")
         self._max_shard_nbytes = size(max_shard_size, "max_shard_size")
         self._threads, self._memory, self._progress = integer(threads, "threads"), size(memory, "memory"), progress
@@ -142,7 +143,7 @@ class Publisher:
         Args:
             weights: a model of transformers, as for `relayout.transformers.save_pretrained`; or tensors by name, as
                 for `relayout.save`.
-            step: the number of the step.
+            step: the number of the step, from 0.
 
         Returns:
             What readers see of it.
@@ -153,6 +154,8 @@ class Publisher:
             FileExistsError: another publisher has taken over this root.
         """
         step, published = integer(step, "step"), list[_StepPlace]()
+        if not 0 <= step <= MAX_SIZE:  # Else nobody could read the index.
+            raise PlanError(f"step: {step}, expected 0 to {MAX_SIZE}", code="option")
 
         def place(planned: Conversion, group: Group | None) -> _StepPlace:
             published.append(self._announce(planned, group, step))

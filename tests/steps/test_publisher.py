@@ -201,3 +201,19 @@ def test_where_the_drive_for_the_last_step_is_full_the_step_fails_and_the_proces
         done = prestarted.run(tmp_path / "steps", drive, script=_FILLS)
     assert (done.returncode, done.stdout) == (0, f"No space left on device {drive}\n"), done.stderr
     assert relayout.Steps(tmp_path / "steps").newest() is None
+
+
+@pytest.mark.parametrize("step", [-1, 2**53])
+def test_a_number_that_no_step_has_is_refused_and_nothing_is_written(tmp_path: Path, step: int) -> None:
+    publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2)
+    with pytest.raises(relayout.PlanError, match=f"step: {step}, expected 0 to 9007199254740991"):
+        publisher.publish(weights_of(1), step)
+    assert not (tmp_path / "steps").exists()
+    for number in (2**53 - 1, 0):
+        assert publisher.publish(weights_of(1), number).step == number
+
+
+@pytest.mark.parametrize("option", ["full_every", "keep"])
+def test_no_step_at_all_is_no_choice(tmp_path: Path, option: str) -> None:
+    with pytest.raises(relayout.PlanError, match=f"{option}: 0, expected 1 or more"):
+        relayout.Publisher(tmp_path / "steps", **{option: 0})  # type: ignore[arg-type]

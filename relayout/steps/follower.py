@@ -119,6 +119,7 @@ class Follower:
     def _go(self, chain: Chain) -> int | None:
         if chain.content == self.content:
             return None
+        self._root.check(chain)
         deltas = [self._root.path(name) for name in chain.deltas]
         had, self.content = self.content, None
         if chain.full is not None:

@@ -9,9 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from relayout.checkpoint.converted import CONVERTED
+from relayout.checkpoint.converted import CONVERTED, read_manifest_blob
 from relayout.checkpoint.delta import DELTA_OUTPUT
+from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
+from relayout.format.delta import parse_delta
+from relayout.format.index import MANIFEST_NAME
 from relayout.format.steps import (
     FULL,
     MAX_STEPS_NBYTES,
@@ -118,6 +121,21 @@ class Root:
         if chain is None:
             raise PlanError("has no steps yet", path=self.location, code="missing")
         return chain
+
+    def check(self, chain: Chain) -> None:
+        """Check that the last folder or delta of a way makes what the index says, of which it has the digest.
+
+        Raises:
+            FormatError: it makes something else, or is missing or damaged.
+        """
+        last = chain.deltas[-1] if chain.deltas else chain.full
+        assert last is not None
+        store = find_store(self.path(last))
+        blob, where = read_manifest_blob(store), store.location(MANIFEST_NAME)
+        content = parse_delta(blob, where).makes if chain.deltas else digest_hex(blob)
+        if content != chain.content:
+            what = f"makes content {content}, the index of steps says {chain.content} for step {chain.step}"
+            raise FormatError(what, path=where, code="mismatch")
 
     def prune(self, grace_seconds: int = GRACE_SECONDS, now: int | None = None) -> list[str]:
         """Delete what was retired longer ago; return its names.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,28 @@ def test_a_number_that_no_step_has_is_refused_and_nothing_is_written(tmp_path: P
 def test_no_step_at_all_is_no_choice(tmp_path: Path, option: str) -> None:
     with pytest.raises(relayout.PlanError, match=f"{option}: 0, expected 1 or more"):
         relayout.Publisher(tmp_path / "steps", **{option: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+def test_what_makes_another_content_than_the_index_says_is_not_taken_for_the_step(tmp_path: Path, kind: str) -> None:
+    places = {}
+    for root, last in (("steps", 2), ("other", 3)):
+        publisher = relayout.Publisher(tmp_path / root, config=CONFIG, tp=2, full_every=1 if kind == "full" else 100)
+        for step, weights in ((1, 1), (2, last)):
+            done = publisher.publish(weights_of(weights), step)
+        stored = done.full if kind == "full" else done.delta
+        assert stored is not None
+        places[root] = tmp_path / root / stored.name
+    follower = relayout.Follower(tmp_path / "steps", 0)
+    follower.update(1)
+    shutil.rmtree(places["steps"])
+    places["other"].rename(places["steps"])
+    entries = json.loads((tmp_path / "steps" / "steps.json").read_text())
+    if kind == "full":  # Else there is another way.
+        entries["steps"][-1]["delta"] = None
+        (tmp_path / "steps" / "steps.json").write_text(json.dumps(entries))
+    with pytest.raises(relayout.FormatError, match=r"relayout\.json: makes content [0-9a-f]+, the index of steps says"):
+        follower.update()
+    assert_is_step(follower.tensors, weights_of(1), 0)
+    assert follower.step == 1
+    assert follower.update(1) is None

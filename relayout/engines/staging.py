@@ -117,6 +117,8 @@ class Flips:
 class Staged:
     """New weights for an engine, read and proven."""
 
+    base: str | None
+    """The digest of relayout.json of what the engine must have for this; None: it may have anything."""
     content: Content
     """What the engine then has."""
     flips: Sequence[Flips]
@@ -223,7 +225,7 @@ class LiveWeights:
         held = None if tensors is None else _held(tensors, memory - sum(one.nbytes for one in flips))
         columns = _columns_of(before.columns, changes)
         content = replace(before, deltas=deltas, digest=found[-1].link.manifest.makes, columns=columns)
-        return Staged(content, flips, changes, left, modules, tensors, held)
+        return Staged(before.digest, content, flips, changes, left, modules, tensors, held)
 
     def _stage_whole(self, path: str, deltas: tuple[str, ...], before: Content | None, memory: int) -> Staged:
         content, recorded = Content.of(open_update(path, deltas, self._options, self._engine)), self.recorded
@@ -234,7 +236,8 @@ class LiveWeights:
         changed = frozenset(name for name in used if name not in new or old.get(name) != new[name])
         modules = recorded.modules_of(changed)
         tensors = self._weights(path, deltas, changed.intersection(recorded.views) | recorded.slices_of(modules))
-        return Staged(content, (), None, (), modules, tensors, _held(tensors, memory))
+        base = None if before is None else before.digest
+        return Staged(base, content, (), None, (), modules, tensors, _held(tensors, memory))
 
     def _weights(self, path: str, deltas: tuple[str, ...], names: frozenset[str]) -> RankWeights:
         """These slices of what deltas make of a folder, every byte proven."""
@@ -253,6 +256,19 @@ class LiveWeights:
             if not there.issuperset(view.memory for view in views):
                 what = "the engine has moved the parameter since it was loaded: start it again"
                 raise PlanError(what, tensor=name, code="unsupported")
+
+    def check_base(self, staged: Sequence[Staged]) -> None:
+        """Check that the engine has what was staged for, before the first of these is committed.
+
+        Raises:
+            PlanError: it was loaded again, or changed, since.
+        """
+        has = None if self.content is None else self.content.digest
+        for one in staged:
+            if one.base not in (None, has):
+                what = f"is for an engine with content {one.base}, which has {has or 'unknown content'} now"
+                raise PlanError(f"what was staged {what}: stage it again", code="mismatch")
+            has = one.content.digest
 
     def commit(self, staged: Staged, reload: Reload) -> None:
         """Give the engine the new weights. After an error its weights are a mixture.

@@ -245,6 +245,7 @@ class Transfer:
         staged = [staging.wait(limit - time.monotonic()) for staging in self._stagings]
         if staged:
             self._live.check(self.model)
+            self._live.check_base(staged)
         for one in staged:
             check_padding(self.model, one.modules)
         return staged

@@ -289,6 +289,25 @@ def test_weights_that_others_have_loaded_take_a_folder_and_no_delta(
     assert engine.has(stock_tensors(steps / "model-1"))
 
 
+@pytest.mark.parametrize("meanwhile", ["step-2", "unknown"])
+@pytest.mark.parametrize("source", ["delta-1", "step-1"])
+def test_what_was_staged_is_not_committed_to_an_engine_that_was_loaded_again_since(
+    steps: Path, live: tuple[Engine, LiveWeights], source: str, meanwhile: str
+) -> None:
+    engine, weights = live
+    staged = [stage(weights, steps / source)]
+    staged.append(weights.stage([str(steps / "delta-2")], staged[0].content, LIMIT))
+    weights.check_base(staged)
+    if meanwhile == "unknown":
+        weights.content = None
+    else:
+        weights.commit(stage(weights, steps / meanwhile), engine.reload)
+    with pytest.raises(PlanError, match=r"which has (unknown content|[0-9a-f]+) now: stage it again"):
+        weights.check_base(staged)
+    weights.content = None
+    weights.check_base([weights.stage([str(steps / "step-1")], None, LIMIT)])
+
+
 def test_after_a_commit_that_has_failed_nothing_is_known(steps: Path, live: tuple[Engine, LiveWeights]) -> None:
     engine, weights = live
 

@@ -64,7 +64,7 @@ class Claim:
     is_shared: bool = False
     """Whether more processes than the one that made the claim have begun its work."""
     maker: str = ""
-    """Of the process that made the claim, at random: no two claims are equal, and no version of one comes again."""
+    """Drawn by the process that made the claim: no two claims are equal, and no version of one comes again."""
 
     @property
     def records(self) -> str:

@@ -302,7 +302,7 @@ class GroupSave:
     group: Group
     threads: int
     chunk_nbytes: int
-    """As for `CopyPlan` and `run_unit`."""
+    """The arguments of `CopyPlan` and `run_unit`."""
 
     def carry_out(self, progress: Progress) -> Summary:
         """Write and publish, together with the other members.

@@ -19,9 +19,8 @@ class Steps:
 
     Example:
         >>> import relayout
-        >>> steps = relayout.Steps("steps")
-        >>> steps.newest().step
-        1
+        >>> relayout.Steps("nothing-there").entries()
+        ()
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -83,8 +82,10 @@ class Follower:
     """The tensors of one rank, at the newest step of a root whenever `update` is called. Not thread-safe.
 
     Example:
-        >>> import relayout
-        >>> follower = relayout.Follower("steps", rank=0)
+        >>> import relayout, torch
+        >>> publisher = relayout.Publisher("followed", config={"model_type": "llama"}, tp=2)
+        >>> _ = publisher.publish({"model.norm.weight": torch.ones(64)}, step=1)
+        >>> follower = relayout.Follower("followed", rank=0)
         >>> follower.update()
         1
         >>> sorted(follower.tensors)
@@ -99,7 +100,7 @@ class Follower:
         """
         self._root, self._rank, self._threads = Root.at(root), rank, threads
         self.tensors: dict[str, torch.Tensor] = {}
-        """By name, in host memory. `update` changes them where they are."""
+        """The tensors by name, in host memory. `update` changes them where they are."""
         self.content: str | None = None
         """Digest of relayout.json of the step that they are of; None: nothing is loaded."""
         self.step: int | None = None

@@ -49,8 +49,8 @@ on_ray.convert(planned, threads=2, memory="128MiB", progress=done)
 MIB = 2**20
 LAYER_NBYTES = 32 * 10**6
 NUM_LAYERS = int(float(os.environ.get("RELAYOUT_TEST_GB", "0.2")) * 10**9) // LAYER_NBYTES
-MAX_FETCHED = 1.05
-"""Of the source's bytes, at most, where nothing is lost."""
+MAX_FETCHED = 1.03
+"""Of the source's bytes, at most, where nothing is lost. Whoever publishes reads the largest tensor once more."""
 MAX_WORKER_NBYTES = 600 * 10**6
 RAY_OPTIONS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
 SMALL: dict[str, Any] = {"threads": 2, "memory": "128MiB"}
@@ -96,6 +96,8 @@ class Folder:
     output: str
     expected: dict[str, str]
     """Digests of the files of a local conversion."""
+    largest_nbytes: int
+    """The source's largest tensor."""
 
     nodes: Nodes = field(init=False)
 
@@ -115,7 +117,7 @@ class Folder:
         planned = relayout.plan_conversion(self.source, self.output, **OPTIONS)
         return on_ray.convert(planned, **SMALL, **more)
 
-    def check(self, what: str, done: relayout.Summary, before: int = 0) -> float:
+    def check(self, what: str, done: relayout.Summary, before: int) -> float:
         """The output is the local one. Bytes that were fetched since, over those of the source."""
         fetched = (self.fetched_nbytes() - before) / done.source_nbytes
         print(f"{type(self).__name__}, {what}: {done.seconds:.1f} s, {done.peak_nbytes / 1e6:.0f} MB, {fetched:.3f}")
@@ -156,6 +158,14 @@ def bucket(url: str) -> BucketClient:
     assert isinstance(store, CloudStore)
     assert isinstance(store.client, BucketClient)
     return store.client
+
+
+def largest_nbytes(shard: Path) -> int:
+    """The length of the largest tensor of a shard, by its header."""
+    with shard.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    offsets = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+    return max(int(end - start) for start, end in offsets)
 
 
 def digests_of(folder: Path) -> dict[str, str]:
@@ -206,7 +216,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("ray")
     source = mlp_model(folder / "source", NUM_LAYERS, width=24576)
     relayout.convert(source, folder / "local", **OPTIONS, **SMALL)
-    expected = digests_of(folder / "local")
+    expected, largest = digests_of(folder / "local"), largest_nbytes(source / "model.safetensors")
     shutil.rmtree(folder / "local")
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -214,7 +224,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for name, value in RAY_OPTIONS.items():
             patch.setenv(name, value)
         if request.param is Folder:
-            place = Folder(str(source), str(folder / "out"), expected)
+            place = Folder(str(source), str(folder / "out"), expected, largest)
         else:
             server = stack.enter_context(seaweedfs.running(folder / "server"))
             for name, value in server.environment.items():
@@ -223,7 +233,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 server.make_bucket(name)
             for file in source.iterdir():
                 bucket("s3://source").store.put(f"model/{file.name}", file, chunk_size=8 * MIB, max_concurrency=4)
-            place = Buckets("s3://source/model", "s3://converted/model", expected, server)
+            place = Buckets("s3://source/model", "s3://converted/model", expected, largest, server)
         place.nodes = Nodes()
         stack.callback(place.nodes.end)
         yield place
@@ -232,7 +242,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_cluster_writes_what_one_process_writes(place: Folder) -> None:
     before = place.fetched_nbytes()
     done = place.convert()
-    assert place.check("undisturbed", done, before) <= MAX_FETCHED
+    assert place.check("undisturbed", done, before) <= MAX_FETCHED + place.largest_nbytes / done.source_nbytes
 
 
 def test_a_worker_that_is_killed_costs_its_units_only(place: Folder) -> None:
@@ -269,8 +279,9 @@ def test_after_its_driver_is_killed_a_conversion_goes_on(place: Folder) -> None:
 
 def test_units_may_be_converted_twice_at_once(place: Folder) -> None:
     jobs = unit_jobs(relayout.plan_conversion(place.source, place.output, **OPTIONS))
+    before = place.fetched_nbytes()
     double = threading.Thread(target=lambda: [run_job(job, **SMALL) for job in jobs[:2]])
     double.start()
     done = place.convert()
     double.join()
-    place.check("two units converted twice at once", done)
+    place.check("two units converted twice at once", done, before)

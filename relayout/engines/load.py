@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """The shape of each whole tensor of a model, by its name."""
+Sources: TypeAlias = tuple[str, tuple[str, ...]]
+"""A converted folder, or its URL, and the deltas that were applied to it, in this order."""
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 _OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
@@ -385,17 +387,34 @@ def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank
 
 
 def open_update(path: str, deltas: Paths, options: EngineOptions, engine: EngineRank) -> RankWeights:
+    """As `open_update_at`, of a folder or URL."""
+    return open_update_at(WeightsPlace(path), deltas, options, engine)
+
+
+def open_update_at(place: WeightsPlace, deltas: Paths, options: EngineOptions, engine: EngineRank) -> RankWeights:
     """The weights that a live engine is to have: what deltas make of a converted folder.
 
     Raises:
         FormatError, PlanError, OSError: as `open_load`; or the folder was not converted.
     """
-    manifest = WeightsPlace(path).manifest
+    manifest, path = place.manifest, place.source
     if manifest is None:
         what = "was not converted: the weights of a live engine change from one converted folder to another"
         raise PlanError(what, path=path, code="unsupported")
     engine.check(manifest, path)
     return engine.weights(path, options, manifest=manifest, deltas=deltas)
+
+
+@dataclass(slots=True)
+class Update:
+    """New weights for a model, for which the engine calls its own loader once more."""
+
+    place: WeightsPlace
+    """Where the engine says that they are."""
+    weights: RankWeights | None
+    """What is loaded in place of that, proven; None: what is there."""
+    has_begun: bool = False
+    """Whether the engine has asked for tensors, and may have changed something."""
 
 
 @dataclass(slots=True)
@@ -415,6 +434,12 @@ class EngineModel:
     """The shapes of the weights that it has, if relayout has seen them."""
     live: LiveWeights | None = None
     """Its weights, if they may change while it lives."""
+    updated: Sources | None = None
+    """What it has since the last update; None: what the engine's configuration names."""
+    update: Update | None = None
+    """What the engine is loading in place of what it has."""
+    is_mixed: bool = False
+    """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
 
 
 _models: WeakKeyDictionary[Any, EngineModel] = WeakKeyDictionary()

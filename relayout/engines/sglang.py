@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,19 +21,18 @@ from relayout.checkpoint.trust import policy_of
 from relayout.engines.load import (
     EngineModel,
     EngineRank,
-    Experts,
-    Shapes,
     Stock,
     Weights,
     WeightsPlace,
-    check_same_model,
     known_of,
     open_load,
     refuse_unproven,
     remember,
     source_url,
 )
-from relayout.engines.rank_weights import EngineOptions, layer_of, listed, publish, speculative
+from relayout.engines.rank_weights import EngineOptions, listed, publish
+from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, is_draft, shapes_at
+from relayout.engines.sglang_updates import update_weights
 from relayout.errors import PlanError, RelayoutError
 from relayout.storage.stores import find_input
 
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 
     _Named: TypeAlias = tuple[str, torch.Tensor]
 
-FORMAT = "relayout"
-_LOGGER = getLogger("sglang.relayout")
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _OF_DEFAULT_LOADER = {"auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"}
 """Formats whose tensors SGLang's default loader reads: other loaders write memory in ways of their own."""
@@ -108,7 +104,7 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
     except Exception as error:
         if extra.is_asked_for or policy_of(None) is not None:
             raise
-        _LOGGER.error("relayout: this SGLang does not recognize converted folders and would load them wrong: %r", error)
+        LOGGER.error("relayout: this SGLang does not recognize converted folders and would load them wrong: %r", error)
 
 
 def _hook_loader() -> None:
@@ -164,11 +160,14 @@ def weights_iterator(
     """
     stock = partial(original, loader, source, **settings)
     known = _known_of_source(loader.load_config, source)
+    update, weights = known.update, None
+    if update is not None:
+        known.place, weights, update.has_begun = update.place, update.weights, True
     assert known.place is not None
-    if not known.place.is_ours:
+    if weights is None and not known.place.is_ours:
         return stock()
-    engine = _engine_rank(loader.load_config, source.model_config)
-    known.load = open_load(known.place, known.options, engine)
+    engine = engine_rank(source.model_config, loader.load_config.draft_model_idx)
+    known.load = open_load(known.place, known.options, engine) if weights is None else Weights(weights.deliver())
     return _given(known, engine, loader, source, stock)
 
 
@@ -176,10 +175,9 @@ def _known_of_source(config: Any, source: Any) -> EngineModel:
     """What is known of the model that tensors are read for, whose load or update begins, and where they are."""
     url, extra = source_url(str(source.model_or_path), getattr(source, "revision", None)), _ExtraConfig.of(config)
     known = known_of(source.model_config)
-    if known is not None and known.place is not None and known.place.source == url:
+    if known is not None and (known.update or (known.place is not None and known.place.source == url)):
         return known
-    # An update is told a format, and no options: they are those of the start.
-    return EngineModel(known.options if known is not None else extra.options, WeightsPlace(url, extra.is_asked_for))
+    return EngineModel(extra.options, WeightsPlace(url, extra.is_asked_for))
 
 
 def _given(
@@ -193,7 +191,7 @@ def _given(
                 yield from loader._filter_mtp_weights(load.delivery, source.prefix, draft_model_idx)
             else:
                 yield from ((source.prefix + name, tensor) for name, tensor in load.delivery)
-            publish(load.delivery.report(), _LOGGER)
+            publish(load.delivery.report(), LOGGER)
         except (RelayoutError, OSError) as error:
             known.load = load = load.after(error, engine, str(source.model_or_path))
     if isinstance(load, Stock):
@@ -231,7 +229,7 @@ def make_model(original: Callable[..., Any], model_config: Any, load_config: Any
     url = source_url(str(model_config.model_path), getattr(model_config, "revision", None))
     known = EngineModel(extra.options, WeightsPlace(url, extra.is_asked_for))
     assert known.place is not None
-    if not known.place.is_ours or not is_default or _is_draft(load_config, model_config):
+    if not known.place.is_ours or not is_default or is_draft(model_config, load_config.draft_model_idx):
         model = original(model_config, load_config, *settings, **named)
     else:
         from relayout.engines.unwritten import Marks
@@ -260,7 +258,7 @@ def load_weights(original: Callable[..., None], model: Any, weights: Any, *setti
         return
     if not isinstance(load, Stock):
         _check_written(model, place.source, load)
-        known.shapes = _shapes(place)
+        known.shapes = shapes_at(place)
     marks.give_back(model)
 
 
@@ -275,94 +273,6 @@ def _check_written(model: Any, path: str, load: Weights | None) -> None:
             what = f"SGLang's {type(model).__name__} makes the layers of all stages of the pipeline ({listed(others)})"
             raise PlanError(f"{what}: it has no pipeline parallelism; use --pp-size 1", path=path, code="unsupported")
     check_written(model, path, "SGLang")
-
-
-def update_weights(
-    original: Callable[..., tuple[bool, str]], updater: Any, model_path: str, load_format: str, *args: Any, **named: Any
-) -> tuple[bool, str]:
-    """Hook around `WeightUpdater.update_weights_from_disk`: weights that are not for the model change nothing.
-
-    Those that SGLang reads itself, for a model that it has loaded itself, are its own.
-    """
-    model, config = updater.get_model(), updater.model_config
-    had, known = str(config.model_path), known_of(model) or EngineModel(EngineOptions(), None)
-    is_changing = False
-    try:
-        place = WeightsPlace(source_url(model_path, None), str(load_format).lower() == FORMAT)
-        shapes = _shapes(place) if place.is_ours or known.shapes is not None else None
-        if shapes is not None:
-            check_same_model(known.shapes or _shapes(WeightsPlace(source_url(had, None))), model_path, shapes)
-        known.place, is_changing = place, True
-        remember(known, config)
-        done, answer = original(updater, model_path, load_format, *args, **named)
-        if done:
-            known.shapes = shapes
-        else:
-            config.model_path = had
-        return done, answer
-    except (RelayoutError, OSError) as error:
-        config.model_path = had
-        state = "its weights are a mixture now: update them again, or start it again" if is_changing else "keeps them"
-        _LOGGER.error("relayout: not updated from %s, SGLang %s: %s", model_path, state, error)
-        return False, f"relayout: weights were not updated, SGLang: {state}: {error}"
-    finally:
-        known.place = None
-
-
-def _shapes(place: WeightsPlace) -> Shapes | None:
-    from sglang.srt.runtime_context import get_parallel
-
-    return place.shapes(get_parallel().tp_rank, get_parallel().tp_size)
-
-
-def _is_draft(config: Any, model_config: Any) -> bool:
-    return config.draft_model_idx is not None or bool(getattr(model_config, "is_draft_model", False))
-
-
-def _engine_rank(config: Any, model_config: Any) -> EngineRank:
-    """This process, as a load sees it."""
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel, is_draft = get_parallel(), _is_draft(config, model_config)
-    text_config = getattr(model_config, "hf_text_config", None)
-    num_layers = None if is_draft else getattr(text_config, "num_hidden_layers", None)
-    is_owned, is_in_blocks = parallel.moe_ep_size > 1, parallel.moe_ep_size == parallel.tp_size
-    return EngineRank(
-        name="SGLang",
-        logger=_LOGGER,
-        rank=parallel.tp_rank,
-        num_ranks=parallel.tp_size,
-        num_attention_ranks=parallel.attn_tp_size,
-        experts=Experts(is_owned, is_in_blocks, is_owned, "SGLang with --tp {num_ranks} --ep-size {num_ranks}"),
-        is_draft=is_draft,
-        is_convertible=parallel.attn_tp_size == parallel.tp_size and (is_in_blocks or not is_owned),
-        device=_device(),
-        is_skipped=_of_other_stages(parallel, num_layers),
-        is_unused=speculative(text_config) if num_layers is not None else lambda name: False,
-    )
-
-
-def _of_other_stages(parallel: Any, num_layers: int | None) -> Callable[[str], bool]:
-    """Whether a tensor is of a layer of another stage of the pipeline."""
-    if parallel.pp_size == 1 or num_layers is None:
-        return lambda name: False
-    from sglang.srt.distributed.utils import get_pp_indices
-
-    stage = range(*get_pp_indices(num_layers, parallel.pp_rank, parallel.pp_size))
-
-    def is_elsewhere(name: str) -> bool:
-        layer = layer_of(name)
-        # Proof: SGLang's models pass over these by the same number.
-        return layer is not None and layer < num_layers and layer not in stage
-
-    return is_elsewhere
-
-
-def _device() -> str:
-    """The device that slices are best read to: this process's GPU, if it has one."""
-    import torch
-
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
 def _expect(owner: Any, name: str, parameters: list[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,19 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.bits import flip
 from support.conversions import stock_tensors
 from support.fake_sglang import Engine, ModelConfig, install, source_of
 from support.fake_vllm import Model, Tensors
 from support.signing import make_keys
 
-import relayout
 from relayout import plugins
 from relayout.commands.cache import add
 from relayout.engines.first_start import Filling
 from relayout.engines.rank_weights import EngineOptions
-from relayout.engines.sglang import _ExtraConfig, _of_other_stages, choose_loader, update_weights, weights_iterator
+from relayout.engines.sglang import _ExtraConfig, choose_loader, weights_iterator
+from relayout.engines.sglang_rank import of_other_stages
 from relayout.errors import PlanError
 
 
@@ -47,7 +44,7 @@ def test_attention_that_is_cut_otherwise_is_said(
 
 def test_layers_of_the_vision_part_are_in_each_stage(folders: Path, engine: Engine) -> None:
     vars(engine.parallel).update(pp_rank=0, pp_size=2)
-    is_skipped = _of_other_stages(engine.parallel, 40)
+    is_skipped = of_other_stages(engine.parallel, 40)
     assert [n for n in range(40) if is_skipped(f"language_model.model.layers.{n}.mlp.weight")] == [*range(20, 40)]
     assert not is_skipped("model.layers.40.mlp.weight"), "layers for speculation are of no stage"
     assert not any(is_skipped(f"vision_tower.transformer.layers.{n}.attention.weight") for n in range(40))
@@ -162,104 +159,6 @@ def test_what_the_engine_has_loaded_itself_is_looked_at_when_it_comes_from_the_c
     add(folder, 2)
     with pytest.raises(PlanError, match=r"nothing was loaded into score\.weight"):
         engine.load(folder, Model(whole, 0, 2, score=3))
-
-
-@pytest.fixture
-def updates(folders: Path, tmp_path: Path) -> Path:
-    """What a llama may be updated from: another one as `new`, and folders that are something else."""
-    changes = {
-        "new": lambda name, one: one.neg(),
-        "larger": lambda name, one: torch.cat([one, one]) if name == "model.norm.weight" else one,
-        "lacks": lambda name, one: None if name == "model.norm.weight" else one,
-    }
-    for folder, change in changes.items():
-        shutil.copytree(folders / "llama", tmp_path / folder, ignore=shutil.ignore_patterns("*.index.json"))
-        for file in (tmp_path / folder).glob("*.safetensors"):
-            tensors = {name: change(name, one) for name, one in load_file(file).items()}
-            save_file({name: one for name, one in tensors.items() if one is not None}, file)
-    for name in ("new", "lacks", "larger"):
-        relayout.convert(tmp_path / name, tmp_path / f"{name}-tp2", tp=2)
-    relayout.convert(tmp_path / "new", tmp_path / "new-tp4", tp=4)
-    for name in ("truncated", "no file"):
-        shutil.copytree(tmp_path / "new-tp2", tmp_path / name)
-    os.truncate(tmp_path / "truncated" / "model-rank-1-part-0.safetensors", 9000)
-    (tmp_path / "no file" / "model-rank-1-part-0.safetensors").unlink()
-    shutil.copytree(folders / "moe-tp2", tmp_path / "another model")
-    return tmp_path
-
-
-@pytest.mark.parametrize("start", ["llama-tp2", "llama"])
-@pytest.mark.parametrize("name", ["new", "new-tp2", "new-tp4"])
-@pytest.mark.parametrize("load_format", ["auto", "relayout"])
-def test_a_model_is_updated_from_weights_of_the_same_model(
-    folders: Path, engine: Engine, whole: Tensors, updates: Path, start: str, name: str, load_format: str
-) -> None:
-    model = Model(whole, 1, 2)
-    engine.load(folders / start, model, load_format=load_format)
-    assert engine.update(model, updates / name, folders / start, load_format)[0]
-    model.assert_holds_what_it_cuts_of(stock_tensors(updates / "new"))
-
-
-@pytest.mark.parametrize("start", ["llama-tp2", "llama"])
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("lacks-tp2", "is not for the model that the engine has: 1 tensors have another shape, are missing"),
-        ("larger-tp2", "is not for the model that the engine has: "),
-        ("another model", "is not for the model that the engine has: "),
-        ("lacks", "is not for the model that the engine has: 1 tensors"),
-        ("truncated", "bytes long, expected"),
-        ("no file", "is missing"),
-        ("nothing", "no such file or folder"),
-    ],
-)
-def test_what_an_update_cannot_be_made_from_changes_nothing(
-    folders: Path, engine: Engine, whole: Tensors, updates: Path, start: str, name: str, says: str
-) -> None:
-    """Also for a model that SGLang has loaded itself, where relayout is asked to update it."""
-    model = Model(whole, 1, 2)
-    engine.load(folders / start, model, load_format="auto")
-    done, answer = engine.update(model, updates / name, folders / start, "auto" if "tp2" in start else "relayout")
-    assert not done
-    assert says in answer
-    assert "SGLang: keeps them: " in answer
-    assert engine.updated.model_path == str(folders / start)
-    model.assert_holds_what_it_cuts_of(whole)
-
-
-def test_an_update_that_fails_on_its_way_says_that_the_weights_are_a_mixture(
-    folders: Path, engine: Engine, whole: Tensors, updates: Path
-) -> None:
-    """It has the options of the start: so digests are compared."""
-    model, start = Model(whole, 1, 2), folders / "llama-tp2"
-    engine.load(start, model, verify=True)
-    file = updates / "new-tp2" / "model-rank-1-part-0.safetensors"
-    flip(file, file.stat().st_size - 9)
-    done, answer = engine.update(model, updates / "new-tp2", start)
-    assert not done
-    assert "its weights are a mixture now" in answer
-    assert "do not match digest" in answer
-    assert engine.updated.model_path == str(start)
-
-
-def test_an_update_that_sglang_refuses_leaves_the_path_as_it_was() -> None:
-    model, config = torch.nn.Module(), SimpleNamespace(model_path="old")
-    updater = SimpleNamespace(get_model=lambda: model, model_config=config)
-
-    def refuse(updater: Any, path: str, load_format: str) -> tuple[bool, str]:
-        config.model_path = path
-        return False, "no"
-
-    assert update_weights(refuse, updater, "new", "auto") == (False, "no")
-    assert config.model_path == "old"
-
-
-def test_updates_of_what_sglang_reads_itself_are_its_own(
-    folders: Path, engine: Engine, whole: Tensors, updates: Path
-) -> None:
-    model = Model(whole, 1, 2)
-    engine.load(folders / "llama", model, load_format="auto")
-    assert engine.update(model, updates / "lacks", folders / "llama") == (True, "Succeeded to update model weights.")
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("llama-tp2", [1]), ("llama-tp4", [0, 1, 2, 3]), ("llama", None)])

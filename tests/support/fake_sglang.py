@@ -50,7 +50,13 @@ class Engine:
     loader: type[Any]
     parallel: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
-            tp_rank=0, tp_size=1, attn_tp_size=1, moe_ep_size=1, pp_rank=0, pp_size=1
+            tp_rank=0,
+            tp_size=1,
+            attn_tp_size=1,
+            moe_ep_size=1,
+            pp_rank=0,
+            pp_size=1,
+            tp_group=SimpleNamespace(world_size=1, cpu_group=None),
         )
     )
 
@@ -71,12 +77,15 @@ class Engine:
         weights = reader._get_weights_iterator(source_of(made))
         loader.DefaultModelLoader.load_weights_only(model, weights, None)
 
-    def update(self, model: Any, folder: Path | str, was: Path | str, load_format: str = "auto") -> tuple[bool, str]:
-        """Update a model that was loaded from a folder; what WeightUpdater answers."""
-        self.updated = ModelConfig.of(was)
+    def update(
+        self, model: Any, folder: Path | str, was: Path | str | None = None, load_format: str = "auto", **named: Any
+    ) -> tuple[bool, str]:
+        """Update a model that was loaded from a folder, or None: updated before. Returns what WeightUpdater answers."""
+        if was is not None:
+            self.updated = ModelConfig.of(was)
         updater = sys.modules["sglang.srt.model_executor.model_runner_components.weight_updater"].WeightUpdater()
         updater.get_model, updater.model_config = lambda: model, self.updated
-        answer: tuple[bool, str] = updater.update_weights_from_disk(str(folder), load_format)
+        answer: tuple[bool, str] = updater.update_weights_from_disk(str(folder), load_format, **named)
         return answer
 
     updated: Any = None
@@ -169,11 +178,23 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
             return ((f"{prefix}draft-{draft_model_idx}.{name}", tensor) for name, tensor in weights)
 
     class WeightUpdater:
-        def update_weights_from_disk(self, model_path: str, load_format: str) -> tuple[bool, str]:
+        def update_weights_from_disk(
+            self, model_path: str, load_format: str, weight_name_filter: Callable[[str], bool] | None = None
+        ) -> tuple[bool, str]:
+            """As 0.5.23, which "rolls back" to the path that it has just been given."""
             self.model_config.model_path = model_path
             loader = DefaultModelLoader(LoadConfig(load_format, {}, None))
-            weights = loader._get_weights_iterator(source_of(self.model_config))
-            DefaultModelLoader.load_weights_only(self.get_model(), weights, None)
+
+            def load() -> None:
+                given = loader._get_weights_iterator(source_of(self.model_config))
+                weights = ((name, one) for name, one in given if weight_name_filter is None or weight_name_filter(name))
+                DefaultModelLoader.load_weights_only(self.get_model(), weights, None)
+
+            try:
+                load()
+            except Exception as error:
+                load()
+                return False, f"Failed to update weights: {error}.\nRolling back to original weights."
             return True, "Succeeded to update model weights."
 
     def initialize_model(model_config: Any, load_config: LoadConfig, quant_config: Any = None) -> Any:

@@ -33,7 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("commands", "loader"),
     ),
     "html_report": ("core", "reporting", "format", "storage", "checkpoint", "conversion", "planning"),
-    "engines": ("core", "reporting", "storage", "checkpoint", "plans", "conversion", "cache", "loader"),
+    "engines": ("core", "reporting", "format", "storage", "checkpoint", "plans", "conversion", "cache", "loader"),
     "plugins": ("checkpoint", "plans", "planning", "engines"),
     "transformers": (
         *("core", "reporting", "checkpoint", "plans", "conversion", "planning", "loader"),

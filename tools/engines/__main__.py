@@ -22,6 +22,7 @@ from engines.starts.cold_start import measure, reads
 from engines.starts.failures import fail
 from engines.starts.first_start import first_starts
 from engines.starts.nodes import load_on_nodes
+from engines.starts.sglang_updates import updates as sglang_updates
 from engines.starts.starting import start
 from engines.starts.updates import updates
 from engines.upstream import try_patch
@@ -150,7 +151,9 @@ STEPS: Mapping[str, Step] = {
     "cold_start": measure,
     "reads": reads,
 }
-"""What is recorded of engines; of SGLang the first alone, of others by default the first four."""
+"""What is recorded of vLLM; by default the first four."""
+OF_SGLANG: Mapping[str, Step] = {"parameters": compare_parameters, "updates": sglang_updates}
+"""What is recorded of SGLang."""
 LABORATORY: Mapping[str, Callable[[Environment, Path], None]] = {
     "observe": laboratory.observe_registry,
     "plans": laboratory.make_plans,
@@ -186,11 +189,11 @@ def main(
         environment = environment_of(engine, home)
         record(engine, "versions", versions_in(environment))
         record(engine, "plugin", environment.result(work, "footprint", engine.partition("-")[0]))
-        for name in steps:
-            if name == "parameters" or (name in STEPS and engine != "sglang"):
-                for what, outcome in STEPS[name](environment, work, only):
-                    record(engine, name, {what: outcome})
-                    say(f"{engine}, {name}, {what}: {outcome}")
+        of_engine = OF_SGLANG if engine == "sglang" else STEPS
+        for name in (name for name in steps if name in of_engine):
+            for what, outcome in of_engine[name](environment, work, only):
+                record(engine, name, {what: outcome})
+                say(f"{engine}, {name}, {what}: {outcome}")
 
 
 def record(engine: str, part: str, new: dict[str, Any]) -> None:

@@ -1,0 +1,298 @@
+"""Weights that change in a live SGLang, by its own `POST /update_weights_from_disk`.
+
+The path of the request is a converted folder, a delta for what the engine has, or a root of steps, of which the newest
+is taken, or with `ROOT#12` step 12. SGLang asks each rank by itself, and tells only what the first one answers. So all
+ranks first read and prove what they are to load; if one fails after that, all load again what they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from relayout.checkpoint.converted import read_manifest_blob
+from relayout.checkpoint.trust import policy_of
+from relayout.core.digests import digest_hex
+from relayout.engines.load import (
+    EngineModel,
+    Shapes,
+    Sources,
+    Update,
+    WeightsPlace,
+    check_same_model,
+    known_of,
+    open_update_at,
+    remember,
+    source_url,
+)
+from relayout.engines.rank_weights import EngineOptions
+from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, shapes_at
+from relayout.errors import PlanError, RelayoutError, about
+from relayout.format.steps import MAX_STEPS_NBYTES, STEPS_NAME, PublishedStep, StepsIndex, parse_steps
+from relayout.storage.stores import find_input, if_there, scheme_of
+
+if TYPE_CHECKING:
+    from relayout.engines.rank_weights import RankWeights
+    from relayout.loader.group.collectives import Group
+
+Value = TypeVar("Value")
+
+_Original: TypeAlias = Callable[..., tuple[bool, str]]
+
+
+def update_weights(
+    original: _Original, updater: Any, model_path: str, load_format: str, *args: Any, **named: Any
+) -> tuple[bool, str]:
+    """Hook around `WeightUpdater.update_weights_from_disk`: all ranks have new weights after it, or none.
+
+    What SGLang reads itself, for a model that it has loaded itself, is its own.
+    """
+    live = _Live(original, updater, str(load_format).lower() == FORMAT, (load_format, *args), named)
+    if "weight_name_filter" in named:  # SGLang reads again what a rank has lost of the weights that it has.
+        return live.load(model_path, live.again())
+    try:
+        return live.change(model_path)
+    except (RelayoutError, OSError) as error:
+        return live.refused(model_path, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _New:
+    """What a model is to have."""
+
+    update: Update
+    shapes: Shapes | None
+    content: Sources | None
+    """Its converted folder and deltas; None: what is at the place is plain."""
+    says: str = ""
+    """What it is, for the answer."""
+
+
+class _Live:
+    """A model of SGLang that is asked to load other weights."""
+
+    def __init__(
+        self, original: _Original, updater: Any, is_asked_for: bool, args: Sequence[Any], named: dict[str, Any]
+    ) -> None:
+        self._original = partial(original, updater)
+        self._args, self._named, self._is_asked_for = args, named, is_asked_for
+        self._config = updater.model_config
+        self._had_path = str(self._config.model_path)
+        self._known = known_of(updater.get_model()) or EngineModel(EngineOptions(), None)
+        remember(self._known, updater.get_model(), self._config)
+        self._group: Group | None = None
+        """The ranks that change together; None: there is one, or it is SGLang's own affair."""
+
+    @property
+    def _has(self) -> Sources:
+        """What the model has."""
+        return self._known.updated or (self._url(self._had_path), ())
+
+    def _url(self, path: str) -> str:
+        return source_url(path, getattr(self._config, "revision", None))
+
+    def _place(self, path: str) -> WeightsPlace:
+        return WeightsPlace(self._url(path), self._is_asked_for)
+
+    def change(self, path: str) -> tuple[bool, str]:
+        """Let the model have what is at a path.
+
+        Raises:
+            FormatError, PlanError, OSError: it keeps what it has; or, if `is_mixed`, it has weights of both.
+        """
+        place, known = self._place(path), self._known
+        place.check_policy()
+        if not (_is_root_or_delta(place) or place.is_ours) and known.shapes is None:
+            return self._own(path, place)
+        self._group = _group()
+        new = self._proven(path, place)
+        was_mixed, known.is_mixed = known.is_mixed, True
+        outcome = self.load(path, new.update)
+        failed = [answer for is_done, answer in self._all_of(outcome) if not is_done]
+        if not failed:
+            known.updated, known.shapes, known.is_mixed = new.content, new.shapes, False
+            return True, f"{outcome[1]}{new.says}"
+        if any(self._all_of(new.update.has_begun)):
+            known.is_mixed = not all(self._all_of(not was_mixed and self._go_back()))
+        else:
+            known.is_mixed = was_mixed
+        return self.refused(path, failed[0])
+
+    def _own(self, path: str, place: WeightsPlace) -> tuple[bool, str]:
+        """Let SGLang read what it has always read itself."""
+        done, answer = self.load(path, Update(place, None))
+        if not done:
+            self._config.model_path = self._had_path
+        return done, answer
+
+    def load(self, path: str, update: Update) -> tuple[bool, str]:
+        """Let SGLang load, and answer."""
+        self._known.update = update
+        try:
+            return self._original(path, *self._args, **self._named)
+        except Exception as error:
+            # Whatever a rank fails by, the others must be told.
+            if self._group is None and not isinstance(error, RelayoutError | OSError):
+                raise
+            return False, str(error) if isinstance(error, RelayoutError | OSError) else repr(error)
+        finally:
+            self._known.update = self._known.place = None
+
+    def _go_back(self) -> bool:
+        """Load what the model had before."""
+        try:
+            done, answer = self.load(self._had_path, self.again())
+        except (RelayoutError, OSError) as error:
+            done, answer = False, str(error)
+        if not done:
+            LOGGER.error("relayout: %s cannot be loaded again: %s", self._had_path, answer)
+        return done
+
+    def again(self) -> Update:
+        """What the model has, to be loaded once more; for errors see `open_update_at`."""
+        path, deltas = self._has
+        place = WeightsPlace(path, self._is_asked_for)
+        is_converted = self._known.updated is not None or (place.is_ours and place.manifest is not None)
+        return Update(self._place(self._had_path), self._open(place, deltas) if is_converted else None)
+
+    def _open(self, place: WeightsPlace, deltas: Sequence[str]) -> RankWeights:
+        """What deltas make of a converted folder; for errors see `open_update_at`."""
+        return open_update_at(place, deltas, self._known.options, engine_rank(self._config))
+
+    def _proven(self, path: str, place: WeightsPlace) -> _New:
+        """What is at a path, read and compared with its digests by all ranks.
+
+        Raises:
+            FormatError, PlanError, OSError: it is damaged, not for the model, or not the same for all ranks.
+        """
+        step = self._agreed_step(path)
+        while True:
+            try:
+                with self._collective():
+                    new = self._prove(path, place, step)
+                break
+            except (RelayoutError, OSError):
+                # It may have been too slow for a step that was retired: that is no error while there is a newer one.
+                again = self._agreed_step(path)
+                if again == step:
+                    raise
+                step = again
+        if len(contents := set(self._all_of(new.says))) > 1:
+            what = f"is not the same for all ranks:{' and'.join(sorted(contents))}"
+            raise PlanError(what, path=path, code="option")
+        return new
+
+    def _agreed_step(self, path: str) -> PublishedStep | None:
+        """The newest step of a root that all ranks see, or the one that the path names; None: it is no root."""
+        with self._collective():
+            root, number = _root_of(path)
+            index = _index_of(self._url(root))
+            entries = None if index is None else index.entries
+            if number is None and index is not None and _is_in_stages():
+                what = f"stages of a pipeline are updated one after the other: name the step, as {path}#12"
+                raise PlanError(what, path=path, code="option")
+        seen = self._all_of(entries)
+        if all(one is None for one in seen):
+            return None
+        by_all = [entry for entry in entries or () if all(entry in (others or ()) for others in seen)]
+        found = [entry for entry in by_all if number in (None, entry.step)]
+        if not found:
+            what = "has no step" if number is None else f"has no step {number}"
+            raise PlanError(f"{what} that all ranks see", path=root, code="missing")
+        return found[-1]
+
+    def _prove(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> _New:
+        content = self._content(path, place, step)
+        where = place if content in (None, (place.source, ())) else WeightsPlace(content[0])
+        shapes, known = shapes_at(where), self._known.shapes
+        check_same_model(known or shapes_at(WeightsPlace(self._has[0])), path, shapes)
+        if content is None:
+            return _New(Update(place, None), shapes, None)
+        weights = self._open(where, content[1])
+        with about(path=weights.path):
+            for _ in weights.stream():  # Compares every slice with its digest.
+                pass
+        digest = digest_hex(read_manifest_blob(weights.opened.source.store))
+        says = f" relayout: content {digest}" + ("" if step is None else f", step {step.step}")
+        return _New(Update(place, weights), shapes, content, says)
+
+    def _content(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Sources | None:
+        """The folder and the deltas that a path means; None: it is plain."""
+        if step is not None:
+            root = self._url(_root_of(path)[0])
+            index = _index_of(root)
+            chain = None if index is None else index.chain(step=step.content)
+            if chain is None:
+                raise PlanError("its steps are gone", path=root, code="missing")
+            assert chain.full is not None
+            return f"{root}/{chain.full}", tuple(f"{root}/{name}" for name in chain.deltas)
+        if _is_delta(place.source):
+            if self._known.is_mixed:
+                what = "a delta changes what the engine has, and that is a mixture: update it from a folder"
+                raise PlanError(what, path=path, code="unsupported")
+            base, deltas = self._has
+            return base, (*deltas, place.source)
+        return None if place.manifest is None else (place.source, ())
+
+    def _collective(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._group is None else self._group.collective()
+
+    def _all_of(self, value: Value) -> list[Value]:
+        """The value of each rank that changes together with this one."""
+        return [value] if self._group is None else self._group.all_gather(value)
+
+    def refused(self, path: str, reason: object) -> tuple[bool, str]:
+        """The answer to an update that was not made."""
+        self._config.model_path = self._had_path
+        is_mixed = self._known.is_mixed
+        state = "its weights are a mixture now: update them again, or start it again" if is_mixed else "keeps them"
+        LOGGER.error("relayout: not updated from %s, SGLang %s: %s", path, state, reason)
+        return False, f"relayout: weights were not updated, SGLang: {state}: {reason}"
+
+
+def _is_root_or_delta(place: WeightsPlace) -> bool:
+    """Whether there are steps, or a delta, which SGLang itself cannot read. The policy was asked."""
+    if scheme_of(place.source) is None and not Path(_root_of(place.source)[0]).is_dir():
+        return False
+    return _index_of(_root_of(place.source)[0]) is not None or _is_delta(place.source)
+
+
+def _is_delta(url: str) -> bool:
+    from relayout.checkpoint.delta import is_delta
+
+    return scheme_of(url) != "hf" and is_delta(url)
+
+
+def _root_of(path: str) -> tuple[str, int | None]:
+    """A root of steps, and the number of the step that is named behind it."""
+    root, _, number = path.rpartition("#")
+    return (root, int(number)) if root and number.isascii() and number.isdecimal() else (path, None)
+
+
+def _index_of(url: str) -> StepsIndex | None:
+    """The index of a root of steps; None: it is none."""
+    if scheme_of(url) == "hf" or policy_of(None) is not None:  # Nobody has signed an index.
+        return None
+    store = find_input(url)
+    blob = if_there(lambda: store.read(STEPS_NAME, MAX_STEPS_NBYTES))
+    return None if blob is None else parse_steps(blob, store.location(STEPS_NAME))
+
+
+def _is_in_stages() -> bool:
+    from sglang.srt.runtime_context import get_parallel
+
+    return bool(get_parallel().pp_size > 1)
+
+
+def _group() -> Group | None:
+    """The ranks that SGLang lets change their weights at the same time: those of a stage. None: there is one."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from relayout.loader.group.collectives import Group
+
+    ranks = get_parallel().tp_group
+    return Group(ranks.cpu_group) if ranks.world_size > 1 else None

@@ -114,7 +114,7 @@ def loader_class(
     Raises:
         ImportError, TypeError: the default loader is not as expected.
     """
-    needed = ("create_model", "load_weights", "get_all_weights", "_get_weights_iterator", "download_model")
+    needed = ("create_model", "load_weights", "get_all_weights", "_get_weights_iterator", "download_model", "register")
     missing = [name for name in needed if not hasattr(stock, name)]
     if missing:
         raise TypeError(f"{stock.__module__}.{stock.__name__} has no {', '.join(missing)}")
@@ -122,7 +122,10 @@ def loader_class(
 
     setup = _Setup(stock, BaseModelLoader, is_asked_for, observe)
     # vLLM takes only loaders that are derived from its base, which calls the methods of this one.
-    return type("RelayoutModelLoader", (VllmLoader, BaseModelLoader), {"__module__": __name__, "setup": setup})
+    loader = type("RelayoutModelLoader", (VllmLoader, BaseModelLoader), {"__module__": __name__, "setup": setup})
+    # Workers of trainers (prime-rl) check that it is vLLM's default loader before they call `_get_weights_iterator`.
+    stock.register(loader)
+    return loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +332,25 @@ class VllmLoader:
         for source in beside:
             refuse_unproven(source.model_or_path, f"has weights of {type(model).__name__} that vLLM reads itself")
         return chain(delivery, chain.from_iterable(map(self._stock._get_weights_iterator, beside)))
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of a source, as programs ask vLLM's default loader for them; all tensors are whole.
+
+        Nobody knows to which model they go, so nothing is cut, and what cuts them cuts them once.
+
+        Raises:
+            FormatError, PlanError, OSError: the source is damaged, or not signed as a policy says.
+        """
+        path = "/".join(filter(None, (str(source.model_or_path), getattr(source, "subfolder", None))))
+        place = WeightsPlace(source_url(path, getattr(source, "revision", None)), is_asked_for=False)
+        if not place.is_ours:
+            yield from self._stock._get_weights_iterator(source)
+            return
+        from relayout.loader.view import safe_open
+
+        with safe_open(place.source) as folder:
+            for name in folder.keys():  # noqa: SIM118 (it is no mapping)
+                yield source.prefix + name, folder.get_tensor(name)
 
     def _engine_rank(self, model: Any, model_config: Any, members: Group | None = None) -> EngineRank:
         """This process, as a load sees it."""

@@ -14,7 +14,17 @@ import torch
 from support import prestarted
 from support.bits import flip
 from support.conversions import stock_tensors
-from support.fake_vllm import Engine, LoadConfig, Model, PPMissingLayer, Tensors, install, model_config
+from support.fake_vllm import (
+    DefaultModelLoader,
+    Engine,
+    LoadConfig,
+    Model,
+    PPMissingLayer,
+    Tensors,
+    install,
+    model_config,
+)
+from support.signing import make_keys
 
 import relayout
 from relayout import plugins
@@ -285,8 +295,10 @@ def test_a_process_that_loads_nothing_imports_nothing_and_one_that_does_knows_th
     loaders = tmp_path / "vllm" / "model_executor" / "model_loader"
     loaders.mkdir(parents=True)
     (loaders / "__init__.py").write_text(LOADERS)
-    (loaders / "base_loader.py").write_text("class BaseModelLoader: pass")
-    (loaders / "default_loader.py").write_text(f"class DefaultModelLoader:\n    {methods}")
+    (loaders / "base_loader.py").write_text("from abc import ABC\nclass BaseModelLoader(ABC): pass")
+    (loaders / "default_loader.py").write_text(
+        f"from .base_loader import BaseModelLoader\nclass DefaultModelLoader(BaseModelLoader):\n    {methods}"
+    )
     done = prestarted.run(script=f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{LAZY}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(["auto", "relayout"][:formats])
@@ -299,3 +311,30 @@ def test_the_option_source_names_the_weights_of_the_model_and_not_those_of_its_d
     loader = engine.formats["relayout"](LoadConfig(model_loader_extra_config=options))
     assert loader.source_of(model_config("model")) == "s3://bucket/model"
     assert loader.source_of(model_config("draft", draft=True)) == "draft"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "relayout"])
+@pytest.mark.parametrize("name", ["llama-tp2", "llama-tp4"])
+def test_who_asks_vllms_default_loader_for_tensors_gets_whole_ones(
+    folders: Path, vllm: Engine, whole: Tensors, load_format: str, name: str
+) -> None:
+    """So do prime-rl's workers, after they have checked that it is the default loader."""
+    vllm.rank, vllm.tp = 1, 2
+    loader = vllm.formats[load_format](LoadConfig(load_format))
+    assert isinstance(loader, DefaultModelLoader)
+    source = SimpleNamespace(model_or_path=str(folders / name), revision=None, prefix="part.")
+    given = dict(loader._get_weights_iterator(source))
+    assert given.keys() == {f"part.{one}" for one in whole}
+    for one, tensor in whole.items():
+        assert type(given[f"part.{one}"]) is torch.Tensor
+        assert torch.equal(given[f"part.{one}"], tensor)
+
+
+def test_tensors_of_a_plain_source_are_vllms_own(vllm: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"weight": torch.ones(3)}, tmp_path / "score.pt")
+    source = SimpleNamespace(model_or_path="other", revision=None, prefix="score.", file=tmp_path / "score.pt")
+    loader = vllm.formats["auto"](LoadConfig("auto"))
+    assert [name for name, _ in loader._get_weights_iterator(source)] == ["score.weight"]
+    monkeypatch.setenv("RELAYOUT_TRUST", str(make_keys(tmp_path).policy))
+    with pytest.raises(FormatError, match="is not signed"):
+        dict(loader._get_weights_iterator(source))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ class LoadConfig:
     use_tqdm_on_load: bool = False
 
 
-class BaseModelLoader:
+class BaseModelLoader(ABC):  # noqa: B024 (as vLLM's, whose methods are abstract)
     """vllm's own base of all loaders."""
 
     def __init__(self, load_config: LoadConfig) -> None:

@@ -42,13 +42,10 @@ def main() -> None:
 
 
 def member(number: int, folder: Path, num_layers: int, num_turns: int) -> None:
-    import torch
     from torch import distributed
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=number, world_size=NUM_PROCESSES)
+    joined(number, folder)
     model = sharded(num_layers)
 
     def save(target: Path) -> None:
@@ -78,6 +75,16 @@ def member(number: int, folder: Path, num_layers: int, num_turns: int) -> None:
         distributed.barrier()
     (folder / f"{number}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
+
+
+def joined(number: int, folder: Path) -> None:
+    """Become one of the processes."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=number, world_size=NUM_PROCESSES)
 
 
 def sharded(num_layers: int) -> Any:

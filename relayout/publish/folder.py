@@ -30,10 +30,10 @@ from relayout.storage.local.descriptors import (
     exchange,
     locked,
     locked_file,
+    open_ours,
     rename,
     restrict,
     user_of_new_files,
-    write_file,
 )
 from relayout.storage.local.store import LocalStore, entries, sync_and_drop_pages
 from relayout.storage.stores import Modes, older_folder, recovery_advice
@@ -229,15 +229,24 @@ def remove_output(output: Path, older: Replaceable) -> None:
 
 
 def replace_file(path: Path, expected: bytes | None, content: bytes) -> None:
-    """Replace a small file if its content is the expected one, see `publishers.replace`."""
-    with locked_file(path.with_name(f".{path.name}.relayout-lock"), what=f"replacing {path.name}"):
-        try:
-            found: bytes | None = path.read_bytes()
-        except FileNotFoundError:
-            found = None
-        if found != expected:
+    """Replace a small file if its content is the expected one, see `publishers.replace`.
+
+    What is written beside it has one name, with relayout's mark, and whoever holds the lock writes there: what a killed
+    process has left there is written anew by the next one.
+    """
+    lock, new = (path.with_name(f".{path.name}.relayout-{what}") for what in ("lock", "new"))
+    with locked_file(lock, what=f"replacing {path.name}"), OpenFolder(path.parent) as folder:
+        if (status := folder.status(path.name)) is not None and not stat.S_ISREG(status.st_mode):
+            raise PlanError("exists and is not a regular file", path=path, code="exists")
+        if (None if status is None else path.read_bytes()) != expected:
             raise FileExistsError(errno.EEXIST, "was replaced by another process", str(path))
-        write_file(path, content)
+        with open(open_ours(new, os.O_CREAT), "wb") as stream:
+            stream.truncate()
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        rename(folder, new.name, folder, path.name)
+        os.fsync(folder.fd)
 
 
 def shared_folder(shared: str, *, is_live: bool = False) -> str:

@@ -48,9 +48,8 @@ class Steps:
         """The shortest way to a step: a folder, deltas, or both.
 
         Args:
-            have: the number of the step that the reader has, or the digest of its relayout.json, which tells apart two
-                steps of one number: else the last of them is meant. A step that is not here any more is as None:
-                nothing.
+            have: the number of the step that the reader has, or the digest of its relayout.json. A step that is not
+                here any more is as None: nothing.
             step: the number of the step that it wants, or that digest. Default: the newest.
 
         Returns:
@@ -113,10 +112,8 @@ class Follower:
             The number of the step if the tensors have changed; None: they are what they were.
 
         Raises:
-            FormatError: what was published is damaged.
-            PlanError: the root has no step, or not that one; or the step has not the names, dtypes and shapes of the
-                tensors that are here: another `Follower` has new ones.
-            OSError: as `relayout.load`. If tensors were changed in part, the next call loads all of them.
+            FormatError: what was published is damaged. PlanError: the root has no step, or not that one. OSError: as
+            `relayout.load`. If tensors were changed in part, the next call loads all of them.
         """
         return self._root.with_chain(self._go, self.content, step)
 

@@ -16,3 +16,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         for name, value in s3_server.environment(s3_server.shared()).items():
             patch.setenv(name, value)
         yield str(tmp_path / "steps") if request.param == "folder" else f"s3://{tmp_path.name}/steps"
+    objects = s3_server.shared().objects
+    for bucket, key in [*objects]:  # Another test may have a folder of the same name later.
+        if bucket == tmp_path.name:
+            del objects[bucket, key]

@@ -245,20 +245,35 @@ def test_what_makes_another_content_than_the_index_says_is_not_taken_for_the_ste
     assert follower.update(1) is None
 
 
-def test_a_step_with_other_tensors_is_refused_and_another_follower_has_them(tmp_path: Path) -> None:
-    publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2)
-    follower = relayout.Follower(tmp_path / "steps", 0)
-    publisher.publish(weights_of(1), 1)
-    follower.update()
-    other = {name: tensor for name, tensor in weights_of(2).items() if name != "model.norm.weight"}
-    publisher.publish(other, 2)
-    for _ in range(2):
-        with pytest.raises(relayout.PlanError, match=r"the rank has no tensor 'model\.norm\.weight'"):
-            follower.update()
-        assert_is_step(follower.tensors, weights_of(1), 0)
-    late = relayout.Follower(tmp_path / "steps", 0)
+def test_an_index_that_was_written_and_of_which_the_answer_was_lost_is_not_written_twice(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relayout.steps import root as module
+
+    replace, num_lost = module.replace, 0
+
+    def every_other_is_lost(*arguments: Any) -> None:
+        nonlocal num_lost
+        replace(*arguments)  # Which refuses an index that is not what the caller has read.
+        num_lost += 1
+        raise FileExistsError
+
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2)
+
+    monkeypatch.setattr(module, "replace", every_other_is_lost)
+    for step in (1, 2, 3):
+        publisher.publish(weights_of(step), step)
+    assert num_lost == 6
+    assert [entry.step for entry in relayout.Steps(root).entries()] == [1, 2, 3]
+    late = relayout.Follower(root, 0)
     late.update()
-    assert_is_step(late.tensors, other, 0)
-    publisher.publish(weights_of(3), 3)
-    assert follower.update() == 3
-    assert_is_step(follower.tensors, weights_of(3), 0)
+    assert_is_step(late.tensors, weights_of(3), 0)
+
+
+def test_a_link_in_place_of_the_index_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "steps/steps.json").symlink_to(tmp_path / "mine")
+    with pytest.raises(relayout.RelayoutError):
+        relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2).publish(weights_of(1), 1)
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -325,21 +325,22 @@ def _failing(name: str, error: BaseException, is_me: bool) -> AbstractContextMan
     return patch(name, side_effect=error) if is_me else nullcontext()
 
 
-def kill_after(num_calls: int) -> None:
-    """Kill this process at a call that writes, or brings to the drive what was written."""
+def kill_after(num_calls: int, calls: Sequence[str] = ("pwrite", "fsync")) -> None:
+    """Kill this process at a call that writes, or brings to the drive what was written; or at another call of `os`."""
     num_left = num_calls
 
     def mortal(true: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
             nonlocal num_left
             num_left -= 1
             if num_left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return true(*given)
+            return true(*given, **options)
 
         return call
 
-    os.pwrite, os.fsync = mortal(os.pwrite), mortal(os.fsync)  # type: ignore[assignment]
+    for name in calls:
+        setattr(os, name, mortal(getattr(os, name)))
 
 
 def model_of(name: str) -> Any:

@@ -66,12 +66,12 @@ def assert_is_step(tensors: Tensors, weights: Tensors, rank: int, tp: int = 2) -
 
 
 def files_of(root: str) -> dict[str, bytes]:
-    """All files and objects of a root, by their path in it, but for lock files; empty folders of a local one, too."""
+    """All files and objects of a root, by their path in it, but for its lock; empty folders of a local one, too."""
     path = find_store(root).path("")
     if path is not None:
         there = {one.relative_to(path).as_posix(): one for one in path.rglob("*")}
         found = {name: b"" if one.is_dir() else one.read_bytes() for name, one in there.items()}
-        return {name: content for name, content in found.items() if not name.endswith(".relayout-lock")}
+        return {name: content for name, content in found.items() if name != ".steps.json.relayout-lock"}
     bucket, prefix = _object_of(root, "")
     objects = [*s3_server.shared().objects.items()]
     return {key.removeprefix(prefix): one.content for (place, key), one in objects if place == bucket}

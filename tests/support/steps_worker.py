@@ -5,6 +5,7 @@ Each process writes the errors that it saw, by case, to FOLDER/member-N.json.
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from support.group_worker import NUM_MEMBERS, forked, join
-from support.saving_worker import Seen, _failing, model_of
+from support.saving_worker import Seen, _failing, kill_after, model_of
 from support.steps import CONFIG, weights_of
 
 
@@ -72,6 +73,36 @@ def _publishes(folder: Path, root: str, num_members: int, tp: int, number: int) 
     seen.case("step 13", partial(publish, 13))
     seen.case("step 14", partial(publish, 14))
     dist.barrier()
+
+
+CALLS = ("pwrite", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "ftruncate")
+"""What changes a drive."""
+
+
+def is_killed() -> None:
+    """`FOLDER ROOT CALLS`: publishes step after step, and is killed after so many calls that write; -1: by others.
+
+    FOLDER/pid is this process, FOLDER/returned the numbers of the steps of which it has heard that they are published.
+    """
+    import relayout
+
+    folder, root, num_calls = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    publisher = relayout.Publisher(root, **KILLED_OPTIONS)
+    weights = {step: weights_of(step) for step in KILLED_STEPS}
+    (folder / "pid").write_text(str(os.getpid()))
+    with open(folder / "returned", "a", buffering=1) as returned:
+        if num_calls >= 0:
+            kill_after(num_calls, CALLS)
+        for step, tensors in weights.items():
+            publisher.publish(tensors, step)
+            returned.write(f"{step}\n")
+
+
+KILLED_STEPS = range(1, 8)
+KILLED_OPTIONS: dict[str, Any] = {
+    **{"config": CONFIG, "tp": 2, "threads": 1, "full_every": 3},
+    **{"keep": 2, "keep_seconds": 0, "grace_seconds": 0},
+}
 
 
 def of_models() -> None:

@@ -198,6 +198,7 @@ class Publisher:
         names: dict[str, str] = {}
         with nullcontext() if group is None else group.collective():
             if group is None or group.index == 0:
+                self._prune()  # Before anything is written: the step may need the space.
                 names = self._announced(step, base)
         if group is not None:
             names = group.all_gather(names)[0]
@@ -237,14 +238,14 @@ class Publisher:
         self._since_full = 0 if entry.full is not None else self._since_full + 1
         changed = 0 if entry.delta is None else entry.delta.nbytes
         self._share = 0.0 if entry.full is not None else self._share + changed / max(1, done.planned.layout.nbytes)
-        if group is None or group.index == 0:
-            try:
-                self._root.prune(self._grace_seconds)
-            except (RelayoutError, OSError) as error:  # The step is published all the same.
-                getLogger("relayout").warning(
-                    "relayout: %s: not all that is retired was deleted: %s", self._root, error
-                )
         return entry
+
+    def _prune(self) -> None:
+        """Delete what was retired long enough ago."""
+        try:
+            self._root.prune(self._grace_seconds)
+        except (RelayoutError, OSError) as error:  # A step can be published all the same.
+            getLogger("relayout").warning("relayout: %s: not all that is retired was deleted: %s", self._root, error)
 
 
 def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, index: StepsIndex) -> StepsIndex:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +279,18 @@ def test_a_link_in_place_of_the_index_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(relayout.RelayoutError):
         relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2).publish(weights_of(1), 1)
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_what_may_be_deleted_makes_room_for_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mounted_tmpfs(tmp_path / "drive", "2m") as drive:
+        publisher = relayout.Publisher(drive / "steps", config=CONFIG, tp=2, full_every=1, keep=1, keep_seconds=0)
+        published = partial(publisher.publish, weights_of(1))
+        for _ in range(2):
+            with pytest.raises((relayout.PlanError, OSError), match=r"GB too few|No space left"):
+                list(map(published, range(1, 99)))
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 3601)
+        assert publisher.publish(weights_of(2), 101).step == 101
+        follower = relayout.Follower(drive / "steps", 0)
+        follower.update()
+        assert_is_step(follower.tensors, weights_of(2), 0)

@@ -7,6 +7,7 @@ ranks first read and prove what they are to load; if one fails after that, all l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -229,7 +230,7 @@ class _Live:
             if chain is None:
                 raise PlanError("its steps are gone", path=root, code="missing")
             assert chain.full is not None
-            return f"{root}/{chain.full}", tuple(f"{root}/{name}" for name in chain.deltas)
+            return _real(root, chain.full), tuple(_real(root, name) for name in chain.deltas)
         if _is_delta(place.source):
             if self._known.is_mixed:
                 what = "a delta changes what the engine has, and that is a mixture: update it from a folder"
@@ -271,6 +272,12 @@ def _root_of(path: str) -> tuple[str, int | None]:
     """A root of steps, and the number of the step that is named behind it."""
     root, _, number = path.rpartition("#")
     return (root, int(number)) if root and number.isascii() and number.isdecimal() else (path, None)
+
+
+def _real(root: str, name: str) -> str:
+    """Where a folder or a delta of a root is: a root may have links to them, and be gone before they are."""
+    path = f"{root}/{name}"
+    return path if scheme_of(root) else os.path.realpath(path)
 
 
 def _index_of(url: str) -> StepsIndex | None:

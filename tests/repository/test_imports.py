@@ -92,6 +92,7 @@ ONLINE = (
     "relayout.engines",
     "relayout.saving",
     "relayout.steps",
+    "relayout.rl",
     "relayout.transformers",
     "relayout.testing.backends",
 )

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from relayout.observe.observation import ObservedPlan
     from relayout.planning import PlanCheck, Preview
     from relayout.plans.family import Family
+    from relayout.steps.listing import StepsListing
 
 _USUAL_DEGREE = 8
 """The first lines of `inspect` are about this tensor-parallel degree, or the next lower one that is possible, unless
@@ -154,6 +155,35 @@ def cache(listing: CacheListing) -> Iterator[Block]:
         yield Table(
             [Column("entry"), Column("source", "name"), *_numbers("ranks", "size"), Column("used")], rows, "entries"
         )
+
+
+def steps(listing: StepsListing) -> Iterator[Block]:
+    """What `steps` prints."""
+    if listing.differences is not None:
+        if listing.differences:
+            yield Line(listing.root, f"{_count(len(listing.differences), 'difference')}:", "bold red")
+        else:
+            yield Line(f"{listing.root}: every chain leads to what the index says", "proven", "bold green")
+        yield Listing(listing.differences, "differences", "differs", "red")
+    yield Line(f"{listing.root}: {_count(len(listing.steps), 'step')}, {decimal(listing.nbytes)}")
+    for names, label in ((listing.deleted, "deleted"), (listing.pending, "being written")):
+        if names:
+            yield Line(", ".join(names), label, "yellow")
+    if listing.retired:
+        yield Line(f"{len(listing.retired)}, which --prune deletes when readers have had time", "retired")
+    rows = [
+        (
+            str(step.step),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(step.time)),
+            "-" if step.full is None else decimal(step.full.nbytes),
+            "-" if step.delta is None else decimal(step.delta.nbytes),
+            *[one.name for one in (step.full, step.delta) if one is not None][:1],
+        )
+        for step in listing.steps
+    ]
+    if rows:
+        columns = [*_numbers("step"), Column("published"), *_numbers("full", "delta"), Column("name", "name", 1)]
+        yield Table(columns, rows, "steps")
 
 
 def page(done: PageWritten) -> Iterator[Block]:

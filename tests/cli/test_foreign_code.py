@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import typer.main
 from safetensors.numpy import save_file
 from support.patience import PATIENCE
@@ -64,6 +65,7 @@ COMMANDS = {
     "files": ["files", "../out"],
     "delta": ["delta", "../out", "../out", "-o", "../delta"],
     "apply": ["apply", "../out", "../same", "-o", "../applied"],
+    "steps": ["steps", "../steps", "--check", "--prune"],
     "doctor": ["doctor", "."],
     "warm": ["warm", "../out"],
     "cache": ["cache", "list", "--folder", ".."],
@@ -85,6 +87,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     relayout.convert(model, place / "signed", tp=2, digest="sha256")
     make_keys(place)
     relayout.delta(place / "out", place / "out", place / "same")
+    relayout.Publisher(place / "steps").publish({"x": torch.ones(4)}, 1)
     set_traps(model, place / "caught")
     (place / "main.py").write_text(MAIN)
     return place

@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "testing": ("core", "format", "storage", "checkpoint", "loader"),
     "cli": (
         *("core", "reporting", "format", "storage", "plans", "observe", "conversion", "planning"),
-        *("commands", "loader", "benchmark", "html_report", "clusters"),
+        *("commands", "loader", "benchmark", "html_report", "steps", "clusters"),
     ),
 }
 """`plans` reads files only where a person names a plan file."""

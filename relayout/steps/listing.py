@@ -1,0 +1,99 @@
+"""`relayout steps`: lists the steps of a root, proves what leads to them, and deletes what none of them needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from relayout.checkpoint.converted import check_intact, read_manifest_blob
+from relayout.checkpoint.delta import read_delta
+from relayout.core.digests import digest_hex
+from relayout.errors import FormatError, PlanError
+from relayout.format.steps import PublishedStep, Retired, StepsIndex, Stored
+from relayout.reporting import Result
+from relayout.steps.root import GRACE_SECONDS, Root
+from relayout.storage.stores import find_store
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepsListing(Result):
+    """What a root has."""
+
+    root: str
+    steps: tuple[PublishedStep, ...]
+    """In the order in which they were published."""
+    pending: tuple[str, ...]
+    """Names of what is being written, or was when its publisher was killed."""
+    retired: tuple[Retired, ...]
+    """What no step needs any more, and is not deleted yet."""
+    deleted: tuple[str, ...]
+    """Names of what was deleted now."""
+    differences: tuple[str, ...] | None
+    """What is not as the index says; None: nothing was checked."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that leads to a step."""
+        return sum(one.nbytes for step in self.steps for one in (step.full, step.delta) if one is not None)
+
+
+def list_steps(
+    root: str | os.PathLike[str], *, check: bool = False, prune: bool = False, grace_seconds: int = GRACE_SECONDS
+) -> StepsListing:
+    """List the steps of a root.
+
+    Args:
+        root: a folder, or the URL of a prefix of a bucket.
+        check: prove that a folder or a chain of deltas makes each step: that it has the relayout.json of which the
+            index has the digest, and all files that this lists, with their lengths, tables, headers and indexes of
+            changes, by their digests; and that each delta leads from the step before it. Weights, and what changed in
+            them, are not read: readers prove them when they do (`relayout verify` reads those of a folder).
+        prune: delete what is retired, see `relayout.Steps.prune`.
+        grace_seconds: of that.
+
+    Raises:
+        PlanError: there is no index; or as `relayout.Steps.prune`.
+        FormatError: the index is damaged.
+        OSError: a file cannot be read.
+    """
+    place = Root.at(root)
+    deleted = place.prune(grace_seconds) if prune else []
+    index = place.read()
+    if index == StepsIndex():
+        raise PlanError("has no steps yet", path=place.location, code="missing")
+    differences = tuple(_differences(place, index)) if check else None
+    return StepsListing(place.location, index.entries, index.pending, index.retired, tuple(deleted), differences)
+
+
+def _differences(root: Root, index: StepsIndex) -> Iterator[str]:
+    before: str | None = None
+    for entry in index.entries:
+        for stored, check in ((entry.full, _check_folder), (entry.delta, _check_delta)):
+            try:
+                if stored is not None:
+                    check(root, entry, stored, before)
+            except (FormatError, PlanError) as error:
+                yield f"step {entry.step}: {error}"
+        before = entry.content
+
+
+def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: str | None) -> None:
+    store = find_store(root.path(stored.name))
+    _check_digest("relayout.json", digest_hex(read_manifest_blob(store)), entry.content, str(store))
+    check_intact(store)
+
+
+def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: str | None) -> None:
+    store = find_store(root.path(stored.name))
+    delta = read_delta(store)
+    if before is not None:  # Nobody needs a delta that leads to the first step.
+        _check_digest("what it applies to", delta.link.manifest.base, before, str(store))
+    _check_digest("what it makes", delta.link.manifest.makes, entry.content, str(store))
+    for file in range(len(delta.new.files)):
+        delta.changes(file)
+
+
+def _check_digest(what: str, found: str, expected: str, where: str) -> None:
+    if found != expected:
+        raise FormatError(f"{what} has digest {found}, expected {expected}", path=where, code="digest")

@@ -190,6 +190,8 @@ class BucketOutput:
         """Files that this process has sent, beside those of parts."""
         self.has_sent = False
         """Whether a file of this process may be there, or come to be there."""
+        self._is_lost = False
+        """Whether other processes have completed the output, or have taken over its place."""
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._sender = ThreadPoolExecutor(1, "relayout-upload")
@@ -199,7 +201,7 @@ class BucketOutput:
     @property
     def has_parts(self) -> bool:
         """Whether there is anything that the next attempt need not make again."""
-        return bool(self._parts)
+        return bool(self._parts) and not self._is_lost
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
         """While a part is sent, the next one is made."""
@@ -326,6 +328,7 @@ class BucketOutput:
         found, _ = read_claim(self._prefix)
         if found is not None and found.is_of(self._claim):
             return
+        self._is_lost = True
         if found is None and self._prefix.client.stat(self._prefix.full(self._marker)) is not None:
             what = "was completed by another process meanwhile"
         else:
@@ -390,6 +393,7 @@ class BucketOutput:
         hidden = {name for name in there if name.startswith(HIDDEN)}
         may_be = {*written, *self._claim.older, *hidden, *([] if is_whole else self._claim.names)}
         if self._marker in there.keys() & set(self._claim.names) - set(self._claim.older):
+            self._is_lost = True
             raise PlanError("was completed by another process meanwhile", path=str(self._prefix), code="exists")
         if self._older is not None and not is_version(_version_of(self._older[1]), there.get(self._marker)):
             what = "was replaced or deleted by another process"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -293,6 +293,35 @@ def test_parts_that_were_kept_of_an_output_are_there_for_the_next_attempt(there:
         output.put(MARKER, [b"{}"])
     assert names(store.walk()) == [MARKER, "weights"]
     assert content(store, "weights") == BYTES
+
+
+@pytest.mark.parametrize("how", ["was completed", "was taken over"])
+def test_who_loses_an_output_to_another_process_is_not_told_that_the_same_command_resumes_it(
+    there: Ground, how: str
+) -> None:
+    store = there.store("out")
+    is_same = how == "was completed"
+
+    def lose(others: ExitStack) -> None:
+        with staged(store) as output:
+            if isinstance(output, LocalOutput):
+                pytest.skip("one process at a time writes there")
+            write(output, weights=BYTES)
+            output.keep("a part", b"of it")
+            output.wait()
+            other = SOME if is_same else replace(SOME, fingerprint="another")
+            theirs = others.enter_context(staged(store, other, replace=not is_same))
+            assert theirs.kept("a part") == (b"of it" if is_same else None)
+            theirs.put(MARKER, [b"theirs"])
+            if is_same:
+                others.close()
+            output.put(MARKER, [b"ours"])
+
+    with ExitStack() as others:
+        with pytest.raises(PlanError, match=f"out: {how} by another process") as caught:
+            lose(others)
+        assert not hasattr(caught.value, "__notes__")
+    assert content(store, MARKER) == b"theirs"
 
 
 def test_what_was_noted_of_an_output_is_there_for_the_next_attempt(tmp_path: Path) -> None:

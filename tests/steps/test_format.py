@@ -1,0 +1,80 @@
+"""A follower that is written from FORMAT.md alone has each step, and refuses what is damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load
+from support.follower_example import Follower
+from support.steps import CONFIG, assert_is_step, weights_of
+
+import relayout
+
+NUM_STEPS = 9
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("place") / "steps"
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=4, max_part_nbytes="40KB")
+    for step in range(1, NUM_STEPS + 1):
+        publisher.publish(weights_of(step), step)
+    return root
+
+
+@pytest.fixture(scope="module")
+def decoded() -> Callable[[bytes], bytes]:
+    """What the document says of a piece."""
+    section = (Path(__file__).parents[2] / "docs/FORMAT.md").read_text().split("\n## 15. ")[1].split("\n## ")[0]
+    names: dict[str, Any] = {}
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    found: Callable[[bytes], bytes] = names["decoded"]
+    return found
+
+
+def tensors_of(follower: Follower) -> dict[str, torch.Tensor]:
+    return {name: tensor for blob in follower.files.values() for name, tensor in load(bytes(blob)).items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_it_has_each_step_by_deltas_and_from_folders(root: Path, decoded: Callable[[bytes], bytes], rank: int) -> None:
+    follower = Follower(root, rank, decoded)
+    ways = []
+    for step in range(1, NUM_STEPS + 1):
+        ways.append([name.split("-")[0] for name in follower.go(step)])
+        assert_is_step(tensors_of(follower), weights_of(step), rank)
+    assert ways == [["full"], *[["delta"]] * (NUM_STEPS - 1)]
+    for step in (7, 2, 5, 4, NUM_STEPS):
+        follower.go(step)
+        assert_is_step(tensors_of(follower), weights_of(step), rank)
+    assert [name.split("-")[0] for name in Follower(root, rank, decoded).go()] == ["full"]
+
+
+def test_each_change_of_a_byte_that_it_reads_is_noticed(
+    root: Path, decoded: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    entries = json.loads((root / "steps.json").read_text())["steps"]
+    full, delta = entries[0]["full"]["name"], entries[1]["delta"]["name"]
+    names = [f"{full}/relayout.json", f"{full}/relayout.chunks", f"{full}/model-rank-0-part-0.safetensors"]
+    names += [f"{delta}/{name}" for name in ("new/relayout.json", "new/relayout.chunks")]
+    names += [f"{delta}/model-rank-0-part-0.safetensors.delta"]
+    random = np.random.default_rng(0)
+    for name in names:
+        shutil.copytree(root, tmp_path / "steps")
+        file = tmp_path / "steps" / name
+        whole = file.read_bytes()
+        nbytes = len(whole) if not name.endswith("chunks") else 16  # The rest is of other files.
+        for position in random.integers(nbytes, size=10).tolist():
+            content = bytearray(whole)
+            content[position] ^= 1
+            file.write_bytes(content)
+            with pytest.raises((ValueError, LookupError)):
+                Follower(tmp_path / "steps", 0, decoded).go(2)
+        shutil.rmtree(tmp_path / "steps")

@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("core", "reporting", "format", "storage", "publish", "checkpoint", "plans"),
         *("conversion", "planning", "loader", "saving", "transformers"),
     ),
-    "rl": ("format", "checkpoint", "steps"),
+    "rl": ("format", "checkpoint", "loader", "steps"),
     "benchmark": (
         *("core", "reporting", "format", "storage", "checkpoint", "plans", "planning"),
         *("commands", "loader"),

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _Original: TypeAlias = Callable[..., tuple[bool, str]]
+_NUM_TRIES = 8
+"""So many steps are tried, if each is deleted before it is read."""
 
 
 def update_weights(
@@ -57,7 +59,7 @@ def update_weights(
         return live.load(model_path, live.again())
     try:
         return live.change(model_path)
-    except (RelayoutError, OSError) as error:
+    except (RelayoutError, OSError, MemoryError) as error:
         return live.refused(model_path, error)
 
 
@@ -112,7 +114,7 @@ class _Live:
         self._group = _group()
         new = self._proven(path, place)
         was_mixed, known.is_mixed = known.is_mixed, True
-        outcome = self.load(path, new.update)
+        outcome = self._attempt(path, new.update)
         failed = [answer for is_done, answer in self._all_of(outcome) if not is_done]
         if not failed:
             known.updated, known.shapes, known.is_mixed = new.content, new.shapes, False
@@ -131,24 +133,26 @@ class _Live:
         return done, answer
 
     def load(self, path: str, update: Update) -> tuple[bool, str]:
-        """Let SGLang load, and answer."""
+        """Let SGLang load, and answer. May raise anything."""
         self._known.update = update
         try:
             return self._original(path, *self._args, **self._named)
-        except Exception as error:
-            # Whatever a rank fails by, the others must be told.
-            if self._group is None and not isinstance(error, RelayoutError | OSError):
-                raise
-            return False, str(error) if isinstance(error, RelayoutError | OSError) else repr(error)
         finally:
             self._known.update = self._known.place = None
 
+    def _attempt(self, path: str, update: Update | None) -> tuple[bool, str]:
+        """Let SGLang load a path, or what it had there if there is no update; whatever this fails by is the answer.
+
+        The other ranks must be told, and all go back.
+        """
+        try:
+            return self.load(path, self.again() if update is None else update)
+        except Exception as error:
+            return False, str(error) if isinstance(error, RelayoutError | OSError) else repr(error)
+
     def _go_back(self) -> bool:
         """Load what the model had before."""
-        try:
-            done, answer = self.load(self._had_path, self.again())
-        except (RelayoutError, OSError) as error:
-            done, answer = False, str(error)
+        done, answer = self._attempt(self._had_path, None)
         if not done:
             LOGGER.error("relayout: %s cannot be loaded again: %s", self._had_path, answer)
         return done
@@ -171,17 +175,16 @@ class _Live:
             FormatError, PlanError, OSError: it is damaged, not for the model, or not the same for all ranks.
         """
         step = self._agreed_step(path)
-        while True:
+        for left in reversed(range(_NUM_TRIES)):
             try:
                 with self._collective():
                     new = self._prove(path, place, step)
                 break
             except (RelayoutError, OSError):
                 # It may have been too slow for a step that was retired: that is no error while there is a newer one.
-                again = self._agreed_step(path)
-                if again == step:
+                before, step = step, self._agreed_step(path)
+                if step == before or not left:
                     raise
-                step = again
         if len(contents := set(self._all_of(new.says))) > 1:
             what = f"is not the same for all ranks:{' and'.join(sorted(contents))}"
             raise PlanError(what, path=path, code="option")

@@ -275,6 +275,28 @@ def test_what_is_damaged_after_the_proof_lets_the_engine_load_again_what_it_had(
     model.assert_holds_what_it_cuts_of(whole)
 
 
+@pytest.mark.parametrize("name", ["new", "new-tp2"])
+def test_whatever_a_load_fails_by_the_engine_loads_again_what_it_had(
+    folders: Path, engine: Engine, whole: Tensors, updates: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also if it reads the new weights itself."""
+    model = started(engine, folders / "llama-tp2", whole)
+    load, calls = model.load_weights, list[int]()
+
+    def broken(weights: Any) -> Any:
+        calls.append(1)
+        return load(weights) if len(calls) > 2 else load(next(iter(weights)) for _ in range(2)) and 1 / 0
+
+    monkeypatch.setattr(model, "load_weights", broken)
+    done, answer = engine.update(model, updates / name)
+    assert not done
+    assert "SGLang: keeps them: " in answer
+    assert "division" in answer
+    assert len(calls) == 3
+    assert engine.updated.model_path == str(folders / "llama-tp2")
+    model.assert_holds_what_it_cuts_of(whole)
+
+
 def test_it_goes_back_to_the_last_delta(
     steps: Path, engine: Engine, whole: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,8 +112,9 @@ class Follower:
             The number of the step if the tensors have changed; None: they are what they were.
 
         Raises:
-            FormatError: what was published is damaged. PlanError: the root has no step, or not that one. OSError: as
-            `relayout.load`. If tensors were changed in part, the next call loads all of them.
+            FormatError: what was published is damaged.
+            PlanError: the root has no step, or not that one.
+            OSError: as `relayout.load`. If tensors were changed in part, the next call loads all of them.
         """
         return self._root.with_chain(self._go, self.content, step)
 

@@ -22,7 +22,7 @@ class StepsListing(Result):
 
     root: str
     steps: tuple[PublishedStep, ...]
-    """In the order in which they were published."""
+    """All that can be read, in the order in which they were published."""
     pending: tuple[str, ...]
     """Names of what is being written, or was when its publisher was killed."""
     retired: tuple[Retired, ...]

@@ -103,8 +103,9 @@ class Publisher:
                 files of the ranks that this process writes.
             max_part_nbytes: as for `relayout.save`. Beside the last step, one file of this size is in memory for each
                 of these ranks, while it is compared.
-            config, dtype, group, tp, align, plan, trust_remote_code, expert_parallel, unmatched, digest,
-                max_shard_size, threads, memory, progress: as for `relayout.save`.
+
+        All other arguments (`config`, `dtype`, `group`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`,
+        `unmatched`, `digest`, `max_shard_size`, `threads`, `memory`, `progress`) are those of `relayout.save`.
 
         Raises:
             PlanError: an option has a value that it cannot have.

@@ -387,7 +387,7 @@ def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank
 
 
 def open_update(path: str, deltas: Paths, options: EngineOptions, engine: EngineRank) -> RankWeights:
-    """As `open_update_at`, of a folder or URL."""
+    """The weights that a live engine is to have, by a folder or URL; for errors see `open_update_at`."""
     return open_update_at(WeightsPlace(path), deltas, options, engine)
 
 

@@ -27,7 +27,7 @@ OPTIONS = "relayout_publisher"
 """The arguments of `relayout.Publisher` in the file of slime's `--custom-config-path`."""
 _ROOT = "relayout-steps"
 _DELTA = "delta_encoding"
-"""In the index of a checkpoint that has only what changed, as slime's delta mode writes it."""
+"""A name in the index of a checkpoint that has only what changed, as slime's delta mode writes it."""
 
 
 def published(args: Any, version_dir: str, rollout_engines: object) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import s3_server
 
+from relayout.publish.claim import Prefix
+from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import find_store
 
 CONFIG = {
@@ -72,9 +73,8 @@ def files_of(root: str) -> dict[str, bytes]:
         there = {one.relative_to(path).as_posix(): one for one in path.rglob("*")}
         found = {name: b"" if one.is_dir() else one.read_bytes() for name, one in there.items()}
         return {name: content for name, content in found.items() if name != ".steps.json.relayout-lock"}
-    bucket, prefix = _object_of(root, "")
-    objects = [*s3_server.shared().objects.items()]
-    return {key.removeprefix(prefix): one.content for (place, key), one in objects if place == bucket}
+    prefix = _prefix(root)
+    return {name: prefix.load(name, 2**30)[0] for name in prefix.objects()}  # type: ignore[index]
 
 
 def outputs_of(root: str) -> set[str]:
@@ -83,10 +83,10 @@ def outputs_of(root: str) -> set[str]:
 
 
 def put(root: str, name: str, content: bytes) -> None:
-    """Have a file of a stranger in a root."""
+    """Have a file of a stranger in a root, or in place of what is there."""
     path = find_store(root).path(name)
     if path is None:
-        s3_server.shared().put(*_object_of(root, name), content)
+        _prefix(root).put(name, content, replaced=True)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -96,12 +96,13 @@ def delete(root: str, name: str) -> None:
     """Delete a file."""
     path = find_store(root).path(name)
     if path is None:
-        del s3_server.shared().objects[_object_of(root, name)]
+        _prefix(root).delete([name])
     else:
         path.unlink()
 
 
-def _object_of(root: str, name: str) -> tuple[str, str]:
-    """The bucket and the key of a file."""
-    bucket, _, prefix = root.removeprefix("s3://").partition("/")
-    return bucket, f"{prefix}/{name}"
+def _prefix(root: str) -> Prefix:
+    store = find_store(root)
+    assert isinstance(store, CloudStore)
+    client: Any = store.client
+    return Prefix(client, store.prefix, store)

@@ -88,7 +88,7 @@ REAL_STORES = "RELAYOUT_TEST_STORES"
 """This variable names the real servers that take part, "seaweedfs" and "azurite", in place of what imitates some."""
 BUCKET = "relayout-tests"
 """The bucket, or container, on real servers."""
-_REAL = {"seaweedfs": f"s3://{BUCKET}", "azurite": f"az://{BUCKET}"}
+REAL = {"seaweedfs": f"s3://{BUCKET}", "azurite": f"az://{BUCKET}"}
 
 
 def _write_by_obstore(store: Store, name: str, content: bytes) -> None:
@@ -112,7 +112,7 @@ def _real(root: str) -> Kind:
 
 if REAL_STORES in os.environ:
     del KINDS["toy"], KINDS["s3"]
-    KINDS |= {name: _real(_REAL[name]) for name in os.environ[REAL_STORES].split(",")}
+    KINDS |= {name: _real(REAL[name]) for name in os.environ[REAL_STORES].split(",")}
 WRITABLE = [name for name, kind in KINDS.items() if kind.is_writable]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +344,23 @@ def test_what_is_not_proven_to_be_tied_is_saved_by_each_name(tmp_path: Path) -> 
     index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
     (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert names_saved(tensors, tmp_path / "base", tmp_path / "named") == tensors.keys()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_floats_are_cast_while_they_are_copied_and_integers_are_not(tmp_path: Path, background: bool) -> None:
+    masters = llama() | {"model.steps": torch.arange(5)}
+    options: dict[str, Any] = {"config": CONFIG, "tp": 2, "unmatched": "replicate"}
+    done = relayout.save(masters, tmp_path / "cast", dtype=torch.bfloat16, background=background, **options)
+    if isinstance(done, Future):
+        done.result()
+    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in masters.values())
+    cast = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in masters.items()}
+    relayout.save(cast, tmp_path / "expected", **options)
+    for file in sorted((tmp_path / "expected").glob("model-*")):
+        assert (tmp_path / "cast" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_dtype_that_no_weights_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"dtype is torch\.int8, expected a floating-point dtype of torch"):
+        relayout.save({"x": torch.ones(2)}, tmp_path / "out", dtype=torch.int8)
+    assert not (tmp_path / "out").exists()

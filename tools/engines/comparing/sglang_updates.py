@@ -40,7 +40,6 @@ class Live:
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.model_executor.model_runner_components import weight_updater
-        from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model, get_model_loader
         from sglang.srt.model_loader.utils import set_default_torch_dtype
         from sglang.srt.server_args import ServerArgs
 
@@ -52,6 +51,9 @@ class Live:
         fake_rank(arguments, rank)
         config = ModelConfig.from_server_args(arguments)
         load_config = LoadConfig(load_format="auto", tp_rank=rank, draft_model_idx=None)
+        # Only now are these hooked, if the plugin is there.
+        from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model, get_model_loader
+
         loader = get_model_loader(load_config, config)
         device = torch.device("cpu")
         with set_default_torch_dtype(config.dtype), device:

@@ -8,11 +8,13 @@ with all others of the same modules. Nothing is known about architectures. Needs
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ class Recorded:
     is not known which."""
     memories: Mapping[int, StorageWeakRef]
     """The memory of views, by its number."""
+    fixed: frozenset[str] = frozenset()
+    """The names of modules that the engine's own way to load again would leave as they are, or in part."""
 
     def modules_of(self, changed: Collection[str]) -> frozenset[str] | None:
         """The modules that must be loaded again if these slices change; None: all.
@@ -87,16 +91,28 @@ class _Memory:
     """The names of the modules that have it as a parameter or buffer, or had it."""
     views: list[tuple[str, View]]
     """What was copied there as it is."""
+    loaders: set[CodeType]
+    """The code that writes to it when the engine loads again; see `Recording`."""
     is_changed: bool = False
     """Whether something was made of it, or something else was written to it."""
+    is_fixed: bool = False
+    """Whether something was copied there by other code."""
 
 
 class Recording(TorchDispatchMode):
     """Records one load, from the first slice to what the engine does with the memory after the last. For one thread."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(
+        self, model: torch.nn.Module, loader_of: Callable[[torch.Tensor], CodeType | None] | None = None
+    ) -> None:
+        """Begin to record.
+
+        Args:
+            loader_of: the code that fills a parameter when the engine loads again, by which it must have been filled
+                now, too; None: whatever fills it will do so again.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model = model
+        self._model, self._loader_of = model, loader_of
         self._sources: dict[int, list[_Source]] = {}
         """The slices in each memory, ascending."""
         self._given: list[StorageWeakRef] = []
@@ -191,11 +207,12 @@ class Recording(TorchDispatchMode):
             else:
                 direct[name] = tuple(views[name])
         refs = {view.memory: self._memories[view.memory].ref for of_slice in direct.values() for view in of_slice}
-        return Recorded(direct, reloaded, refs)
+        fixed = frozenset(owner for memory in self._memories.values() if memory.is_fixed for owner in memory.owners)
+        return Recorded(direct, reloaded, refs, fixed)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Note a copy."""
-        if target.is_meta:  # The engine counts what it would load.
+        if target.is_meta or _is_same(target, source):  # The engine counts what it would load; or nothing changes.
             return
         names = self._names_in(source)
         if isinstance(target, GlobalTensor) or target.layout is not torch.strided or self._names_in(target):
@@ -203,6 +220,8 @@ class Recording(TorchDispatchMode):
             self.touched(source)
             return
         memory = self._memory(target)
+        if self._loader_of is not None and memory.owners and self._current is not None:
+            memory.is_fixed |= not _is_called(memory.loaders)
         if len(names) == 1 and (view := self._view(target, source)) is not None:
             memory.views.append((names[0], view))
             if names[0] in self._lost:  # It was changed where it came in.
@@ -253,7 +272,7 @@ class Recording(TorchDispatchMode):
         known = self._memories.get(_number(tensor))
         if known is None:
             ref = _ref(tensor)
-            known = self._memories[ref.cdata] = _Memory(ref, set(), [])
+            known = self._memories[ref.cdata] = _Memory(ref, set(), [], set())
             self._find_owners()  # Some loaders make parameters.
         return known
 
@@ -265,8 +284,10 @@ class Recording(TorchDispatchMode):
                 number = _number(tensor)
                 there.add(number)
                 if number not in self._memories:
-                    self._memories[number] = _Memory(_ref(tensor), set(), [])
+                    self._memories[number] = _Memory(_ref(tensor), set(), [], set())
                 self._memories[number].owners.add(module)
+                if self._loader_of is not None and (loader := self._loader_of(tensor)) is not None:
+                    self._memories[number].loaders.add(loader)
         return there
 
     def _find_adopted(self) -> None:
@@ -306,8 +327,26 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensor
 
 
+def _is_called(codes: Collection[CodeType]) -> bool:
+    """Whether some code is being carried out: whether it has called this function, directly or not."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _number(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy is from the same elements of the same memory."""
+    if GlobalTensor in (type(target), type(source)) or {target.layout, source.layout} != {torch.strided}:
+        return False
+    is_same = source.dtype == target.dtype and geometry_of(source) == geometry_of(target) and not source.is_meta
+    return is_same and _number(source) == _number(target)
 
 
 def _ref(tensor: torch.Tensor) -> StorageWeakRef:

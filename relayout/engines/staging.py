@@ -22,7 +22,7 @@ from relayout.checkpoint.converted import read_manifest, read_manifest_blob
 from relayout.checkpoint.delta import chained, is_delta, read_deltas
 from relayout.core.digests import DigestAlgorithm, Hash, digest_hex
 from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_url
-from relayout.engines.rank_weights import EngineOptions, RankWeights
+from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.engines.recording import Recorded
 from relayout.engines.views import View
 from relayout.errors import PlanError, about
@@ -215,6 +215,7 @@ class LiveWeights:
         changes.run(batches, decoded.hold, threads)
         # What other ranks hold is not among this rank's changes: taken as changed.
         modules = recorded.modules_of(decoded.changed.union(set(recorded.reloaded).difference(before.columns.names)))
+        self._check_loaded_again(modules)
         whole = recorded.slices_of(modules)
         deltas = (*before.deltas, *sources)
         tensors = self._weights(before.path, deltas, whole) if whole else None
@@ -235,9 +236,22 @@ class LiveWeights:
         # Digests of one algorithm tell what changes; what has none, or one of another, is taken as changed.
         changed = frozenset(name for name in used if name not in new or old.get(name) != new[name])
         modules = recorded.modules_of(changed)
+        self._check_loaded_again(modules)
         tensors = self._weights(path, deltas, changed.intersection(recorded.views) | recorded.slices_of(modules))
         base = None if before is None else before.digest
         return Staged(base, content, (), None, (), modules, tensors, _held(tensors, memory))
+
+    def _check_loaded_again(self, modules: frozenset[str] | None) -> None:
+        """Check that the engine can load modules again.
+
+        Raises:
+            PlanError: it would leave one as it is.
+        """
+        fixed = self.recorded.fixed
+        if stuck := sorted(fixed if modules is None else fixed & modules):
+            who = f"{self._engine.name}'s own reload"
+            what = f"{who} passes over {listed(stuck)}, which it has made something else of: start the engine again"
+            raise PlanError(what, code="unsupported")
 
     def _weights(self, path: str, deltas: tuple[str, ...], names: frozenset[str]) -> RankWeights:
         """These slices of what deltas make of a folder, every byte proven."""

@@ -251,8 +251,9 @@ class VllmLoader:
             return None
         from relayout.engines.recording import Recording
         from relayout.engines.staging import Content, LiveWeights
+        from relayout.engines.vllm_reload import loader_of
 
-        weights, recording = self.load.delivery.weights, Recording(model)
+        weights, recording = self.load.delivery.weights, Recording(model, loader_of)
         if weights.store is not None:  # A conversion in a cache: no delta is made of it.
             return None
 

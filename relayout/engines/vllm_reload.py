@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from relayout.errors import PlanError
@@ -48,8 +49,37 @@ def reload(
     with torch.no_grad():
         initialize_layerwise_reload(chosen)
         model.load_weights(tensors)  # type: ignore[operator]
+        _check_loaded(model, modules or frozenset())
         finalize_layerwise_reload(chosen, model_config)
         pack_tied(chosen)
+        _pack_experts(chosen)
+
+
+def _check_loaded(model: torch.nn.Module, modules: frozenset[str]) -> None:
+    """Check that something was loaded into each module: vLLM only logs that, and leaves it as it was.
+
+    Raises:
+        PlanError: nothing was.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer) if name in modules else None
+        if info is not None and getattr(info, "load_numel_total", None) and info.load_numel <= 0:
+            raise PlanError(f"vLLM's own reload has loaded nothing into {name}", code="unsupported")
+
+
+def loader_of(parameter: torch.Tensor) -> CodeType | None:
+    """The code of what fills a parameter: vLLM's reload carries out its calls again, and nothing else."""
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    loader: Any = getattr(parameter, "weight_loader", default_weight_loader)
+    while not isinstance(code := getattr(loader, "__code__", None), CodeType):
+        inner = getattr(loader, "__wrapped__", None) or getattr(loader, "func", None)
+        if inner is None:
+            return None
+        loader = inner
+    return code
 
 
 def check_padding(model: torch.nn.Module, modules: frozenset[str] | None) -> None:
@@ -71,6 +101,20 @@ def check_padding(model: torch.nn.Module, modules: frozenset[str] | None) -> Non
             if was is not None and tensor.device.type == "cpu" and tensor.dim() == 3 and tensor.numel() > was.numel():
                 what = f"was {list(was.shape)} and is padded to {list(tensor.shape)}: vLLM cannot reload this on a CPU"
                 raise PlanError(f"{what}; start the engine again", tensor=f"{prefix}.{name}", code="unsupported")
+
+
+def _pack_experts(model: Any) -> None:
+    """Pack experts for a CPU again: vLLM does so when it makes their kernel, and it makes that once.
+
+    Seen in 0.32 and 0.33 (`UnquantizedFusedMoEMethod._setup_kernel`): its own reload leaves weights as they are stored
+    where the kernel reads packed ones.
+    """
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        weight = getattr(layer, "w13_weight", None)
+        if weight is not None and weight.device.type == "cpu" and "CPUUnquantizedExperts" in type(experts).__name__:
+            experts.process_weights_after_loading(layer)
 
 
 def pack_tied(model: Any) -> None:

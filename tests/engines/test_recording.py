@@ -207,3 +207,33 @@ def test_what_the_engine_makes_something_of_is_loaded_again_with_its_layer(after
 )
 def test_what_is_no_copy_of_elements_is_loaded_again(operation: Operation) -> None:
     assert simple(0, operation).reloaded == {"s0": frozenset({"layer0"})}
+
+
+def test_what_is_filled_by_other_code_than_in_a_reload_is_fixed() -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("by_loader", "directly")})
+
+    def loader(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        parameter.data.copy_(tensor)
+
+    recording = Recording(model, lambda parameter: loader.__code__)
+    with recording:
+        for name, tensor in recording.given((name, torch.ones(2, 2)) for name in model):
+            if name == "by_loader":
+                loader(model[name].weight, tensor)
+            else:
+                model[name].weight.data.copy_(tensor)
+    recorded = recording.finish()
+    assert set(recorded.views) == {"by_loader", "directly"}
+    assert recorded.fixed == {"directly"}
+
+
+def test_a_copy_from_the_same_place_changes_nothing() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    recording = Recording(model)
+    with recording:
+        for _, tensor in recording.given([("w", torch.ones(2, 2))]):
+            model.weight.data.copy_(tensor)
+        model.weight.data.copy_(model.weight.data)
+        assert set(recording.finish().views) == {"w"}
+        model.weight.data[0].copy_(model.weight.data[1])
+    assert set(recording.finish().reloaded) == {"w"}

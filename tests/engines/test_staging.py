@@ -321,3 +321,14 @@ def test_after_a_commit_that_has_failed_nothing_is_known(steps: Path, live: tupl
         weights.attest()
     assert replace(weights.first) == weights.first
     assert engine
+
+
+def test_what_the_engine_cannot_load_again_is_refused_while_it_serves(
+    steps: Path, live: tuple[Engine, LiveWeights]
+) -> None:
+    engine, weights = live
+    name = min(weights.recorded.reloaded)
+    weights.recorded = replace(weights.recorded, fixed=frozenset({engine.layer_of(name)}))
+    for source in ("delta-1", "step-1"):
+        with pytest.raises(PlanError, match=f"own reload passes over {engine.layer_of(name)}"):
+            stage(weights, steps / source)

@@ -67,6 +67,7 @@ def loaded(job: Job, folder: Path, rank: int) -> tuple[Any, Any]:
     config.parallel_config.rank = rank
     config.compilation_config.static_forward_context.clear()
     torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # Memory that nobody writes to is the same each time.
     with set_current_vllm_config(config), Unpinned():
         return config, get_model_loader(config.load_config).load_model(config, config.model_config)
 
@@ -117,8 +118,10 @@ def main() -> None:
 def leave_unpacked() -> None:
     """Let vLLM compute with weights as they are stored, on a CPU: it has no option for that."""
     import vllm._custom_ops as operations
+    import vllm.model_executor.layers.utils as layers
 
     operations._supports_onednn = False
+    layers.check_cpu_sgl_kernel = lambda *arguments: False
 
 
 if __name__ == "__main__":

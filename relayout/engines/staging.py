@@ -20,12 +20,14 @@ import torch
 
 from relayout.checkpoint.converted import read_manifest, read_manifest_blob
 from relayout.checkpoint.delta import chained, is_delta, read_deltas
+from relayout.checkpoint.steps import way_to
+from relayout.checkpoint.trust import policy_of
 from relayout.core.digests import DigestAlgorithm, Hash, digest_hex
 from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_url
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.engines.recording import Recorded
 from relayout.engines.views import View
-from relayout.errors import PlanError, about
+from relayout.errors import FormatError, PlanError, about
 from relayout.loader.changes import Batch, ChangedPiece, RankChanges
 from relayout.storage.system import Buffer
 
@@ -183,21 +185,50 @@ class LiveWeights:
             raise PlanError(what, code="unsupported")
         return self.content
 
-    def stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int = 1) -> Staged:
+    def stage(
+        self,
+        sources: Sequence[str],
+        before: Content | None,
+        memory: int,
+        *,
+        step: int | None = None,
+        threads: int = 1,
+    ) -> Staged:
         """Read and prove new weights.
 
         Args:
-            sources: deltas in the order in which they apply; or a converted folder, and deltas of that.
+            sources: deltas in the order in which they apply; or a converted folder, and deltas of that; or one root of
+                steps, to which a `relayout.Publisher` publishes.
             before: what the engine has then; None: it is not known.
             memory: the most bytes of host memory that may be held afterwards.
+            step: the step of a root; None: the newest.
 
         Raises:
             FormatError: something is damaged.
             PlanError: a delta is for other weights, or the rank has other tensors or slices in a folder.
             OSError, MemoryError: as `relayout.iter_load`.
         """
+        have = None if before is None else before.digest
+        # Under a policy only what is signed is looked at, and a root's index is not.
+        is_one = len(sources) == 1 and policy_of(None) is None
+        way = way_to(sources[0], have, step) if is_one else None
+        if way is None:
+            return self._stage(sources, before, memory, threads)
+        try:
+            return self._stage(way, before, memory, threads)
+        except (FormatError, PlanError, OSError):
+            # Too slow for what was retired, or what the engine was started on is gone: there may be another way.
+            again = way_to(sources[0], None, step)
+            if again is None or again == way:
+                raise
+            return self._stage(again, before, memory, threads)
+
+    def _stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int) -> Staged:
         for source in sources:
             WeightsPlace(source_url(source, None)).check_policy()
+        if not sources:  # The engine has this step.
+            has = before or self.known_content()
+            return Staged(has.digest, has, (), None, (), frozenset(), None, None)
         folders = [number for number, source in enumerate(sources) if not is_delta(source)]
         if folders:
             path, deltas = sources[folders[-1]], tuple(sources[folders[-1] + 1 :])

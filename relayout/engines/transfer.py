@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from relayout.core.arguments import size
+from relayout.core.arguments import integer, size
 from relayout.engines.load import known_of
 from relayout.errors import PlanError, shown
 
@@ -57,8 +57,10 @@ class Update:
     """What `update_weights` is told."""
 
     source: str | list[str]
-    """A delta, or several in the order in which they apply, or a converted folder: paths that each worker can read, or
-    URLs."""
+    """A delta, or several in the order in which they apply, a converted folder, or a root of steps: paths that each
+    worker can read, or URLs."""
+    step: int | None = None
+    """The step of a root; None: the newest."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -69,8 +71,8 @@ class Update:
 class _Staging:
     """New weights that are being read by a thread."""
 
-    def __init__(self, live: LiveWeights, sources: tuple[str, ...], before: _Staging | None, memory: int) -> None:
-        self.sources = sources
+    def __init__(self, live: LiveWeights, update: Update, before: _Staging | None, memory: int) -> None:
+        self.sources, self._step = update.sources, update.step
         self.staged: Staged | None = None
         self.error: Exception | None = None
         self._live, self._before, self._memory = live, before, memory
@@ -107,7 +109,7 @@ class _Staging:
                 staged = self._before.wait(float(2**31))
                 before, memory = staged.content, memory - staged.nbytes
                 self._before = None
-            self.staged = staged = self._live.stage(self.sources, before, memory)
+            self.staged = staged = self._live.stage(self.sources, before, memory, step=self._step)
             seconds, held, left = time.monotonic() - started, staged.nbytes / 2**20, staged.left_nbytes / 2**20
             again = "all modules" if staged.modules is None else f"{len(staged.modules)} modules"
             _LOGGER.info(
@@ -165,7 +167,7 @@ class Transfer:
         """Begin to read new weights, after those that were named before in this session."""
         before = self._stagings[-1] if self._stagings else None
         memory = size(self._options.memory, "memory")
-        self._stagings.append(_Staging(self._live, update_info.sources, before, memory))
+        self._stagings.append(_Staging(self._live, update_info, before, memory))
 
     def drain_pending(self) -> None:
         """Wait for what is being read; errors come when the session ends."""
@@ -303,15 +305,13 @@ class Transfer:
 
 def _parsed(update_info: Mapping[str, Any]) -> Update:
     """Raise PlanError unless it is an `Update`."""
-    match update_info:
-        case {"source": str(source), **others} if not others:
-            return Update(source)
-        case {"source": [str(), *_] as sources, **others} if not others and all(
-            isinstance(one, str) for one in sources
-        ):
-            return Update(sources)
-    what = f'update_weights: {shown(dict(update_info))}, expected {{"source": DELTA or FOLDER, or a list of them}}'
-    raise PlanError(what, code="option")
+    source: Any = update_info.get("source")
+    step = update_info.get("step")
+    is_list = isinstance(source, list) and source and all(isinstance(one, str) for one in source)
+    if not set(update_info) <= {"source", "step"} or not (isinstance(source, str) or is_list):
+        what = f'update_weights: {shown(dict(update_info))}, expected {{"source": DELTA, FOLDER or STEPS, or a list}}'
+        raise PlanError(what, code="option")
+    return Update(source, None if step is None else integer(step, "step"))
 
 
 def _worker_of(engine: Transfer) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +47,26 @@ def reload(
     if modules is not None:
         named = model.named_modules()
         chosen = _Some([one for name, one in named if name in modules or is_deferred_attention_layer(one)])
-    with torch.no_grad():
+    with torch.no_grad(), _zeros():
         initialize_layerwise_reload(chosen)
         model.load_weights(tensors)  # type: ignore[operator]
         _check_loaded(model, modules or frozenset())
         finalize_layerwise_reload(chosen, model_config)
         pack_tied(chosen)
         _pack_experts(chosen)
+
+
+def _zeros() -> AbstractContextManager[Any]:
+    """Let memory that vLLM's reload makes be zero: it leaves padding as it finds it, where the first load has zeros."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Zeros(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            return made.zero_() if func is torch.empty_strided else made
+
+    return Zeros()
 
 
 def _check_loaded(model: torch.nn.Module, modules: frozenset[str]) -> None:
@@ -111,7 +125,7 @@ def _pack_experts(model: Any) -> None:
     """
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
+        experts: Any = getattr(kernel, "fused_experts", None)
         weight = getattr(layer, "w13_weight", None)
         if weight is not None and weight.device.type == "cpu" and "CPUUnquantizedExperts" in type(experts).__name__:
             experts.process_weights_after_loading(layer)

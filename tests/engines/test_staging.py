@@ -332,3 +332,19 @@ def test_what_the_engine_cannot_load_again_is_refused_while_it_serves(
     for source in ("delta-1", "step-1"):
         with pytest.raises(PlanError, match=f"own reload passes over {engine.layer_of(name)}"):
             stage(weights, steps / source)
+
+
+def test_a_root_of_steps_leads_to_its_newest_step_or_to_one_that_is_named(
+    steps: Path, tmp_path: Path, live: tuple[Engine, LiveWeights]
+) -> None:
+    engine, weights = live
+    publisher = relayout.Publisher(tmp_path / "root", tp=TP, config=steps / "model-0", full_every=3)
+    for number in range(4):
+        publisher.publish(stock_tensors(steps / f"model-{number}"), step=number)
+    root = str(tmp_path / "root")
+    for step, expected in ((None, 3), (1, 1), (2, 2), (2, 2), (None, 3)):
+        weights.commit(weights.stage([root], weights.content, LIMIT, step=step), engine.reload)
+        assert engine.has(stock_tensors(steps / f"model-{expected}"))
+        assert weights.attest().difference is None
+    with pytest.raises(PlanError, match="has no step 9"):
+        weights.stage([root], weights.content, LIMIT, step=9)

@@ -89,7 +89,7 @@ def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
         ("another model", 0, "PlanError", "tensors have another dtype, shape or slice"),
         ("a plain checkpoint", 0, "PlanError", "was not converted: the weights of a live engine change"),
         ("other contents for other workers", 0, "PlanError", "not the same for all workers: contents "),
-        ("no source", 0, "PlanError", 'expected {"source": DELTA or FOLDER'),
+        ("no source", 0, "PlanError", 'expected {"source": DELTA, FOLDER'),
     ],
 )
 def test_what_one_worker_refuses_changes_none_and_the_last_one_raises_it(

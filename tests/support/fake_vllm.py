@@ -329,6 +329,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
             "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": BaseModelLoader},
             "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
             "vllm.model_executor.models.utils": {"PPMissingLayer": PPMissingLayer},
+            "vllm.model_executor.model_loader.weight_utils": {"default_weight_loader": Model.load_weights},
             "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": lambda layer: False},
             "vllm.model_executor.model_loader.reload.layerwise": {
                 "get_layerwise_info": lambda layer: SimpleNamespace(restore_metadata=({}, {})),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from relayout.errors import PlanError
 from relayout.format.steps import Chain, PublishedStep
 from relayout.loader.api import load
 from relayout.loader.in_place import apply
@@ -120,17 +121,27 @@ class Follower:
 
     def _go(self, chain: Chain) -> int | None:
         if chain.content == self.content:
+            self.step = chain.step
             return None
         self._root.check(chain)
         deltas = [self._root.path(name) for name in chain.deltas]
         had, self.content = self.content, None
         if chain.full is not None:
-            into = self.tensors or None
-            full = self._root.path(chain.full)
-            self.tensors = load(full, self._rank, deltas=deltas, into=into, threads=self._threads)
+            self.tensors = self._loaded(self._root.path(chain.full), deltas)
         else:
             for delta in deltas:
                 apply(delta, self._rank, self.tensors, threads=self._threads)
         assert had is not None or chain.full is not None
         self.content, self.step = chain.content, chain.step
         return chain.step
+
+    def _loaded(self, full: str, deltas: list[str]) -> dict[str, torch.Tensor]:
+        """The tensors of a folder and deltas: those that are there, and new ones; all new, if some have no place."""
+        options: dict[str, Any] = {"deltas": deltas, "threads": self._threads}
+        if self.tensors:
+            try:
+                return load(full, self._rank, into=self.tensors, names="**", **options)
+            except PlanError as error:
+                if error.code != "option":
+                    raise
+        return load(full, self._rank, **options)

@@ -294,3 +294,33 @@ def test_what_may_be_deleted_makes_room_for_the_step(tmp_path: Path, monkeypatch
         follower = relayout.Follower(drive / "steps", 0)
         follower.update()
         assert_is_step(follower.tensors, weights_of(2), 0)
+
+
+def test_a_follower_has_the_tensors_of_a_step_that_has_more_or_fewer_or_others(root: str) -> None:
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2, unmatched="replicate")
+    follower = relayout.Follower(root, 0)
+    more = {"model.extra.weight": torch.arange(5.0)}
+    for step, others in enumerate(
+        [{}, more, {"model.extra.weight": torch.arange(6.0)}, {"model.extra.weight": torch.arange(6)}, {}], 1
+    ):
+        assert publisher.publish(weights_of(step) | others, step).full is not None
+        assert follower.update() == step
+        assert follower.tensors.keys() == (weights_of(step) | others).keys()
+        assert all(follower.tensors.pop(name).equal(tensor) for name, tensor in others.items())
+        assert_is_step(follower.tensors, weights_of(step), 0)
+        follower.tensors |= {name: tensor.clone() for name, tensor in others.items()}
+
+
+def test_a_step_without_a_change_is_one(root: str) -> None:
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2)
+    follower = relayout.Follower(root, 0)
+    publisher.publish(weights_of(1), 1)
+    assert follower.update() == 1
+    again = publisher.publish(weights_of(1), 2)
+    assert again.delta is not None
+    assert again.delta.nbytes == 0
+    assert follower.update() is None
+    assert follower.step == 2
+    publisher.publish(weights_of(3), 3)
+    assert follower.update() == 3
+    assert_is_step(follower.tensors, weights_of(3), 0)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
 from support.checkpoints import write_family
 from support.families import FAMILIES
 from support.updates_worker import TP, write_steps
@@ -19,10 +20,18 @@ from engines.cases import complete_config, source_of
 from engines.environments import Environment
 from engines.starts.starting import start
 
-NUM_TURNS = 5
-_V, _H = 2**17, 2048
-_LARGE = replace(FAMILIES["qwen2_tied"], sizes={"V": _V, "H": _H, "I": 5632, "L": 4, "A": 32, "K": 8, "D": 64})
-"""1 GB; half of it is the embedding."""
+NUM_TURNS = 3
+_LARGE = replace(FAMILIES["llama"], sizes={"V": 8192, "H": 2048, "I": 5632, "A": 32, "K": 8, "D": 64})
+"""67 MB, and 90 MB for each layer."""
+_PAUSES = (
+    *((layers, share, True) for layers, share in ((2, 0.01), (5, 0.0051), (10, 0.00254))),
+    *((10, share, True) for share in (0.001, 0.01, 0.05, 0.2)),
+    (10, 0.01, False),
+)
+"""Layers, share of the elements that change, and whether weights are left unpacked. Of the first three, the same number
+of elements changes."""
+CHANGED = ("llama", "qwen2_tied", "qwen3_moe", "gpt_oss_mxfp4", "fp8_blocks", "qwen2_5_vl")
+_KEPT = ("different", "error", "views", "loaded_again", "nbytes", "proven", "attested", "wrong_bit_found")
 UPDATED = ("llama", "qwen3_moe")
 NUM_STEPS = 20
 _SETTINGS: dict[str, Any] = {"tensor_parallel_size": TP}
@@ -62,40 +71,52 @@ def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[s
     for family in (family for family in UPDATED if fnmatch(family, only)):
         for what, outcome in _updates_of(family, alone, work):
             yield f"{family}, {what}", outcome
-    if fnmatch("speed", only):
-        yield "speed", _speed(alone, work)
+    if fnmatch("classes", only):
+        yield from _classes(alone, work)
+    if fnmatch("pauses", only):
+        yield from _pauses(alone, work)
 
 
-def _speed(environment: Environment, work: Path) -> dict[str, Any]:
-    """Seconds of each way to other weights, in turns, and the memory that a worker takes meanwhile."""
-    root = work / "updates" / "large"
-    shutil.rmtree(root, ignore_errors=True)
-    (root / "source").mkdir(parents=True)
-    write_family(_LARGE, root / "source")
-    complete_config(root / "source" / "config.json")
-    write_steps(root / "source", root, num_steps=1)
-    ways = {
-        "a folder": f"{root / _FIRST}",
-        "a delta": f"{root / 'delta-1'}",
-        "vLLM's reload of a plain folder": f"{root / 'model-1'}#reload_by_itself",
-        "vLLM's reload of a converted folder": f"{root / _FIRST}#reload_by_itself",
-    }
-    settings = _SETTINGS | {"updates": [*ways.values()] * NUM_TURNS}
-    live = start(environment, root / _FIRST, settings, root / "live.log").result
-    if "error" in live:
-        return {"error": live["error"]}
-    result: dict[str, Any] = {"turns": NUM_TURNS}
-    for number, name in enumerate(ways):
-        runs = live["updates"][number :: len(ways)]
-        assert not any("refused" in run for run in runs), runs
-        seconds = sorted(round(run["seconds"], 2) for run in runs)
-        beside = round(max(run["beside_mib"] for run in runs))
-        result[name] = {"seconds": [seconds[0], median(seconds), seconds[-1]], "beside_mib": beside}
-    nbytes = {
-        name: sum(path.stat().st_size for path in (root / name).rglob("*")) for name in ("model-1", "step-1", "delta-1")
-    }
-    shutil.rmtree(root)
-    return result | {"nbytes": nbytes, "largest_slice_mib": _V * _H * 2 // TP // 2**20}
+def _classes(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """vLLM's own classes: which slices of each family are changed where they lie, and what is then different."""
+    for unpacked in (False, True):
+        for family in CHANGED:
+            root = work / "updates" / "classes" / family
+            if not root.exists():
+                write_steps(source_of(family, work, wide=True), root, 2)
+            jobs = work / "updates.json"
+            jobs.write_text(json.dumps([{"name": family, "source": str(root), "converted": str(root), "tp": TP}]))
+            found = environment.result(work, "comparing.vllm_updates", jobs, *["--unpacked"] * unpacked)
+            yield f"classes, {family}{', unpacked' * unpacked}", {key: found[key] for key in _KEPT if key in found}
+
+
+def _pauses(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Seconds that an engine is paused for, by size, by what changes, and by whether a CPU's weights are packed."""
+    for layers, share, unpacked in _PAUSES:
+        root = work / "updates" / f"pause-{layers}-{share}"
+        shutil.rmtree(root, ignore_errors=True)
+        _write_changed(root, layers, share)
+        found = environment.result(work, "comparing.vllm_pauses", root, NUM_TURNS, *["--unpacked"] * unpacked)
+        shutil.rmtree(root)
+        yield f"pause, {layers} layers, {share:.2%}{', unpacked' * unpacked}", found
+
+
+def _write_changed(root: Path, layers: int, share: float) -> None:
+    """A model, one in which a share of the elements differ by one bit, the first one converted, and the delta."""
+    (root / "model-0").mkdir(parents=True)
+    write_family(replace(_LARGE, sizes=_LARGE.sizes | {"L": layers}), root / "model-0")
+    complete_config(root / "model-0" / "config.json")
+    shutil.copytree(root / "model-0", root / "model-1")
+    random = np.random.default_rng(1)
+    for shard in sorted((root / "model-1").glob("*.safetensors")):
+        with shard.open("rb") as file:
+            start_of_data = 8 + int.from_bytes(file.read(8), "little")
+        elements = np.memmap(shard, np.uint16, "r+", start_of_data)
+        elements[np.unique(random.integers(0, len(elements), int(len(elements) * share)))] ^= 1
+        elements.flush()
+    for step in (0, 1):
+        relayout.convert(root / f"model-{step}", root / f"step-{step}", tp=1)
+    relayout.delta(root / "step-0", root / "step-1", root / "delta-1")
 
 
 def _updates_of(family: str, environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,12 +6,12 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 DEFAULT_STEP_PART_NBYTES = 2**29
 """The default size of a part: files of it are assembled in memory."""
+
+Made = TypeVar("Made")
 
 
 class Publisher:
@@ -196,13 +198,7 @@ class Publisher:
         self._kept.content, self._layout = None, layout
         if group is not None and len(set(group.all_gather(base))) > 1:
             base = None  # One of them failed alone: its files are of no step, or of another one.
-        names: dict[str, str] = {}
-        with nullcontext() if group is None else group.collective():
-            if group is None or group.index == 0:
-                self._prune()  # Before anything is written: the step may need the space.
-                names = self._announced(step, base)
-        if group is not None:
-            names = group.all_gather(names)[0]
+        names = _by_first(group, lambda: self._announced(step, base))
         return _StepPlace(self._root, step, names, planned, self._kept, self._threads, group)
 
     def _announced(self, step: int, base: str | None) -> dict[str, str]:
@@ -221,20 +217,20 @@ class Publisher:
             names.update((kind, step_name(kind, step, token)) for kind in kinds)
             return index.announced(names.values(), int(time.time()))
 
+        self._prune()  # Before anything is written: the step may need the space.
         self._root.make()
         self._root.move(announce)
         return names
 
     def _move(self, done: _StepPlace) -> PublishedStep:
         """Let readers see a step, of which everything is written."""
-        group, entry = done.group, None
-        with nullcontext() if group is None else group.collective():
-            if group is None or group.index == 0:
-                entry = done.entry()
-                self._root.move(partial(_published, entry, done, self._retention))
-        if group is not None:
-            entry = group.all_gather(entry)[0]
-        assert entry is not None
+
+        def move() -> PublishedStep:
+            entry = done.entry()
+            self._root.move(partial(_published, entry, done, self._retention))
+            return entry
+
+        entry = _by_first(done.group, move)
         self._kept.content = entry.content
         self._since_full = 0 if entry.full is not None else self._since_full + 1
         changed = 0 if entry.delta is None else entry.delta.nbytes
@@ -247,6 +243,17 @@ class Publisher:
             self._root.prune(self._grace_seconds)
         except (RelayoutError, OSError) as error:  # A step can be published all the same.
             getLogger("relayout").warning("relayout: %s: not all that is retired was deleted: %s", self._root, error)
+
+
+def _by_first(group: Group | None, make: Callable[[], Made]) -> Made:
+    """What the first member of a group makes, for all of them; its error is raised by all. None: there is no group."""
+    if group is None:
+        return make()
+    made: Made | None = None
+    with group.collective():
+        if group.index == 0:
+            made = make()
+    return cast("Made", group.all_gather(made)[0])
 
 
 def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, index: StepsIndex) -> StepsIndex:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import prestarted
-from support.halfway import NBYTES, NUM_TENSORS, PARTIAL, converting, heed_all_signals
+from support.halfway import NBYTES, NUM_TENSORS, PARTIAL, converting
 from support.journals import claims_in
 from support.patience import PATIENCE
+from support.prestarted import heed_all_signals
 from support.trees import tree
 
 import relayout

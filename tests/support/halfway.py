@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.patience import PATIENCE
+from support.prestarted import heed_all_signals
 
 from relayout.conversion.resume import JOURNAL_NAME
 
@@ -37,12 +37,6 @@ def big(tmp_path: Path) -> Path:
     values = np.random.default_rng(0).integers(0, 256, (NUM_TENSORS, NBYTES // NUM_TENSORS), np.uint8)
     save_file({f"w.{n}": row for n, row in enumerate(values)}, tmp_path / "work" / "big" / "model.safetensors")
     return tmp_path / "work"
-
-
-def heed_all_signals() -> None:
-    """A job in the background of a shell script inherits that Ctrl-C is ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

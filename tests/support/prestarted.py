@@ -97,6 +97,12 @@ def run(
     return subprocess.CompletedProcess([script, *argv], code, *texts)
 
 
+def heed_all_signals() -> None:
+    """A process inherits what is ignored: Ctrl-C in a shell script's background job, SIGTERM below some runners."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @dataclass(frozen=True)
 class _Parent:
     """The process that waits, as seen from here."""
@@ -139,8 +145,7 @@ def _parent_of(environment: frozenset[tuple[str, str]], imports: str) -> _Parent
             env=env,
             pass_fds=[its.fileno()],
             stdin=subprocess.DEVNULL,
-            # A job in the background of a shell script inherits that Ctrl-C is ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+            preexec_fn=heed_all_signals,
         )
     parent = _Parent(process, ours)
     atexit.register(parent.end)

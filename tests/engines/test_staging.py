@@ -35,14 +35,16 @@ Tensors = dict[str, torch.Tensor]
 class Layer(nn.Module):
     """A weight, and what the engine does with it when it is loaded."""
 
-    def __init__(self, shape: tuple[int, ...], is_packed: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], is_packed: bool, device: str) -> None:
         super().__init__()
         self.is_packed = is_packed
         self.as_loaded = shape
+        self.device = device
         self.restore()
 
     def restore(self) -> None:
-        self.weight = nn.Parameter(torch.empty(self.as_loaded, dtype=torch.bfloat16), requires_grad=False)
+        memory = torch.empty(self.as_loaded, dtype=torch.bfloat16, device=self.device)
+        self.weight = nn.Parameter(memory, requires_grad=False)
 
     def process(self) -> None:
         if self.is_packed:
@@ -55,7 +57,7 @@ class Layer(nn.Module):
 class Engine(nn.Module):
     """One rank of an engine: it cuts whole tensors, fuses q, k and v, and packs some layers after the load."""
 
-    def __init__(self, whole: Tensors, rank: int) -> None:
+    def __init__(self, whole: Tensors, rank: int, device: str) -> None:
         super().__init__()
         self.cut = Model(whole, rank, TP).cut
         rows: dict[str, int] = {}
@@ -67,7 +69,7 @@ class Engine(nn.Module):
             rows[layer] = self.starts[name] + cut.shape[0]
             shapes[layer] = (rows[layer], *cut.shape[1:])
         for layer, shape in shapes.items():
-            self.add_module(layer, Layer(shape, PACKED.replace(".", "_") in layer))
+            self.add_module(layer, Layer(shape, PACKED.replace(".", "_") in layer, device))
 
     def layer_of(self, name: str) -> str:
         for part in FUSED:
@@ -98,7 +100,9 @@ class Engine(nn.Module):
     def has(self, whole: Tensors) -> bool:
         return all(
             torch.equal(
-                getattr(self, self.layer_of(name)).unpacked()[self.starts[name] :][: self.cut(name, one).shape[0]],
+                getattr(self, self.layer_of(name))
+                .unpacked()[self.starts[name] :][: self.cut(name, one).shape[0]]
+                .cpu(),
                 self.cut(name, one),
             )
             for name, one in whole.items()
@@ -115,7 +119,7 @@ def steps(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def engine_rank(rank: int) -> EngineRank:
+def engine_rank(rank: int, device: str) -> EngineRank:
     nothing: Any = lambda name: False  # noqa: E731
     return EngineRank(
         name="stand-in",
@@ -126,25 +130,29 @@ def engine_rank(rank: int) -> EngineRank:
         experts=Experts(False, False, False, ""),
         is_draft=False,
         is_convertible=True,
-        device="cpu",
+        device=device,
         is_skipped=nothing,
         is_unused=nothing,
     )
 
 
-def started(folder: Path, rank: int, source: Path) -> tuple[Engine, LiveWeights]:
-    engine, options = Engine(stock_tensors(source), rank), EngineOptions()
-    weights = engine_rank(rank).weights(str(folder), options)
+def started(folder: Path, rank: int, source: Path, device: str = "cpu") -> tuple[Engine, LiveWeights]:
+    engine, options = Engine(stock_tensors(source), rank, device), EngineOptions()
+    weights = engine_rank(rank, device).weights(str(folder), options)
     recording = Recording(engine)
     with recording:
         engine.load_weights(recording.given(weights.deliver()))
         engine.process()
-    return engine, LiveWeights(recording.finish(), engine_rank(rank), options, Content.of(weights))
+    return engine, LiveWeights(recording.finish(), engine_rank(rank, device), options, Content.of(weights))
 
 
-@pytest.fixture(params=range(TP))
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: this has not run on a GPU")
+
+
+@pytest.fixture(params=[(0, "cpu"), (1, "cpu"), pytest.param((1, "cuda:0"), marks=NO_CUDA)], ids=str)
 def live(steps: Path, request: pytest.FixtureRequest) -> tuple[Engine, LiveWeights]:
-    return started(steps / "step-0", request.param, steps / "model-0")
+    rank, device = request.param
+    return started(steps / "step-0", rank, steps / "model-0", device)
 
 
 def content_of(folder: Path) -> str:

@@ -27,6 +27,8 @@ from support.loader_fixtures import (
 )
 from support.models import as_integers
 from support.patience import in_time
+from support.steps import CONFIG, assert_is_step, weights_of
+from support.trees import content
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -323,3 +325,31 @@ first = next(left)
 print(len(held))
 """
     assert child(script, large, backend) == 24
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as it is", "cast"])
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "behind"])
+def test_a_save_from_the_device_is_that_from_the_host(tmp_path: Path, dtype: Any, background: bool) -> None:
+    """Tensors that are turned, cut and tied as well."""
+    host = weights_of(3)
+    on_device = {name: tensor.to(DEVICE) for name, tensor in host.items()}
+    turned = "model.layers.0.mlp.up_proj.weight"
+    on_device[turned] = on_device[turned].t().contiguous().t()
+    options: dict[str, Any] = {"config": CONFIG, "tp": 2, "dtype": dtype}
+    relayout.save(host, tmp_path / "host", **options)
+    saving = relayout.save(on_device, tmp_path / "device", background=background, **options)
+    if background:
+        for tensor in on_device.values():
+            tensor.zero_()
+        saving.result()  # type: ignore[union-attr]
+    assert content(tmp_path / "device") == content(tmp_path / "host")
+
+
+def test_steps_published_from_the_device_are_followed(tmp_path: Path) -> None:
+    publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2)
+    follower = relayout.Follower(tmp_path / "steps", 1)
+    for step in range(1, 4):
+        published = publisher.publish({name: tensor.to(DEVICE) for name, tensor in weights_of(step).items()}, step)
+        assert (published.full is None) is (step > 1)
+        assert follower.update() == step
+        assert_is_step(follower.tensors, weights_of(step), 1)

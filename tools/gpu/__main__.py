@@ -51,8 +51,9 @@ def all_steps(out: Path, work: Path, layers: int, device: str) -> list[Step]:
     size = EMBEDDING_GB + layers * LAYER_GB
     small = max(2, layers // 4)
     tests = ("-rA", "-q", "-p", "no:cacheprovider", f"--basetemp={work / 'tests'}")
-    steps = [Step("tests", (python, "-m", "pytest", str(ROOT / "tests/loader/test_cuda.py"), *tests))]
-    for name in ("limits", "engine_ways", "sweep"):
+    files = [str(ROOT / "tests" / name) for name in ("loader/test_cuda.py", "engines/test_staging.py")]
+    steps = [Step("tests", (python, "-m", "pytest", *files, *tests))]
+    for name in ("limits", "engine_ways", "live", "sweep"):
         arguments = (str(out / f"{name}.jsonl"), str(work), str(small), device)
         steps.append(Step(name, (python, "-m", f"gpu.{name}", *arguments)))
     for scenario in ("one", "whole"):

@@ -21,9 +21,8 @@ from support.group_worker import NUM_MEMBERS
 import relayout
 from relayout.core.slices import NOT_HELD
 from relayout.errors import PlanError
-from relayout.saving.folder import TensorHead
-from relayout.saving.held import HeldTensor
-from relayout.transformers import View, _origin_of, _storage
+from relayout.loader.held import HeldTensor, TensorHead
+from relayout.loader.models import View, _origin_of, storage_of
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
@@ -123,7 +122,7 @@ def test_where_elements_come_from_is_proven(steps: list[tuple[str, int, int]]) -
     for kind, at, by in steps:
         if kind == "copy":
             made = tensor.clone(memory_format=torch.contiguous_format)
-            copies[_storage(made)] = (tensor, made)
+            copies[storage_of(made)] = (tensor, made)
             tensor = made
         else:
             tensor = changed(tensor, kind, at, by)

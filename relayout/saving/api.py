@@ -27,6 +27,7 @@ from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
 from relayout.errors import PlanError
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.loader.group.collectives import Group
+from relayout.loader.held import HeldTensor, TensorHead
 from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
@@ -35,14 +36,13 @@ from relayout.reporting import Progress
 from relayout.saving.folder import (
     MemoryFolder,
     MemoryShard,
-    TensorHead,
     check_names,
     files_of,
+    in_stored_order,
     lay_out_shards,
     second_names,
     share_out,
 )
-from relayout.saving.held import HeldTensor, in_stored_order
 from relayout.saving.together import Exchange, GroupSave, MemberParts
 from relayout.storage.stores import find_store
 

@@ -12,16 +12,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME, find_side_files, parse_config
 from relayout.checkpoint.source import MAX_INDEX_NBYTES
 from relayout.core.extents import Extent
-from relayout.core.slices import num_bytes
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.manifest import MAX_TABLE_NBYTES
-from relayout.format.safetensors import entries_text, entry_head, join_header, json_text
+from relayout.format.safetensors import LENGTH_NBYTES, entries_text, entry_head, join_header, json_text
+from relayout.loader.held import HeldTensor, TensorHead
+from relayout.loader.tensors import torch_dtype
 from relayout.storage.stores import (
     LOCAL_COST,
     Access,
@@ -37,29 +38,10 @@ from relayout.storage.stores import (
     read_whole,
 )
 
-if TYPE_CHECKING:
-    from relayout.saving.held import HeldTensor
-
 _METADATA = {"format": "pt"}
 """The metadata that transformers and huggingface_hub save."""
 _HEADER_ALIGNMENT = 8
 """What the data section is aligned to (safetensors 0.8.0, `src/tensor.rs`, `prepare`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHead:
-    """What a header says of a tensor, but for its place."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored."""
-        nbytes = num_bytes(self.dtype, self.shape)
-        assert nbytes is not None
-        return nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +70,17 @@ class MemoryShard:
             low, high = max(start, extent.offset), min(end, extent.end)
             if low < high:
                 yield t, Extent(low - start, high - low), low - extent.offset
+
+
+def in_stored_order(heads: Sequence[TensorHead], tensors: Sequence[int]) -> list[int]:
+    """Tensors in the order in which the stock safetensors writes them: asked of it, with tensors of no bytes."""
+    import torch
+    from safetensors.torch import save
+
+    by_name = {heads[t].name: t for t in tensors}
+    blob = save({name: torch.empty(0, dtype=torch_dtype(name, heads[t].dtype)) for name, t in by_name.items()})
+    length = int.from_bytes(blob[:LENGTH_NBYTES], "little")
+    return [by_name[name] for name in json.loads(blob[LENGTH_NBYTES : LENGTH_NBYTES + length])]
 
 
 def share_out(sizes: Sequence[int], max_shard_nbytes: int) -> list[list[int]]:

@@ -34,11 +34,11 @@ from relayout.core.slices import CutTensor, Range
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group
+from relayout.loader.held import HeldTensor, TensorHead
 from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import Destination
 from relayout.reporting import Progress, reporting
-from relayout.saving.folder import MemoryShard, TensorHead
-from relayout.saving.held import HeldTensor
+from relayout.saving.folder import MemoryShard
 
 Item = TypeVar("Item")
 ShardRange = tuple[str, Extent]

@@ -25,7 +25,8 @@ from relayout.checkpoint.source import SourceCheckpoint, model_order
 from relayout.checkpoint.source import read_source as source_of
 from relayout.commands.convert import convert
 from relayout.errors import FormatError, PlanError
-from relayout.saving.folder import MemoryFolder, TensorHead, lay_out_shards
+from relayout.loader.held import TensorHead
+from relayout.saving.folder import MemoryFolder, lay_out_shards
 from relayout.storage.local.store import LocalStore
 
 Array = npt.NDArray[Any]

@@ -19,8 +19,8 @@ from safetensors.torch import save
 import relayout
 from relayout.core.extents import Extent
 from relayout.errors import PlanError
-from relayout.saving.folder import MemoryShard, lay_out_shards, share_out
-from relayout.saving.held import HeldTensor, in_stored_order
+from relayout.loader.held import HeldTensor
+from relayout.saving.folder import MemoryShard, in_stored_order, lay_out_shards, share_out
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8, torch.float16]
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(

@@ -217,7 +217,7 @@ def _member(folder: Path, url: str, number: int) -> None:
     import relayout
 
     join(folder, number)
-    world, held = dist.group.WORLD, "relayout.saving.held.HeldTensor"
+    world, held = dist.group.WORLD, "relayout.loader.held.HeldTensor"
     line, square = init_device_mesh("cpu", (NUM_MEMBERS,)), init_device_mesh("cpu", (2, 2))
     seen = Seen(folder, number)
 

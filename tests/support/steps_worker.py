@@ -54,7 +54,7 @@ def _publishes(folder: Path, root: str, num_members: int, tp: int, number: int) 
     fails = False
     seen.case("step 5", partial(publish, 5))
     seen.case("step 6", partial(publish, 6))
-    with _failing("relayout.saving.held.HeldTensor.copy", RuntimeError("the device is on fire"), is_last):
+    with _failing("relayout.loader.held.HeldTensor.copy", RuntimeError("the device is on fire"), is_last):
         seen.case("copy", partial(publish, 7))
     with _failing("relayout.steps.comparing.write_changes", RuntimeError("the device is on fire"), number == 0):
         seen.case("step 8", partial(publish, 8))  # It is a whole folder: nothing is compared.

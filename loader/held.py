@@ -1,8 +1,7 @@
-"""The tensors that a process gives to a save: what part of each it holds, and the bytes of that."""
+"""What a process holds of tensors, plain or distributed: the part of each, and the bytes of that."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,16 +12,30 @@ import numpy as np
 import xxhash
 
 from relayout.core.extents import Bytes, Extent, Transfer, align_down, align_up, copy_runs, split
-from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, merged, positions
+from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, merged, num_bytes, positions
 from relayout.errors import PlanError
-from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.loader.tensors import dtype_name, torch_dtype
-from relayout.saving.folder import TensorHead
 
 if TYPE_CHECKING:
     import torch
 
 _HASHED_NBYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """What a header says of a tensor, but for its place."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        nbytes = num_bytes(self.dtype, self.shape)
+        assert nbytes is not None
+        return nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,14 +243,3 @@ def _taken(ranges: Sequence[Range], first: int, length: int) -> list[Range]:
         if low < high:
             found.append((start + low - position, high - low))
     return found
-
-
-def in_stored_order(heads: Sequence[TensorHead], tensors: Sequence[int]) -> list[int]:
-    """Tensors in the order in which the stock safetensors writes them: asked of it, with tensors of no bytes."""
-    import torch
-    from safetensors.torch import save
-
-    by_name = {heads[t].name: t for t in tensors}
-    blob = save({name: torch.empty(0, dtype=torch_dtype(name, heads[t].dtype)) for name, t in by_name.items()})
-    length = int.from_bytes(blob[:LENGTH_NBYTES], "little")
-    return [by_name[name] for name in json.loads(blob[LENGTH_NBYTES : LENGTH_NBYTES + length])]

@@ -14,8 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 from relayout.core.extents import Extent
 from relayout.core.slices import WHOLE, Cut
 from relayout.errors import PlanError
-from relayout.saving.folder import TensorHead
-from relayout.saving.held import HeldTensor, part_of
+from relayout.loader.held import HeldTensor, TensorHead, part_of
 from relayout.saving.together import MemberParts
 
 

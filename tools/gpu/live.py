@@ -19,7 +19,7 @@ from gpu.results import Arguments
 from relayout.engines.load import EngineRank, Experts
 from relayout.engines.rank_weights import EngineOptions
 from relayout.engines.recording import Recording
-from relayout.engines.staging import Content, LiveWeights
+from relayout.engines.staging import Content, LiveWeights, Staged
 
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.2)
 MEMORY = 32 * 2**30
@@ -99,26 +99,15 @@ def main() -> None:
     full = steps.path(entries[0].full.name)
     engine, live = started(full, tensors, device)
     for step, share in enumerate(SHARES[1:], 1):
-        staged = None
-
-        def stage(step: int = step) -> dict[str, int]:
-            nonlocal staged
-            staged = live.stage([str(root)], live.content, MEMORY, step=step, threads=4)
-            return {"held": staged.nbytes, "left": staged.left_nbytes}
-
-        def commit() -> None:
-            assert staged is not None
-            live.check(engine)
-            live.commit(staged, fail)
-
-        results.measure(f"stage, {share} changed", partial(timed, stage))
-        results.measure(f"commit, {share} changed", partial(timed, commit))
-        results.measure(f"attest, {share} changed", partial(timed, lambda: vars_of(live)))
+        staged: list[Staged] = []
+        results.measure(f"stage, {share} changed", partial(timed, partial(stage, live, root, step, staged)))
+        results.measure(f"commit, {share} changed", partial(timed, partial(commit, live, engine, staged)))
+        results.measure(f"attest, {share} changed", partial(timed, partial(attest, live)))
     wrong = [name for name, tensor in tensors.items() if not same(engine.place(name), tensor)]
     results.measure("equal", lambda: {"wrong": wrong})
     name = min(tensors)
     engine.place(name).view(torch.int16)[0] ^= 1
-    results.measure("attest, one bit flipped", partial(timed, lambda: vars_of(live)))
+    results.measure("attest, one bit flipped", partial(timed, partial(attest, live)))
     for cold in (True, False):
         prepare([Path(full)], cold=cold)
         load = partial(relayout.load, full, 0, device=device, into={one: engine.place(one) for one in tensors})
@@ -144,7 +133,20 @@ def timed(what: Callable[[], Any]) -> dict[str, Any]:
     return seconds | (result if isinstance(result, dict) else {})
 
 
-def vars_of(live: LiveWeights) -> dict[str, Any]:
+def stage(live: LiveWeights, root: Path, step: int, into: list[Staged]) -> dict[str, Any]:
+    """Read a step of a root, and keep it."""
+    staged = live.stage([str(root)], live.content, MEMORY, step=step, threads=4)
+    into.append(staged)
+    return {"held": staged.nbytes, "left": staged.left_nbytes}
+
+
+def commit(live: LiveWeights, engine: Engine, staged: list[Staged]) -> None:
+    """The pause."""
+    live.check(engine)
+    live.commit(staged[0], fail)
+
+
+def attest(live: LiveWeights) -> dict[str, Any]:
     """What an engine is proven to have."""
     found = live.attest()
     return {"proven": found.proven, "unproven": len(found.unproven), "difference": found.difference}

@@ -7,6 +7,7 @@ page cache, or do not fill a block, go through pinned buffers.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache as once
 from typing import TYPE_CHECKING
 
-from relayout.core.extents import BLOCK, Bytes, Grid, Transfer
+from relayout.core.extents import BLOCK, Grid, Transfer
 from relayout.errors import FormatError
 from relayout.format.index import Read
 from relayout.loader.backends.base import Backend, Memory, ReadJob, Refusal, kind_of, refuse_without_descriptors
@@ -40,7 +41,7 @@ class CudaLane:
     """One thread's two pinned buffers and CUDA stream."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        """Allocate two buffers of `nbytes`.
+        """Allocate two buffers of `nbytes`, of `_buffer_nbytes`.
 
         Raises:
             MemoryError: the memory cannot be pinned.
@@ -50,12 +51,11 @@ class CudaLane:
         torch.cuda.set_device(device)  # For this thread, which belongs to the loader.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
-            slabs = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS_PER_LANE)]
+            slabs = [torch.empty(nbytes + BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS_PER_LANE)]
         except RuntimeError as error:
             raise MemoryError(f"cannot pin {nbytes} bytes of host memory: {str(error).splitlines()[0]}") from None
-        # cudaHostAlloc returns whole pages, and torch's allocator passes its blocks on unchanged.
-        assert not any(slab.data_ptr() % BLOCK for slab in slabs)
-        self._buffers = slabs
+        # cudaHostAlloc does not align what is small (512 KiB, seen on an H200 with driver 580).
+        self._buffers = [_aligned(slab, nbytes) for slab in slabs]
         self._copied: list[torch.cuda.Event | None] = [None] * BUFFERS_PER_LANE
         self._current = 0
 
@@ -268,13 +268,19 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    array: Bytes = tensor.numpy()
-    return array.data
+    """Its memory. Not by `Tensor.numpy`: after that, torch does not free it before nothing refers to it."""
+    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def _aligned(slab: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The part of a slab of `BLOCK` more bytes that begins at a multiple of `BLOCK`."""
+    start = -slab.data_ptr() % BLOCK
+    return slab[start : start + nbytes]
 
 
 def _buffer_nbytes(budget: Budget) -> int:
-    """Bytes of one pinned buffer, a power of two: torch rounds pinned memory up to one."""
-    return 1 << (budget.buffer_nbytes // BUFFERS_PER_LANE).bit_length() - 1
+    """Bytes of one pinned buffer: a power of two, to which torch rounds pinned memory, less a block to align it."""
+    return (1 << (budget.buffer_nbytes // BUFFERS_PER_LANE).bit_length() - 1) - BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +314,7 @@ def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
         raise MemoryError(f"cannot allocate {nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
     if whole.is_cuda:
         _wait_for(whole.device)
-    start = -whole.data_ptr() % BLOCK
-    return DeviceArena(whole[start : start + nbytes])
+    return DeviceArena(_aligned(whole, nbytes))
 
 
 def _wait_for(device: torch.device) -> None:

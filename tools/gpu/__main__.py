@@ -17,7 +17,7 @@ from gpu.steps import Step, carry_out
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("fastsafetensors>=0.5", "runai-model-streamer>=0.17", "instanttensor")
-NEEDED = ("xxhash", "zstandard", "hypothesis", "pytest", "typer", "rich", "humanize", "matplotlib")
+NEEDED = ("xxhash", "zstandard", "hypothesis", "pytest", "typer>=0.28", "rich", "humanize", "matplotlib")
 LAYER_GB, EMBEDDING_GB = 0.436, 2.1
 
 
@@ -67,15 +67,17 @@ def all_steps(out: Path, work: Path, layers: int, device: str) -> list[Step]:
 
 def install(packages: Path, wheels: Path | None, environment: dict[str, str]) -> None:
     """Install what this Python has not, alone: torch stays as it is. What cannot be had is said."""
-    code = "import sys; from importlib.metadata import version; version(sys.argv[1])"
+    code = (
+        "import sys; from importlib.metadata import version; from packaging.requirements import Requirement;"
+        "wanted = Requirement(sys.argv[1]); sys.exit(not wanted.specifier.contains(version(wanted.name)))"
+    )
     where = ("--no-index", "--find-links", str(wheels)) if wheels is not None else ()
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *where)
     for requirement in (*NEEDED, *PEERS):
-        name = requirement.partition(">")[0]
-        known = subprocess.run([sys.executable, "-c", code, name], capture_output=True, env=os.environ | environment)
-        if known.returncode:
+        command = [sys.executable, "-c", code, requirement]
+        if subprocess.run(command, capture_output=True, env=os.environ | environment).returncode:
             done = subprocess.run([*pip, requirement], capture_output=True, text=True, timeout=120)
-            print(f"install {name}: {'done' if not done.returncode else done.stderr.strip()[-200:]}", flush=True)
+            print(f"install {requirement}: {'done' if not done.returncode else done.stderr.strip()[-200:]}", flush=True)
 
 
 if __name__ == "__main__":

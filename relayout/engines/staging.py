@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -40,6 +41,8 @@ Reload: TypeAlias = Callable[[frozenset[str] | None, Iterator[tuple[str, torch.T
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE_NBYTES = 8 * 2**20
 """Bytes that are copied from a device at once to be compared."""
+_TRAVELLING = 4 * 2**20
+"""Elements whose changes are in a device's memory at once, beside the weights: 72 MiB for those of two bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +109,16 @@ class Flips:
         return self.places.nbytes + self.bits.nbytes
 
     def apply(self, numbers: torch.Tensor) -> None:
-        """Change memory, given as numbers of the elements' width. On a device, the places travel there."""
+        """Change memory, given as numbers of the elements' width. Places and bits travel to a device in parts."""
         if numbers.device.type == "cpu":
             numbers.numpy().view(self.bits.dtype)[self.places] ^= self.bits
             return
-        places = torch.from_numpy(self.places).to(numbers.device).long()
-        bits = torch.from_numpy(self.bits.view(f"i{self.bits.itemsize}" if self.bits.itemsize > 1 else "u1"))
-        numbers.index_put_((places,), numbers[places] ^ bits.to(numbers.device))
+        signed = self.bits.view(f"i{self.bits.itemsize}" if self.bits.itemsize > 1 else "u1")
+        for first in range(0, len(signed), _TRAVELLING):
+            part = slice(first, first + _TRAVELLING)
+            places = torch.from_numpy(self.places[part]).to(numbers.device).long()
+            bits = torch.from_numpy(signed[part]).to(numbers.device)
+            numbers.index_put_((places,), numbers[places] ^ bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +259,7 @@ class LiveWeights:
         if modules is None:  # All slices are taken whole.
             flips, left = [], []
         else:
-            flips, left = decoded.flips, [] if decoded.is_complete else batches
+            flips, left = decoded.flips(), [] if decoded.is_complete else batches
         held = None if tensors is None else _held(tensors, memory - sum(one.nbytes for one in flips))
         columns = _columns_of(before.columns, changes)
         content = replace(before, deltas=deltas, digest=found[-1].link.manifest.makes, columns=columns)
@@ -387,7 +393,8 @@ class _Decoded:
 
     def __init__(self, recorded: Recorded, limit: int) -> None:
         self._recorded, self._limit, self._lock = recorded, limit, threading.Lock()
-        self.flips: list[Flips] = []
+        self._flips: defaultdict[tuple[int, object, object], list[Flips]] = defaultdict(list)
+        """By memory and dtypes."""
         self.changed: set[str] = set()
         """Slices that change and are loaded again."""
         self.is_complete = True
@@ -403,9 +410,21 @@ class _Decoded:
                 self._nbytes += flips.nbytes
                 self.is_complete &= self._nbytes <= self._limit
                 if self.is_complete:
-                    self.flips.append(flips)
+                    self._flips[flips.memory, flips.places.dtype, flips.bits.dtype].append(flips)
                 else:
-                    self.flips.clear()
+                    self._flips.clear()
+
+    def flips(self) -> list[Flips]:
+        """What is held, joined: a commit on a device takes as long for a few elements as for many.
+
+        Pieces have no element in common, since each has what all deltas change of it.
+        """
+        joined = []
+        while self._flips:
+            (memory, *_), parts = self._flips.popitem()
+            places, bits = ([getattr(one, of) for one in parts] for of in ("places", "bits"))
+            joined.append(Flips(memory, np.concatenate(places), np.concatenate(bits)))
+        return joined
 
 
 class _Numbers:
@@ -414,6 +433,7 @@ class _Numbers:
     def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
         self._found: dict[tuple[int, int], torch.Tensor] = {}
+        self._pinned: torch.Tensor | None = None
 
     def of(self, memory: int, itemsize: int) -> torch.Tensor:
         """All of a memory, as numbers of this width."""
@@ -425,6 +445,14 @@ class _Numbers:
             found.set_(storage, 0, (storage.nbytes() // itemsize,), (1,))
             self._found[memory, itemsize] = found
         return found
+
+    def on_host(self, piece: torch.Tensor) -> memoryview:
+        """The bytes of a piece, in dense order, until the next call."""
+        if piece.device.type != "cpu" and piece.nbytes <= _PIECE_NBYTES:
+            if self._pinned is None:
+                self._pinned = torch.empty(_PIECE_NBYTES, dtype=torch.uint8, pin_memory=True)
+            piece = self._pinned[: piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
+        return piece.contiguous().cpu().numpy().data.cast("B")
 
 
 def _flips_of(piece: ChangedPiece, buffer: Buffer, recorded: Recorded) -> Iterator[tuple[str, Flips | None]]:
@@ -478,7 +506,7 @@ def _has_digest(views: Sequence[View], nbytes: int, numbers: _Numbers, content: 
             if view.source == end and view.num_elements == view.end - view.source:
                 left.remove(view)
                 end = view.end
-                _update(found, view, numbers.of(view.memory, view.itemsize))
+                _update(found, view, numbers)
         if end != count:
             return None
         if found.hexdigest() != digest:
@@ -486,14 +514,14 @@ def _has_digest(views: Sequence[View], nbytes: int, numbers: _Numbers, content: 
     return True
 
 
-def _update(digest: Hash, view: View, numbers: torch.Tensor) -> None:
+def _update(digest: Hash, view: View, numbers: _Numbers) -> None:
     """Hash what a view has, piece by piece."""
     (count, *inner), steps, start = view.size, view.of_memory[1], view.target
     length = max(1, _PIECE_NBYTES // (view.itemsize * prod(inner)))
+    memory = numbers.of(view.memory, view.itemsize)
     for first in range(0, count, length):
         size = (min(length, count - first), *inner)
-        piece = numbers.as_strided(size, steps, start + first * steps[0])
-        digest.update(piece.contiguous().cpu().numpy().data.cast("B"))
+        digest.update(numbers.on_host(memory.as_strided(size, steps, start + first * steps[0])))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

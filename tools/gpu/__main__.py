@@ -32,7 +32,7 @@ def main(
 ) -> None:
     """Tests, limits, benchmarks and sweeps on a device, in steps; exit code 75: run it again to go on."""
     deadline = time.monotonic() + seconds
-    work = work or Path(tempfile.gettempdir(), "relayout-gpu")
+    work = (work or Path(tempfile.gettempdir(), "relayout-gpu")).absolute()
     work.mkdir(parents=True, exist_ok=True)
     packages = work / "packages"
     environment = {

@@ -305,6 +305,23 @@ class GlobalTensor(torch.Tensor):
                     return torch.Tensor.__getitem__(part, (*keys[:axis], slice(None), *keys[axis + 1 :]))
         return torch.Tensor.__getitem__(self, index)
 
+    def unsqueeze(self, dim: int) -> torch.Tensor:
+        """Do what `torch.unsqueeze` does, without torch's dispatcher, too: loaders of experts call it for each."""
+        return self._seen(self._geometrically(torch.Tensor.unsqueeze, dim))
+
+    def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Do what `torch.unbind` does; see `unsqueeze`."""
+        return tuple(map(self._seen, self._geometrically(torch.Tensor.unbind, dim)))
+
+    def _geometrically(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function makes of a tensor of this geometry, which is not seen by torch's dispatch modes."""
+        self._note_use()
+        unseen = torch._C._DisableTorchDispatch()
+        try:
+            return function(without_memory(self), *args)
+        finally:
+            del unseen
+
     def tolist(self) -> Any:
         """The elements of the whole tensor, as lists."""
         return self._plain("tolist").tolist()
@@ -343,7 +360,8 @@ class GlobalTensor(torch.Tensor):
         if isinstance(first, GlobalTensor):
             first._note_use()
             if is_view(func):
-                return tree_map_only(torch.Tensor, first._seen, func(without_memory(first), *args[1:], **kwargs))
+                views = func(without_memory(first), *args[1:], **kwargs)
+                return first._seen(views) if isinstance(views, torch.Tensor) else type(views)(map(first._seen, views))
             if func in SHAPED:
                 return made_like(first, func, args[1:], kwargs)
             if func is aten.view.dtype and first._is_base and isinstance(first._memory, _Slice):

@@ -9,18 +9,19 @@ with all others of the same modules. Nothing is known about architectures. Needs
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, wraps
+from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from relayout.core.aten import SHAPED, aten, geometry_of, is_view
@@ -29,9 +30,10 @@ from relayout.engines.views import View, view_of
 
 _UNREAD = SHAPED | {aten.view.dtype}
 """Operations that read no element, beside those that return views of the same dtype."""
+_COPY = aten.copy_.default
 _WIDTHS = (1, 2, 4, 8)
 """Bytes of an element that can be changed by its bits."""
-_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.numpy, torch.Tensor.__dlpack__, torch.Tensor.__array__}
+_ADDRESSES = ("data_ptr", "numpy", "__dlpack__", "__array__")
 """What hands memory to code that torch's dispatcher does not see."""
 
 
@@ -70,8 +72,7 @@ class Recorded:
         return frozenset(name for name, of in self.reloaded.items() if not modules.isdisjoint(of))
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(NamedTuple):
     """A slice in memory."""
 
     name: str
@@ -79,6 +80,35 @@ class _Source:
     """Where it begins, in bytes."""
     end: int
     itemsize: int
+
+
+class _Sources:
+    """The slices in one memory, ascending. No object is kept for each, which would be looked at for garbage."""
+
+    def __init__(self, ref: StorageWeakRef) -> None:
+        self._ref = ref
+        """While this lives, no other memory gets its number."""
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._names: list[str] = []
+        self._itemsizes: list[int] = []
+
+    def add(self, source: _Source) -> None:
+        """Note a slice."""
+        at = bisect_right(self._starts, source.start)
+        self._names.insert(at, source.name)
+        self._starts.insert(at, source.start)
+        self._ends.insert(at, source.end)
+        self._itemsizes.insert(at, source.itemsize)
+
+    def within(self, tensor: torch.Tensor) -> list[_Source]:
+        """The slices of which a tensor in this memory has something."""
+        first, end = (at * tensor.itemsize for at in _bounds(tensor))
+        rows = range(max(bisect_right(self._starts, first) - 1, 0), bisect_left(self._starts, end))
+        return [self._row(row) for row in rows if first < self._ends[row]]
+
+    def _row(self, row: int) -> _Source:
+        return _Source(self._names[row], self._starts[row], self._ends[row], self._itemsizes[row])
 
 
 @dataclass(slots=True)
@@ -113,16 +143,15 @@ class Recording(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._loader_of = model, loader_of
-        self._sources: dict[int, list[_Source]] = {}
-        """The slices in each memory, ascending."""
-        self._given: list[StorageWeakRef] = []
+        self._sources: dict[int, _Sources] = {}
+        """The slices in each memory, by its number."""
         self._memories: dict[int, _Memory] = {}
         self._lost: defaultdict[str, set[int]] = defaultdict(set)
         """Slices of which something was made that is no view, and the memories that were written to after that."""
         self._current: str | None = None
         """The slice that the engine was given last: what it writes without a view is of that."""
         self._is_paused = False
-        self._addresses = _Addresses(self)
+        self._addresses: AbstractContextManager[None] = nullcontext()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -135,40 +164,69 @@ class Recording(TorchDispatchMode):
 
     def given(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Note what is given to the engine: whole tensors and global tensors."""
-        for name, tensor in tensors:
-            local = tensor._memory.local if isinstance(tensor, GlobalTensor) else tensor
-            if local.numel():
-                assert local.is_contiguous()
-                ref = _ref(local)
-                start = int(local.storage_offset()) * local.itemsize
-                source = _Source(name, start, start + local.nbytes, local.itemsize)
-                if ref.cdata not in self._sources:
-                    self._given.append(ref)
-                insort(self._sources.setdefault(ref.cdata, []), source, key=lambda one: one.start)
-            self._current = name
-            yield name, tensor
+        left = iter(tensors)
+        while (one := self._next(left)) is not None:
+            self._current = one[0]
+            yield one
         self._current = None
 
+    def _next(self, left: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
+        """The next tensor, which is made without being seen; None: there is no other."""
+        self._is_paused = True
+        is_inmost = _get_current_dispatch_mode() is self
+        if is_inmost:  # Each operation that torch's dispatcher need not show saves some microseconds.
+            _pop_mode()
+        try:
+            if (one := next(left, None)) is not None:
+                self._note(*one)
+            return one
+        finally:
+            if is_inmost:
+                _push_mode(self)
+            self._is_paused = False
+
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        """Note where a slice is."""
+        local = tensor._memory.local if isinstance(tensor, GlobalTensor) else tensor
+        if local.numel():
+            assert local.is_contiguous()
+            sources = self._sources.get(_number(local))
+            if sources is None:
+                sources = self._sources[_number(local)] = _Sources(_ref(local))
+            start = int(local.storage_offset()) * local.itemsize
+            sources.add(_Source(name, start, start + local.nbytes, local.itemsize))
+
     def __enter__(self) -> Recording:
-        self._addresses.__enter__()  # type: ignore[no-untyped-call]
+        self._addresses = _seen_addresses(self._handed_out)
+        self._addresses.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._addresses.__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._addresses.__exit__(*raised)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch is to wrap `__torch_dispatch__`, for 1 us of each operation.
+
+        Nothing is compiled in a load in any case: torch leaves that where there is such a mode.
+        """
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._is_paused:
-            return func(*args, **kwargs)
-        if func is aten.copy_.default and isinstance(args[1], torch.Tensor):
-            self._copied(args[0], args[1])
-        elif not (is_view(func) or func in _UNREAD):
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor):
-                    self.touched(leaf)
-        return func(*args, **kwargs)
+        if not (self._is_paused or _reads_nothing(func)):
+            if func is _COPY and isinstance(args[1], torch.Tensor):
+                self._copied(args[0], args[1])
+            else:
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, torch.Tensor):
+                        self.touched(leaf)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _handed_out(self, tensor: torch.Tensor) -> None:
+        if not self._is_paused:
+            self.touched(tensor)
 
     def touched(self, tensor: torch.Tensor) -> None:
         """Note that something is made of a tensor, or written to it, that is no copy of a slice."""
@@ -214,15 +272,16 @@ class Recording(TorchDispatchMode):
         """Note a copy."""
         if target.is_meta or _is_same(target, source):  # The engine counts what it would load; or nothing changes.
             return
-        names = self._names_in(source)
-        if isinstance(target, GlobalTensor) or target.layout is not torch.strided or self._names_in(target):
+        slices = self._slices_in(source)
+        names = [one.name for one in slices] or self._names_in(source)
+        if isinstance(target, GlobalTensor) or target.layout is not torch.strided or self._slices_in(target):
             self.touched(target)
             self.touched(source)
             return
         memory = self._memory(target)
         if self._loader_of is not None and memory.owners and self._current is not None:
             memory.is_fixed |= not _is_called(memory.loaders)
-        if len(names) == 1 and (view := self._view(target, source)) is not None:
+        if len(slices) == 1 and (view := _view(target, source, slices[0])) is not None:
             memory.views.append((names[0], view))
             if names[0] in self._lost:  # It was changed where it came in.
                 self._follow(names, memory)
@@ -240,18 +299,6 @@ class Recording(TorchDispatchMode):
             self._lost[name].add(memory.ref.cdata)
         memory.is_changed = True
 
-    def _view(self, target: torch.Tensor, source: torch.Tensor) -> View | None:
-        """How a view of one slice is copied; None: not element by element."""
-        if isinstance(source, GlobalTensor) or source.dtype != target.dtype or source.numel() != target.numel():
-            return None
-        [slice_] = self._slices_in(source)
-        size, steps, offset = geometry_of(source.expand(target.shape))
-        start, rest = divmod(offset * source.itemsize - slice_.start, source.itemsize)
-        if source.itemsize not in _WIDTHS or source.itemsize != slice_.itemsize or rest or start < 0:
-            return None
-        view = view_of(_number(target), (size, steps, start), geometry_of(target), source.itemsize)
-        return view if view is not None and view.end * slice_.itemsize <= slice_.end - slice_.start else None
-
     def _names_in(self, tensor: torch.Tensor) -> list[str]:
         """The slices that a tensor has something of, if it is in the memory that these came in."""
         if isinstance(tensor, GlobalTensor):
@@ -260,12 +307,10 @@ class Recording(TorchDispatchMode):
         return [one.name for one in self._slices_in(tensor)]
 
     def _slices_in(self, tensor: torch.Tensor) -> Sequence[_Source]:
-        found = () if tensor.layout is not torch.strided or tensor.is_meta else self._sources.get(_number(tensor), ())
-        if len(found) < 2:
-            return found
-        first, end = (at * tensor.itemsize for at in _bounds(tensor))
-        begin = max(bisect_right(found, first, key=lambda one: one.start) - 1, 0)
-        return [one for one in found[begin:] if one.start < end and first < one.end]
+        if isinstance(tensor, GlobalTensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            return ()
+        sources = self._sources.get(_number(tensor))
+        return () if sources is None else sources.within(tensor)
 
     def _memory(self, tensor: torch.Tensor) -> _Memory:
         """What is known of a tensor's memory."""
@@ -306,17 +351,33 @@ class Recording(TorchDispatchMode):
                     memory.views.append((one.name, view))
 
 
-class _Addresses(TorchFunctionMode):
-    """Sees who asks for the address of memory: kernels that are called around torch's dispatcher."""
+@contextmanager
+def _seen_addresses(touched: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Let a function be called for each tensor whose memory this thread hands to code around torch's dispatcher.
 
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()
-        self._recording = recording
+    A mode of torch's functions would see this, too, and would make all that the engine asks of tensors slower.
+    """
+    thread = get_ident()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ADDRESSES and not self._recording._is_paused and isinstance(args[0], torch.Tensor):
-            self._recording.touched(args[0])
-        return func(*args, **(kwargs or {}))
+    def seeing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def seen(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if get_ident() == thread:
+                touched(tensor)
+            return original(tensor, *args, **options)
+
+        return seen
+
+    own = {name: vars(torch.Tensor)[name] for name in _ADDRESSES if name in vars(torch.Tensor)}
+    for name in _ADDRESSES:
+        setattr(torch.Tensor, name, seeing(getattr(torch.Tensor, name)))
+    try:
+        yield
+    finally:
+        for name in _ADDRESSES:
+            delattr(torch.Tensor, name)
+        for name, original in own.items():
+            setattr(torch.Tensor, name, original)
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -337,16 +398,36 @@ def _is_called(codes: Collection[CodeType]) -> bool:
     return False
 
 
+def _view(target: torch.Tensor, source: torch.Tensor, slice_: _Source) -> View | None:
+    """How a view of a slice is copied; None: not element by element."""
+    itemsize = source.itemsize
+    if source.dtype != target.dtype or source.numel() != target.numel():
+        return None
+    size, steps, offset = geometry_of(source if source.shape == target.shape else source.expand(target.shape))
+    start, rest = divmod(offset * itemsize - slice_.start, itemsize)
+    if itemsize not in _WIDTHS or itemsize != slice_.itemsize or rest or start < 0:
+        return None
+    view = view_of(_number(target), (size, steps, start), geometry_of(target), itemsize)
+    return view if view is not None and view.end * itemsize <= slice_.end - slice_.start else None
+
+
+@cache
+def _reads_nothing(func: Any) -> bool:
+    """Whether an operation neither reads nor writes an element."""
+    return is_view(func) or func in _UNREAD
+
+
 def _number(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a copy is from the same elements of the same memory."""
-    if GlobalTensor in (type(target), type(source)) or {target.layout, source.layout} != {torch.strided}:
+    if GlobalTensor in (type(target), type(source)) or not target.layout == source.layout == torch.strided:
         return False
-    is_same = source.dtype == target.dtype and geometry_of(source) == geometry_of(target) and not source.is_meta
-    return is_same and _number(source) == _number(target)
+    if source.is_meta or _number(source) != _number(target):
+        return False
+    return source.dtype == target.dtype and geometry_of(source) == geometry_of(target)
 
 
 def _ref(tensor: torch.Tensor) -> StorageWeakRef:
@@ -356,6 +437,8 @@ def _ref(tensor: torch.Tensor) -> StorageWeakRef:
 def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
     """Where the first element of a tensor lies in its memory, and what is behind its last one."""
     size, steps, offset = geometry_of(tensor)
+    if tensor.is_contiguous():
+        return offset, offset + tensor.numel()
     return offset, offset + 1 + sum((count - 1) * step for count, step in zip(size, steps, strict=True) if count)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -42,7 +43,19 @@ def _compute_outside(layer: nn.Module) -> None:
     layer.register_buffer("outside", torch.from_numpy(layer.weight.data.numpy().copy()))
 
 
-AFTER: list[After] = [lambda layer: None, _wrap_again, _scale, _pack, _derive, _compute_outside]
+@torch.compile(backend="eager")
+def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def _compute_compiled(layer: nn.Module) -> None:
+    layer.register_buffer("compiled", _doubled(layer.weight.data))
+
+
+AFTER: list[After] = [
+    *(lambda layer: None, _wrap_again, _scale, _pack, _derive, _compute_outside),
+    _compute_compiled,
+]
 
 
 def run(operations: Steps, tensor: torch.Tensor) -> torch.Tensor:
@@ -191,7 +204,9 @@ def test_what_is_copied_and_left_as_it_is_has_views(after: int) -> None:
     assert recorded.modules_of(["s0"]) == frozenset()
 
 
-@pytest.mark.parametrize("after", [2, 3, 4, 5], ids=["scaled", "packed", "derived", "computed outside of torch"])
+@pytest.mark.parametrize(
+    "after", [2, 3, 4, 5, 6], ids=["scaled", "packed", "derived", "computed outside of torch", "compiled"]
+)
 def test_what_the_engine_makes_something_of_is_loaded_again_with_its_layer(after: int) -> None:
     recorded = simple(after)
     assert not recorded.views
@@ -225,6 +240,21 @@ def test_what_is_filled_by_other_code_than_in_a_reload_is_fixed() -> None:
     recorded = recording.finish()
     assert set(recorded.views) == {"by_loader", "directly"}
     assert recorded.fixed == {"directly"}
+
+
+def test_what_another_thread_does_with_memory_meanwhile_is_its_own_affair() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    before = {name: getattr(torch.Tensor, name) for name in ("data_ptr", "numpy", "__dlpack__", "__array__")}
+    recording = Recording(model)
+    with recording, ThreadPoolExecutor(1) as other:
+        for _, tensor in recording.given([("w", torch.ones(2, 2))]):
+            model.weight.data.copy_(tensor)
+        other.submit(model.weight.data.numpy).result()
+        assert set(recording.finish().views) == {"w"}
+        model.weight.data.numpy()
+    assert set(recording.finish().reloaded) == {"w"}
+    assert {name: getattr(torch.Tensor, name) for name in before} == before
+    assert "data_ptr" not in vars(torch.Tensor)
 
 
 def test_a_copy_from_the_same_place_changes_nothing() -> None:

@@ -170,6 +170,23 @@ def loads() -> str:
     return "\n".join(rows)
 
 
+def gpu() -> str:
+    """What `tools/run gpu` has recorded on a GPU."""
+    lines = (_ROOT / "tools" / "results" / "gpu.jsonl").read_text().splitlines()
+    found = {row["key"]: row for row in map(json.loads, lines)}
+    rows = ["| seconds, on one GPU | relayout | others |", "|---|---|---|"]
+    for title in ("one rank of 8, cold", "whole model, warm"):
+        runs = {key.removeprefix(f"{title}: "): row["runs_s"] for key, row in found.items() if key.startswith(title)}
+        own = min(runs.pop("relayout"))
+        others = ", ".join(f"{name} {min(seconds):.2f}" for name, seconds in runs.items())
+        rows.append(f"| load of {title.replace('8', 'TP 8')} page cache | **{own:.2f}** | {others} |")
+    whole = f"a load of the whole from the page cache {found['load into, warm']['seconds']:.2f}"
+    for share in (0.001, 0.01, 0.05, 0.2):
+        pause = found[f"commit, {share} changed"]["seconds"]
+        rows.append(f"| pause of a live model, {100 * share:.3g} % changed | **{pause:.3f}** | {whole} |")
+    return "\n".join(rows)
+
+
 def _release(versions: dict[str, str]) -> str:
     if "sglang" in versions:
         return f"SGLang {versions['sglang']}"
@@ -180,6 +197,7 @@ def _release(versions: dict[str, str]) -> str:
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "seconds": (_ROOT / "README.md", seconds),
     "loads": (_ROOT / "docs" / "MEASURING.md", loads),
+    "gpu": (_ROOT / "docs" / "MEASURING.md", gpu),
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),
     "commands": (_REFERENCE / "COMMANDS.md", commands),

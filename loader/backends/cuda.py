@@ -98,7 +98,6 @@ class DeviceBackend(Backend["torch.Tensor"]):
 
     access = Access.AUTO
     max_buffer_nbytes = MAX_BUFFERS
-    is_experimental = True
 
     def __init__(
         self, device: str | torch.device, make_lane: Callable[[int], CudaLane], cufile: CuFile | None = None
@@ -108,7 +107,7 @@ class DeviceBackend(Backend["torch.Tensor"]):
         self.make_lane = make_lane
         self.cufile = cufile
         self.name = "pinned" if cufile is None else "gds"
-        self.is_zero_copy = cufile is not None
+        self.is_zero_copy = self.is_experimental = cufile is not None
 
     def requests(
         self, reads: Sequence[Read], alignment: int, budget: Budget, grids: Sequence[Grid | None] = ()
@@ -124,7 +123,7 @@ class DeviceBackend(Backend["torch.Tensor"]):
         return ScatteredOnDevice(tensors)
 
     def start(self, memory: Memory[torch.Tensor], job: ReadJob) -> DeviceJob:
-        if str(self.device).startswith("cuda"):
+        if self.is_experimental:
             _warn_once()
         with closed_on_error(ReadableFiles(job.files, self.access)) as opened:
             return DeviceJob(self, memory, job, opened)
@@ -132,7 +131,7 @@ class DeviceBackend(Backend["torch.Tensor"]):
 
 @once
 def _warn_once() -> None:
-    _LOGGER.warning("relayout: loads to CUDA devices are experimental: they have never been tested on a GPU")
+    _LOGGER.warning("relayout: GPUDirect Storage is experimental: it has never been tested on a GPU")
 
 
 class DeviceJob(ThreadedJob[CudaLane, Request]):

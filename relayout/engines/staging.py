@@ -394,7 +394,7 @@ class _Decoded:
     def __init__(self, recorded: Recorded, limit: int) -> None:
         self._recorded, self._limit, self._lock = recorded, limit, threading.Lock()
         self._flips: defaultdict[tuple[int, object, object], list[Flips]] = defaultdict(list)
-        """By memory and dtypes."""
+        """What is held, by memory and the dtypes of places and bits."""
         self.changed: set[str] = set()
         """Slices that change and are loaded again."""
         self.is_complete = True

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import flip
-from support.fake_cuda import Lanes
+from support.fake_cuda import FakeCuFile, Lanes
 from support.headers import entry, file_of
 from support.loader_fixtures import (
     BLOCK,
@@ -210,17 +210,17 @@ def test_a_backend_of_somebody_else_is_explained_as_any_other(converted: Path) -
 def test_a_backend_that_never_ran_on_its_hardware_says_so_in_explain_and_once_when_it_is_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = DeviceBackend("cuda:0", Lanes().make)
+    device = DeviceBackend("cuda:0", Lanes().make, FakeCuFile())  # type: ignore[arg-type]
     device.reason = "reads"
-    monkeypatch.setitem(REGISTRY, "pinned", lambda *_: device)
-    assert choose("pinned", "cpu", ()).reason == "requested: reads; experimental: never tested on a GPU"
+    monkeypatch.setitem(REGISTRY, "gds", lambda *_: device)
+    assert choose("gds", "cpu", ()).reason == "requested: reads; experimental: never tested on a GPU"
     assert "experimental" not in choose("auto", "cpu", ()).reason
     assert caplog.text == ""
     cuda._warn_once.cache_clear()
     for _ in range(2):
         device.start(DeviceArena(torch.empty(0, dtype=torch.uint8)), ReadJob((), (), Budget(1, MIB))).cancel()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "loads to CUDA devices are experimental" in caplog.text
+    assert "GPUDirect Storage is experimental" in caplog.text
 
 
 def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_others_said(
@@ -233,7 +233,7 @@ def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_ot
     found = choose("auto", "cuda:0", ())
     assert (found.name, found.device, found.gds) == ("pinned", "cuda:0", None)
     why = "backend 'gds': GPUDirect Storage is not available: neither nvidia-fs nor PCI P2PDMA is set up"
-    how = "read into pinned memory, copied from there; experimental: never tested on a GPU"
+    how = "read into pinned memory, copied from there"
     assert found.reason == f"{why}; {how}"
     with pytest.raises(PlanError, match=f"^{why}$"):
         choose("gds", "cuda:0", ())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def load(
     path: str | os.PathLike[str],
-    rank: int,
+    rank: int | None = None,
     *,
     device: str | torch.device = "cpu",
     backend: str = "auto",
@@ -35,22 +35,22 @@ def load(
     threads: int | None = None,
     memory: int | str | None = None,
     progress: Progress = None,
-    into: Mapping[str, torch.Tensor] | None = None,
+    into: Mapping[str, torch.Tensor] | torch.nn.Module | None = None,
     tp: int | None = None,
     group: ProcessGroup | None = None,
     cache: CacheOption = None,
     deltas: Paths = (),
     trust: Trust = None,
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors of one tensor-parallel rank.
+    """Load the tensors of one tensor-parallel rank, or fill what this process holds of a sharded model.
 
-    They are views of one allocation, at addresses that are multiples of 16 bytes. Every byte has arrived when the call
-    returns; on a CUDA device, work that is queued on the current stream from then on sees it. Several threads may load
-    at once, but not into the same memory.
+    Tensors are views of one allocation, at addresses that are multiples of 16 bytes. Every byte has arrived when the
+    call returns; on a CUDA device, work that is queued on the current stream from then on sees it. Several threads may
+    load at once, but not into the same memory.
 
     Args:
         path: a folder that `relayout convert` wrote, or a plain checkpoint; as `str`, it may be a store's URL.
-        rank: from 0.
+        rank: from 0. Without one, `into` says what this process holds.
         device: the torch device of the tensors.
         backend: "auto" takes the fastest that works here (see `relayout.explain`). To host memory: "direct" bypasses
             the page cache, "buffered" reads through it. To a CUDA device: "pinned" reads through pinned host memory,
@@ -66,8 +66,14 @@ def load(
         progress: True for a bar on stderr, or a function to call with (bytes that have arrived, total bytes).
         into: existing tensors to fill, such as an engine's parameters, with the slice's dtype and shape, on `device`.
             Other tensors are loaded only if `names` asks for them. Tensors that are not contiguous are filled through
-            temporary memory, a few at a time. No two tensors may share memory, except two names of one tensor that
-            have the same digest in a converted checkpoint.
+            temporary memory, a few at a time; so are those of a floating-point dtype that has all values of the
+            slice's, such as FP32 for BF16. No two tensors may share memory, except two names of one tensor that have
+            the same digest in a converted checkpoint.
+            Without a rank: a model, or its state dict. Of a DTensor the shard is filled that this process holds, of
+            another tensor all. A model of transformers 5 is filled as its `from_pretrained` does it, experts in one
+            tensor, for example. They must have memory, on one device. Whatever a checkpoint lacks or has beside is an
+            error; with `names`, only what these match counts. Names that share memory, as of tied weights, need one
+            tensor, or equal ones.
         tp: the tensor-parallel degree, by default that of the conversion. Slices for another degree are assembled from
             the stored slices by the same rules. A plain checkpoint is sliced at this degree, or
             converted into `cache`.
@@ -77,6 +83,7 @@ def load(
             is killed fails the others at once over gloo, over NCCL after the group's timeout. No cache is used.
             Of a plain checkpoint each member loads its own rank, any ranks, to the CPU: together they read each byte
             once, and send each other what several need. That takes 40 MiB of buffers more than `memory`.
+            So they do with `into` and no rank, from any checkpoint and to any device; each gives what it holds.
         cache: a folder on a local drive, or a `relayout.Cache` with a limit, that keeps the files of ranks that are
             loaded from a remote store: the next load is local. Every byte is proven when it is fetched. A plain
             checkpoint is converted into it first. Processes of a machine share it, and read nothing twice. Default:
@@ -87,7 +94,8 @@ def load(
             is returned; every byte is proven in host memory. Default: RELAYOUT_TRUST, if that is set.
 
     Returns:
-        This rank's slice of each tensor, by its name in the source checkpoint; with `into`, the given tensors.
+        This rank's slice of each tensor, by its name in the source checkpoint; with `into`, the given tensors, by the
+        model's names.
 
     Raises:
         FormatError: a file is damaged, missing, or of another conversion; with `verify`, also if a digest differs.
@@ -121,6 +129,10 @@ def load(
         is_shared=group is not None,
     )
     with error_hints():
+        if rank is None and into is not None:
+            from relayout.loader.sharded import load_held
+
+            return load_held(asked, group)
         if group is not None:
             from relayout.loader.group.sharing import load_together
 
@@ -140,6 +152,8 @@ def _load(asked: Asked, source: RankSource, options: Options) -> dict[str, torch
         plan = source.arena(asked.names)
         warn_if_slow(source)
         return load_arena(plan, options)
+    if not isinstance(asked.into, Mapping):
+        raise PlanError("into is a model: leave out the rank, as the model says what it holds", code="option")
     if not asked.into and asked.names is None:
         raise PlanError("into: no tensors to fill; leave it out to load into new memory", code="option")
     from relayout.loader.in_place import load_into

@@ -27,6 +27,7 @@ from relayout.loader.tensors import (
     address_of,
     bump_versions,
     bytes_of,
+    dtype_name,
     memory_of,
     sharing,
     torch_dtype,
@@ -57,10 +58,7 @@ def load_into(
     """
     import torch
 
-    row_of = check_tensors("into", into, contents, options.device)
-    for first, second in sharing_memory(into):
-        if not _is_tied(first, second, into, contents, row_of):
-            raise PlanError(f"into: {first!r} and {second!r} share memory", code="option")
+    row_of = check_into(into, contents, options.device)
     wanted = set(select(contents.names, names)) if names is not None else set()
     existing = [row for name, row in row_of.items() if name in into]
     new = [row for name, row in row_of.items() if row in wanted and name not in into]
@@ -70,7 +68,8 @@ def load_into(
     # Check the files before the first byte is written.
     ReadableFiles(contents.rows([*existing, *new]).files, Access.BUFFERED).close()
     backend, budget = options.choose(contents.files)
-    fits = {row: backend.device == options.device and into[contents.names[row]].is_contiguous() for row in existing}
+    can_fill = backend.device == options.device
+    fits = {row: can_fill and is_as_stored(into[contents.names[row]], contents.dtypes[row]) for row in existing}
     direct, others = [row for row in existing if fits[row]], [row for row in existing if not fits[row]]
     parts = [contents.rows(rows) for rows in (direct, others, new)]
     sizes = [sum(part.sizes()) for part in parts]
@@ -85,6 +84,19 @@ def load_into(
         if new:
             tensors |= load_arena(pack(parts[2]), stages[2])
     return {name: tensors[name] for name in contents.names if name in tensors}
+
+
+def check_into(into: Mapping[str, torch.Tensor], contents: TensorColumns, device: str | torch.device) -> dict[str, int]:
+    """Check that tensors can be filled with what is loaded, which may have a narrower dtype; see `check_tensors`.
+
+    Raises:
+        PlanError: they cannot, or share memory and are not two names of one tensor.
+    """
+    row_of = check_tensors("into", into, contents, device, may_widen=True)
+    for first, second in sharing_memory(into):
+        if not _is_tied(first, second, into, contents, row_of):
+            raise PlanError(f"into: {first!r} and {second!r} share memory", code="option")
+    return row_of
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
@@ -122,8 +134,13 @@ def check_tensors(
     tensors: Mapping[str, torch.Tensor],
     rank: TensorColumns | RankTable,
     device: str | torch.device | None = None,
+    *,
+    may_widen: bool = False,
 ) -> dict[str, int]:
     """Check that given tensors, called `what`, can hold the rank's of these names, on any device if that is None.
+
+    Args:
+        may_widen: whether they may have a dtype that has all values of the rank's, see `holds_values_of`.
 
     Returns:
         The row of each of the rank's tensors.
@@ -131,23 +148,46 @@ def check_tensors(
     Raises:
         PlanError: the rank has none of that name; or one has another dtype, shape or device, or no simple memory.
     """
+    import torch
+
     row_of = {name: row for row, name in enumerate(rank.names)}
     dtypes, shapes = rank.dtypes, rank.shapes
     for name, tensor in tensors.items():
         if name not in row_of:
             raise PlanError(f"{what}: the rank has no tensor {name!r}{_hint(name, row_of)}", code="option")
-        _check_tensor(f"{what}[{name!r}]", name, tensor, dtypes[row_of[name]], shapes[row_of[name]], device)
+        called, row = f"{what}[{name!r}]", row_of[name]
+        expected = torch_dtype(name, dtypes[row]), torch_shape(name, dtypes[row], shapes[row])
+        if may_widen and isinstance(tensor, torch.Tensor) and holds_values_of(tensor.dtype, expected[0]):
+            expected = tensor.dtype, expected[1]
+        _check_tensor(called, tensor, expected, device)
     return row_of
 
 
+def holds_values_of(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether a floating-point dtype has all values of another: FP32 those of BF16, for example."""
+    import torch
+
+    halves = torch.bfloat16, torch.float16
+    narrower: dict[torch.dtype, tuple[torch.dtype, ...]]
+    narrower = {torch.float32: halves, torch.float64: (*halves, torch.float32)}
+    return stored in narrower.get(dtype, ())
+
+
+def is_as_stored(tensor: torch.Tensor, dtype: str) -> bool:
+    """Whether a tensor has its elements in memory as a file has them, of a dtype."""
+    return tensor.is_contiguous() and dtype_name(tensor.dtype) == dtype
+
+
 def _check_tensor(
-    what: str, name: str, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], device: str | torch.device | None
+    what: str,
+    tensor: torch.Tensor,
+    expected: tuple[torch.dtype, tuple[int, ...]],
+    device: str | torch.device | None,
 ) -> None:
     import torch
 
     if not isinstance(tensor, torch.Tensor):
         raise PlanError(f"{what} is a {type(tensor).__name__}, expected a torch.Tensor", code="option")
-    expected = (torch_dtype(name, dtype), torch_shape(name, dtype, shape))
     if (tensor.dtype, tuple(tensor.shape)) != expected:
         raise PlanError(
             f"{what} is {tensor.dtype} {list(tensor.shape)}, expected {expected[0]} {list(expected[1])}", code="option"

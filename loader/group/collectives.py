@@ -11,6 +11,7 @@ from copy import copy
 from datetime import timedelta
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from relayout.core.arguments import ranks_text
 from relayout.errors import PlanError, RelayoutError
@@ -49,6 +50,10 @@ def _raise_first(values: list[object]) -> None:
     index = next((index for index, value in enumerate(values) if isinstance(value, Exception)), None)
     if index is not None:
         raise cast("Exception", values.pop(index))
+
+
+_on_host: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+"""Groups of the same processes as others', for messages from host memory. They live as long: see `Group.apart`."""
 
 
 class Group:
@@ -116,6 +121,20 @@ class Group:
         made.set_timeout(usual)
         return made
 
+    @staticmethod
+    def on_host(group: ProcessGroup) -> Group:
+        """The group, or one of the same processes if it sends nothing from host memory, as over NCCL alone.
+
+        Raises:
+            PlanError, OSError: as `Group`, and `apart`.
+        """
+        taken = Group(group)
+        if taken.has_gloo:
+            return taken
+        if group not in _on_host:
+            _on_host[group] = taken.apart()
+        return Group(_on_host[group])
+
     def _all_called(self, limit: timedelta) -> bool:
         """Wait until all members have called: by a message of each to each, by which gloo tells at once who is gone.
 
@@ -126,7 +145,7 @@ class Group:
         """
         import torch
 
-        if self._has_gloo:
+        if self.has_gloo:
             hello = torch.zeros(self.num_members, dtype=torch.uint8)
             self.exchange(hello, [1] * self.num_members, torch.empty_like(hello), [1] * self.num_members)
             return True
@@ -136,7 +155,7 @@ class Group:
         return True
 
     @property
-    def _has_gloo(self) -> bool:
+    def has_gloo(self) -> bool:
         """Whether messages from host memory go by gloo."""
         import torch
 

@@ -1,12 +1,12 @@
-"""A load of different ranks of one plain checkpoint by the members of a group, who read its bytes once together."""
+"""Members of a group that want different slices of the same tensors read their bytes once, together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from relayout.checkpoint.source import identity_of
 from relayout.core.digests import digest_hex
@@ -15,7 +15,7 @@ from relayout.core.slices import CutTensor, number_cuts
 from relayout.core.workers import Stop, Stopped
 from relayout.errors import PlanError
 from relayout.format.index import Read
-from relayout.loader.backends.base import Allocation, Options, ReadJob, RunningJob
+from relayout.loader.backends.base import Allocation, Backend, Memory, Options, ReadJob, RunningJob
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import ThreadedJob, reserve
 from relayout.loader.group.collectives import Group
@@ -26,9 +26,7 @@ from relayout.loader.sources.rank import (
     Names,
     RankSource,
     StoredFile,
-    TensorColumns,
     cost_of,
-    place_at,
     select,
 )
 from relayout.loader.sources.reshard import PlainRank
@@ -42,6 +40,97 @@ if TYPE_CHECKING:
 
 _NUM_BUFFERS = 4
 """Ranges that a member has read and not sent yet, or is reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How the members of a group fill slices of tensors that are divided among them. All of them plan the same."""
+
+    group: Group
+    files: tuple[StoredFile, ...]
+    """The files, as they are read."""
+    tensors: Sequence[Divided]
+    rounds: Sequence[ExchangeRound]
+
+    @staticmethod
+    def of(group: Group, files: tuple[StoredFile, ...], tensors: Sequence[Divided]) -> Exchange:
+        """Plan it; the slices of `tensors` are those of all members, in their order."""
+        return Exchange(group, files, tensors, plan_exchange(tensors, group.num_members))
+
+    def alone(self, offsets: Sequence[int]) -> tuple[Read, ...]:
+        """What this member reads for itself, to memory that has the slices at these offsets."""
+        return tuple(
+            Read(tensor.file, transfer.shifted(source=tensor.offset, target=offset))
+            for tensor, offset in zip(self.tensors, offsets, strict=True)
+            if not tensor.division.exchanged
+            for transfer in tensor.division.slices[self.group.index]
+        )
+
+    def ahead(self) -> list[ExchangedRange]:
+        """What this member reads for all, in order."""
+        return [piece for each in self.rounds for piece in each.ranges if piece.member == self.group.index]
+
+
+class RunningExchange:
+    """An exchange that has been started: this member reads. The calls come in their order here, by all members."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        backend: Backend[Any],
+        budget: Budget,
+        memory: Memory[Any],
+        offsets: Sequence[int],
+        slices: Sequence[Bytes],
+    ) -> None:
+        """Start, in a block of `Group.collective`.
+
+        Args:
+            memory: holds this member's slices, at these offsets.
+            slices: the bytes of each; of one that this member does not hold, any.
+
+        Raises:
+            FormatError, OSError: as `Backend.start`.
+        """
+        self._exchange = exchange
+        self._jobs: list[RunningJob] = []
+        try:
+            files, alone = _needed(exchange.files, exchange.alone(offsets))
+            self._jobs.append(backend.start(memory, ReadJob(files, alone, budget)))
+            files, ranges = _needed(exchange.files, exchange.ahead())
+            self._ahead = ReadAhead(files, ranges, backend.access, budget)
+            self._jobs.append(self._ahead.job)
+            self._mail = _Mail(exchange.group, exchange.tensors, slices, exchange.rounds)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def run(self, report: Callable[[int], None]) -> int:
+        """Carry out all rounds, outside of such a block; returns the bytes that have arrived so."""
+        return self._mail.exchange_all(self._ahead, report)
+
+    def finish(self, done: int, report: Callable[[int], None]) -> None:
+        """Wait for all bytes, in such a block; so many had arrived before."""
+        rounds = self._exchange.rounds
+        done += self._mail.unpack(rounds[-1] if rounds else None)
+        alone, ahead = self._jobs
+        ahead.join()
+        alone.join(lambda nbytes: report(done + nbytes))
+
+    def cancel(self) -> None:
+        """Stop reading; the threads have ended on return."""
+        for job in self._jobs:
+            job.cancel()
+
+
+Item = TypeVar("Item", Read, ExchangedRange)
+
+
+def _needed(files: Sequence[StoredFile], items: Sequence[Item]) -> tuple[tuple[StoredFile, ...], tuple[Item, ...]]:
+    """Only the files that are read, and what is read of them: each file that is opened may be a request."""
+    needed = sorted({item.file for item in items})
+    position = {file: index for index, file in enumerate(needed)}
+    return tuple(files[file] for file in needed), tuple(replace(item, file=position[item.file]) for item in items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,42 +169,30 @@ class ExchangedLoad:
     def load(self) -> dict[str, torch.Tensor]:
         group, plan, ranks = self.group, self.plan, self.group.all_gather(self.source.rank)
         arena: Allocation[Any] | None = None
-        running: list[RunningJob] = []
+        running: RunningExchange | None = None
         try:
             with reporting(self.options.progress, "loading", plan.nbytes) as report:
                 with group.collective():
                     backend, budget = self.options.choose(plan.files)
                     tensors = plan.tensors()
                     chosen, divided = _divided(self.source, ranks, self.names)
-                    rounds = plan_exchange(divided, group.num_members)
-                    exchanged = {name for name, one in zip(chosen, divided, strict=True) if one.division.exchanged}
                     arena = backend.allocate(plan.arena_nbytes)
-                    reads = _reads_alone(tensors, exchanged)
-                    running.append(backend.start(arena, ReadJob(plan.files, reads, budget)))
-                    mine = [piece for each in rounds for piece in each.ranges if piece.member == group.index]
-                    ahead = ReadAhead(self.source.files, mine, backend.access, budget)
-                    running.append(ahead.job)
                     base, offset_of = arena.tensor(), dict(zip(tensors.names, tensors.offsets, strict=True))
-                    mail = _Mail(group, divided, [offset_of.get(name, 0) for name in chosen], base.numpy(), rounds)
-                done = mail.exchange_all(ahead, report)
+                    offsets = [offset_of.get(name, 0) for name in chosen]
+                    slices = [base.numpy()[offset:] for offset in offsets]
+                    exchange = Exchange.of(group, self.source.files, divided)
+                    running = RunningExchange(exchange, backend, budget, arena, offsets, slices)
+                done = running.run(report)
                 with group.collective():
-                    done += mail.unpack(rounds[-1] if rounds else None)
-                    ahead.job.join()
-                    running[0].join(report.after(done))
+                    running.finish(done, report)
                     return make_views(base, tensors)
         except BaseException as error:
-            for job in running:
-                job.cancel()
+            if running is not None:
+                running.cancel()
             group.fail(error)
             if arena is not None:
                 arena.discard()
             raise
-
-
-def _reads_alone(tensors: TensorColumns, exchanged: Container[str]) -> tuple[Read, ...]:
-    """The reads of tensors that are not exchanged, which a member reads for itself."""
-    alone = [row for row, name in enumerate(tensors.names) if name not in exchanged]
-    return place_at([tensors.reads[row] for row in alone], [tensors.offsets[row] for row in alone])
 
 
 def _divided(source: PlainRank, ranks: Sequence[int], names: Names) -> tuple[list[str], list[Divided]]:
@@ -196,17 +273,15 @@ class _Mail:
         self,
         group: Group,
         tensors: Sequence[Divided],
-        offsets: Sequence[int],
-        arena: Bytes,
+        slices: Sequence[Bytes],
         rounds: Sequence[ExchangeRound],
     ) -> None:
-        """`offsets` are those of this member's slices in its arena."""
+        """`slices` are the bytes of this member's slices."""
         import torch
 
         self._group = group
         self._tensors = tensors
-        self._offsets = offsets
-        self._arena = arena
+        self._slices = slices
         self._rounds = rounds
         most_sent = max((sum(each.sent(group.index)) for each in rounds), default=0)
         most_received = max((sum(each.received(group.index)) for each in rounds), default=0)
@@ -241,7 +316,7 @@ class _Mail:
                         for _, packed, _ in piece.packed(self._tensors, member):
                             copy_runs(view, sent, packed, 0, start)
                 for row, part in piece.kept(self._tensors, me):
-                    copy_runs(view, self._arena, part, 0, self._offsets[row])
+                    copy_runs(view, self._slices[row], part)
                 ahead.release()
 
     @contextmanager
@@ -282,7 +357,7 @@ class _Mail:
         for piece in each.ranges:
             if piece.member != me:
                 for row, _, unpacked in piece.packed(self._tensors, me):
-                    copy_runs(received, self._arena, unpacked, starts[piece.member], self._offsets[row])
+                    copy_runs(received, self._slices[row], unpacked, starts[piece.member])
         return sum(piece.sizes[me] for piece in each.ranges)
 
 

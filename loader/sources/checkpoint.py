@@ -26,6 +26,7 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.trust import TrustedStore, refuse_deltas, trusted
 from relayout.core.arguments import at_least_one, integer, size
+from relayout.core.digests import digest_hex
 from relayout.core.extents import Transfer
 from relayout.core.slices import WHOLE, num_bytes
 from relayout.errors import FormatError, PlanError, RelayoutError, warn
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from relayout.cache.folder import Cache, CacheOption, HeldEntry
     from relayout.checkpoint.delta import Paths
+    from relayout.checkpoint.source import SourceCheckpoint
     from relayout.checkpoint.trust import Trust
 
 
@@ -159,7 +161,7 @@ class Asked:
     """What a caller asks of a load, as given: nothing is checked or read yet. `relayout.load` explains the fields."""
 
     path: str | os.PathLike[str] | Store
-    rank: int
+    rank: int | None
     device: str | torch.device = "cpu"
     backend: str = "auto"
     names: Names = None
@@ -167,7 +169,7 @@ class Asked:
     threads: int | None = None
     memory: int | str | None = None
     progress: Progress = None
-    into: Mapping[str, torch.Tensor] | None = None
+    into: Mapping[str, torch.Tensor] | torch.nn.Module | None = None
     tp: int | None = None
     cache: CacheOption = None
     deltas: Paths = ()
@@ -182,8 +184,9 @@ class Asked:
             PlanError: the device cannot be used, `threads` is not an integer, `memory` is not a size, or a group cannot
                 do this.
         """
-        if self.is_shared and self.into is not None:
-            raise PlanError("group cannot be combined with into: a group loads into new memory", code="option")
+        if self.is_shared and self.into is not None and self.rank is not None:
+            what = "group cannot be combined with into and a rank: a group loads a rank into new memory"
+            raise PlanError(what, code="option")
         if self.is_shared and self.cache:
             what = "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it"
             raise PlanError(what, code="option")
@@ -205,6 +208,9 @@ class Asked:
             FormatError, OSError: as `find_rank`, and `changed_rank` of deltas.
             PlanError: the same; or `verify` is set and the checkpoint is a plain one.
         """
+        if self.rank is None:
+            what = "rank: None is not an integer; only a load into a model, or its state dict, needs none"
+            raise PlanError(what, code="option")
         cache = "" if self.is_shared else self.cache
         found = find_rank(self.path, self.rank, tp=self.tp, cache=cache, progress=self.progress, trust=self.trust)
         if self.deltas:
@@ -419,25 +425,56 @@ def _converted(store: Store, rank: int, tp: int, option: CacheOption) -> RankSou
     return None
 
 
-def find_whole(path: str | os.PathLike[str], deltas: Paths = (), trust: Trust = None) -> Pieces:
-    """The whole tensors of a converted checkpoint, assembled from all ranks.
+@dataclass(frozen=True, slots=True)
+class WholeTensors:
+    """All tensors of a checkpoint, converted or plain, as they were before any conversion."""
+
+    store: Store
+    pieces: Pieces
+    plain: SourceCheckpoint | None = None
+    """The plain checkpoint; None: it was converted."""
+
+    def content(self) -> str:
+        """Equal for checkpoints of the same content; for errors see `identity_of`."""
+        from relayout.checkpoint.source import identity_of
+
+        if self.plain is not None:
+            return identity_of(self.plain).content
+        named = [(file.name, file.nbytes, file.proof and file.proof.content) for file in self.pieces.files]
+        return digest_hex(repr(named).encode())
+
+
+def find_tensors(path: str | os.PathLike[str] | Store, deltas: Paths = (), trust: Trust = None) -> WholeTensors:
+    """The whole tensors of a checkpoint; those of a converted one are assembled from all ranks.
 
     Raises:
-        FormatError: the manifest or the source record is damaged.
-        PlanError: `path` does not exist, or was not converted; or as `trust.trusted`.
+        FormatError: the manifest or the source record, or the plain checkpoint, is damaged.
+        PlanError: `path` does not exist, or lacks ranks; deltas of a plain checkpoint; or as `trust.trusted`.
     """
-    store = trusted(find_input(path).snapshot(), trust)
-    manifest = find_manifest(store)
-    if manifest is None:
-        _check_source(store)
-        raise PlanError(
-            f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",
-            path=str(store),
-            code="missing",
-        )
-    from relayout.loader.sources.reshard import whole_pieces
+    from relayout.loader.sources.reshard import plain_rank, whole_pieces
 
+    given = find_input(path) if isinstance(path, str | os.PathLike) else path
+    store = trusted(given.snapshot(), trust)
     if deltas:
         store = _changed(store, deltas)
-        manifest = read_manifest(store)
-    return whole_pieces(store, manifest)
+    manifest = find_manifest(store)
+    if manifest is not None:
+        return WholeTensors(store, whole_pieces(store, manifest))
+    source = plain_rank(store, 0, 1)
+    return WholeTensors(store, source.pieces(), source.checkpoint)
+
+
+def find_whole(path: str | os.PathLike[str], deltas: Paths = (), trust: Trust = None) -> Pieces:
+    """The whole tensors of a converted checkpoint.
+
+    Raises:
+        FormatError, PlanError: as `find_tensors`; or the checkpoint was not converted.
+    """
+    found = find_tensors(path, deltas, trust)
+    if found.plain is not None:
+        raise PlanError(
+            f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",
+            path=str(found.store),
+            code="missing",
+        )
+    return found.pieces

@@ -299,11 +299,15 @@ class Pieces(Protocol):
     def columns(self) -> TensorColumns:
         """The tensors, with their parts and the shapes of the whole tensors, in the order of the source's files."""
 
+    @property
+    def files(self) -> tuple[StoredFile, ...]:
+        """The files that `reads` read."""
+
     def axes(self, row: int) -> set[int]:
         """The axes along which a part of a tensor can be read alone, besides axis 0."""
 
-    def piece(self, row: int, wanted: Slice) -> TensorColumns:
-        """A slice of one whole tensor.
+    def reads(self, row: int, wanted: Slice) -> tuple[Read, ...]:
+        """The reads that fill a slice of one whole tensor; their targets are relative to its first byte.
 
         Raises:
             FormatError: a rank table is damaged.
@@ -316,6 +320,12 @@ class Pieces(Protocol):
         Raises:
             FormatError: a header is damaged.
         """
+
+
+def piece_of(pieces: Pieces, row: int, wanted: Slice) -> TensorColumns:
+    """A slice of one whole tensor; for errors see `Pieces.reads`."""
+    name, dtype, whole = pieces.columns.names[row], pieces.columns.dtypes[row], pieces.columns.source_shapes[row]
+    return TensorColumns([name], [dtype], [wanted.shape(whole)], pieces.files, [pieces.reads(row, wanted)]).rows([0])
 
 
 @dataclass(frozen=True, slots=True)

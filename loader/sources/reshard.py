@@ -29,6 +29,8 @@ from relayout.storage.stores import Store
 
 _MAX_WORK = 2**24
 """Ranges to look at. No plan comes near; what others cut may."""
+_MAX_GATHERED = 2**12
+"""Slices whose reads are kept, for other tensors that are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +212,9 @@ class StoredPieces:
     def axes(self, row: int) -> set[int]:
         return {*self.columns.parts[row].axes, *self.stored[row].part.axes}
 
-    def piece(self, row: int, wanted: Slice) -> TensorColumns:
-        name, dtype, whole = self.columns.names[row], self.columns.dtypes[row], tuple(self.columns.source_shapes[row])
-        reads = gather(dtype, whole, wanted, [self.stored[row]])
-        return TensorColumns([name], [dtype], [wanted.shape(whole)], self.files, [reads]).rows([0])
+    def reads(self, row: int, wanted: Slice) -> tuple[Read, ...]:
+        dtype, whole = self.columns.dtypes[row], tuple(self.columns.source_shapes[row])
+        return gather(dtype, whole, wanted, [self.stored[row]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +295,12 @@ class ReshardedPieces:
         parts = (self.columns.parts[row], *self.ranks.record.cut(self.tensors[row]).distinct)
         return {axis for part in parts for axis in part.axes}
 
-    def piece(self, row: int, wanted: Slice) -> TensorColumns:
-        return self.ranks.assemble_one(self.tensors[row], wanted)
+    @property
+    def files(self) -> tuple[StoredFile, ...]:
+        return self.ranks.files
+
+    def reads(self, row: int, wanted: Slice) -> tuple[Read, ...]:
+        return self.ranks.reads(self.tensors[row], wanted)
 
     def metadata(self) -> Mapping[str, str]:
         where = f"{self.ranks.store}: header of "
@@ -311,7 +316,9 @@ class Ranks:
         self.manifest = manifest
         self.record = record
         # In the order of the manifest, so that positions do not depend on the order in which threads open tables.
-        self._files = files_of(store, manifest, range(len(manifest.files)))
+        self.files = files_of(store, manifest, range(len(manifest.files)))
+        self._gathered: dict[tuple[object, ...], tuple[Read, ...]] = {}
+        """Reads as of `_gather`, which tensors that are alike share."""
         self._tables: dict[int, tuple[RankTable, Mapping[str, int]]] = {}
         self._lock = threading.Lock()
         remake_in_child(self)
@@ -330,24 +337,29 @@ class Ranks:
             PlanError: the ranks do not hold all of a tensor.
         """
         record = self.record
-        reads_of: dict[tuple[str, tuple[int, ...], int, Slice], tuple[Read, ...]] = {}
-        rows = []
-        for t, part in enumerate(wanted):
-            if part.is_held:
-                alike = record.dtypes[t], record.shapes[t], record.cut_of[t], part
-                if alike not in reads_of:
-                    reads_of[alike] = self._gather(t, part, first)
-                rows.append((t, self._locate(t, reads_of[alike])))
+        rows = [(t, self.reads(t, part, first)) for t, part in enumerate(wanted) if part.is_held]
         rows.sort(key=lambda row: (row[1][0].file, row[1][0].transfer.source) if row[1] else (-1, 0))
-        return self._columns(rows, [wanted[t].shape(record.shapes[t]) for t, _ in rows])
+        columns = TensorColumns(
+            names=[record.names[t] for t, _ in rows],
+            dtypes=[record.dtypes[t] for t, _ in rows],
+            shapes=[wanted[t].shape(record.shapes[t]) for t, _ in rows],
+            files=self.files,
+            reads=[reads for _, reads in rows],
+        )
+        return columns.rows(range(len(rows)))  # Of the files, only those that are needed.
 
-    def assemble_one(self, t: int, wanted: Slice) -> TensorColumns:
-        """A slice of one source tensor."""
-        reads = self._locate(t, self._gather(t, wanted, 0))
-        return self._columns([(t, reads)], [wanted.shape(self.record.shapes[t])])
+    def reads(self, t: int, wanted: Slice, first: int = 0) -> tuple[Read, ...]:
+        """The reads that fill a slice of one source tensor, from `files`; the rest as for `assemble`."""
+        alike = self.record.dtypes[t], self.record.shapes[t], self.record.cut_of[t], wanted, first
+        gathered = self._gathered.get(alike)
+        if gathered is None:
+            if len(self._gathered) >= _MAX_GATHERED:
+                self._gathered.clear()
+            gathered = self._gathered[alike] = self._gather(t, wanted, first)
+        return self._locate(t, gathered)
 
     def _gather(self, t: int, wanted: Slice, first: int) -> tuple[Read, ...]:
-        """The reads of ranks' slices that fill a slice; their `file` is the rank. Tensors that are alike share them."""
+        """The reads of ranks' slices that fill a slice; their `file` is the rank."""
         record, count = self.record, self.manifest.num_ranks
         order = ((first + i) % count for i in range(count))
         slices = record.cut(t).slices
@@ -412,18 +424,6 @@ class Ranks:
                 table = read_table(self.store, self.manifest, rank)
                 self._tables[rank] = table, {name: row for row, name in enumerate(table.names)}
             return self._tables[rank]
-
-    def _columns(
-        self, rows: Sequence[tuple[int, tuple[Read, ...]]], shapes: Sequence[tuple[int, ...]]
-    ) -> TensorColumns:
-        columns = TensorColumns(
-            names=[self.record.names[t] for t, _ in rows],
-            dtypes=[self.record.dtypes[t] for t, _ in rows],
-            shapes=shapes,
-            files=self._files,
-            reads=[reads for _, reads in rows],
-        )
-        return columns.rows(range(len(rows)))  # Of the files, only those that are needed.
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import zstandard
 from support import format_example, golden
+from support.conversions import stock_tensors
 from support.hub_models import MODELS
 from support.models import as_integers
 from support.patience import PATIENCE
@@ -366,17 +367,39 @@ def test_the_commands_and_the_python_of_the_document_of_deltas_run(with_llama: P
 
 
 def test_the_ways_to_load_in_the_document_run(with_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [first, ways] = blocks((REFERENCE / "LOADING.md").read_text(), "python")
+    [first, ways, _] = blocks((REFERENCE / "LOADING.md").read_text(), "python")
     relayout.convert("llama-3.1-8b", "llama-3.1-8b-tp8", tp=8)
     names: dict[str, Any] = {}
     exec(first, names)
     path, rank = "llama-3.1-8b-tp8", 3
     parameters = {name: tensor.clone() for name, tensor in names["tensors"].items()}
     names |= {"path": path, "rank": rank, "parameters": parameters, "named_tensors": dict(parameters)}
+    names["model"] = {name: torch.zeros_like(tensor) for name, tensor in stock_tensors(Path("llama-3.1-8b")).items()}
     exec(ways.replace('"cuda:0"', '"cpu"'), names)
     assert names["tensors"].keys() == {name for name in parameters if ".layers.0." in name}
     assert "lm_head" not in str(names["other"].keys())
     assert "backend" in capsys.readouterr().out
+    assert all(tensor.any() for tensor in names["model"].values())
+
+
+def test_the_way_to_fill_a_sharded_model_in_the_document_runs(with_llama: Path) -> None:
+    relayout.convert("llama-3.1-8b", "llama-3.1-8b-tp8", tp=8)
+    [_, _, example] = blocks((REFERENCE / "LOADING.md").read_text(), "python")
+    begin = """
+import relayout, torch.distributed
+torch.distributed.init_process_group("gloo", "file://" + __import__("os").path.abspath("meet"), rank=0, world_size=1)
+path = "llama-3.1-8b-tp8"
+"""
+    end = "print(sum(float(one.full_tensor().double().abs().sum()) for one in model.parameters()))"
+    whole = stock_tensors(Path("llama-3.1-8b"))
+    done = subprocess.run(
+        [sys.executable, "-c", begin + example.replace('"cuda"', '"cpu"') + end],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(sum(float(one.double().abs().sum()) for one in whole.values()))
 
 
 def test_every_argument_of_load_is_in_the_document() -> None:

@@ -76,9 +76,9 @@ def _member(folder: Path, number: int) -> None:
     file = folder / "wide" / "model.safetensors"
     drop(file)
     dist.barrier()
-    before = _drive_nbytes()
+    before = drive_nbytes()
     case("cold", together, wide)
-    seen.cases["cold"]["drive"] = _drive_nbytes() - before
+    seen.cases["cold"]["drive"] = drive_nbytes() - before
     exchange.plan_exchange = plan_small  # type: ignore[assignment]
 
     case("another degree", together, wide, number % 2, 2 if number == 1 else 4)
@@ -101,7 +101,7 @@ def _member(folder: Path, number: int) -> None:
     case("killed", together, "toy://group/wide", names="**.down_proj.weight")
 
 
-def _drive_nbytes() -> int:
+def drive_nbytes() -> int:
     """Bytes that this process has had drives read; 0 where the kernel does not count them."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()

@@ -41,7 +41,7 @@ LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose,relayou
 GROUP = (
     f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.global_tensor,"
     "torch.distributed.tensor,relayout.saving.api,support.group_worker,support.replicas_worker,support.updates_worker,"
-    "support.sglang_updates_worker,support.saving_worker,support.steps_worker,relayout.steps.publisher,"
+    "support.sglang_updates_worker,relayout.loader.sharded,support.sharded_worker,support.saving_worker,support.steps_worker,relayout.steps.publisher,"
     "support.fake_vllm,support.conversions"
 )
 """What the members of a process group import. Tests that have some are in one group of pytest-xdist, "group"."""

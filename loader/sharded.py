@@ -1,0 +1,444 @@
+"""`load(into=...)` without a rank: fills what this process holds of a model, whole tensors and shards of DTensors.
+
+What to read of a tensor follows from where its DTensor places it (`held.py`). A process alone reads just that. The
+members of a group tell each other what they hold, read each byte once, and exchange what several need.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from relayout.checkpoint.trust import TrustedStore
+from relayout.core.digests import digest_hex
+from relayout.core.extents import Transfer
+from relayout.core.slices import BITS, NOT_HELD, Slice
+from relayout.errors import PlanError, did_you_mean
+from relayout.loader.backends.base import Allocation, Memory, Options, resolve_device
+from relayout.loader.group.collectives import Group
+from relayout.loader.group.exchange import Exchange, RunningExchange
+from relayout.loader.group.plan import Divided, Division
+from relayout.loader.group.sharing import check_same
+from relayout.loader.held import HeldTensor
+from relayout.loader.in_place import check_into, is_as_stored, load_into
+from relayout.loader.models import check_model, checkpoint_of
+from relayout.loader.requests import MAX_IN_FLIGHT, NODE_IN_FLIGHT, local_world_size
+from relayout.loader.sources.checkpoint import Asked, WholeTensors, find_tensors
+from relayout.loader.sources.rank import StoredFile, TensorColumns, batches, cost_of, pack, select
+from relayout.loader.stream import stream
+from relayout.loader.tensors import bump_versions, bytes_of, make_views
+from relayout.reporting import reporting
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+_MAX_NAMED = 4
+"""Tensors that a message names."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What this process holds of a model."""
+
+    tensors: Mapping[str, HeldTensor]
+    """The tensors of a checkpoint, by its names."""
+    given: Mapping[str, torch.Tensor]
+    """The tensors themselves, by the model's names."""
+    ignored: re.Pattern[str] | None = None
+    """Names that a checkpoint may have beside."""
+
+    @staticmethod
+    def of(into: Mapping[str, torch.Tensor] | torch.nn.Module) -> Held:
+        """What a state dict or model has here; of a model of transformers 5, by the names of its checkpoint.
+
+        Raises:
+            PlanError: as `HeldTensor.of`, `check_model` and `checkpoint_of`; or tensors are on the device "meta".
+        """
+        if isinstance(into, Mapping):
+            _check_memory(into)
+            return Held({name: HeldTensor.of(name, tensor) for name, tensor in into.items()}, into)
+        model = getattr(into, "_orig_mod", into)  # Of torch.compile.
+        if not hasattr(model, "state_dict"):
+            what = f"into is a {type(into).__name__}, expected tensors by name, or a torch.nn.Module"
+            raise PlanError(what, code="option")
+        state = model.state_dict()
+        _check_memory(state)
+        whole = {name: HeldTensor.of(name, tensor) for name, tensor in state.items()}
+        transformers = sys.modules.get("transformers")
+        if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+            return Held(whole, state)
+        check_model(model)
+        views, _ = checkpoint_of(model, [one.head for one in whole.values()])
+        tensors = {name: view.of(name, whole[view.origin]) for name, view in views.items()}
+        return Held(tensors, state, _ignored_by(model))
+
+    @property
+    def device(self) -> torch.device | str:
+        """The one device that has all of it.
+
+        Raises:
+            PlanError: there are several.
+        """
+        devices = {one.data.device: name for name, one in self.tensors.items() if one.data.numel()}
+        if len(devices) > 1:
+            (one, name), (other, second), *_ = devices.items()
+            raise PlanError(f"into: {name!r} is on {one}, {second!r} on {other}, expected one device", code="option")
+        return next(iter(devices), "cpu")
+
+
+def _check_memory(tensors: Mapping[str, Any]) -> None:
+    """Raise PlanError if a tensor has no memory yet: a model that was made on the device "meta"."""
+    without = [
+        name for name, tensor in tensors.items() if getattr(getattr(tensor, "device", None), "type", "") == "meta"
+    ]
+    if without:
+        what = f"into: on the device meta, without memory: {_listed(without)}"
+        advice = "call model.to_empty(device=...), and init_weights() for buffers that no checkpoint has, before"
+        raise PlanError(f"{what}; {advice}", code="option")
+
+
+def _ignored_by(model: Any) -> re.Pattern[str] | None:
+    """What a checkpoint of a model of transformers may have beside, as its `from_pretrained` decides it.
+
+    That is `_adjust_missing_and_unexpected_keys` of transformers 5.
+    """
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names for a message: the first few, and how many more."""
+    first, more = list(names)[:_MAX_NAMED], len(list(names)) - _MAX_NAMED
+    return ", ".join(map(repr, first)) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What this process wants of a checkpoint."""
+
+    whole: WholeTensors
+    held: Held
+    chosen: frozenset[int]
+    """The rows of the checkpoint's tensors whose names match."""
+    mine: Mapping[int, HeldTensor]
+    """What this process holds of these, with elements or without, in the order of the rows."""
+    again: frozenset[int]
+    """The rows of tensors in the same memory as one before, such as tied ones: they are compared with it."""
+
+    @staticmethod
+    def of(asked: Asked, held: Held) -> Wanted:
+        """Find the tensors.
+
+        Raises:
+            PlanError: the checkpoint lacks one, or has one of another dtype or shape.
+        """
+        whole = find_tensors(asked.path, asked.deltas, asked.trust)
+        if asked.verify and whole.plain is not None:
+            what = "cannot be verified: only converted checkpoints have digests"
+            raise PlanError(what, path=str(whole.store), code="unsupported")
+        columns = whole.pieces.columns
+        names = list(columns.names)
+        chosen = range(len(names)) if asked.names is None else select(names, asked.names)
+        mine = {row: held.tensors[names[row]] for row in chosen if names[row] in held.tensors}
+        memory: set[tuple[object, ...]] = set()
+        again = set()
+        for row, one in mine.items():
+            if one.data.numel():
+                if one.memory in memory:
+                    again.add(row)
+                memory.add(one.memory)
+        wanted = Wanted(whole, held, frozenset(chosen), mine, frozenset(again))
+        if asked.names is None:
+            wanted._check_all(memory)
+        wanted._check_each()
+        return wanted
+
+    def _check_all(self, memory: set[tuple[object, ...]]) -> None:
+        known = set(self.whole.pieces.columns.names)
+        lacking = [name for name, one in self.held.tensors.items() if name not in known and one.memory not in memory]
+        if lacking:
+            what = f"the checkpoint has no {_listed(lacking)}{_hint(lacking[0], known)}"
+            raise PlanError(what, path=str(self.whole.store), code="missing")
+
+    def _check_each(self) -> None:
+        columns = self.whole.pieces.columns
+        for row, one in self.mine.items():
+            found, shape = (columns.dtypes[row], tuple(columns.source_shapes[row])), one.head.shape
+            if found[1] != shape:
+                what = f"into has shape {list(shape)}, the checkpoint {list(found[1])}"
+                raise PlanError(what, path=str(self.whole.store), tensor=one.head.name, code="mismatch")
+
+    def check_beside(self, held_by_any: Iterable[int]) -> None:
+        """Check that somebody holds each tensor that the checkpoint has, and that is asked for.
+
+        Raises:
+            PlanError: nobody does.
+        """
+        names, ignored = self.whole.pieces.columns.names, self.held.ignored
+        beside = [names[row] for row in sorted(self.chosen.difference(held_by_any))]
+        beside = [name for name in beside if ignored is None or not ignored.search(name)]
+        if beside:
+            what = f"the checkpoint has {_listed(beside)}, which the model lacks; `names` chooses what is loaded"
+            raise PlanError(what, path=str(self.whole.store), code="mismatch")
+
+    def columns(self, rows: Sequence[int]) -> TensorColumns:
+        """This process's parts of some tensors."""
+        pieces = self.whole.pieces
+        columns, parts = pieces.columns, [self.mine[row].part for row in rows]
+        return TensorColumns(
+            [columns.names[row] for row in rows],
+            [columns.dtypes[row] for row in rows],
+            [part.shape(tuple(columns.source_shapes[row])) for row, part in zip(rows, parts, strict=True)],
+            pieces.files,
+            [pieces.reads(row, part) for row, part in zip(rows, parts, strict=True)],
+        ).rows(range(len(rows)))
+
+    @property
+    def filled(self) -> list[int]:
+        """The rows of which this process holds elements."""
+        return [row for row, one in self.mine.items() if one.part.is_held and one.data.numel()]
+
+    def take(self, row: int, loaded: torch.Tensor) -> None:
+        """Use what was loaded of a tensor into memory of its own.
+
+        Raises:
+            PlanError: it must be as another tensor in the same memory, and is not.
+        """
+        import torch
+
+        one = self.mine[row]
+        with torch.no_grad():
+            if row not in self.again:
+                one.data.copy_(loaded)
+            elif not torch.equal(bytes_of(loaded.to(one.data.dtype).to(one.data.device).contiguous()), _bytes(one)):
+                what = "the model has another tensor in the same memory, the checkpoint other values for it"
+                raise PlanError(what, path=str(self.whole.store), tensor=one.head.name, code="mismatch")
+
+
+def _bytes(one: HeldTensor) -> torch.Tensor:
+    return bytes_of(one.data.contiguous())
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Why a checkpoint may lack a name."""
+    if ".experts." in name:
+        return "; of a model of transformers, give the model: it fuses experts that a checkpoint may have one by one"
+    return did_you_mean(name, known)
+
+
+def load_held(asked: Asked, process_group: ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """Fill what `asked.into` holds here; with a group, together with its other members, who call this, too."""
+    assert asked.into is not None
+    for option, value in {"tp": asked.tp, "cache": asked.cache}.items():
+        if value:
+            what = f"{option} cannot be combined with into and no rank: what is held is read as it is stored"
+            raise PlanError(what, code="option")
+    if process_group is None:
+        held, options = _prepared(asked)
+        wanted = Wanted.of(asked, held)
+        wanted.check_beside(wanted.mine)
+        _fill_alone(wanted, options)
+    else:
+        held = _fill_together(asked, Group.on_host(process_group))
+    return dict(held.given)
+
+
+def _prepared(asked: Asked) -> tuple[Held, Options]:
+    """What this process holds, and how it is loaded to where that is.
+
+    Raises:
+        PlanError: the device is another than `asked` says.
+    """
+    assert asked.into is not None
+    options, held = asked.options(), Held.of(asked.into)
+    device = resolve_device(held.device)
+    if str(options.device) not in ("cpu", str(device)):
+        raise PlanError(f"into is on {device}, device is {options.device}", code="option")
+    return held, replace(options, device=device)
+
+
+def _fill_alone(wanted: Wanted, options: Options) -> None:
+    """Read this process's parts; for errors see `load_into`, and `Wanted.take`."""
+    names = wanted.whole.pieces.columns.names
+    first = [row for row in wanted.filled if row not in wanted.again]
+    if first:
+        load_into(wanted.columns(first), {names[row]: wanted.mine[row].data for row in first}, None, options)
+    if wanted.again:
+        again = sorted(wanted.again)
+        row_of = {names[row]: row for row in again}
+        for name, loaded in stream(wanted.columns(again), replace(options, progress=None)):
+            wanted.take(row_of[name], loaded)
+
+
+class _Told(NamedTuple):
+    """What a member tells the others."""
+
+    parts: list[Slice]
+    """The distinct parts that it holds of tensors."""
+    part_of: dict[int, int]
+    """The part of each tensor that it holds, by the tensor's row."""
+    copied: frozenset[int]
+    """The rows of tensors that are loaded into memory of their own, and copied or compared."""
+    most_nbytes: int
+    """The most bytes of such memory."""
+
+    @staticmethod
+    def of(wanted: Wanted) -> _Told:
+        """What this one tells."""
+        dtypes, parts = wanted.whole.pieces.columns.dtypes, dict[Slice, int]()
+        part_of = {row: parts.setdefault(one.part, len(parts)) for row, one in wanted.mine.items() if one.part.is_held}
+        copied = {
+            row
+            for row in wanted.filled
+            if row in wanted.again
+            or not is_as_stored(wanted.mine[row].data, dtypes[row])
+            or wanted.mine[row].data.device.type != "cpu"
+        }
+        most_nbytes = min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size())
+        return _Told(list(parts), part_of, frozenset(copied), most_nbytes)
+
+    def part(self, row: int) -> Slice:
+        """The part of a tensor that it holds."""
+        which = self.part_of.get(row)
+        return NOT_HELD if which is None else self.parts[which]
+
+
+def _fill_together(asked: Asked, group: Group) -> Held:
+    """Read this member's share of what all want, and exchange it."""
+    try:
+        with group.collective():
+            held, options = _prepared(asked)
+            wanted = Wanted.of(asked, held)
+            identity = _identity(wanted, options)
+        check_same(group, identity)
+        told = group.all_gather(_Told.of(wanted))
+        with group.collective():
+            wanted.check_beside({row for one in told for row in one.part_of})
+            names, first = wanted.whole.pieces.columns.names, [row for row in wanted.filled if row not in wanted.again]
+            into = {names[row]: wanted.mine[row].data for row in first}
+            check_into(into, wanted.columns(first), options.device)
+            is_signed = isinstance(wanted.whole.store, TrustedStore)
+            if is_signed:  # What others have read is not proven: each reads its own.
+                _fill_alone(wanted, options)
+        if not is_signed:
+            _Together(group, wanted, told, replace(options, device="cpu")).fill()
+        group.is_over = True
+        return held
+    except BaseException as error:
+        group.fail(error)
+        raise
+
+
+def _identity(wanted: Wanted, options: Options) -> tuple[str, str]:
+    """What is loaded, for a person, and a digest of all that members must have in common."""
+    files = wanted.whole.pieces.files
+    common = (wanted.whole.content(), sorted(wanted.chosen), options.verify, cost_of(files).max_gap_nbytes)
+    return f"the model of {wanted.whole.store}", digest_hex(repr(common).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """A load of what the members of a group hold, by all of them. In each step, some tensors are filled."""
+
+    group: Group
+    wanted: Wanted
+    told: Sequence[_Told]
+    options: Options
+    """How to load to the host."""
+
+    def fill(self) -> None:
+        """Fill the tensors in steps: first all that are filled where they are, then a few others at a time."""
+        rows = sorted({row for one in self.told for row in one.part_of})
+        copied = {row for one in self.told for row in one.copied}
+        direct, others = [row for row in rows if row not in copied], [row for row in rows if row in copied]
+        sizes = [max(self._nbytes(row, one.part(row)) for one in self.told) for row in others]
+        most = min(one.most_nbytes for one in self.told)
+        total = sum(self._nbytes(row, self.wanted.mine[row].part) for row in self.wanted.filled)
+        done = 0
+        with reporting(self.options.progress, "loading", total) as report:
+            if direct:
+                done = self._fill_step(direct, report, done, is_copied=False)
+            for batch in batches(sizes, most):
+                done = self._fill_step(others[batch.start : batch.stop], report, done, is_copied=True)
+
+    def _nbytes(self, row: int, part: Slice) -> int:
+        columns = self.wanted.whole.pieces.columns
+        return prod(part.shape(tuple(columns.source_shapes[row]))) * BITS[columns.dtypes[row]] // 8
+
+    def _fill_step(self, rows: Sequence[int], report: Callable[[int], None], done: int, *, is_copied: bool) -> int:
+        """Fill some tensors; returns the bytes that this member has then, `done` of which it had before."""
+        group, wanted, running = self.group, self.wanted, None
+        arena: Allocation[Any] | None = None
+        mine = [row for row in rows if row in wanted.mine and wanted.mine[row].data.numel()]
+        try:
+            with group.collective():
+                files, row_of, divided = self._divided(rows)
+                backend, budget = self.options.choose(files)
+                columns = wanted.columns(mine)
+                memory: Memory[Any]
+                if is_copied:
+                    plan = pack(columns)
+                    columns = plan.tensors()
+                    memory = arena = backend.allocate(plan.arena_nbytes)
+                    base, starts = arena.tensor().numpy(), columns.offsets
+                    bytes_of_row = {row: base[start:] for row, start in zip(mine, starts, strict=True)}
+                else:
+                    targets = {row: bytes_of(wanted.mine[row].data) for row in mine}
+                    bump_versions([wanted.mine[row].data for row in mine])
+                    memory = existing = backend.wrap(list(targets.values()))
+                    starts = existing.offsets
+                    bytes_of_row = {row: target.numpy() for row, target in targets.items()}
+                offset_of, nothing = dict(zip(mine, starts, strict=True)), np.empty(0, np.uint8)
+                offsets = [offset_of.get(row, 0) for row in row_of]
+                slices = [bytes_of_row.get(row, nothing) for row in row_of]
+                running = RunningExchange(Exchange.of(group, files, divided), backend, budget, memory, offsets, slices)
+            arrived = running.run(lambda nbytes: report(done + nbytes))
+            with group.collective():
+                running.finish(arrived, lambda nbytes: report(done + nbytes))
+                if arena is not None:
+                    loaded = make_views(arena.tensor(), columns)
+                    for row, name in zip(mine, columns.names, strict=True):
+                        wanted.take(row, loaded.pop(name))
+        finally:
+            if running is not None:
+                running.cancel()
+            if arena is not None:
+                arena.discard()
+        return done + sum(columns.sizes())
+
+    def _divided(self, rows: Sequence[int]) -> tuple[tuple[StoredFile, ...], list[int], list[Divided]]:
+        """The files of tensors, and how what they store is divided among the members, each with the tensor's row.
+
+        A tensor of a converted checkpoint may be stored in several files: each has a division of its own.
+        """
+        pieces = self.wanted.whole.pieces
+        files = self.options.proving(pieces.files)
+        max_gap_nbytes = cost_of(files).max_gap_nbytes
+        divisions: dict[tuple[tuple[Transfer, ...], ...], Division] = {}
+        row_of, divided = [], []
+        for row in rows:
+            reads = {part: pieces.reads(row, part) for part in {one.part(row) for one in self.told} if part.is_held}
+            for file in sorted({read.file for part in reads.values() for read in part}):
+                mine = {part: [read.transfer for read in found if read.file == file] for part, found in reads.items()}
+                start = min(transfer.source for found in mine.values() for transfer in found)
+                slices = tuple(
+                    tuple(transfer.shifted(source=-start) for transfer in mine.get(one.part(row), ()))
+                    for one in self.told
+                )
+                if slices not in divisions:
+                    divisions[slices] = Division.of(slices, max_gap_nbytes)
+                row_of.append(row)
+                divided.append(Divided(file, start, divisions[slices]))
+        return files, row_of, divided

@@ -202,7 +202,7 @@ def memory(
     out: OutOption = None,
     limit: Annotated[float, typer.Option(help="Seconds that a load or command may take.")] = 600,
 ) -> None:
-    """Load one rank of 8, convert, verify and restore, in a cgroup of the rank's tensors and 256 MiB."""
+    """Load one rank of 8, save, convert, copy, verify and restore, in a cgroup of the rank's tensors and 256 MiB."""
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
         rows = memories.measure(_make_source(Path(scratch), size), limit, progress.print)
         _write(out, {"rows": rows}, Path(scratch))

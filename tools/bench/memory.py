@@ -1,12 +1,17 @@
-"""`tools/run bench memory`: what works in a cgroup of a rank's tensors and 256 MiB, and what stays cached.
+"""`tools/run bench memory`: what works in a cgroup of a rank's tensors and 256 MiB, how long, and what stays cached.
 
-Needs a memory controller of cgroups, version 1 or 2, that this user may write to.
+Each runs twice: where the group has no pages of files, and where it is full of them, as a host that has served files:
+the kernel must then take memory back for each page that is needed. Needs a memory controller of cgroups, version 1 or
+2, that this user may write to.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,44 +36,92 @@ PEERS = (
 )
 
 
+_PRESSURE = Path("/proc/pressure/memory")
+_SAVE = """
+import sys, relayout
+relayout.save(relayout.load(sys.argv[1], 0), sys.argv[2], config=sys.argv[1])
+"""
+_FIRST_LOAD = """
+import sys, relayout
+relayout.load(sys.argv[1], int(sys.argv[2]), tp=int(sys.argv[3]), cache=sys.argv[4])
+"""
+
+
 def measure(source: Path, limit: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Rows of the table: loaders of one rank, then commands."""
-    converted, restored = source.with_name(f"tp{TP}"), source.with_name("restored")
+    """Rows of the table: loaders of one rank, then commands, each without and with pages of files in the group."""
+    converted, one, made = source.with_name(f"tp{TP}"), source.with_name("one"), source.with_name("made")
     relayout.convert(source, converted, tp=TP)
-    files = [path for folder in (source, converted) for path in folder.glob("*.safetensors")]
+    relayout.save(relayout.load(converted, RANK), one, config=source / "config.json")
+    other = source.with_name("other")
     tensors_nbytes = total_nbytes(source) // TP
+    with other.open("wb") as file:
+        for _ in range((tensors_nbytes + BEYOND_NBYTES) // 2**20):
+            file.write(bytes(2**20))
+    os.sync()
+    files = [path for folder in (source, converted, one) for path in folder.glob("*.safetensors")]
     expected = expected_digests(converted)[RANK]
     rows = []
 
     def run(name: str, work: Callable[[], str | None]) -> None:
-        forget(files)
-        with new_group() as group:
-            with group.limited(tensors_nbytes + BEYOND_NBYTES):
-                failed = work()
-            known = sum(_resident(path) for path in files)
-            rows.append(
-                {
-                    "path": name,
-                    "failed": failed,
-                    "own_nbytes": group.peak_nbytes,
-                    "tensors_nbytes": tensors_nbytes,
-                    "cached_nbytes": known,
-                }
-            )
-        tell(str(rows[-1]))
+        for is_full in (False, True):
+            forget([*files, other])
+            shutil.rmtree(made, ignore_errors=True)
+            with new_group() as group:
+                with group.limited(tensors_nbytes + BEYOND_NBYTES):
+                    if is_full:
+                        _read(files)
+                        _read([other])
+                    before, started, stalled = _cached(files), time.monotonic(), _stalled()
+                    failed = work()
+                    seconds, stalled = time.monotonic() - started, _stalled() - stalled
+                known = _cached([*files, *made.rglob("*.safetensors")])
+                rows.append(
+                    {
+                        "path": name,
+                        "is_full": is_full,
+                        "failed": failed,
+                        "seconds": round(seconds, 2),
+                        "stalled_seconds": round(stalled, 3),
+                        "own_nbytes": group.peak_nbytes,
+                        "tensors_nbytes": tensors_nbytes,
+                        "cached_nbytes": max(0, known - before),
+                    }
+                )
+            tell(str(rows[-1]))
 
     for name in PEERS:
         if LOADERS[name].absence() is None:
             job = LoadJob("bench.peers", name, str(source), str(converted), TP, RANK, 1, BEYOND_NBYTES)
             run(LOADERS[name].title, lambda job=job: _load(job, expected, limit))
-    again = source.with_name("again")
-    for words in (
-        ("convert", source, "--tp", TP, "--output", again),
-        ("verify", converted, "--source", source),
-        ("restore", converted, "--output", restored),
-    ):
-        run(f"relayout {words[0]}", lambda words=words: _command(words, limit))
+    for name, words in {
+        "relayout.load, first, into a cache": ("-c", _FIRST_LOAD, source, RANK, TP, made),
+        "relayout.save": ("-c", _SAVE, one, made),
+        "relayout convert": ("-m", "relayout", "convert", source, "--tp", TP, "--output", made, "--quiet"),
+        "relayout copy --ranks": ("-m", "relayout", "copy", converted, made, "--ranks", RANK, "--quiet"),
+        "relayout verify": ("-m", "relayout", "verify", converted, "--source", source, "--quiet"),
+        "relayout restore": ("-m", "relayout", "restore", converted, "--output", made, "--quiet"),
+    }.items():
+        run(name, lambda words=words: _command(words, limit))
     return rows
+
+
+def _read(paths: list[Path]) -> None:
+    """Bring files into the page cache, at the expense of this group."""
+    buffer = bytearray(2**20)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _stalled() -> float:
+    """Seconds in which some task of the machine has waited for memory, since it started."""
+    first, _ = _PRESSURE.read_text().splitlines()
+    return int(first.rpartition("=")[2]) / 1e6
+
+
+def _cached(paths: list[Path]) -> int:
+    return sum(map(_resident, paths))
 
 
 def _resident(path: Path) -> int:
@@ -87,7 +140,7 @@ def _load(job: LoadJob, expected: str, limit: float) -> str | None:
 
 
 def _command(words: tuple[object, ...], limit: float) -> str | None:
-    command = [sys.executable, "-m", "relayout", *map(str, words), "--quiet"]
+    command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     return None if not done.returncode else f"exit status {done.returncode}: {done.stderr.strip()[-200:]}"
 
@@ -96,9 +149,10 @@ def print_table(console: Console, rows: list[dict[str, Any]]) -> None:
     """The rows."""
     nbytes = rows[0]["tensors_nbytes"]
     table = Table(title=f"one rank of {nbytes / 1e6:.0f} MB in a cgroup of {(nbytes + BEYOND_NBYTES) / 1e6:.0f} MB")
-    for heading in ("", "result", "own memory, MiB", "left in the page cache, MiB"):
-        table.add_column(heading, justify="right" if "MiB" in heading else "left")
+    for heading in ("", "page cache", "result", "s", "s without memory", "own, MiB", "left cached, MiB"):
+        table.add_column(heading, justify="left" if heading in ("", "page cache", "result") else "right")
     for row in rows:
         sizes = (f"{row[key] / 2**20:.0f}" for key in ("own_nbytes", "cached_nbytes"))
-        table.add_row(row["path"], row["failed"] or "works", *sizes)
+        state, result = "full" if row["is_full"] else "empty", row["failed"] or "works"
+        table.add_row(row["path"], state, result, f"{row['seconds']:.2f}", f"{row['stalled_seconds']:.2f}", *sizes)
     console.print(table)

@@ -12,14 +12,15 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
@@ -33,6 +34,8 @@ _UNREAD = SHAPED | {aten.view.dtype}
 _COPY = aten.copy_.default
 _WIDTHS = (1, 2, 4, 8)
 """Bytes of an element that can be changed by its bits."""
+_KINDS = (OpOverload, OpOverloadPacket)
+_CALL = OpOverload.__call__
 _ADDRESSES = ("data_ptr", "numpy", "__dlpack__", "__array__")
 """What hands memory to code that torch's dispatcher does not see."""
 
@@ -150,17 +153,18 @@ class Recording(TorchDispatchMode):
         """Slices of which something was made that is no view, and the memories that were written to after that."""
         self._current: str | None = None
         """The slice that the engine was given last: what it writes without a view is of that."""
-        self._is_paused = False
-        self._addresses: AbstractContextManager[None] = nullcontext()
+        self.is_paused = False
+        """Whether nothing is recorded now."""
+        self._around: AbstractContextManager[None] = nullcontext()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Record nothing of what is done meanwhile: somebody looks at the memory, and makes nothing of it."""
-        self._is_paused = True
+        self.is_paused = True
         try:
             yield
         finally:
-            self._is_paused = False
+            self.is_paused = False
 
     def given(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Note what is given to the engine: whole tensors and global tensors."""
@@ -172,7 +176,7 @@ class Recording(TorchDispatchMode):
 
     def _next(self, left: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
         """The next tensor, which is made without being seen; None: there is no other."""
-        self._is_paused = True
+        self.is_paused = True
         is_inmost = _get_current_dispatch_mode() is self
         if is_inmost:  # Each operation that torch's dispatcher need not show saves some microseconds.
             _pop_mode()
@@ -183,7 +187,7 @@ class Recording(TorchDispatchMode):
         finally:
             if is_inmost:
                 _push_mode(self)
-            self._is_paused = False
+            self.is_paused = False
 
     def _note(self, name: str, tensor: torch.Tensor) -> None:
         """Note where a slice is."""
@@ -197,36 +201,24 @@ class Recording(TorchDispatchMode):
             sources.add(_Source(name, start, start + local.nbytes, local.itemsize))
 
     def __enter__(self) -> Recording:
-        self._addresses = _seen_addresses(self._handed_out)
-        self._addresses.__enter__()
+        self._around = _seen_around(self)
+        self._around.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._addresses.__exit__(*raised)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether torch is to wrap `__torch_dispatch__`, for 1 us of each operation.
-
-        Nothing is compiled in a load in any case: torch leaves that where there is such a mode.
-        """
-        return False
+        self._around.__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (self._is_paused or _reads_nothing(func)):
+        if not (self.is_paused or _reads_nothing(func)):
             if func is _COPY and isinstance(args[1], torch.Tensor):
                 self._copied(args[0], args[1])
             else:
                 for leaf in tree_leaves((args, kwargs)):
                     if isinstance(leaf, torch.Tensor):
                         self.touched(leaf)
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def _handed_out(self, tensor: torch.Tensor) -> None:
-        if not self._is_paused:
-            self.touched(tensor)
+        return _CALL(func, *args, **(kwargs or {}))
 
     def touched(self, tensor: torch.Tensor) -> None:
         """Note that something is made of a tensor, or written to it, that is no copy of a slice."""
@@ -352,32 +344,58 @@ class Recording(TorchDispatchMode):
 
 
 @contextmanager
-def _seen_addresses(touched: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Let a function be called for each tensor whose memory this thread hands to code around torch's dispatcher.
+def _seen_around(recording: Recording) -> Iterator[None]:
+    """Note each tensor that this thread hands to code which torch's dispatch modes do not see.
 
-    A mode of torch's functions would see this, too, and would make all that the engine asks of tensors slower.
+    That is who asks for an address of memory, and operations of others that torch takes for compositions of its own: it
+    calls their code at once. A mode of torch's functions would see this, too, and would make all that the engine asks
+    of tensors slower.
     """
     thread = get_ident()
+
+    def notes(tensors: Any) -> None:
+        if get_ident() == thread and not recording.is_paused:
+            for leaf in tree_leaves(tensors):
+                if isinstance(leaf, torch.Tensor):
+                    recording.touched(leaf)
 
     def seeing(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def seen(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            if get_ident() == thread:
-                touched(tensor)
+            notes(tensor)
             return original(tensor, *args, **options)
 
         return seen
 
-    own = {name: vars(torch.Tensor)[name] for name in _ADDRESSES if name in vars(torch.Tensor)}
-    for name in _ADDRESSES:
-        setattr(torch.Tensor, name, seeing(getattr(torch.Tensor, name)))
-    try:
+    def calling(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def called(operation: Any, /, *args: Any, **options: Any) -> Any:
+            if not _is_of_torch(operation):
+                notes((args, options))
+            return original(operation, *args, **options)
+
+        return called
+
+    with ExitStack() as until_end:
+        for owner, names, wrapped in (
+            (torch.Tensor, _ADDRESSES, seeing),
+            *((kind, ("__call__",), calling) for kind in _KINDS),
+        ):
+            for name in names:
+                until_end.callback(
+                    partial(setattr, owner, name, vars(owner)[name])
+                    if name in vars(owner)
+                    else partial(delattr, owner, name)
+                )
+                setattr(owner, name, wrapped(getattr(owner, name)))
         yield
-    finally:
-        for name in _ADDRESSES:
-            delattr(torch.Tensor, name)
-        for name, original in own.items():
-            setattr(torch.Tensor, name, original)
+
+
+@cache
+def _is_of_torch(operation: Any) -> bool:
+    """Whether an operation is one of torch's own, which dispatch modes see, or all that it is made of."""
+    name = operation._schema.name if isinstance(operation, OpOverload) else operation._qualified_op_name
+    return str(name).partition("::")[0] in ("aten", "prim", "prims")
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

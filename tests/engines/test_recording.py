@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -52,9 +53,27 @@ def _compute_compiled(layer: nn.Module) -> None:
     layer.register_buffer("compiled", _doubled(layer.weight.data))
 
 
+LIBRARY = torch.library.Library("relayout_recording", "DEF")
+LIBRARY.define("bytes_of(Tensor tensor) -> int[]")
+
+
+def _bytes_of(tensor: torch.Tensor) -> list[int]:
+    memory = tensor.untyped_storage()
+    return list(ctypes.string_at(memory.data_ptr(), memory.nbytes()))
+
+
+# To torch a composition of other operations, as those of vLLM that have one implementation for all devices.
+LIBRARY.impl("bytes_of", _bytes_of, "CompositeImplicitAutograd")
+
+
+def _compute_in_an_operation(layer: nn.Module) -> None:
+    layer.register_buffer("bytes", torch.tensor(torch.ops.relayout_recording.bytes_of(layer.weight.data)))
+
+
 AFTER: list[After] = [
     *(lambda layer: None, _wrap_again, _scale, _pack, _derive, _compute_outside),
     _compute_compiled,
+    _compute_in_an_operation,
 ]
 
 
@@ -205,7 +224,9 @@ def test_what_is_copied_and_left_as_it_is_has_views(after: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "after", [2, 3, 4, 5, 6], ids=["scaled", "packed", "derived", "computed outside of torch", "compiled"]
+    "after",
+    [2, 3, 4, 5, 6, 7],
+    ids=["scaled", "packed", "derived", "computed outside of torch", "compiled", "computed in an operation"],
 )
 def test_what_the_engine_makes_something_of_is_loaded_again_with_its_layer(after: int) -> None:
     recorded = simple(after)

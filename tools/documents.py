@@ -126,6 +126,34 @@ def engines() -> str:
     return "\n".join(rows)
 
 
+def compatibility() -> str:
+    """What an operator can rely on with each release, counted in what `tools/run engines` has recorded."""
+    columns = (
+        "release",
+        "loads, all parameters equal",
+        "first and later starts",
+        "failing starts",
+        "updates",
+    )
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    results = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())
+    for result in sorted(results.values(), key=lambda result: _release(result["versions"])):
+        loads = [load for load in result.get("parameters", {}).values() if "parameters" in load]
+        starts = [all(one[when]["same"] for when in _STARTS) for one in result.get("first_start", {}).values()]
+        failures = [one["as_expected"] for one in result.get("failures", {}).values()]
+        updates = [
+            one["as_expected"] if "as_expected" in one else not one["different"]
+            for one in result.get("updates", {}).values()
+            if "as_expected" in one or "different" in one
+        ]
+        equal = [not load["different"] and not load.get("error") for load in loads]
+        cells = [f"{sum(right)} of {len(right)}" if right else "" for right in (equal, starts, failures, updates)]
+        rows.append(f"| {_release(result['versions'])} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+_STARTS = ("first", "second", "changed")
+
 _STATES = {"touched": "memory at hand", "idle": "memory taken back by the host"}
 
 
@@ -198,6 +226,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "seconds": (_ROOT / "README.md", seconds),
     "loads": (_ROOT / "docs" / "MEASURING.md", loads),
     "gpu": (_ROOT / "docs" / "MEASURING.md", gpu),
+    "compatibility": (_ROOT / "docs" / "guides" / "FLEET.md", compatibility),
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),
     "commands": (_REFERENCE / "COMMANDS.md", commands),

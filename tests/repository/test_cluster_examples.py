@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,8 @@ from relayout.engines.rank_weights import EngineOptions
 
 pytestmark = pytest.mark.documents
 
-EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES, GUIDES = ROOT / "tools" / "examples", ROOT / "docs" / "guides"
 NUM_TASKS = 3
 
 
@@ -105,23 +107,17 @@ def test_the_jobs_of_kubernetes(models: Path, tmp_path: Path) -> None:
     assert_same_folder(tmp_path / "out", models / "expected")
 
 
-def test_what_the_init_container_converts_is_what_the_engine_looks_for(models: Path, tmp_path: Path) -> None:
-    pod = yaml.safe_load((EXAMPLES / "kubernetes_serve.yaml").read_text())["spec"]["template"]["spec"]
-    ([convert], [serve]) = pod["initContainers"], pod["containers"]
-    assert pod["securityContext"]["runAsUser"] == 2001
-    assert "USER 2001" in (EXAMPLES.parents[1] / ".github" / "container" / "Dockerfile").read_text()
-    paths = {"/cache": str(tmp_path / "cache"), "/models/llama": str(models / "llama")}
-    _add, source, _tp, degree, _folder, cache = (paths.get(word, word) for word in convert["args"][1:])
-    words = [paths.get(word, word) for word in convert["args"]]
-    for _ in range(2):  # A pod that starts again finds it done.
+def test_what_is_converted_in_advance_is_what_the_engine_looks_for(models: Path, tmp_path: Path) -> None:
+    """By the command of the guide to vLLM."""
+    source, cache = str(models / "llama"), str(tmp_path / "cache")
+    [line] = re.findall(r"^relayout (cache add .*)$", (GUIDES / "VLLM.md").read_text(), re.MULTILINE)
+    paths = {"MODEL": source, "/nvme/relayout": cache, "8": "4"}
+    words = [paths.get(word, word) for word in line.split()]
+    for _ in range(2):  # What starts again finds it done.
         code, said = ended(start(["relayout", *words], {}, tmp_path))
         assert code == 0, said
-    served = dict(zip(serve["args"][1::2], serve["args"][2::2], strict=True))
-    assert served == {"-tp": degree, "--load-format": "relayout"}
-    assert [paths[serve["args"][0]], paths[serve["env"][0]["value"]]] == [source, cache]
-    assert {mount["name"] for mount in convert["volumeMounts"]} <= {mount["name"] for mount in serve["volumeMounts"]}
     options = EngineOptions(cache=cache)
-    wanted = WantedConversion(source, int(degree))
+    wanted = WantedConversion(source, 4)
     found = first_start(wanted, options, "vLLM loads it itself", logging.getLogger("vllm.relayout"))
     assert isinstance(found, KeptConversion)
     assert not found.entry.was_filled

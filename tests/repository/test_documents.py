@@ -434,7 +434,7 @@ def test_messages_in_the_document_of_troubles_are_the_program_s() -> None:
 def test_commands_in_guides_have_these_options(path: Path) -> None:
     code = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
     text = "".join(block for language, block in code if not language)
-    lines = re.findall(r"^(?:srun .*)?\brelayout ([a-z].*)", text, re.MULTILINE)
+    lines = re.findall(r"^(?:srun .*|kubectl exec .* -- )?\brelayout ([a-z].*)", text, re.MULTILINE)
     given = {"${words[@]}": ["SRC", "--tp", "8"]}
     for line in lines:
         name, *words = shlex.split(line, comments=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from support import prestarted
 from support.checkpoints import write_family
 from support.conversions import stock_tensors
-from support.fake_vllm import put_modules
 from support.families import FAMILIES
 from support.signing import make_keys
 from support.toy_store import shelf
@@ -24,7 +22,6 @@ from relayout.engines.load import Shapes, check_same_model
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.engines.recording import Recorded
 from relayout.engines.staging import Content, LiveWeights
-from relayout.engines.vllm_reload import check_padding, pack_tied
 from relayout.errors import PlanError
 
 pytestmark = pytest.mark.xdist_group("group")
@@ -146,43 +143,6 @@ def test_a_model_is_the_same_only_with_the_same_tensors(new: Shapes) -> None:
     check_same_model({"a": (2,)}, "folder", {"a": (2,)})
     with pytest.raises(PlanError, match="is not for the model that the engine has"):
         check_same_model({"a": (2,)}, "folder", new)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_experts_that_vllm_pads_once_are_refused_before_anything_changes(
-    monkeypatch: pytest.MonkeyPatch, padded: bool
-) -> None:
-    model = torch.nn.ModuleDict({"experts": torch.nn.Module(), "linear": torch.nn.Linear(4, 4)})
-    as_loaded = {"w2": torch.empty(8, 16, 96, device="meta")}
-    model["experts"].w2 = torch.nn.Parameter(torch.empty(8, 16, 128 if padded else 96))
-    model["linear"].weight = torch.nn.Parameter(torch.empty(0))  # Packed elsewhere.
-    layers = {"experts": as_loaded, "linear": {"weight": torch.empty(4, 4, device="meta")}}
-    name = "vllm.model_executor.model_loader.reload.layerwise"
-    of = {id(model[key]): tensors for key, tensors in layers.items()}
-    put_modules(
-        monkeypatch,
-        {name: {"get_layerwise_info": lambda one: SimpleNamespace(restore_metadata=(of.get(id(one), {}), {}))}},
-    )
-    if padded:
-        with pytest.raises(PlanError, match=r"experts\.w2.*was \[8, 16, 96\] and is padded to \[8, 16, 128\]"):
-            check_padding(model, None)
-    else:
-        check_padding(model, None)
-
-
-def test_weights_that_two_layers_share_are_packed_again_for_both() -> None:
-    packed = []
-
-    class Layer(torch.nn.Module):
-        def __init__(self, weight: torch.nn.Parameter) -> None:
-            super().__init__()
-            self.weight, self.cpu_linear = weight, object()
-            self.quant_method = SimpleNamespace(process_weights_after_loading=packed.append)
-
-    embedding = Layer(torch.nn.Parameter(torch.ones(2, 2)))
-    head, other = Layer(embedding.weight), Layer(torch.nn.Parameter(torch.ones(2, 2)))
-    pack_tied(torch.nn.ModuleList([head, other, embedding, torch.nn.Linear(2, 2)]))
-    assert packed == [head, embedding]
 
 
 def test_a_policy_is_asked_before_anything_is_requested(

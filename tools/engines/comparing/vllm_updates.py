@@ -1,8 +1,9 @@
 """Runs in an environment that has vLLM: models of its own classes whose weights change, beside models loaded anew.
 
-`vllm_updates JOBS.json [--unpacked]`: one process is all ranks, one after the other. `source` and `converted` of a job
-are a folder with `step-0`, `step-1` ... and the deltas between them. Prints a line of JSON for each job: which slices
-have views, which modules vLLM loads again, what differs after the last delta, and whether one wrong bit is found.
+`vllm_updates JOBS.json [--unpacked] [--stand-in-kernels]`: one process is all ranks, one after the other. `source` and
+`converted` of a job are a folder with `step-0`, `step-1` ... and the deltas between them. Prints a line of JSON for
+each: which slices have views, which modules vLLM loads again, what differs after the last delta, and whether one wrong
+bit is found.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from vllm.config import WeightTransferConfig, set_current_vllm_config
@@ -22,7 +24,7 @@ from engines.comparing.vllm_classes import configuration
 from relayout.engines.load import known_of
 from relayout.engines.transfer import NAME
 from relayout.engines.vllm_reload import check_padding, reload
-from relayout.observe.stand_ins import Unpinned, fake_rank
+from relayout.observe.stand_ins import Unpinned, fake_rank, stand_in_kernels
 
 MEMORY = 2**32
 
@@ -112,6 +114,8 @@ def main() -> None:
     torch.accelerator.empty_cache = lambda: None  # As vLLM's worker for CPUs does.
     if "--unpacked" in sys.argv:
         leave_unpacked()
+    if "--stand-in-kernels" in sys.argv:
+        stand_in_quantization()
     run_jobs(compare)
 
 
@@ -122,6 +126,23 @@ def leave_unpacked() -> None:
 
     operations._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *arguments: False
+
+
+def stand_in_quantization() -> None:
+    """Let vLLM make quantized weights ready where it has no kernels for them: nothing computes with them here."""
+    import vllm._custom_ops as operations
+    from vllm.model_executor.layers.fused_moe.oracle import mxfp4
+
+    stand_in_kernels()
+    made = MagicMock(__name__="stand_in")
+    chosen = (mxfp4.Mxfp4MoeBackend.EMULATION, made)
+    replaced = {"select_mxfp4_moe_backend": lambda *_, **__: chosen, "make_mxfp4_moe_kernel": lambda *_, **__: made}
+    for module in [one for name, one in sys.modules.items() if name.startswith("vllm.")]:
+        vars(module).update({name: function for name, function in replaced.items() if name in vars(module)})
+    operations.scaled_fp8_quant = lambda tensor, scale: (
+        (tensor.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn),
+        scale,
+    )
 
 
 if __name__ == "__main__":

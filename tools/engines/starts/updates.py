@@ -16,7 +16,7 @@ from support.families import FAMILIES
 from support.updates_worker import TP, write_steps
 
 import relayout
-from engines.cases import complete_config, source_of
+from engines.cases import FORMS, complete_config, source_of
 from engines.environments import Environment
 from engines.starts.starting import start
 
@@ -30,7 +30,10 @@ _PAUSES = (
 )
 """Layers, share of the elements that change, and whether weights are left unpacked. Of the first three, the same number
 of elements changes."""
-CHANGED = ("llama", "qwen2_tied", "qwen3_moe", "gpt_oss_mxfp4", "fp8_blocks", "qwen2_5_vl")
+CHANGED = ("llama", "qwen2_tied", "qwen3_moe", "qwen2_5_vl", "gpt_oss_mxfp4", "fp8_blocks", "fp8_tensor")
+NUM_MANY = 1000
+_FOLLOWING = {"llama": 2, "qwen3_moe": 1}
+"""Models whose steps are followed, and their ranks."""
 _KEPT = ("different", "error", "views", "loaded_again", "nbytes", "proven", "attested", "wrong_bit_found")
 UPDATED = ("llama", "qwen3_moe")
 NUM_STEPS = 20
@@ -73,6 +76,11 @@ def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[s
             yield f"{family}, {what}", outcome
     if fnmatch("classes", only):
         yield from _classes(alone, work)
+    if fnmatch("attest", only):
+        yield "attest", _attest(alone, work)
+    if fnmatch("many", only):
+        for family, tp in _FOLLOWING.items():
+            yield f"{NUM_MANY} steps, {family}, tp {tp}", _follow(alone, work, family, tp)
     if fnmatch("pauses", only):
         yield from _pauses(alone, work)
 
@@ -86,8 +94,37 @@ def _classes(environment: Environment, work: Path) -> Iterator[tuple[str, dict[s
                 write_steps(source_of(family, work, wide=True), root, 2)
             jobs = work / "updates.json"
             jobs.write_text(json.dumps([{"name": family, "source": str(root), "converted": str(root), "tp": TP}]))
-            found = environment.result(work, "comparing.vllm_updates", jobs, *["--unpacked"] * unpacked)
+            options = ["--unpacked"] * unpacked + ["--stand-in-kernels"] * (family in FORMS or "mxfp4" in family)
+            found = environment.result(work, "comparing.vllm_updates", jobs, *options)
             yield f"classes, {family}{', unpacked' * unpacked}", {key: found[key] for key in _KEPT if key in found}
+
+
+def _attest(environment: Environment, work: Path) -> dict[str, Any]:
+    """What each worker of a real vLLM says when it is asked: behind a delta, with a wrong bit, and without it."""
+    root = work / "updates" / "attest"
+    shutil.rmtree(root, ignore_errors=True)
+    write_steps(source_of("llama", work, wide=True), root, 1)
+    settings = _SETTINGS | {"updates": [str(root / "delta-1"), "#flip_a_bit", "#flip_a_bit"]}
+    said = start(environment, root / _FIRST, settings, root / "live.log").result
+    if "error" in said:
+        return {"error": said["error"]}
+    states = ("after a delta", "with a wrong bit in the last rank", "without it")
+    found = [one["attested"] for one in said["updates"]]
+    return {
+        state: [
+            {key: rank[key] for key in ("proven", "difference")} | {"unproven": len(rank["unproven"])} for rank in ranks
+        ]
+        for state, ranks in zip(states, found, strict=True)
+    }
+
+
+def _follow(environment: Environment, work: Path, family: str, tp: int) -> dict[str, Any]:
+    """Many published steps, and engines of vLLM's classes that follow them: what differs from fresh starts."""
+    folder = work / "updates" / f"many-{family}"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source_of(family, work, wide=True), folder / "model")
+    found: dict[str, Any] = environment.result(folder, "comparing.vllm_steps", folder, tp, NUM_MANY)
+    return found
 
 
 def _pauses(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:

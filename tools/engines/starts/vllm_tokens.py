@@ -1,7 +1,8 @@
 """Runs in an environment that has vLLM: greedy tokens and their log-probabilities, as one line of JSON.
 
 `vllm_tokens FOLDER SETTINGS`, which are those of `vllm.LLM`, as JSON. With "updates", sources, the weights are updated
-from one after the other, and tokens come after each. Behind `#` in a source is a method that is called first. With a
+from one after the other, and tokens come after each. Behind `#` in a source is a method that is called first, or alone
+if there is nothing before it. With a
 "node_rank" above 0, it is only the workers of that node, as `vllm serve --headless`.
 """
 
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 FILLING_S = 300
+FLIPPED = "model.norm.weight"
+"""The slice of which a bit is flipped. vLLM leaves it as it is on every processor."""
 PROMPTS = ([5, 6, 7], [100, 200, 300, 400, 500], [9] * 20)
 
 
@@ -89,6 +92,21 @@ class Fragile:
             whole = LiveWeights.commit
             LiveWeights.commit = fail  # type: ignore[method-assign]
 
+    def flip_a_bit(self) -> None:
+        """Change the last worker's memory, which nobody has written to."""
+        import torch
+
+        from relayout.engines.load import known_of
+
+        if self.rank:  # type: ignore[attr-defined]
+            model = self.model_runner.model  # type: ignore[attr-defined]
+            known = known_of(model)
+            assert known is not None
+            assert known.live is not None
+            view = known.live.recorded.views[FLIPPED][0]
+            [parameter] = [one for one in model.parameters() if one.untyped_storage()._cdata == view.memory]
+            parameter.data.view(-1).view(torch.int16)[view.target] ^= 1
+
 
 def _update(model: Any, source: str) -> dict[str, Any]:
     """What the engine says to a source, how long it takes, the tokens that then come, and memory of workers in MiB."""
@@ -101,6 +119,8 @@ def _update(model: Any, source: str) -> dict[str, Any]:
     try:
         if method == "reload_by_itself":
             model.collective_rpc("reload_weights", kwargs={"weights_path": source})
+        elif not source:
+            model.collective_rpc(method)
         else:
             if method:
                 model.collective_rpc(method)

@@ -1,4 +1,28 @@
-"""relayout rewrites safetensors checkpoints so that each tensor-parallel rank reads only its own bytes."""
+"""relayout rewrites safetensors checkpoints so that each tensor-parallel rank reads only its own bytes.
+
+Start here; each function has an example in its own help, such as `help(relayout.load)`:
+
+    import relayout
+
+    relayout.convert("llama-3.1-8b", tp=8)                  # writes llama-3.1-8b-tp8 beside it
+    tensors = relayout.load("llama-3.1-8b-tp8", rank=3)     # dict[str, torch.Tensor]: this rank's slices
+
+    convert, restore             a checkpoint as one folder for all ranks; the way back, byte for byte
+    plan_conversion, preview,    the same in steps: plan, look, write; whether it has been done
+        carry_out, is_carried_out
+    inspect, verify, report      what a rank reads; every digest; a page that shows both
+    load, iter_load              a rank's tensors, all at once or one after the other in bounded memory
+    open, safe_open              single tensors of a rank, or of the whole model
+    explain, plan_bench, warm    how a load would read, how fast, and the page cache filled before it
+    copy, files, sign            folders to other places, some of their ranks, signatures
+    save, delta, apply,          weights that a training writes, and what changed between two folders
+        apply_deltas
+    Publisher, Follower, Steps   weights as a sequence of steps
+    transformers                 models of transformers, loaded and saved
+
+All errors are `relayout.RelayoutError` (FormatError: a file is bad; PlanError: the request is wrong) or OSError. The
+command `relayout` does the same; the modules below are not public.
+"""
 
 from __future__ import annotations
 

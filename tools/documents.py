@@ -1,4 +1,4 @@
-"""Writes the parts of the documents that are made: families, commands, packages, codes, engines.
+"""Writes the parts of the documents that are made: families, commands, packages, codes, engines; and the manual page.
 
 `tools/run documents` rewrites them; the tests compare. A part lies between two comments, `<!-- NAME: ... -->` and
 `<!-- end -->`.
@@ -20,6 +20,7 @@ from typer.main import get_command
 
 from relayout.cli.app import app
 from relayout.errors import FORMAT_CODES, PLAN_CODES, FormatError, PlanError
+from relayout.format.index import VERSION
 from relayout.plans.family import builtin_families, builtin_text
 
 _ROOT = Path(__file__).parents[1]
@@ -53,16 +54,25 @@ def _all_of(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _command(name: str, command: Any) -> str:
+    lines = [f"## {name}", "", f"`{_usage_line(name, command)}`", "", _plain(command.help), ""]
+    return "\n".join([*lines, *(_item(*parameter) for parameter in _parameters(command))])
+
+
+def _usage_line(name: str, command: Any) -> str:
     arguments = [param for param in command.params if param.param_type_name == "argument"]
-    options = [param for param in command.params if param.param_type_name == "option" and param.name != "help"]
-    usage = " ".join(["relayout", name, *map(_usage, arguments), "[OPTIONS]"])
-    lines = [f"## {name}", "", f"`{usage}`", "", _plain(command.help), ""]
-    lines += [_item(argument.metavar, argument.help) for argument in arguments]
-    for option in options:
-        flags = ", ".join(f"{flag} {option.metavar or ''}".strip() for flag in [*option.opts, *option.secondary_opts])
-        default = "" if option.is_flag or option.default is None else f" Default: {option.default}."
-        lines.append(_item(flags, option.help + (default if "Default:" not in option.help else "")))
-    return "\n".join(lines)
+    return " ".join(["relayout", name, *map(_usage, arguments), "[OPTIONS]"])
+
+
+def _parameters(command: Any) -> Iterator[tuple[str, str]]:
+    """Each argument and option, as it is written, and what it is for."""
+    for param in command.params:
+        if param.param_type_name == "argument":
+            yield param.metavar, param.help
+    for option in command.params:
+        if option.param_type_name == "option" and option.name != "help":
+            flags = [f"{flag} {option.metavar or ''}".strip() for flag in [*option.opts, *option.secondary_opts]]
+            default = "" if option.is_flag or option.default is None else f" Default: {option.default}."
+            yield ", ".join(flags), option.help + (default if "Default:" not in option.help else "")
 
 
 def _usage(argument: Any) -> str:
@@ -81,6 +91,33 @@ def _plain(text: str) -> str:
         f"```\n{part}\n```" if part.startswith("relayout ") else fill(part, _WIDTH, break_on_hyphens=False)
         for part in text.strip().split("\n\n")
     )
+
+
+def man() -> str:
+    """The page that `man relayout` shows, of the same texts."""
+    root: Any = get_command(app)
+    steps, codes = root.epilog.replace("\b\n", "").split("\n\n")
+    what = _roff(root.help[0].lower() + root.help[1:].rstrip("."))
+    lines = [
+        '.\\" Made by `tools/run documents`.',
+        f'.TH RELAYOUT 1 "" "relayout {VERSION}" "User Commands"',
+        f".SH NAME\nrelayout \\- {what}",
+        ".SH SYNOPSIS\n.B relayout\n.I COMMAND\n[OPTIONS]",
+        f".SH FIRST STEPS\n.nf\n{_roff(steps.partition(':')[2].lstrip(chr(10)))}\n.fi",
+        f".SH EXIT STATUS\n{_roff(codes.partition(': ')[2])}\n.SH COMMANDS",
+    ]
+    for name, command in _all_of(root):
+        lines.append(f'.SS "{_roff(_usage_line(name, command))}"\n{_roff(command.help)}')
+        lines += [f".TP\n.B {_roff(flags)}\n{_roff(text)}" for flags, text in _parameters(command)]
+        lines += [f".PP\n.nf\n{_roff(command.epilog)}\n.fi"] if command.epilog else []
+    return "\n".join(lines) + "\n"
+
+
+def _roff(text: str) -> str:
+    """A text as man(7) has it: no line of it is a request, and dashes are those that one types."""
+    text = re.sub(r"\[/?(bold|dim|/)?\]", "", text).replace("\b\n", "").strip("\n")
+    text = text.replace("\\", "\\e").replace("-", "\\-").replace('"', "\\(dq").replace("\n\n", "\n.PP\n")
+    return re.sub(r"^(?=['.](?!PP$))", r"\\&", text, flags=re.MULTILINE)
 
 
 def packages() -> str:
@@ -230,18 +267,21 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),
     "commands": (_REFERENCE / "COMMANDS.md", commands),
+    "man": (_ROOT / "docs" / "relayout.1", man),
     "codes": (_REFERENCE / "ERRORS.md", codes),
     "packages": (_ROOT / "docs" / "CONTRIBUTING.md", packages),
 }
 
 
 def written(name: str) -> str:
-    """The text of the document that has this part, with the part made anew.
+    """The text of the document that has this part, with the part made anew. The manual page is one part.
 
     Raises:
         SystemExit: the document has no such part.
     """
     path, make = PARTS[name]
+    if path.suffix != ".md":
+        return make()
     text, count = re.subn(
         rf"(<!-- {name}: .*? -->\n).*?(<!-- end -->)",
         lambda match: f"{match[1]}\n{make()}\n\n{match[2]}",

@@ -127,6 +127,11 @@ def test_a_docstring_can_be_understood_alone() -> None:
     assert fragments == []
 
 
+def test_the_help_of_the_package_leads_to_every_function() -> None:
+    text = str(relayout.__doc__)
+    assert [name for name in FUNCTIONS if not re.search(rf"^ {{4,8}}.*\b{name}\b", text, re.MULTILINE)] == []
+
+
 def test_dir_shows_what_is_public_and_nothing_else() -> None:
     assert sorted(dir(relayout)) == sorted([*relayout.__all__, "__version__", "__doc__"])
 

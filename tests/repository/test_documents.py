@@ -414,6 +414,14 @@ def test_what_documents_take_from_the_program_is_up_to_date(name: str) -> None:
     assert documents.written(name) == path.read_text(), "tools/run documents"
 
 
+@pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
+def test_the_manual_page_is_set_without_a_warning() -> None:
+    command = ["groff", "-man", "-Tascii", "-ww", "-P-cbou", DOCS / "relayout.1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "relayout convert llama-3.1-8b --tp 8" in done.stdout
+
+
 def test_the_document_of_models_has_all_full_size_models() -> None:
     text = (REFERENCE / "MODELS.md").read_text()
     for model in MODELS.values():

@@ -16,9 +16,8 @@ from typing import Literal
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion, check_alignment
 from relayout.core.arguments import collapse_numbers, integer, size
-from relayout.core.digests import DigestAlgorithm
 from relayout.core.slices import Cut, CutTensor
-from relayout.errors import PlanError, shown
+from relayout.errors import PlanError
 from relayout.format.index import RANKS, WHOLE_TENSORS
 from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.plans.plan import Plan
@@ -47,14 +46,12 @@ class PlanOptions:
     max_part_nbytes: InitVar[int | str]
     layout: str
     ranks: str | Iterable[int] | None
-    digest: InitVar[str]
     alignment: int = field(init=False)
     """The alignment in bytes."""
     part_nbytes: int = field(init=False)
     """The size of a rank's files, about."""
-    algorithm: DigestAlgorithm = field(init=False)
 
-    def __post_init__(self, align: int | str, max_part_nbytes: int | str, digest: str) -> None:
+    def __post_init__(self, align: int | str, max_part_nbytes: int | str) -> None:
         parsed: dict[str, object] = {
             "tp": integer(self.tp, "tp"),
             "alignment": (alignment := size(align, "align")),
@@ -63,10 +60,7 @@ class PlanOptions:
         check_alignment(alignment)
         if self.layout not in (RANKS, WHOLE_TENSORS):
             raise PlanError(f"layout: {self.layout!r}, expected {RANKS!r} or {WHOLE_TENSORS!r}", code="option")
-        known = [each.value for each in DigestAlgorithm]
-        if digest not in known:
-            raise PlanError(f"digest: {shown(digest)}, expected {' or '.join(known)}", code="option")
-        for name, value in {**parsed, "algorithm": DigestAlgorithm(digest)}.items():
+        for name, value in parsed.items():
             object.__setattr__(self, name, value)
 
     def lay_out(self, checkpoint: SourceCheckpoint, output: Store) -> Conversion:
@@ -87,7 +81,6 @@ class PlanOptions:
             max_part_nbytes=self.part_nbytes,
             layout=self.layout,
             ranks=self.ranks,
-            digest=self.algorithm,
         )
 
 
@@ -104,7 +97,6 @@ def plan_conversion(
     max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
     layout: Literal["ranks", "whole"] = "ranks",
     ranks: str | Iterable[int] | None = None,
-    digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
 ) -> Conversion:
     """Read the source's headers and decide everything that `convert` does. Writes nothing.
 
@@ -112,7 +104,7 @@ def plan_conversion(
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
         output: the folder to make; default is `SOURCE-tpN` beside the source folder. A single file has no default: it
             would lie in the folder of the source.
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest:
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks:
             as for `convert`.
 
     Returns:
@@ -138,7 +130,6 @@ def plan_conversion(
         max_part_nbytes=max_part_nbytes,
         layout=layout,
         ranks=ranks,
-        digest=digest,
     )
     store = find_input(source)
     target = find_store(default_output(source, options.tp) if output is None else output)

@@ -146,7 +146,6 @@ def save_pretrained(
     max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
     layout: Literal["ranks", "whole"] = "ranks",
     ranks: str | Iterable[int] | None = None,
-    digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
     background: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
     force: bool = False,
@@ -166,7 +165,7 @@ def save_pretrained(
         group: the processes that hold the model. Default: the default group, if there is one.
 
     All other arguments (`output`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`, `unmatched`,
-    `max_part_nbytes`, `layout`, `ranks`, `digest`, `background`, `max_shard_size`, `force`, `threads`, `memory`,
+    `max_part_nbytes`, `layout`, `ranks`, `background`, `max_shard_size`, `force`, `threads`, `memory`,
     `progress`) are those of `relayout.save`.
 
     Raises:
@@ -192,7 +191,6 @@ def save_pretrained(
             max_part_nbytes=max_part_nbytes,
             layout=layout,
             ranks=ranks,
-            digest=digest,
         ),
     )
     return saving.start(hold, group_of(group), background)

@@ -1,20 +1,22 @@
 """Measures what trust costs: loads of a signed folder with and without a policy, and after `model_signing verify`.
 
-In turns, in fresh processes: one rank of 8, and all at once; from memory and from the drive; with the processor's SHA
-instructions and without. GB read are of the drive, by all processes.
+In turns, in fresh processes: one rank of 8, and all at once; from the drive and from memory. CPU seconds and GB read
+are of all processes. `--before CHECKOUT FOLDER` loads with an earlier commit, too, in the same turns: from a folder
+which that commit has converted from the same source and signed, with key.pub and policy.toml beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from bench.drive import machine
 from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric import ec
 from rich.console import Console
@@ -25,8 +27,6 @@ from relayout.benchmark.machine import forget, remember
 from relayout.benchmark.measure import write_llama
 
 NUM_RANKS = 8
-WITHOUT_SHA = {"OPENSSL_ia32cap": ":~0x20000000"}
-"""OpenSSL then uses AVX2; of other processors than x86-64 it changes nothing."""
 SERVER = """
 import json, os, sys, time
 import torch, relayout
@@ -35,11 +35,11 @@ from model_signing import verifying
 def counted():
     return int(dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())["read_bytes"])
 def load(folder, rank, policy, key):
-    before, started = counted(), time.perf_counter()
+    before, started, used = counted(), time.perf_counter(), time.process_time()
     if key:
         verifying.Config().use_elliptic_key_verifier(public_key=key).verify(folder, folder + "/model.sig")
     tensors = relayout.load(folder, rank, trust=policy)
-    return time.perf_counter() - started, counted() - before
+    return time.perf_counter() - started, time.process_time() - used, counted() - before
 torch.set_num_threads(1)
 for line in sys.stdin:
     folder, num_ranks, policy, key = json.loads(line)
@@ -59,32 +59,70 @@ for line in sys.stdin:
     print(json.dumps(results), flush=True)
 """
 """Imports once, and forks a process for each rank."""
-WAYS: dict[str, tuple[bool, bool, dict[str, str]]] = {
-    "load": (False, False, {}),
-    "load(trust=)": (True, False, {}),
-    "load(trust=), no SHA instructions": (True, False, WITHOUT_SHA),
-    "model_signing verify, load": (False, True, {}),
-}
-"""Whether there is a policy, whether the stock verifier runs before, and variables."""
+WAYS = {"load": (False, False), "load(trust=)": (True, False), "model_signing verify, load": (False, True)}
+"""Whether there is a policy, and whether the stock verifier runs before."""
+EARLIER = " of the commit before"
+
+Loads = list[tuple[float, float, int]]
+"""Of each run: seconds of the slowest process, CPU seconds of all, and bytes that all have read from the drive."""
 
 
-def run(server: subprocess.Popen[str], folder: Path, ranks: range, way: str) -> tuple[float, int]:
-    """Seconds of the slowest process, and the bytes that all have read from the drive."""
-    has_policy, is_verified, _ = WAYS[way]
+def run(server: subprocess.Popen[str], folder: Path, num_ranks: int, way: str) -> tuple[float, float, int]:
+    has_policy, is_verified = WAYS[way.removesuffix(EARLIER)]
     policy, key = (str(folder.parent / name) for name in ("policy.toml", "key.pub"))
-    asked = [str(folder), len(ranks), policy if has_policy else None, key if is_verified else None]
+    asked = [str(folder), num_ranks, policy if has_policy else None, key if is_verified else None]
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps(asked) + "\n")
     server.stdin.flush()
     results = json.loads(server.stdout.readline())
-    return max(seconds for seconds, _ in results), sum(nbytes for _, nbytes in results)
+    seconds, used, nbytes = zip(*results, strict=True)
+    return max(seconds), sum(used), sum(nbytes)
 
 
-def serve(variables: dict[str, str]) -> subprocess.Popen[str]:
+def serve(checkout: str | None) -> subprocess.Popen[str]:
     """A process that answers `run`."""
-    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | variables}
-    return subprocess.Popen([sys.executable, "-c", SERVER], **how)  # type: ignore[call-overload,no-any-return]
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", SERVER], cwd=checkout, **how)  # type: ignore[call-overload,no-any-return]
+
+
+def make_signed(source: Path, place: Path) -> Path:
+    """Convert and sign, with the key and a policy beside the folder."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    (place / "key").write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
+    public = key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
+    (place / "key.pub").write_bytes(public)
+    (place / "policy.toml").write_text('[[signer]]\npublic_key = "key.pub"\n')
+    relayout.convert(source, folder := place / "model", tp=NUM_RANKS)
+    relayout.sign(folder, key=place / "key")
+    return folder
+
+
+def measure(folders: dict[str, Path], servers: dict[str, subprocess.Popen[str]], runs: int) -> list[dict[str, Any]]:
+    """Rows of the table, with all runs."""
+    rows = []
+    for state in ("drive", "memory"):
+        for num_ranks in (1, NUM_RANKS):
+            found: dict[str, Loads] = {way: [] for way in folders}
+            for _ in range(runs):
+                for way, folder in folders.items():  # In turns: what the machine does meanwhile concerns all alike.
+                    (forget if state == "drive" else remember)(folder.iterdir())
+                    found[way].append(run(servers[way], folder, num_ranks, way))
+            for way, loads in found.items():
+                seconds, used, nbytes = zip(*loads, strict=True)
+                row = {"from": state, "ranks": num_ranks, "way": way, "all_seconds": seconds}
+                rows.append(row | {"cpu_seconds": statistics.median(used), "read_nbytes": statistics.median(nbytes)})
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    table = Table("from", "ranks", "way", "seconds", "times load", "CPU seconds", "GB read")
+    for row in rows:
+        own = next(one for one in rows if (one["from"], one["ranks"]) == (row["from"], row["ranks"]))
+        seconds, plain = (statistics.median(one["all_seconds"]) for one in (row, own))
+        cells = [f"{seconds:.3f}", f"{seconds / plain:.2f}", f"{row['cpu_seconds']:.2f}"]
+        table.add_row(row["from"], str(row["ranks"]), row["way"], *cells, f"{row['read_nbytes'] / 1e9:.2f}")
+    Console(width=120).print(table)
 
 
 def main() -> None:
@@ -92,37 +130,25 @@ def main() -> None:
     parser.add_argument("source", nargs="?", help="a checkpoint (default: made, 2 layers of a Llama-3.1-8B, 3.0 GB)")
     parser.add_argument("--runs", type=int, default=3, help="of each way (default 3)")
     parser.add_argument("--folder", help="where the checkpoint is made (default: the folder for temporary files)")
+    parser.add_argument("--before", nargs=2, metavar=("CHECKOUT", "FOLDER"), help="an earlier commit, and its folder")
+    parser.add_argument("--out", help="write the results here, as JSON")
     given = parser.parse_args()
     with TemporaryDirectory(dir=given.folder) as name:
-        place = Path(name)
-        key = ec.generate_private_key(ec.SECP256R1())
-        (place / "key").write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
-        public = key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
-        (place / "key.pub").write_bytes(public)
-        (place / "policy.toml").write_text('[[signer]]\npublic_key = "key.pub"\n')
-        source = Path(given.source or place / "source")
+        source = Path(given.source or Path(name) / "source")
         if given.source is None:
             write_llama(source, 2)
-        relayout.convert(source, folder := place / "model", tp=NUM_RANKS, digest="sha256")
-        relayout.sign(folder, key=place / "key")
-        servers = {way: serve(variables) for way, (_, _, variables) in WAYS.items()}
-        table = Table("from", "ranks", "way", "seconds", "times load", "GB read")
-        for is_cold in (True, False):
-            for ranks in (range(1), range(NUM_RANKS)):
-                found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
-                for _ in range(given.runs):
-                    for way in WAYS:  # In turns: what the machine does meanwhile concerns all alike.
-                        (forget if is_cold else remember)(folder.iterdir())
-                        found[way].append(run(servers[way], folder, ranks, way))
-                seconds = {way: statistics.median(each for each, _ in runs) for way, runs in found.items()}
-                for way, runs in found.items():
-                    read = statistics.median(nbytes for _, nbytes in runs) / 1e9
-                    ratio = seconds[way] / seconds["load"]
-                    where = "drive" if is_cold else "memory"
-                    table.add_row(where, str(len(ranks)), way, f"{seconds[way]:.3f}", f"{ratio:.2f}", f"{read:.2f}")
+        folders = dict.fromkeys(WAYS, make_signed(source, Path(name)))
+        if given.before is not None:
+            folders |= dict.fromkeys([way + EARLIER for way in list(WAYS)[:2]], Path(given.before[1]))
+        servers = {way: serve(given.before[0] if way.endswith(EARLIER) else None) for way in folders}
+        rows = measure(folders, servers, given.runs)
         for server in servers.values():
             server.communicate()
-        Console(width=110).print(table)
+        print_table(rows)
+        if given.out is not None:
+            nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+            top = {"machine": machine(Path(name)), "nbytes": nbytes, "runs": given.runs, "rows": rows}
+            Path(given.out).write_text(json.dumps(top, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from relayout.checkpoint.converted import check_chunk
 from relayout.checkpoint.trust import TrustedStore
-from relayout.core.digests import digest_hex
+from relayout.core.digests import digest_hex, proof_hex
 from relayout.core.extents import Extent, Grid, Transfer, copy_runs
 from relayout.core.workers import Stop, each
 from relayout.errors import PlanError
@@ -322,7 +322,7 @@ def prove_received(
                 return
             file = needed[part.file]
             assert file.proof is not None
-            digest = file.proof.digest.hex(part.view(memory, start))
+            digest = proof_hex(part.view(memory, start))
             check_chunk(digest, digests[part.file], part.number, part.extent, file.where)
 
         each(prove, received, num_threads)

@@ -6,10 +6,11 @@ from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import DigestAlgorithm
+from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent, Grid, align_up
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about
@@ -22,7 +23,7 @@ from relayout.format.index import (
     Manifest,
     RankTable,
     chunks_over,
-    places_of_digests,
+    places_of_proofs,
 )
 from relayout.format.manifest import (
     MAX_MANIFEST_NBYTES,
@@ -153,14 +154,14 @@ def digests_of_small(manifest: Manifest) -> dict[str, str]:
 
 def check_small(folder: Store, manifest: Manifest, name: str, digest: str) -> None:
     """Raise FormatError unless a small file is there and has this digest."""
-    if manifest.digest.hex(folder.read(name, MAX_TABLE_NBYTES)) != digest:
+    if proof_hex(folder.read(name, MAX_TABLE_NBYTES)) != digest:
         what = f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion"
         raise FormatError(what, path=folder.location(name), code="digest")
 
 
 def chunks_nbytes(manifest: Manifest) -> int:
     """The length of relayout.chunks."""
-    places = places_of_digests(manifest.files, manifest.chunk_nbytes, manifest.digest)
+    places = places_of_proofs(manifest.files, manifest.chunk_nbytes)
     return places[-1].end if places else 0
 
 
@@ -179,7 +180,7 @@ def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
     blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
     with about(path=where):
         refuse_lfs_pointer(blob)
-        if manifest.digest.hex(blob) != manifest.record_digest:
+        if proof_hex(blob) != manifest.record_digest:
             raise FormatError("digest differs from the one in the manifest", code="digest")
     return parse_record(decompress(blob, where), manifest.num_ranks, where)
 
@@ -200,7 +201,7 @@ def find_signature(folder: Store, blob: bytes) -> bytes | None:
         payload = b64decode(envelope.text("payload"), validate=True)
     except (FormatError, ValueError):
         return None
-    return signature if DigestAlgorithm.SHA256.hex(blob).encode() in payload else None
+    return signature if sha256(blob).hexdigest().encode() in payload else None
 
 
 def names_of(manifest: Manifest, record: SourceRecord) -> frozenset[str]:
@@ -250,7 +251,7 @@ CONVERTED = Replaceable(MANIFEST_NAME, describe_output, names_of_output)
 def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
     """The digests of the chunks of a file, one after the other, in binary form. FormatError: they are damaged."""
     file = manifest.files[index]
-    places = places_of_digests(manifest.files, manifest.chunk_nbytes, manifest.digest)
+    places = places_of_proofs(manifest.files, manifest.chunk_nbytes)
     place = places[index]
     digests = memoryview(bytearray(place.nbytes))
     with folder.open(CHUNKS_NAME) as opened:
@@ -258,7 +259,7 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
             what = f"{opened.nbytes} bytes long, expected {places[-1].end}"
             raise FormatError(what, path=folder.location(CHUNKS_NAME), code="mismatch")
         opened.read(place.offset, digests)
-    if manifest.digest.hex(digests) != file.chunks_digest:
+    if proof_hex(digests) != file.chunks_digest:
         where = folder.location(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
     return bytes(digests)
@@ -303,7 +304,6 @@ class FileProof:
     chunk_nbytes: int
     chunk_digests: Callable[[], bytes]
     """Reads the digests of the chunks of its data section. FormatError: they are damaged."""
-    digest: DigestAlgorithm
     header_digest: str | None = None
     """Digest of the bytes before the data section, where these are to be proven, too."""
 
@@ -318,7 +318,7 @@ def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool
     file = manifest.files[index]
     digests = partial(read_chunk_digests, folder, manifest, index)
     header_digest = file.header_digest if with_header else None
-    return FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests, manifest.digest, header_digest)
+    return FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests, header_digest)
 
 
 def index_of(manifest: Manifest, name: str) -> int | None:
@@ -380,7 +380,7 @@ class Proven(Closable):
         for index, chunk, part in touched:
             target = view[part.offset - offset : part.end - offset]
             if is_straight and part == chunk:
-                check_chunk(self._proof.digest.hex(target), self._digests, index, chunk, self._where)
+                check_chunk(proof_hex(target), self._digests, index, chunk, self._where)
             else:
                 target[:] = self._whole(index, chunk)[part.offset - chunk.offset : part.end - chunk.offset]
 
@@ -389,7 +389,7 @@ class Proven(Closable):
         whole = next((kept for number, kept in self._recent if number == index), None)
         if whole is None:
             whole = self._read_alone(chunk)
-            check_chunk(self._proof.digest.hex(whole), self._digests, index, chunk, self._where)
+            check_chunk(proof_hex(whole), self._digests, index, chunk, self._where)
             if chunk.nbytes <= _MAX_KEPT_NBYTES:  # Threads replace the tuple: one that is lost is read again.
                 self._recent = (*self._recent[1 - _NUM_KEPT :], (index, whole))
         return whole
@@ -402,7 +402,7 @@ class Proven(Closable):
         head = self._head
         if head is None:
             head = self._read_alone(Extent(0, self._proof.data_start))
-            check_header(head, self._proof.header_digest, self._proof.digest, self._where)
+            check_header(head, self._proof.header_digest, self._where)
             self._head = head
         view[:] = head[offset : offset + view.nbytes]
 
@@ -435,9 +435,9 @@ def check_chunk(digest: str, digests: bytes, index: int, chunk: Extent, where: s
         )
 
 
-def check_header(header: bytes | memoryview, digest: str, algorithm: DigestAlgorithm, where: str) -> None:
-    """Raise FormatError unless a file's header has the digest of the manifest. `where` names the file in messages."""
-    if algorithm.hex(header) != digest:
+def check_header(header: bytes | memoryview, digest: str, where: str) -> None:
+    """Raise FormatError unless a file's header has the proof of the manifest. `where` names the file in messages."""
+    if proof_hex(header) != digest:
         raise FormatError("its header does not match the manifest: damaged", path=where, code="digest")
 
 

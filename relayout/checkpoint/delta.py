@@ -368,10 +368,10 @@ class _Changed(Closable):
             self._head = memoryview(bytearray(self._file.data_start))
             self._base.read(0, self._head)
             where = made.base.location(self._file.name)
-            check_header(self._head, made.old.files[index].header_digest, new.digest, where)
+            check_header(self._head, made.old.files[index].header_digest, where)
             self._change(0, 1, 0, self._head)
             what = f"{where}, changed by {made.links[-1].store}"
-            check_header(self._head, self._file.header_digest, new.digest, what)
+            check_header(self._head, self._file.header_digest, what)
             stack.pop_all()
 
     @property

@@ -1,7 +1,7 @@
 """Trust: a policy that names signers, the proof of a signature, and a store that proves every byte.
 
 The package model-signing makes and verifies signatures (OpenSSF Model Signing), which list the SHA-256 of every file.
-That of relayout.json proves all that is read of a rank, chunk by chunk, if its own digests are SHA-256.
+That of relayout.json proves all that is read of a rank, chunk by chunk, by the BLAKE3 of each.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, Proven, StoreOver, index_of, names_of_index, proof_of
-from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
 from relayout.format.fields import decode, parse_toml
@@ -182,7 +182,7 @@ def prove(store: Store, policy: Policy) -> Signed:
         _read_signed(store, name, limit, policy)
         for name, limit in ((SIGNATURE_NAME, MAX_SIGNATURE_NBYTES), (MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     )
-    content = DigestAlgorithm.SHA256.hex(blob)
+    content = sha256(blob).hexdigest()
     reasons = []
     for signer in signers:
         try:
@@ -197,26 +197,16 @@ def prove(store: Store, policy: Policy) -> Signed:
         elif signer.content and content not in signer.content:
             reasons.append(f"the content {content} is not one that the policy names")
         else:
-            return _signed(store, blob, digests, signature)
+            manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
+            return Signed(blob, manifest, digests, signature)
     what = f"no signature of a signer in {policy.path}: {'; '.join(reasons)}"
     raise FormatError(what, path=store.location(SIGNATURE_NAME), code="signature")
-
-
-def _signed(store: Store, blob: bytes, digests: Mapping[str, str], signature: bytes) -> Signed:
-    manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
-    if manifest.digest is not DigestAlgorithm.SHA256:
-        what = (
-            f"its digests are {manifest.digest.value}, which prove nothing of who made it: convert with --digest sha256"
-        )
-        raise FormatError(what, path=store.location(MANIFEST_NAME), code="signature")
-    return Signed(blob, manifest, digests, signature)
 
 
 def _read_signed(store: Store, name: str, limit: int, policy: Policy) -> bytes:
     blob = if_there(lambda: store.read(name, limit))
     if blob is None:
-        how = "relayout convert --digest sha256, then relayout sign"
-        what = f"is not signed ({name} is missing), and the policy {policy.path} wants that: {how}"
+        what = f"is not signed ({name} is missing), and the policy {policy.path} wants that: relayout sign"
         raise FormatError(what, path=str(store), code="signature")
     return blob
 
@@ -296,7 +286,7 @@ class TrustedStore(StoreOver):
         blob = if_there(lambda: self.base.read(name, limit))
         if blob is None:
             raise self._missing(name)
-        if DigestAlgorithm.SHA256.hex(blob) != self.signed.digests[name]:
+        if sha256(blob).hexdigest() != self.signed.digests[name]:
             raise FormatError("is not the file that was signed", path=self.location(name), code="digest")
         return blob
 

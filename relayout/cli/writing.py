@@ -63,13 +63,6 @@ _LayoutOption = Annotated[
         " each rank's slices that are not contiguous in them; a third larger for a Llama.",
     ),
 ]
-_DigestOption = Annotated[
-    Literal["xxh3_128", "sha256"],
-    typer.Option(
-        metavar="xxh3_128|sha256",
-        help="How stored bytes are hashed: xxh3_128 detects damage, sha256 is what a signature needs.",
-    ),
-]
 _UnitOption = Annotated[
     str | None,
     typer.Option(
@@ -107,7 +100,6 @@ def convert(
     max_part_size: _PartSizeOption = "48GB",
     layout: _LayoutOption = "ranks",
     ranks: RanksOption = None,
-    digest: _DigestOption = "xxh3_128",
     threads: ThreadsOption = 8,
     memory: MemoryOption = "512MiB",
     scratch: ScratchOption = None,
@@ -142,7 +134,6 @@ def convert(
             max_part_nbytes=max_part_size,
             layout=layout,
             ranks=ranks,
-            digest=digest,
         )
         way.carry_out(planned, out)
 
@@ -401,7 +392,7 @@ def sign(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Sign a folder that was converted with --digest sha256.
+    """Sign a converted folder.
 
     Reads every byte once, compares it, and writes model.sig, which `model_signing verify` accepts. Under a policy
     (RELAYOUT_TRUST, --trust), whatever is later read of the folder is proven while it is read.

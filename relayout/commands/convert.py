@@ -28,7 +28,6 @@ def convert(
     max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
     layout: Literal["ranks", "whole"] = "ranks",
     ranks: str | Iterable[int] | None = None,
-    digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
@@ -55,7 +54,6 @@ def convert(
             and each rank's slices that are not contiguous in them; a third larger for a Llama.
         ranks: write only these ranks, such as range(4) or "0-3", and read only what they need of the source.
             Default: all.
-        digest: how stored bytes are hashed: "xxh3_128" detects damage; "sha256" is what a signature needs.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion that cannot be
             resumed.
         threads: threads that read, copy and write.
@@ -91,6 +89,5 @@ def convert(
         max_part_nbytes=max_part_nbytes,
         layout=layout,
         ranks=ranks,
-        digest=digest,
     )
     return carry_out(planned, force=force, threads=threads, memory=memory, scratch=scratch, progress=progress)

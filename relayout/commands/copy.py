@@ -32,7 +32,7 @@ from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers
 from relayout.conversion.sidecar import are_there, modes_of, put_index
 from relayout.conversion.steps import Written
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.digests import OrderedDigests, digest_hex
+from relayout.core.digests import PROOF_NBYTES, OrderedDigests, digest_hex, new_proof
 from relayout.core.extents import Extent, align_up, split
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
@@ -200,7 +200,7 @@ def is_copied(
         if find_manifest_blob(target) != wanted or find_signature(target, wanted) != signature:
             return False
         check_intact(target)
-        return are_there(target, read_record(target, kept).side_files, kept.digest)
+        return are_there(target, read_record(target, kept).side_files)
     except FormatError:
         return False
 
@@ -324,7 +324,7 @@ class _Copying:
         self._source = source
         self._output = output
         self._journal: Journal | None = None
-        self._chunk_nbytes, self._digest = manifest.chunk_nbytes, manifest.digest
+        self._chunk_nbytes = manifest.chunk_nbytes
         self._files: tuple[IndexedFile, ...] = kept.files
         number = {file.name: index for index, file in enumerate(manifest.files)}
         self.digests = [read_chunk_digests(source, manifest, number[file.name]) for file in kept.files]
@@ -333,7 +333,7 @@ class _Copying:
         """For each file the bytes that are still to be copied."""
         self._lock = threading.Lock()
         self._stop = Stop()
-        self._hashes = OrderedDigests(self._stop, self._digest)
+        self._hashes = OrderedDigests(self._stop, new_proof)
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
@@ -351,7 +351,7 @@ class _Copying:
                 if not sizes[index]:
                     self._complete(index)
                 stop = Stop()
-                self._hashes = OrderedDigests(stop, self._digest)
+                self._hashes = OrderedDigests(stop, new_proof)
                 Workers(threads, pieces, Buffer, self._copy, stop).run(report.after(done))
                 self._output.keep(_part_name(index), b"")
                 done += sizes[index]
@@ -390,13 +390,13 @@ class _Copying:
         if folder is None:
             return chunks
         try:
-            stored = HashedFile(lambda: folder.open(file.name, file.nbytes), (), chunks, self._digest)
+            stored = HashedFile(lambda: folder.open(file.name, file.nbytes), (), chunks)
             [found] = hash_files([stored], num_readers)
         except FormatError:  # It has another length.
             folder.remove(file.name)
             return chunks
         expected = self.digests[index].hex()
-        width = 2 * self._digest.nbytes
+        width = 2 * PROOF_NBYTES
         return [chunk for n, chunk in enumerate(chunks) if found[n] != expected[width * n : width * (n + 1)]]
 
     def _open_input(self, index: int) -> ReadableFile:
@@ -439,7 +439,7 @@ class _Copying:
             head = memoryview(bytearray(align_up(file.data_start, opened.alignment)))
             opened.read(0, head)
         head = head[: file.data_start]
-        check_header(head, file.header_digest, self._digest, self._source.location(file.name))
+        check_header(head, file.header_digest, self._source.location(file.name))
         self._output.head(file.name, bytes(head), file.nbytes)
 
 

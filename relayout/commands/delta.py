@@ -26,7 +26,7 @@ from relayout.conversion.changes import UNCHANGED, FileVersion, element_widths, 
 from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import modes_of, put_index, put_tables
-from relayout.core.digests import digest_hex
+from relayout.core.digests import PROOF_NBYTES, digest_hex, proof_hex
 from relayout.core.extents import Extent
 from relayout.errors import PlanError
 from relayout.format.delta import (
@@ -87,7 +87,7 @@ class _Side:
         """The header of a weight file, as stored and parsed."""
         file = self.manifest.files[index]
         shard, header = read_shard(self.store, file.name)
-        check_header(shard.header, file.header_digest, self.manifest.digest, self.store.location(file.name))
+        check_header(shard.header, file.header_digest, self.store.location(file.name))
         return shard.header, header
 
 
@@ -194,9 +194,9 @@ def _write_changes(
     before: _Side, after: _Side, index: int, made: Output, threads: int, report: Callable[[int], None]
 ) -> DeltaFile:
     """Compare two versions of a weight file, and write what differs."""
-    file, sides, algorithm = after.manifest.files[index], (before, after), after.manifest.digest
+    file, sides = after.manifest.files[index], (before, after)
     digests = [read_chunk_digests(side.store, side.manifest, index) for side in sides]
-    rows = [np.frombuffer(each_side, np.uint8).reshape(-1, algorithm.nbytes) for each_side in digests]
+    rows = [np.frombuffer(each_side, np.uint8).reshape(-1, PROOF_NBYTES) for each_side in digests]
     differing = np.flatnonzero((rows[0] != rows[1]).any(axis=1)).tolist()
     if not differing and before.manifest.files[index].header_digest == file.header_digest:
         return UNCHANGED
@@ -207,7 +207,7 @@ def _write_changes(
 
     def proven(side: _Side, opened: ReadableFile, stored: bytes, chunk: int, extent: Extent) -> memoryview:
         view = _read(opened, extent)
-        check_chunk(algorithm.hex(view), stored, chunk, extent, side.store.location(file.name))
+        check_chunk(proof_hex(view), stored, chunk, extent, side.store.location(file.name))
         return view
 
     with ExitStack() as stack:

@@ -122,7 +122,7 @@ def restore(
         if record.index is not None:
             made.put(record.index[0], [record.index[1]])
         for side in record.side_files:
-            copy_side_file(folder, made, side.name, manifest.digest, side)
+            copy_side_file(folder, made, side.name, side)
     return Restored(
         output=str(target),
         num_files=len(record.files),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.trust import package_missing
 from relayout.core.arguments import integer
-from relayout.core.digests import DigestAlgorithm
+from relayout.core.digests import new_proof, proof_hex
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import parse_object
@@ -68,7 +67,7 @@ def sign(
     folder; `trust` of `load` and others proves what they read of it.
 
     Args:
-        path: a folder that `convert` wrote with `digest="sha256"`, or its URL.
+        path: a converted folder, or its URL.
         key: a private key (PEM, an elliptic curve).
         certificate: of that key (PEM).
         chain: of certificates that lead to a root.
@@ -76,17 +75,15 @@ def sign(
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
-        FormatError: the folder is damaged, or its digests are not SHA-256.
+        FormatError: the folder is damaged.
         PlanError: the key cannot be used; a chain without a certificate; model.sig is no signature; or the package
             is missing.
         OSError: reading or writing failed.
 
     Example:
         >>> import relayout
-        >>> relayout.convert("llama-3.1-8b", "with-sha256", tp=8, digest="sha256").num_ranks
-        8
-        >>> relayout.sign("with-sha256", key="release.key").signature
-        'with-sha256/model.sig'
+        >>> relayout.sign("llama-3.1-8b-tp8", key="release.key").signature
+        'llama-3.1-8b-tp8/model.sig'
     """
     started = time.monotonic()
     if chain and certificate is None:
@@ -94,9 +91,6 @@ def sign(
     store = find_input(path)
     blob = read_manifest_blob(store)
     manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
-    if manifest.digest is not DigestAlgorithm.SHA256:
-        what = f"its digests are {manifest.digest.value}, which anybody can forge: convert with --digest sha256"
-        raise PlanError(what, path=str(store), code="option")
     _check_older(store)
     signer = _signer(key, certificate, chain)
     expected = _expected(store, manifest, blob)
@@ -134,16 +128,16 @@ def _check_older(store: Store) -> None:
 
 
 def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | None]:
-    """The SHA-256 of each file that manifest and record name; None for weight files, whose pieces they prove."""
+    """The proof of each file that manifest and record name; None for weight files, whose pieces they prove."""
     record = read_record(store, manifest)
     expected: dict[str, str | None] = dict.fromkeys(names_of(manifest, record))
     expected |= {side.name: side.digest for side in record.side_files}
     expected |= {holder.table: holder.table_digest for holder in manifest.holders.values()}
-    expected |= {MANIFEST_NAME: hashlib.sha256(blob).hexdigest(), SOURCE_RECORD_NAME: manifest.record_digest}
+    expected |= {MANIFEST_NAME: proof_hex(blob), SOURCE_RECORD_NAME: manifest.record_digest}
     if HUB_INDEX_NAME in names_of_index(manifest):
         expected[HUB_INDEX_NAME] = manifest.hub_index_digest
     chunks = (read_chunk_digests(store, manifest, index) for index in range(len(manifest.files)))
-    expected[CHUNKS_NAME] = hashlib.sha256(b"".join(chunks)).hexdigest()
+    expected[CHUNKS_NAME] = proof_hex(b"".join(chunks))
     return expected
 
 
@@ -163,12 +157,12 @@ def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -
     where = store.location(name)
     index = index_of(manifest, name)
     if index is None:
-        digest = sha256_hex(store.open(name, access=Access.BUFFERED))
+        digest = sha256_hex(store.open(name, access=Access.BUFFERED), proof := new_proof())
+        if expected not in (None, proof.hexdigest()):
+            raise FormatError("differs from what was written: damaged", path=where, code="digest")
     else:
         with store.open(name, manifest.files[index].nbytes, access=Access.BUFFERED) as opened:
             digest = sha256_hex(Proven(opened, proof_of(store, manifest, index, with_header=True), where))
-    if expected not in (None, digest):
-        raise FormatError("differs from what was written: damaged", path=where, code="digest")
     return digest
 
 

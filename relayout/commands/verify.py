@@ -30,7 +30,7 @@ from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers
 from relayout.conversion.sidecar import digests_of_all, stored_conversion
 from relayout.conversion.steps import CopyPlan, TensorDigests, run_steps
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.digests import DigestAlgorithm
+from relayout.core.digests import PROOF_NBYTES
 from relayout.core.extents import Extent
 from relayout.core.slices import num_bytes
 from relayout.core.workers import each
@@ -179,7 +179,7 @@ def _check_digests(
         file = manifest.files[index]
         opener = partial(folder.open, file.name, file.nbytes, access=Access.ONCE)
         chunks = chunks_of(file.data_start, file.nbytes, manifest.chunk_nbytes)
-        to_hash.append(HashedFile(opener, [extent for extent, *_ in column], chunks, manifest.digest))
+        to_hash.append(HashedFile(opener, [extent for extent, *_ in column], chunks))
     hashed = hash_files(to_hash, threads, on_progress)
     for (index, column), read, digests in zip(slices.items(), to_hash, hashed, strict=True):
         name, is_damaged = manifest.files[index].name, False
@@ -199,8 +199,8 @@ def _check_digests(
 
 def _chunk_digests(folder: Store, manifest: Manifest, index: int) -> list[str]:
     """The digests of a file's chunks, in hex. FormatError: they cannot be read."""
-    digests, nbytes = read_chunk_digests(folder, manifest, index), manifest.digest.nbytes
-    return [digests[start : start + nbytes].hex() for start in range(0, len(digests), nbytes)]
+    digests = read_chunk_digests(folder, manifest, index)
+    return [digests[start : start + PROOF_NBYTES].hex() for start in range(0, len(digests), PROOF_NBYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ class _Compared:
         for t, digests_of_tensor in enumerate(digests):
             yield from self._compare_tensor(conversion, t, digests_of_tensor, rows)
         if original is not None:
-            yield from _compare_files(self.record, original, self.manifest.digest)
+            yield from _compare_files(self.record, original)
 
     def _compare_tensor(
         self, conversion: Conversion, t: int, digests: TensorDigests, rows: Mapping[int, Mapping[str, int]]
@@ -283,7 +283,7 @@ def _culprit(actual: str | None, recorded: str | None) -> Culprit:
     return "folder" if actual == recorded else "source"
 
 
-def _compare_files(record: SourceRecord, source: SourceCheckpoint, algorithm: DigestAlgorithm) -> Iterator[Difference]:
+def _compare_files(record: SourceRecord, source: SourceCheckpoint) -> Iterator[Difference]:
     """Compare the rest of what is restored: names, lengths and headers of shards, the index, and side files."""
     expected = {file.name: (file.nbytes, file.header) for file in record.files}
     actual = {file.name: (file.nbytes, file.header) for file in source.files}
@@ -292,7 +292,7 @@ def _compare_files(record: SourceRecord, source: SourceCheckpoint, algorithm: Di
     if source.index != record.index:
         yield difference(str(source.root), f"its index {_CHANGED}", culprit="source")
     for side in record.side_files:
-        yield from check_small_file(source.folder, side, algorithm, _CHANGED, "source")
+        yield from check_small_file(source.folder, side, _CHANGED, "source")
 
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:

@@ -15,7 +15,7 @@ from relayout.checkpoint.folder import find_config
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model_order, read_shard
 from relayout.conversion.layout import file_metadata, not_for_dcp_because
 from relayout.conversion.sidecar import read_side_file, recorded_source, rows_of_files
-from relayout.core.digests import DigestAlgorithm
+from relayout.core.digests import proof_hex
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
 from relayout.core.slices import WHOLE, num_bytes
 from relayout.errors import FormatError, PlanError, shown
@@ -120,13 +120,11 @@ def _with_error(file: str, found: Iterator[Difference], culprit: Culprit = "fold
         yield difference_of(file, error, culprit)
 
 
-def check_small_file(
-    folder: Store, expected: SideFile, algorithm: DigestAlgorithm, what: str, culprit: Culprit = "folder"
-) -> Iterator[Difference]:
+def check_small_file(folder: Store, expected: SideFile, what: str, culprit: Culprit = "folder") -> Iterator[Difference]:
     """Yield `what` if a file has another length or digest than is expected."""
 
     def check() -> Iterator[Difference]:
-        side = read_side_file(folder, expected.name, algorithm)
+        side = read_side_file(folder, expected.name)
         if side.digest != expected.digest or expected.nbytes not in (_ANY_LENGTH, side.nbytes):
             yield difference(expected.name, what, culprit=culprit)
 
@@ -196,7 +194,7 @@ def _check_header(
 ) -> Iterator[Difference]:
     """Check a header against the rows of the table, and against the metadata of the source if that is known."""
     table, rows, name = file.table, file.rows, file.indexed.name
-    if manifest.digest.hex(blob) != file.indexed.header_digest:
+    if proof_hex(blob) != file.indexed.header_digest:
         yield difference(name, "its header differs from what was written", None, Extent(0, len(blob)))
     if file.indexed.data_start % manifest.alignment:
         what = f"its data section starts at {file.indexed.data_start}, alignment {manifest.alignment}"
@@ -353,7 +351,7 @@ def _check_side_files(folder: Store, manifest: Manifest, record: SourceRecord) -
         if side.name in own or side.name.startswith("relayout."):
             what = f"side file {shown(side.name)} has the name of a file that relayout writes"
             yield difference(SOURCE_RECORD_NAME, what)
-        yield from check_small_file(folder, side, manifest.digest, "differs from the file that was copied")
+        yield from check_small_file(folder, side, "differs from the file that was copied")
 
 
 def _check_cuts(record: SourceRecord) -> Iterator[Difference]:
@@ -455,7 +453,7 @@ def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, Ra
             yield difference(HUB_INDEX_NAME, "is not part of this conversion")
         return
     expected = SideFile(HUB_INDEX_NAME, _ANY_LENGTH, manifest.hub_index_digest, 0)
-    yield from check_small_file(folder, expected, manifest.digest, "differs from what was written")
+    yield from check_small_file(folder, expected, "differs from what was written")
     holder = max(manifest.holders)
     if manifest.whole is None and manifest.num_ranks > 1:
         yield from _with_error(HUB_INDEX_NAME, _check_refusal(folder, manifest))

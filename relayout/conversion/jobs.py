@@ -34,7 +34,6 @@ from relayout.conversion.run import (
 )
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import Written
-from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
@@ -58,8 +57,6 @@ class UnitJob:
     options: ConversionOptions
     ranks: tuple[int, ...]
     """The ranks that are converted."""
-    digest: str
-    """How stored bytes are hashed: a `DigestAlgorithm`."""
     fingerprint: Fingerprint
     """The fingerprint of the conversion when the job was made."""
     unit: int
@@ -109,7 +106,6 @@ class UnitJob:
             max_part_nbytes=options.max_part_nbytes,
             layout=options.layout,
             ranks=self.ranks,
-            digest=DigestAlgorithm(self.digest),
         )
         fingerprint = fingerprint_of(planned, identity_of(checkpoint).content)
         if fingerprint.source != self.fingerprint.source:
@@ -153,7 +149,6 @@ def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
         plan=planned.plan,
         options=planned.options,
         ranks=planned.ranks,
-        digest=planned.digest.value,
         fingerprint=fingerprint_of(planned, identity_of(planned.source).content),
         unit=0,
         num_units=len(units),

@@ -25,7 +25,6 @@ import numpy as np
 
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
 from relayout.errors import PlanError
@@ -156,8 +155,6 @@ class Conversion:
     options: ConversionOptions
     ranks: tuple[int, ...]
     """The ranks that are converted, rising. The others hold nothing in `cut`, and have no files in `layout`."""
-    digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
-    """How stored bytes are hashed."""
 
     def __repr__(self) -> str:
         ranks = f"{self.plan.num_ranks} ranks"
@@ -174,7 +171,6 @@ class Conversion:
         max_part_nbytes: int = DEFAULT_MAX_PART_NBYTES,
         layout: str = RANKS,
         ranks: str | Iterable[int] | None = None,
-        digest: DigestAlgorithm = DigestAlgorithm.XXH3_128,
     ) -> Self:
         """Choose order, files and offsets; `layout` and `ranks` as for `convert`.
 
@@ -202,7 +198,7 @@ class Conversion:
         holders = by_holder(files, plan.num_ranks + (layout == WHOLE_TENSORS))
         where = Layout(tuple(files), holders, tuple(units), tuple(files_of_unit))
         all_ranks = tuple(range(plan.num_ranks))
-        planned = cls(output, source, plan, tensors, where, options, all_ranks, digest)
+        planned = cls(output, source, plan, tensors, where, options, all_ranks)
         return planned if ranks is None else planned.only(ranks)
 
     def only(self, ranks: str | Iterable[int]) -> Self:

@@ -24,7 +24,7 @@ from relayout.checkpoint.source import SourceIdentity, SourceTensor, is_unchange
 from relayout.conversion.layout import Conversion, RankFile
 from relayout.conversion.sidecar import are_there, read_side_file, source_record
 from relayout.conversion.steps import TensorDigests, Written
-from relayout.core.digests import digest_hex
+from relayout.core.digests import PROOF_NBYTES, digest_hex
 from relayout.core.extents import BLOCK, Extent, Transfer
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
@@ -142,8 +142,7 @@ def fingerprint_of(conversion: Conversion, source: str) -> Fingerprint:
     """
     plan = conversion.plan
     cuts = [list(map(dump_slice, cut.slices)) for cut in plan.cuts]
-    chosen = [*astuple(conversion.options), conversion.digest.value]
-    options = [FORMAT_VERSION, *chosen, plan.cut_of, cuts, conversion.ranks]
+    options = [FORMAT_VERSION, *astuple(conversion.options), plan.cut_of, cuts, conversion.ranks]
     return Fingerprint(source, digest_hex(compact_json(options)))
 
 
@@ -182,19 +181,19 @@ def is_done(conversion: Conversion, threads: int) -> bool:
     output, source = conversion.output, conversion.source
     if output.kind() is not Kind.FOLDER:
         return False
-    sides = [read_side_file(source.folder, name, conversion.digest) for name in source.side_files]
+    sides = [read_side_file(source.folder, name) for name in source.side_files]
     try:
         check_intact(output)
         manifest = read_manifest(output)
         record = read_record(output, manifest)
-        if not are_there(output, sides, conversion.digest):
+        if not are_there(output, sides):
             return False
     except FormatError:
         return False
     expected = source_record(conversion, record.digests, sides)
     files = [(file.nbytes, file.data_start) for file in conversion.layout.files]
     if (
-        (manifest.present, manifest.digest) != (conversion.ranks, conversion.digest)
+        manifest.present != conversion.ranks
         or [(file.nbytes, file.data_start) for file in manifest.files] != files
         or dump_record(record) != dump_record(expected)
     ):
@@ -282,7 +281,7 @@ def verified_progress(folder: LocalOutput, written: Written, conversion: Convers
     """
     if not written.tensors:
         return Written()
-    files, width = conversion.layout.files, conversion.digest.nbytes
+    files = conversion.layout.files
     for name in set(folder.names()) - {file.name for file in files}:
         folder.remove(name)
     fitting = {
@@ -298,7 +297,7 @@ def verified_progress(folder: LocalOutput, written: Written, conversion: Convers
         index: digests
         for index, digests in written.chunks.items()
         if 0 <= index < len(files)
-        and len(digests) == width * files[index].num_chunks
+        and len(digests) == PROOF_NBYTES * files[index].num_chunks
         and all(t in verified or not conversion.cut[t].rank_nbytes(files[index].holder) for t in files[index].tensors)
     }
     return Written(verified, chunks)

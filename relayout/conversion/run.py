@@ -28,7 +28,7 @@ from relayout.conversion.resume import (
 from relayout.conversion.sidecar import HeaderWriter, other_names, output_modes, write_sidecar
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, Step, Target, TensorDigests, Written, run_steps
 from relayout.core.arguments import at_least_one, size
-from relayout.core.digests import OrderedDigests
+from relayout.core.digests import OrderedDigests, new_proof
 from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.core.workers import Stop
 from relayout.errors import FormatError, PlanError
@@ -222,7 +222,7 @@ class FileSink:
         self._output = output
         self._layout = conversion.layout
         self._files = OpenFiles(self._open_file, num_descriptors=2)
-        self._ordered = OrderedDigests(stop, conversion.digest)
+        self._ordered = OrderedDigests(stop, new_proof)
         self._chunks = {index: [b""] * self._layout.files[index].num_chunks for index in hashed}
         """For each file the digests of its chunks, empty if they are not known."""
 
@@ -306,7 +306,6 @@ def hash_chunks(folder: LocalOutput, conversion: Conversion, indices: Sequence[i
             partial(folder.open, file.name, file.nbytes),
             (),
             chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES),
-            conversion.digest,
         )
         for file in with_data.values()
     ]

@@ -23,7 +23,7 @@ from relayout.conversion.layout import (
     is_stored,
 )
 from relayout.conversion.steps import TensorDigests, Written
-from relayout.core.digests import EMPTY_DIGEST, DigestAlgorithm, Hash
+from relayout.core.digests import EMPTY_DIGEST, Hash, new_proof, proof_hex
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import WHOLE, Cut, num_bytes
 from relayout.errors import FormatError
@@ -94,8 +94,8 @@ class HeaderWriter:
             header = self._headers.build(file, content)
             assert len(header) == file.data_start
             yield file, header
-            digests_of_file = map(self._conversion.digest.hex, (header, written.chunks[index]))
-            indexed = IndexedFile(file.name, file.nbytes, file.data_start, content, *digests_of_file)
+            proofs = map(proof_hex, (header, written.chunks[index]))
+            indexed = IndexedFile(file.name, file.nbytes, file.data_start, content, *proofs)
             self._files[index] = indexed
 
     @property
@@ -116,8 +116,8 @@ def write_sidecar(
         written: all tensors with bytes, and all files.
         files: the same files, with their headers.
     """
-    source, options, digest = conversion.source, conversion.options, conversion.digest
-    side_files = [copy_side_file(source.folder, output, name, digest) for name in source.side_files]
+    source, options = conversion.source, conversion.options
+    side_files = [copy_side_file(source.folder, output, name) for name in source.side_files]
     digests = digests_of_all(conversion, written.tensors)
     record = source_record(conversion, [tensor.source for tensor in digests], side_files)
     conversion_id, plan_name = conversion_digest(record), "none" if record.plan is None else record.plan.full_name
@@ -139,13 +139,12 @@ def write_sidecar(
         expert_parallel=options.expert_parallel,
         alignment=options.alignment,
         dcp=options.dcp,
-        record_digest=digest.hex(stored_record),
+        record_digest=proof_hex(stored_record),
         source_nbytes=source.nbytes,
-        hub_index_digest=digest.hex(hub_index),
+        hub_index_digest=proof_hex(hub_index),
         chunk_nbytes=DIGESTED_NBYTES,
         files=tuple(files),
         ranks=tuple(map(holders.get, range(num_ranks))),
-        digest=digest,
         whole=holders.get(num_ranks),
     )
     output.put(MANIFEST_NAME, [dump_manifest(manifest)])
@@ -214,7 +213,7 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
     table = dump_table(_table(conversion, holder, rows, arena_offsets, digests))
     entry = RankEntry(
         table=_table_name(conversion, holder),
-        table_digest=conversion.digest.hex(table),
+        table_digest=proof_hex(table),
         num_tensors=len(rows),
         nbytes=sum(read.transfer.total_nbytes for read in reads),
         files=numbers,
@@ -401,7 +400,7 @@ def stored_conversion(
     order = tuple(dict.fromkeys(t for offsets in stored for t in offsets))
     holders = by_holder(files, plan.num_ranks + (options.layout == WHOLE_TENSORS))
     layout = Layout(tuple(files), holders, (order,), (range(len(files)),))
-    return Conversion(folder, source, plan, cut, layout, options, manifest.present, manifest.digest)
+    return Conversion(folder, source, plan, cut, layout, options, manifest.present)
 
 
 def as_one_rank(manifest: Manifest, record: SourceRecord) -> tuple[Manifest, SourceRecord]:
@@ -428,23 +427,23 @@ def put_index(
     expected = {SOURCE_RECORD_NAME: kept.record_digest}
     if kept.hub_index_digest is not None:
         expected[HUB_INDEX_NAME] = kept.hub_index_digest
-    _put_proven(source, output, kept.digest, expected, to)
+    _put_proven(source, output, expected, to)
     put_tables(source, output, kept, to)
     output.put(to + CHUNKS_NAME, chunk_digests)
     for side in record.side_files:
-        copy_side_file(source, output, side.name, kept.digest, side, to)
+        copy_side_file(source, output, side.name, side, to)
 
 
 def put_tables(source: Store, output: Output, kept: Manifest, to: str) -> None:
     """Copy the tables of ranks and other holders, as the manifest proves them."""
     digests = {entry.table: entry.table_digest for entry in kept.holders.values()}
-    _put_proven(source, output, kept.digest, digests, to)
+    _put_proven(source, output, digests, to)
 
 
-def _put_proven(source: Store, output: Output, algorithm: DigestAlgorithm, digests: Mapping[str, str], to: str) -> None:
-    for name, digest in digests.items():
+def _put_proven(source: Store, output: Output, proofs: Mapping[str, str], to: str) -> None:
+    for name, proof in proofs.items():
         blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_TABLE_NBYTES))
-        if algorithm.hex(blob) != digest:
+        if proof_hex(blob) != proof:
             raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
         output.put(to + name, [blob])
 
@@ -477,7 +476,6 @@ def copy_side_file(
     source: Store,
     output: Output,
     name: str,
-    algorithm: DigestAlgorithm,
     expected: SideFile | None = None,
     prefix: str = "",
 ) -> SideFile:
@@ -492,7 +490,7 @@ def copy_side_file(
     differs = FormatError("differs from the file that was copied", path=source.location(name), code="digest")
     if expected is not None and expected.nbytes != status.nbytes:
         raise differs
-    mode, digest = status.mode if expected is None else expected.mode, algorithm.new()
+    mode, digest = status.mode if expected is None else expected.mode, new_proof()
     output.put(prefix + name, _pieces(source, name, status.version, digest), mode)
     copied = SideFile(name, status.nbytes, digest.hexdigest(), mode)
     if expected is not None and copied.digest != expected.digest:
@@ -500,9 +498,9 @@ def copy_side_file(
     return copied
 
 
-def read_side_file(folder: Store, name: str, algorithm: DigestAlgorithm) -> SideFile:
-    """Length and digest of a file, and its permission bits."""
-    status, digest = _status(folder, name), algorithm.new()
+def read_side_file(folder: Store, name: str) -> SideFile:
+    """Length and proof of a file, and its permission bits."""
+    status, digest = _status(folder, name), new_proof()
     if not status.version:
         raise unversioned(folder.location(name))
     for _ in _pieces(folder, name, status.version, digest):
@@ -510,9 +508,9 @@ def read_side_file(folder: Store, name: str, algorithm: DigestAlgorithm) -> Side
     return SideFile(name, status.nbytes, digest.hexdigest(), status.mode)
 
 
-def are_there(folder: Store, files: Iterable[SideFile], algorithm: DigestAlgorithm) -> bool:
-    """Whether a folder has these files, with these digests."""
-    return all(read_side_file(folder, file.name, algorithm).digest == file.digest for file in files)
+def are_there(folder: Store, files: Iterable[SideFile]) -> bool:
+    """Whether a folder has these files, with these proofs."""
+    return all(read_side_file(folder, file.name).digest == file.digest for file in files)
 
 
 def _status(folder: Store, name: str) -> FileStat:

@@ -1,14 +1,13 @@
-"""Digests of byte streams whose pieces are read by several threads and hashed in order."""
+"""Digests, which name content, and proofs of stored bytes; of streams whose pieces several threads hash in order."""
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
-from enum import Enum
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import xxhash
+from blake3 import blake3
 
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped
@@ -28,35 +27,23 @@ def digest_hex(blob: bytes | memoryview) -> str:
 class Hash(Protocol):
     """A running hash."""
 
-    def update(self, view: bytes | bytearray | memoryview, /) -> None:
+    def update(self, view: bytes | bytearray | memoryview, /) -> object:
         """Hash more bytes."""
 
     def hexdigest(self) -> str:
         """The digest of all bytes so far."""
 
 
-class DigestAlgorithm(Enum):
-    """How the stored bytes of a converted checkpoint are hashed. The value is its name in relayout.json."""
+PROOF_NBYTES = 32
+"""Bytes of a BLAKE3 in its binary form."""
 
-    XXH3_128 = "xxh3_128"
-    """Detects damage and stale copies, not forgery."""
-    SHA256 = "sha256"
-    """Cryptographic: a signature of relayout.json proves all that hangs on it."""
+new_proof: Callable[[], Hash] = blake3
+"""A running BLAKE3 of nothing."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a digest in its binary form."""
-        return DIGEST_NBYTES if self is DigestAlgorithm.XXH3_128 else 32
 
-    def new(self) -> Hash:
-        """A running hash of nothing."""
-        return xxhash.xxh3_128() if self is DigestAlgorithm.XXH3_128 else hashlib.sha256()
-
-    def hex(self, blob: bytes | bytearray | memoryview) -> str:
-        """The digest of the bytes, in hex."""
-        running = self.new()
-        running.update(blob)
-        return running.hexdigest()
+def proof_hex(blob: bytes | bytearray | memoryview) -> str:
+    """BLAKE3 of the bytes, as 64 hex digits. It is cryptographic: who trusts it can trust the bytes."""
+    return blake3(blob).hexdigest()
 
 
 class OrderedDigests:
@@ -66,10 +53,10 @@ class OrderedDigests:
     Keeps state only for streams that have arrived in part.
     """
 
-    def __init__(self, stop: Stop, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128) -> None:
-        """`stop` wakes waiting threads when the work is canceled."""
+    def __init__(self, stop: Stop, new: Callable[[], Hash] = xxhash.xxh3_128) -> None:
+        """`stop` wakes waiting threads when the work is canceled; `new` begins a running hash."""
         self._stop = stop
-        self._algorithm = algorithm
+        self._new = new
         self._partial: dict[Hashable, tuple[int, Hash]] = {}
         """For each stream that has arrived in part: number of bytes hashed, and the running hash."""
 
@@ -83,9 +70,11 @@ class OrderedDigests:
             Stopped: the work was canceled.
         """
         if view.nbytes == nbytes:
-            return self._algorithm.hex(view)
+            running = self._new()
+            running.update(view)
+            return running.hexdigest()
         with self._stop.condition:
-            while (known := self._partial.get(stream) or (0, self._algorithm.new()))[0] != start:
+            while (known := self._partial.get(stream) or (0, self._new()))[0] != start:
                 if self._stop.requested:
                     raise Stopped
                 self._stop.condition.wait()
@@ -107,15 +96,13 @@ class ExtentDigests:
     Each extent is hashed in byte order by `OrderedDigests`; the same rules apply to threads.
     """
 
-    def __init__(
-        self, extents: Sequence[Extent], stop: Stop, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128
-    ) -> None:
+    def __init__(self, extents: Sequence[Extent], stop: Stop, new: Callable[[], Hash] = xxhash.xxh3_128) -> None:
         """`extents` must not overlap, in any order. Empty extents may have any offset."""
         self._order = sorted((n for n, extent in enumerate(extents) if extent.nbytes), key=lambda n: extents[n].offset)
         self._starts = [extents[n].offset for n in self._order]
         self._ends = [extents[n].end for n in self._order]
-        self._ordered = OrderedDigests(stop, algorithm)
-        self.digests = ["" if extent.nbytes else algorithm.hex(b"") for extent in extents]
+        self._ordered = OrderedDigests(stop, new)
+        self.digests = ["" if extent.nbytes else new().hexdigest() for extent in extents]
         """For each extent its digest in hex; "" until its last byte is hashed."""
 
     @property

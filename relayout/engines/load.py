@@ -210,7 +210,7 @@ def refuse_unproven(path: str | None, what: str) -> None:
     """
     policy = policy_of(None)
     if policy is not None:
-        instead = "serve a folder of `relayout convert --digest sha256` and `relayout sign`"
+        instead = "serve a folder of `relayout convert` and `relayout sign`"
         what = f"{what}: the policy {policy.path} (RELAYOUT_TRUST) wants all weights proven; {instead}"
         raise PlanError(what, path=path, code="unsupported")
 

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
-from relayout.checkpoint.converted import read_manifest, read_manifest_blob
+from relayout.checkpoint.converted import read_manifest_blob
 from relayout.checkpoint.delta import chained, is_delta, read_deltas
 from relayout.checkpoint.steps import way_to
 from relayout.checkpoint.trust import policy_of
-from relayout.core.digests import DigestAlgorithm, Hash, digest_hex
+from relayout.core.digests import Hash, digest_hex
 from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_url
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.engines.recording import Recorded
@@ -57,16 +58,13 @@ class Content:
     """The digest of relayout.json of what they make."""
     columns: TensorColumns
     """The rank's slices in it."""
-    algorithm: DigestAlgorithm
-    """The algorithm of their digests."""
 
     @staticmethod
     def of(weights: RankWeights) -> Content:
         """What a rank's weights are of."""
         deltas, source = weights.deltas or (), weights.opened.source
         paths = tuple(map(str, [deltas] if isinstance(deltas, str | os.PathLike) else deltas))
-        digest, algorithm = digest_hex(read_manifest_blob(source.store)), read_manifest(source.store).digest
-        return Content(weights.path, paths, digest, source.columns(), algorithm)
+        return Content(weights.path, paths, digest_hex(read_manifest_blob(source.store)), source.columns())
 
     @property
     def digests(self) -> dict[str, str]:
@@ -501,7 +499,7 @@ def _has_digest(views: Sequence[View], nbytes: int, numbers: _Numbers, content: 
     count = nbytes // views[0].itemsize
     left = sorted(views, key=lambda view: view.source)
     while left:
-        found, end = content.algorithm.new(), 0
+        found, end = xxhash.xxh3_128(), 0
         for view in tuple(left):
             if view.source == end and view.num_elements == view.end - view.source:
                 left.remove(view)

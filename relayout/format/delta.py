@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from relayout.core.digests import DIGEST_NBYTES, DigestAlgorithm, digest_hex
+from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, about
 from relayout.format.fields import Fields, check_apart, check_path, parse_object
@@ -216,7 +216,6 @@ def dump_delta(manifest: DeltaManifest) -> bytes:
         "relayout": FORMAT_VERSION,
         "requires": [DELTA],
         "generator": manifest.generator,
-        "digest": DigestAlgorithm.XXH3_128.value,
         "base": manifest.base,
         "makes": manifest.makes,
         "files": [{"nbytes": file.nbytes, "index_digest": file.index_digest} for file in manifest.files],
@@ -250,7 +249,6 @@ def layout_difference(old: Manifest, new: Manifest) -> str | None:
     pairs = {
         "tensor-parallel degree": (old.num_ranks, new.num_ranks),
         "layout": (old.whole is None, new.whole is None),
-        "digest algorithm": (old.digest, new.digest),
         "size of chunks": (old.chunk_nbytes, new.chunk_nbytes),
         "files": tuple([(file.name, file.nbytes, file.data_start) for file in side.files] for side in (old, new)),
         "ranks": tuple(

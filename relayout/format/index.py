@@ -2,7 +2,7 @@
 
 The manifest is small and says at once which bytes a rank needs and where they go in memory: a rank is a list of reads
 that fill an arena. The rank table, which can be large, says which tensor lies where in the arena. Chunks divide the
-files into pieces, and relayout.chunks has a digest of each. FORMAT.md is normative.
+files into pieces, and relayout.chunks has a proof of each. FORMAT.md is normative.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import TypeVar, overload
 
-from relayout.core.digests import DigestAlgorithm
+from relayout.core.digests import PROOF_NBYTES
 from relayout.core.extents import BLOCK, Extent, Transfer, align_up, coalesce, split
 from relayout.core.slices import Slice, slice_transfers
 
@@ -72,9 +72,9 @@ class IndexedFile:
     content: str
     """Digest of what it holds, see `content_digest`. The file's first bytes repeat it."""
     header_digest: str
-    """Digest, in hex, of the bytes before the data section."""
+    """Proof, in hex, of the bytes before the data section."""
     chunks_digest: str
-    """Digest of its part of relayout.chunks."""
+    """Proof of its part of relayout.chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class RankEntry:
     table: str
     """File name of the rank table."""
     table_digest: str
-    """Digest of the table as stored, in hex."""
+    """Proof of the table as stored, in hex."""
     num_tensors: int
     nbytes: int
     """Bytes of all the rank's tensors."""
@@ -112,20 +112,17 @@ class Manifest:
     dcp: bool
     """Whether PyTorch DCP can read the rank files as one model."""
     record_digest: str
-    """Digest of the source record as stored, in hex."""
+    """Proof of the source record as stored, in hex."""
     source_nbytes: int
     """Bytes of all source tensors."""
     hub_index_digest: str | None
-    """Digest of model.safetensors.index.json, which is for stock loaders."""
+    """Proof of model.safetensors.index.json, which is for stock loaders."""
     chunk_nbytes: int
-    """Bytes of a chunk: relayout.chunks has one digest for so many bytes of a file."""
+    """Bytes of a chunk: relayout.chunks has one proof for so many bytes of a file."""
     files: tuple[IndexedFile, ...]
     """All that hold tensors."""
     ranks: tuple[RankEntry | None, ...]
     """The entry of each rank; None for a rank that the folder does not have."""
-    digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
-    """The algorithm for stored bytes: those of this file, tables, record, headers, chunks and side files. What names
-    content (`content`, `conversion`, digests of tensors and slices) is always XXH3-128."""
     whole: RankEntry | None = None
     """The whole tensors, as if they were a rank's; None but in the `whole` layout."""
     holders: Mapping[int, RankEntry] = field(init=False, repr=False, compare=False)
@@ -265,7 +262,7 @@ def missing_shard_name(num_ranks: int) -> str:
 
 
 CHUNKS_NAME = "relayout.chunks"
-"""The file with the chunk digests of all files, in the order of the manifest."""
+"""The file with the proofs of the chunks of all files, in the order of the manifest."""
 
 DIGESTED_NBYTES = 2**20
 """The size of chunks that relayout writes."""
@@ -295,9 +292,9 @@ def num_chunks(data_start: int, nbytes: int, chunk_nbytes: int) -> int:
     return -(-(nbytes - data_start) // chunk_nbytes)
 
 
-def places_of_digests(files: Sequence[IndexedFile], chunk_nbytes: int, digest: DigestAlgorithm) -> list[Extent]:
-    """Where the chunk digests of each file lie in relayout.chunks."""
-    sizes = [digest.nbytes * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
+def places_of_proofs(files: Sequence[IndexedFile], chunk_nbytes: int) -> list[Extent]:
+    """Where the proofs of the chunks of each file lie in relayout.chunks."""
+    sizes = [PROOF_NBYTES * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
     return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import zstandard
 
-from relayout.core.digests import DigestAlgorithm, digest_hex
+from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, digest_hex, proof_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError, about, shown
@@ -45,7 +45,7 @@ DELTA = "delta"
 """What the manifest of a delta requires of its readers; that of a converted checkpoint requires nothing."""
 
 _SELF_DIGEST = b'"self_digest"'
-_DIGESTS = {algorithm: re.compile(rf"[0-9a-f]{{{2 * algorithm.nbytes}}}\Z") for algorithm in DigestAlgorithm}
+_DIGEST, _PROOF = (re.compile(rf"[0-9a-f]{{{2 * nbytes}}}\Z") for nbytes in (DIGEST_NBYTES, PROOF_NBYTES))
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,242}\.(safetensors|slices)\Z")
 
 
@@ -127,7 +127,6 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "requires": [],
         "generator": manifest.generator,
         "conversion": manifest.conversion,
-        "digest": manifest.digest.value,
         "model_type": manifest.model_type,
         "plan": manifest.plan,
         "expert_parallel": manifest.expert_parallel,
@@ -145,9 +144,9 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def sealed(top: Mapping[str, Any]) -> bytes:
-    """A manifest as stored: indented, for people, and with the digest of all that is in front of it."""
+    """A manifest as stored: indented, for people, and with the proof of all that is in front of it."""
     text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}").encode() + b",\n  "
-    return text + _SELF_DIGEST + f': "{DigestAlgorithm(top["digest"]).hex(text)}"\n}}\n'.encode()
+    return text + _SELF_DIGEST + f': "{proof_hex(text)}"\n}}\n'.encode()
 
 
 def parse_manifest(blob: bytes, where: str) -> Manifest:
@@ -161,7 +160,7 @@ def parse_manifest(blob: bytes, where: str) -> Manifest:
 
 
 def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
-    digest = check_top(blob, top)
+    check_top(blob, top)
     fields = Fields(top)
     ranks = fields.column("ranks", (dict, type(None)))
     if len(ranks) != fields.size("num_ranks") or not ranks:
@@ -169,26 +168,23 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     if not any(entry is not None for entry in ranks):
         raise FormatError("every entry in 'ranks' is null, expected one rank or more", code="field")
     source = Fields(fields.object("source"))
-    files = _parse_files(fields, digest)
+    files = _parse_files(fields)
     whole = fields.object_or_null("whole")
     manifest = Manifest(
         generator=fields.text("generator"),
-        conversion=digest_or_null(fields, "conversion"),
+        conversion=_or_null(fields, "conversion", digest_field),
         model_type=fields.text_or_null("model_type"),
         plan=fields.text("plan"),
         expert_parallel=fields.flag("expert_parallel"),
         alignment=_power_of_two(fields, "alignment", MIN_ALIGNMENT, MAX_ALIGNMENT),
         dcp=fields.flag("dcp"),
-        record_digest=digest_field(source, "record_digest", digest),
+        record_digest=proof_field(source, "record_digest"),
         source_nbytes=source.size("nbytes"),
-        hub_index_digest=digest_or_null(fields, "hub_index_digest", digest),
+        hub_index_digest=_or_null(fields, "hub_index_digest", proof_field),
         chunk_nbytes=_power_of_two(fields, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES),
         files=files,
-        ranks=tuple(
-            _parse_holder(entry, table_name(rank), files, digest, f"rank {rank}") for rank, entry in enumerate(ranks)
-        ),
-        digest=digest,
-        whole=_parse_holder(whole, WHOLE_TABLE_NAME, files, digest, "whole"),
+        ranks=tuple(_parse_holder(entry, table_name(rank), files, f"rank {rank}") for rank, entry in enumerate(ranks)),
+        whole=_parse_holder(whole, WHOLE_TABLE_NAME, files, "whole"),
     )
     unused = set(range(len(files))).difference(*(entry.files for entry in manifest.holders.values()))
     if unused:
@@ -198,24 +194,15 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def check_top(blob: bytes, top: Mapping[str, Any], *, is_delta: bool = False) -> DigestAlgorithm:
-    """Check what comes before all other fields of a manifest: version, requirements, and the digests.
-
-    Returns:
-        How stored bytes are hashed; those of a delta always by XXH3-128.
+def check_top(blob: bytes, top: Mapping[str, Any], *, is_delta: bool = False) -> None:
+    """Check what comes before all other fields of a manifest: version, requirements, and its own proof.
 
     Raises:
         FormatError: it is of another version or kind, or damaged.
     """
     check_version(top)
     _check_requirements(top.get("requires"), is_delta)
-    named = top.get("digest")
-    known = [algorithm.value for algorithm in DigestAlgorithm][: 1 if is_delta else None]
-    algorithm = DigestAlgorithm(named) if named in known else None
-    _check_self_digest(blob, top, algorithm or DigestAlgorithm.XXH3_128)
-    if algorithm is None:
-        raise FormatError(f"digest algorithm {shown(named)}, expected one of {', '.join(known)}", code="version")
-    return algorithm
+    _check_self_digest(blob, top)
 
 
 def check_version(top: Mapping[str, Any]) -> None:
@@ -242,27 +229,35 @@ def _check_requirements(requires: object, is_delta: bool) -> None:
         raise FormatError(what, code="version")
 
 
-def _check_self_digest(blob: bytes, top: Mapping[str, Any], algorithm: DigestAlgorithm) -> None:
-    """Compare the last field with the digest of all bytes before it."""
+def _check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:
+    """Compare the last field with the proof of all bytes before it."""
     place = blob.rfind(_SELF_DIGEST)
-    if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != algorithm.hex(blob[:place]):
+    if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != proof_hex(blob[:place]):
         raise FormatError(
             f"its self_digest is {shown(top.get('self_digest'))}, which does not match its bytes: damaged or edited",
             code="digest",
         )
 
 
-def digest_field(fields: Fields, name: str, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128) -> str:
+def digest_field(fields: Fields, name: str) -> str:
     """A digest in hex. FormatError: it is not."""
+    return _hex_field(fields, name, _DIGEST, "a digest")
+
+
+def proof_field(fields: Fields, name: str) -> str:
+    """A proof in hex. FormatError: it is not."""
+    return _hex_field(fields, name, _PROOF, "a proof")
+
+
+def _or_null(fields: Fields, name: str, parse: Callable[[Fields, str], str]) -> str | None:
+    return None if fields.text_or_null(name) is None else parse(fields, name)
+
+
+def _hex_field(fields: Fields, name: str, pattern: re.Pattern[str], what: str) -> str:
     value = fields.text(name)
-    if not _DIGESTS[algorithm].match(value):
-        raise FormatError(f"{name!r} is {shown(value)}, not a digest", code="field")
+    if not pattern.match(value):
+        raise FormatError(f"{name!r} is {shown(value)}, not {what}", code="field")
     return value
-
-
-def digest_or_null(fields: Fields, name: str, algorithm: DigestAlgorithm = DigestAlgorithm.XXH3_128) -> str | None:
-    """A digest in hex, or null. FormatError: it is neither."""
-    return None if fields.text_or_null(name) is None else digest_field(fields, name, algorithm)
 
 
 def _power_of_two(fields: Fields, name: str, low: int, high: int) -> int:
@@ -304,7 +299,7 @@ def _parse_read(row: Mapping[str, Any]) -> Read:
     return Read(fields.size("file"), Transfer(source, target, nbytes, count, *strides))
 
 
-def _parse_files(fields: Fields, digest: DigestAlgorithm) -> tuple[IndexedFile, ...]:
+def _parse_files(fields: Fields) -> tuple[IndexedFile, ...]:
     files = []
     for row in fields.column("files", dict):
         file = Fields(row)
@@ -319,8 +314,8 @@ def _parse_files(fields: Fields, digest: DigestAlgorithm) -> tuple[IndexedFile, 
                 nbytes=file.size("nbytes"),
                 data_start=file.size("data_start"),
                 content=digest_field(file, "content"),
-                header_digest=digest_field(file, "header_digest", digest),
-                chunks_digest=digest_field(file, "chunks_digest", digest),
+                header_digest=proof_field(file, "header_digest"),
+                chunks_digest=proof_field(file, "chunks_digest"),
             )
         )
         if files[-1].data_start > min(files[-1].nbytes, LENGTH_NBYTES + MAX_HEADER_NBYTES):
@@ -337,7 +332,6 @@ def _parse_holder(
     entry: Mapping[str, Any] | None,
     table: str,
     files: Sequence[IndexedFile],
-    digest: DigestAlgorithm,
     what: str,
 ) -> RankEntry | None:
     if entry is None:
@@ -351,7 +345,7 @@ def _parse_holder(
             raise FormatError(f"files {shown(indices)}, expected distinct indices below {len(files)}", code="mismatch")
         parsed = RankEntry(
             table=table,
-            table_digest=digest_field(fields, "table_digest", digest),
+            table_digest=proof_field(fields, "table_digest"),
             num_tensors=fields.size("num_tensors"),
             nbytes=fields.size("nbytes"),
             files=tuple(indices),

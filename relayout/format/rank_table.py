@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from relayout.core.digests import proof_hex
 from relayout.core.extents import Transfer
 from relayout.core.slices import BITS, num_bytes
 from relayout.errors import FormatCode, FormatError, PlanError, about, shown
@@ -72,7 +73,7 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
 def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankTable:
     entry = manifest.holders[rank]
     refuse_lfs_pointer(blob)
-    if manifest.digest.hex(blob) != entry.table_digest:
+    if proof_hex(blob) != entry.table_digest:
         raise FormatError(
             f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another rank or conversion", code="digest"
         )

@@ -87,7 +87,6 @@ def save(
     max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
     layout: Literal["ranks", "whole"] = "ranks",
     ranks: str | Iterable[int] | None = None,
-    digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
     group: ProcessGroup | None = None,
     background: bool = False,
     max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
@@ -116,7 +115,7 @@ def save(
         background: copy the tensors to host memory, and return at once.
         max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
         force: replace an output folder that relayout wrote, or discard an interrupted conversion.
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks, digest:
+        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks:
             as for `convert`.
         threads, memory, progress: as for `convert`.
 
@@ -153,7 +152,6 @@ def save(
             max_part_nbytes=max_part_nbytes,
             layout=layout,
             ranks=ranks,
-            digest=digest,
         ),
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
@@ -85,7 +85,6 @@ class Publisher:
         expert_parallel: bool = False,
         unmatched: Unmatched | None = None,
         max_part_nbytes: int | str = DEFAULT_STEP_PART_NBYTES,
-        digest: Literal["xxh3_128", "sha256"] = "xxh3_128",
         max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
         threads: int = DEFAULT_THREADS,
         memory: int | str = DEFAULT_MEMORY,
@@ -107,7 +106,7 @@ class Publisher:
                 of these ranks, while it is compared.
 
         All other arguments (`config`, `dtype`, `group`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`,
-        `unmatched`, `digest`, `max_shard_size`, `threads`, `memory`, `progress`) are those of `relayout.save`.
+        `unmatched`, `max_shard_size`, `threads`, `memory`, `progress`) are those of `relayout.save`.
 
         Raises:
             PlanError: an option has a value that it cannot have.
@@ -130,7 +129,6 @@ class Publisher:
             max_part_nbytes=max_part_nbytes,
             layout="ranks",
             ranks=None,
-            digest=digest,
         )
         self._kept = KeptStep(None if keep_in is None else Path(keep_in))
         self._layout: object = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heapq import merge
 from typing import Generic, TypeVar
 
-from relayout.core.digests import DigestAlgorithm, ExtentDigests
+from relayout.core.digests import ExtentDigests, Hash, new_proof
 from relayout.core.extents import BLOCK, Extent, align_up, coalesce, split
 from relayout.core.workers import Stop, Workers
 from relayout.storage.stores import Closable, ReadableFile
@@ -113,23 +113,19 @@ class HashedFile:
     """The extents in rising order, without overlap. Empty extents may be at any offset."""
     chunks: Sequence[Extent] = ()
     """More extents, likewise, which may overlap the others."""
-    chunk_digest: DigestAlgorithm = DigestAlgorithm.XXH3_128
-    """The algorithm for chunks; the extents are hashed by XXH3-128."""
 
 
 def hash_files(
     files: Sequence[HashedFile], num_threads: int, on_progress: Callable[[int], None] | None = None
 ) -> list[list[str]]:
-    """The digest of each extent of each file, then of each of its chunks, in hex.
+    """The digest of each extent of each file, then the proof of each of its chunks, in hex.
 
     Raises:
         FormatError: a file is missing or has another length.
         OSError: a read failed.
     """
     stop = Stop()
-    hashed = [
-        [ExtentDigests(file.extents, stop), ExtentDigests(file.chunks, stop, file.chunk_digest)] for file in files
-    ]
+    hashed = [[ExtentDigests(file.extents, stop), ExtentDigests(file.chunks, stop, new_proof)] for file in files]
 
     def requests() -> Iterator[tuple[int, Extent]]:
         for index, file in enumerate(files):
@@ -156,8 +152,8 @@ def hash_files(
     return [extents.digests + chunks.digests for extents, chunks in hashed]
 
 
-def sha256_hex(opened: ReadableFile) -> str:
-    """SHA-256 of a file, which is closed, in hex; for errors see `ReadableFile.read`."""
+def sha256_hex(opened: ReadableFile, proof: Hash | None = None) -> str:
+    """SHA-256 of a file, which is closed, in hex, and its proof if asked; for errors see `ReadableFile.read`."""
     digest = hashlib.sha256()
     buffer = Buffer()
     with opened as file:
@@ -165,6 +161,8 @@ def sha256_hex(opened: ReadableFile) -> str:
             view = buffer.reserve(align_up(extent.nbytes, BLOCK))
             file.read(extent.offset, view)
             digest.update(view[: extent.nbytes])
+            if proof is not None:
+                proof.update(view[: extent.nbytes])
     return digest.hexdigest()
 
 

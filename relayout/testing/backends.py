@@ -23,10 +23,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-import xxhash
+from blake3 import blake3
 
 from relayout.checkpoint.converted import FileProof
-from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import BLOCK, Transfer, align_up
 from relayout.core.workers import Stop
 from relayout.errors import FormatError
@@ -142,8 +141,8 @@ def proven(paths: Sequence[Path], folder: Path) -> tuple[StoredFile, ...]:
         head = (start - 8).to_bytes(8, "little") + header_prefix(content)
         (folder / path.name).write_bytes(head.ljust(start) + body)
         chunks = (body[first : first + CHUNK] for first in range(0, len(body), CHUNK))
-        digests = b"".join(xxhash.xxh3_128_digest(chunk) for chunk in chunks)
-        proof = FileProof(content, start, CHUNK, partial(bytes, digests), DigestAlgorithm.XXH3_128)
+        digests = b"".join(blake3(chunk).digest() for chunk in chunks)
+        proof = FileProof(content, start, CHUNK, partial(bytes, digests))
         found.append(StoredFile(LocalStore(folder), path.name, start + len(body), proof, is_proven=True))
     return tuple(found)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from support.loader_fixtures import assert_equal, mlp_model
 from support.models import Array, as_integers, expected_slice, llama_files, read_tensors
 from support.page_cache import drop
@@ -24,6 +25,7 @@ from support.remote import HEAD
 from support.signing import UNTRUSTED, Keys, make_keys, stock_accepts, write_states
 from support.toy_store import shelf
 from typer.testing import CliRunner
+from xxhash import xxh3_128
 
 import relayout
 from relayout import FormatError, PlanError
@@ -53,7 +55,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_signed(source: Path, folder: Path, keys: Keys, **options: Any) -> Path:
-    relayout.convert(source, folder, tp=NUM_RANKS, digest="sha256", max_part_nbytes=60_000, **options)
+    relayout.convert(source, folder, tp=NUM_RANKS, max_part_nbytes=60_000, **options)
     relayout.sign(folder, key=keys.key)
     return folder
 
@@ -155,16 +157,9 @@ def flip(where: float) -> Callable[[bytes], bytes]:
 
 def sealed(top: dict[str, Any]) -> bytes:
     """A manifest whose own digest is right: somebody who forges it computes that, too."""
-    hashed = hashlib.sha256 if top["digest"] == "sha256" else _xxh3
     text = json.dumps({**top, "self_digest": ""}).encode()
     text = text[: text.rindex(b'"self_digest"')]
-    return text + b'"self_digest": "' + hashed(text).hexdigest().encode() + b'"}'
-
-
-def _xxh3(text: bytes) -> Any:
-    import xxhash
-
-    return xxhash.xxh3_128(text)
+    return text + b'"self_digest": "' + blake3(text).hexdigest().encode() + b'"}'
 
 
 def manifest_edit(change: Callable[[dict[str, Any]], object]) -> Attack:
@@ -213,8 +208,8 @@ def forged(folder: Path, other: Path, keys: Keys) -> None:
     for file in top["files"]:
         blob, start = (folder / file["name"]).read_bytes(), file["data_start"]
         pieces = range(start, len(blob), top["chunk_nbytes"])
-        part = b"".join(hashlib.sha256(blob[at : at + top["chunk_nbytes"]]).digest() for at in pieces)
-        file["chunks_digest"] = hashlib.sha256(part).hexdigest()
+        part = b"".join(blake3(blob[at : at + top["chunk_nbytes"]]).digest() for at in pieces)
+        file["chunks_digest"] = blake3(part).hexdigest()
         chunks += part
     (folder / "relayout.chunks").write_bytes(chunks)
     (folder / "relayout.json").write_bytes(sealed(top))
@@ -233,12 +228,25 @@ def signed_by_another_in_its_name(folder: Path, other: Path, keys: Keys) -> None
     signature_edit(lambda bundle: bundle.update(verificationMaterial=hint))(folder, other, keys)
 
 
+def by_other_digests(folder: Path) -> None:
+    """Put digests that anybody can forge in place of all proofs: XXH3-128."""
+    top, chunks = json.loads((folder / "relayout.json").read_bytes()), b""
+    for file in top["files"]:
+        blob, start = (folder / file["name"]).read_bytes(), file["data_start"]
+        pieces = range(start, len(blob), top["chunk_nbytes"])
+        part = b"".join(xxh3_128(blob[at : at + top["chunk_nbytes"]]).digest() for at in pieces)
+        file |= {"header_digest": xxh3_128(blob[:start]).hexdigest(), "chunks_digest": xxh3_128(part).hexdigest()}
+        chunks += part
+    for rank in top["ranks"]:
+        rank["table_digest"] = xxh3_128((folder / rank["table"]).read_bytes()).hexdigest()
+    top["source"]["record_digest"] = xxh3_128((folder / "relayout.source.json.zst").read_bytes()).hexdigest()
+    top["hub_index_digest"] = xxh3_128((folder / "model.safetensors.index.json").read_bytes()).hexdigest()
+    (folder / "relayout.chunks").write_bytes(chunks)
+    (folder / "relayout.json").write_bytes(sealed({**top, "digest": "xxh3_128"}))
+
+
 def downgraded(folder: Path, other: Path, keys: Keys) -> None:
-    """The same content by digests that anybody can forge, with the signature left where it was."""
-    signature = (folder / "model.sig").read_bytes()
-    shutil.rmtree(folder)
-    relayout.convert(folder.parent / "source", folder, tp=NUM_RANKS, max_part_nbytes=60_000)
-    (folder / "model.sig").write_bytes(signature)
+    by_other_digests(folder)
 
 
 def chunk_digests_of_other_chunks(folder: Path, other: Path, keys: Keys) -> None:
@@ -248,11 +256,9 @@ def chunk_digests_of_other_chunks(folder: Path, other: Path, keys: Keys) -> None
 ATTACKS: dict[str, Attack] = {
     "another version": manifest_edit(lambda top: top.update(relayout=2)),
     "another plan": manifest_edit(lambda top: top.update(plan="builtin:qwen2")),
-    "other digests": manifest_edit(lambda top: top.update(digest="xxh3_128")),
     "another digest of a file": manifest_edit(lambda top: top["files"][0].update(chunks_digest="0" * 64)),
     "another digest of a rank": manifest_edit(lambda top: top["ranks"][1].update(table_digest="0" * 64)),
     "unknown field": manifest_edit(lambda top: top.update(x_unknown=1)),
-    "unknown algorithm": manifest_edit(lambda top: top.update(digest="sha1")),
     "white space": lambda folder, other, keys: edit(folder, "relayout.json", lambda blob: blob + b" "),
     "no signature": lambda folder, other, keys: (folder / "model.sig").unlink(),
     "no manifest": lambda folder, other, keys: (folder / "relayout.json").unlink(),
@@ -439,7 +445,7 @@ def test_each_rank_reads_its_own_bytes_once(keys: Keys, tmp_path: Path) -> None:
     """Where `model_signing verify` reads all of them for each; from a drive directly, as without a policy."""
     folder = tmp_path / "out"
     mlp_model(tmp_path / "source", num_layers=8)
-    relayout.convert(tmp_path / "source", folder, tp=4, digest="sha256")
+    relayout.convert(tmp_path / "source", folder, tp=4)
     relayout.sign(folder, key=keys.key)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     small = sum(path.stat().st_size for path in folder.iterdir()) - weights
@@ -635,17 +641,18 @@ def test_what_cannot_be_named_or_is_no_file_is_not_signed(copy_of: Path, keys: K
 
 
 def test_digests_that_anybody_can_forge_are_not_signed_and_their_signature_counts_for_nothing(
-    source: Path, keys: Keys, tmp_path: Path
+    copy_of: Path, keys: Keys
 ) -> None:
     """The stock package signs them, which does not know what they are."""
     from model_signing.signing import Config
 
-    relayout.convert(source, tmp_path / "out", tp=2)
-    with pytest.raises(PlanError, match="convert with --digest sha256"):
-        relayout.sign(tmp_path / "out", key=keys.key)
-    Config().use_elliptic_key_signer(private_key=keys.key).sign(tmp_path / "out", tmp_path / "out" / "model.sig")
-    with pytest.raises(FormatError, match="its digests are xxh3_128"):
-        relayout.load(tmp_path / "out", 0, trust=keys.policy)
+    (copy_of / "model.sig").unlink()
+    by_other_digests(copy_of)
+    with pytest.raises(FormatError, match="not a proof"):
+        relayout.sign(copy_of, key=keys.key)
+    Config().use_elliptic_key_signer(private_key=keys.key).sign(copy_of, copy_of / "model.sig")
+    with pytest.raises(FormatError, match="not a proof"):
+        relayout.load(copy_of, 0, trust=keys.policy)
 
 
 def test_a_signature_by_the_stock_package_counts(copy_of: Path, source: Path, keys: Keys) -> None:

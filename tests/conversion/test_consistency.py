@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
+from blake3 import blake3
 from safetensors.numpy import save_file
 from support.loader_fixtures import mlp_model
 from support.rebuilding import edit_manifest, edit_table, rebuild
@@ -40,7 +40,7 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
 
 
 def digest(blob: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(blob)
+    return blake3(blob).hexdigest()
 
 
 def edit_head(folder: Path, old: str, new: str) -> None:
@@ -90,7 +90,7 @@ def shift_a_slice(top: Tree) -> None:
                 ("conversion", "0" * 32, ""),
             )
         ),
-        (edit_manifest, {"hub_index_digest": "0" * 32}, "^model.safetensors.index.json: differs from what was written"),
+        (edit_manifest, {"hub_index_digest": "0" * 64}, "^model.safetensors.index.json: differs from what was written"),
         (edit_manifest, lambda top: top["source"].update(nbytes=top["source"]["nbytes"] + 1), "source.nbytes is"),
         (edit_table, shift_a_slice, "is not the slice in the source record"),
         (edit_table, shift_a_slice, "its content is"),
@@ -272,7 +272,7 @@ def test_equal_slices_of_a_tensor_have_equal_digests(tmp_path: Path) -> None:
     for name in (HEAD, TABLE):
         shutil.copy(other / name, folder / name)
     chunks, others = ((one / "relayout.chunks").read_bytes() for one in (folder, other))
-    (folder / "relayout.chunks").write_bytes(chunks[:16] + others[16:32] + chunks[32:])
+    (folder / "relayout.chunks").write_bytes(chunks[:32] + others[32:64] + chunks[64:])
 
     def mix(top: Tree) -> None:
         found = json.loads((other / "relayout.json").read_text())

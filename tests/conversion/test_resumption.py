@@ -607,7 +607,6 @@ OTHERWISE: list[dict[str, Any]] = [
     {"tp": 1},
     {"layout": "whole"},
     {"align": 512},
-    {"digest": "sha256"},
     {"max_part_nbytes": 10**6},
     {"ranks": "1"},
     {"unmatched": "replicate", "plan": "builtin:llama"},

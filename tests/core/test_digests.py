@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.patience import in_time
 
-from relayout.core.digests import EMPTY_DIGEST, DigestAlgorithm, ExtentDigests, OrderedDigests, digest_hex
+from relayout.core.digests import (
+    EMPTY_DIGEST,
+    PROOF_NBYTES,
+    ExtentDigests,
+    OrderedDigests,
+    digest_hex,
+    new_proof,
+    proof_hex,
+)
 from relayout.core.extents import Extent
 from relayout.core.workers import Stop, Stopped, Workers
 
@@ -31,15 +37,15 @@ def test_the_digest_is_xxh3_128_in_hex() -> None:
     assert len(digest_hex(BYTES)) == 32
 
 
-@pytest.mark.parametrize(("algorithm", "digest"), [("xxh3_128", xxhash.xxh3_128), ("sha256", hashlib.sha256)])
-def test_an_algorithm_is_the_one_of_its_name(algorithm: str, digest: Callable[[bytes], Any]) -> None:
-    found = DigestAlgorithm(algorithm)
-    assert found.hex(VIEW) == digest(BYTES).hexdigest()
-    assert len(digest(BYTES).digest()) == found.nbytes
-    digests = ExtentDigests([Extent(0, 300), Extent(300, 0)], Stop(), found)
-    digests.update(0, VIEW[:100])
-    digests.update(100, VIEW[100:300])
-    assert digests.digests == [digest(BYTES[:300]).hexdigest(), digest(b"").hexdigest()]
+def test_a_proof_is_blake3_in_hex() -> None:
+    # The first bytes of the algorithm's own test vector for an empty input.
+    assert proof_hex(b"").startswith("af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262")
+    assert proof_hex(VIEW) == blake3(BYTES).hexdigest()
+    assert len(proof_hex(VIEW)) == 2 * PROOF_NBYTES
+    proofs = ExtentDigests([Extent(0, 300), Extent(300, 0)], Stop(), new_proof)
+    proofs.update(0, VIEW[:100])
+    proofs.update(100, VIEW[100:300])
+    assert proofs.digests == [blake3(BYTES[:300]).hexdigest(), blake3(b"").hexdigest()]
 
 
 def test_a_streams_digest_comes_with_its_last_bytes() -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import xxhash
 import zstandard
+from blake3 import blake3
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -32,6 +33,10 @@ WHERE = "relayout.json"
 
 def digest(blob: bytes) -> str:
     return xxhash.xxh3_128(blob).hexdigest()
+
+
+def proof(blob: bytes) -> str:
+    return blake3(blob).hexdigest()
 
 
 # The arena.
@@ -169,7 +174,7 @@ STORED_TABLE = dump_table(TABLE)
 def entry_of(rank: int, stored_table: bytes) -> RankEntry:
     return RankEntry(
         table=f"relayout.rank-{rank}.json.zst",
-        table_digest=digest(stored_table),
+        table_digest=proof(stored_table),
         num_tensors=5,
         nbytes=4162,
         files=(rank,),
@@ -179,7 +184,7 @@ def entry_of(rank: int, stored_table: bytes) -> RankEntry:
 
 
 def indexed(name: str, nbytes: int, data_start: int) -> IndexedFile:
-    return IndexedFile(name, nbytes, data_start, digest(b"content"), digest(b"header"), digest(b"chunks"))
+    return IndexedFile(name, nbytes, data_start, digest(b"content"), proof(b"header"), proof(b"chunks"))
 
 
 MANIFEST = Manifest(
@@ -190,7 +195,7 @@ MANIFEST = Manifest(
     expert_parallel=True,
     alignment=512,
     dcp=False,
-    record_digest=digest(b"record"),
+    record_digest=proof(b"record"),
     source_nbytes=8514,
     hub_index_digest=None,
     chunk_nbytes=2**20,
@@ -209,7 +214,7 @@ def table_tree() -> Tree:
 
 def parse_stored(stored: bytes, rank: int = 0) -> RankTable:
     """Parse a stored table under a manifest that names its digest."""
-    entry = replace(MANIFEST.ranks[rank], table_digest=digest(stored))
+    entry = replace(MANIFEST.ranks[rank], table_digest=proof(stored))
     ranks = tuple(entry if i == rank else other for i, other in enumerate(MANIFEST.ranks))
     return parse_table(stored, replace(MANIFEST, ranks=ranks), rank, "table")
 
@@ -290,7 +295,7 @@ def parse_small_tensors(reads: tuple[Read, ...], nbytes: int, **columns: list[in
     """Parse a table of just the three tensors of 6 bytes, with other reads, and the columns replaced."""
     top = {name: value[2:] if isinstance(value, list) else value for name, value in table_tree().items()}
     blob = stored({**top, **columns})
-    entry = replace(MANIFEST.ranks[0], table_digest=digest(blob), num_tensors=3, nbytes=nbytes, reads=reads)
+    entry = replace(MANIFEST.ranks[0], table_digest=proof(blob), num_tensors=3, nbytes=nbytes, reads=reads)
     return parse_table(blob, replace(MANIFEST, ranks=(entry, MANIFEST.ranks[1])), 0, "table")
 
 
@@ -332,7 +337,7 @@ def test_a_tensor_that_a_read_of_another_file_brings_is_refused() -> None:
         top = table_tree()
         top["file"][4] = number
         blob = stored(top)
-        two = replace(entry, files=(0, 2), table_digest=digest(blob))
+        two = replace(entry, files=(0, 2), table_digest=proof(blob))
         manifest = replace(MANIFEST, files=(*MANIFEST.files, other), ranks=(two, MANIFEST.ranks[1]))
         return parse_table(blob, manifest, 0, "table")
 

@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mlp_model(place / name, num_layers=2, width=width, seed=seed)
     relayout.convert(place / "wide", place / "out", tp=2)
     relayout.convert(place / "wide", place / "whole", tp=2, layout="whole")
-    relayout.convert(place / "wide", place / "signed", tp=2, digest="sha256")
+    relayout.convert(place / "wide", place / "signed", tp=2)
     relayout.sign(place / "signed", key=make_keys(place).key)
     relayout.convert(place / "big", place / "big-out", tp=4)
     return place

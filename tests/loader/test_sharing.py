@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from blake3 import blake3
 from support.conversions import stock_tensors, stored_in
 from support.group_worker import NUM_MEMBERS, PIECE_NBYTES, digests, seen_by_members
 from support.loader_fixtures import MIB, mlp_model
@@ -17,7 +17,6 @@ from support.signing import make_keys
 
 import relayout
 from relayout.checkpoint.converted import FileProof
-from relayout.core.digests import DigestAlgorithm
 from relayout.core.extents import Transfer
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import Read
@@ -39,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("out", "foreign")):
         source = mlp_model(place / f"source{seed or ''}", num_layers=2, width=6144, seed=seed)
         relayout.convert(source, place / name, tp=2, max_part_nbytes=5 * MIB)
-    relayout.convert(place / "source", place / "signed", tp=2, max_part_nbytes=5 * MIB, digest="sha256")
+    relayout.convert(place / "source", place / "signed", tp=2, max_part_nbytes=5 * MIB)
     relayout.sign(place / "signed", key=make_keys(place).key)
     return place
 
@@ -90,8 +89,7 @@ def test_a_chunk_of_which_two_members_have_read_parts_is_proven(tmp_path: Path, 
     """Whose part was wrong: what this member has read lay in its own memory, too."""
     content = bytes(range(1, 17))
     (tmp_path / "file").write_bytes(content)
-    algorithm = DigestAlgorithm.SHA256
-    proof = FileProof("", 0, 16, lambda: bytes.fromhex(hashlib.sha256(content).hexdigest()), algorithm)
+    proof = FileProof("", 0, 16, blake3(content).digest)
     file = StoredFile(LocalStore(tmp_path), "file", 16, proof)
     reads = [Read(0, Transfer(0, 0, 8)), Read(0, Transfer(8, 32, 8))]
     portions = tuple(

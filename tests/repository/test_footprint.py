@@ -33,7 +33,7 @@ if "{engine}" == "vllm":
     results.append(footprint("vllm"))
 print(json.dumps(results))
 """
-SMALL = {"numpy", "xxhash", "zstandard"}
+SMALL = {"blake3", "numpy", "xxhash", "zstandard"}
 """What relayout is made of: everything else must have been imported by the engine."""
 FORMATS = "vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADER"
 CHANGED = {

@@ -160,7 +160,7 @@ except SystemExit as end: assert not end.code
 """
     loaded = loaded_after(script)
     assert {"relayout", "relayout.cli.app"} <= loaded
-    assert not loaded & {"torch", "numpy", "safetensors", "xxhash", "zstandard", "relayout.loader"}
+    assert not loaded & {"torch", "numpy", "safetensors", "blake3", "xxhash", "zstandard", "relayout.loader"}
 
 
 def test_no_module_needs_torch_at_import_time_and_the_offline_half_never_loads_the_loader() -> None:

@@ -13,12 +13,17 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from blake3 import blake3
 
 NAME = re.compile("(full|delta)-[0-9]{9,16}-[0-9a-f]{8}")
 
 
 def digest(blob: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(blob)
+
+
+def proof(blob: bytes) -> str:
+    return blake3(blob).hexdigest()
 
 
 def check(condition: bool) -> None:
@@ -88,10 +93,10 @@ class Follower:
         manifest, proofs, place = json.loads(blob), (folder / "relayout.chunks").read_bytes(), 0
         for file in manifest["files"]:
             starts = range(file["data_start"], file["nbytes"], manifest["chunk_nbytes"])
-            part, place = proofs[place : place + 16 * len(starts)], place + 16 * len(starts)
+            part, place = proofs[place : place + 32 * len(starts)], place + 32 * len(starts)
             if (held := self.files.get(file["name"])) is not None:
-                check(digest(part) == file["chunks_digest"] and len(held) == file["nbytes"])
-                check(digest(held[: file["data_start"]]) == file["header_digest"])
+                check(proof(part) == file["chunks_digest"] and len(held) == file["nbytes"])
+                check(proof(held[: file["data_start"]]) == file["header_digest"])
                 chunks = [held[start : start + manifest["chunk_nbytes"]] for start in starts]
-                check(b"".join(bytes.fromhex(digest(chunk)) for chunk in chunks) == part)
+                check(b"".join(bytes.fromhex(proof(chunk)) for chunk in chunks) == part)
         self.content = digest(blob)

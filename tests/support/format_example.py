@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from blake3 import blake3
 
 NUM_RANKS, ALIGNMENT, CHUNK_NBYTES, ITEM = 2, 4096, 2**20, 2
 CONFIG = '{"model_type":"example","num_attention_heads":4,"num_key_value_heads":2}\n'
@@ -44,6 +45,10 @@ Slice = Mapping[str, Any]
 
 def digest(blob: bytes) -> str:
     return xxhash.xxh3_128(blob).hexdigest()
+
+
+def proof(blob: bytes) -> str:
+    return blake3(blob).hexdigest()
 
 
 def compact(value: object) -> str:
@@ -158,7 +163,7 @@ def record() -> dict[str, Any]:
         "side_files": {
             "name": ["config.json"],
             "nbytes": [len(CONFIG)],
-            "digest": [digest(CONFIG.encode())],
+            "digest": [proof(CONFIG.encode())],
             "mode": [0o644],
         },
         "cuts": [[{}, {}], list(QKV)],
@@ -192,14 +197,14 @@ def manifest() -> dict[str, Any]:
                 "nbytes": len(before) + len(data),
                 "data_start": len(before),
                 "content": digest(compact(content_rows(rank)).encode()),
-                "header_digest": digest(before),
-                "chunks_digest": digest(chunks(rank)),
+                "header_digest": proof(before),
+                "chunks_digest": proof(chunks(rank)),
             }
         )
         ranks.append(
             {
                 "table": f"relayout.rank-{rank}.json.zst",
-                "table_digest": digest(frame(compact(table(rank)))),
+                "table_digest": proof(frame(compact(table(rank)))),
                 "num_tensors": 4,
                 "nbytes": 284,
                 "files": [rank],
@@ -216,15 +221,14 @@ def manifest() -> dict[str, Any]:
         "requires": [],
         "generator": "relayout 0.1.0",
         "conversion": digest(conversion_text().encode()),
-        "digest": "xxh3_128",
         "model_type": "example",
         "plan": "file:example.toml",
         "expert_parallel": False,
         "num_ranks": NUM_RANKS,
         "alignment": ALIGNMENT,
         "dcp": False,
-        "source": {"record_digest": digest(frame(compact(record()))), "nbytes": 540},
-        "hub_index_digest": digest(hub_index()),
+        "source": {"record_digest": proof(frame(compact(record()))), "nbytes": 540},
+        "hub_index_digest": proof(hub_index()),
         "chunk_nbytes": CHUNK_NBYTES,
         "files": files,
         "ranks": ranks,
@@ -243,7 +247,7 @@ def hub_index() -> bytes:
 
 def chunks(rank: int) -> bytes:
     """The file's part of relayout.chunks: it has one chunk."""
-    return xxhash.xxh3_128(rank_file(rank)[1]).digest()
+    return blake3(rank_file(rank)[1]).digest()
 
 
 def write_source(root: Path) -> tuple[Path, Path]:

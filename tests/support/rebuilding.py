@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 import zstandard
 from support.local_stores import read_manifest, read_table
 from support.models import read_tensors
 
-from relayout.core.digests import digest_hex
+from relayout.core.digests import proof_hex
 from relayout.core.slices import Slice
 from relayout.errors import FormatError
 from relayout.format.manifest import SOURCE_RECORD_NAME, compress, decompress, dump_manifest
@@ -88,8 +87,8 @@ def rebuild(
             assert len(header) == len(found)
             stream.seek(0)
             stream.write(header)
-        files.append(replace(file, header_digest=digest_hex(header)))
-    changed = replace(manifest, record_digest=digest_hex(stored), files=tuple(files))
+        files.append(replace(file, header_digest=proof_hex(header)))
+    changed = replace(manifest, record_digest=proof_hex(stored), files=tuple(files))
     with suppress(FormatError):  # What is no record names no conversion.
         changed = replace(changed, conversion=conversion_digest(parse_record(text, manifest.num_ranks, "here")))
     (folder / "relayout.json").write_bytes(dump_manifest(changed))
@@ -102,7 +101,7 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
     change(top)
     del top["self_digest"]
     before = json.dumps(top, indent=1).removesuffix("\n}").encode() + b", "
-    path.write_bytes(before + f'"self_digest": "{xxhash.xxh3_128_hexdigest(before)}"}}'.encode())
+    path.write_bytes(before + f'"self_digest": "{proof_hex(before)}"}}'.encode())
 
 
 def edit_table(folder: Path, change: Callable[[dict[str, Any]], object], rank: int = 1) -> None:
@@ -112,5 +111,5 @@ def edit_table(folder: Path, change: Callable[[dict[str, Any]], object], rank: i
     change(top)
     stored = zstandard.ZstdCompressor().compress(json.dumps(top).encode())
     path.write_bytes(stored)
-    signed = {"table_digest": xxhash.xxh3_128_hexdigest(stored)}
+    signed = {"table_digest": proof_hex(stored)}
     edit_manifest(folder, lambda manifest: manifest["ranks"][rank].update(signed))

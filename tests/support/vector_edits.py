@@ -14,7 +14,7 @@ An edit names a `file` of the checkpoint, there or not (a plan begins as base/pl
 POINTER is a JSON pointer (RFC 6901). CONTENT is text, or a list of texts and of these: `{ hex = "..." }`,
 `{ repeat = [CONTENT, times] }`, `{ file = NAME }`, a file of the bases as it is stored (of the plain one or the
 converted one, or BASE/NAME), `{ text = NAME }`, what is compressed in one, `{ field = POINTER, of = NAME }`, a field of
-one, `{ digest = CONTENT }`, a digest in JSON, and `{ encoding = "utf-16-le", of = CONTENT }`. A file *.zst is edited as
+one, `{ proof = CONTENT }`, a proof in JSON, and `{ encoding = "utf-16-le", of = CONTENT }`. A file *.zst is edited as
 the text in it and compressed anew, but for edits with `stored = true`.
 
 Digests in front of what is wrong are made truthful, so that the check is reached that the vector is meant for: those of
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import zstandard
-from xxhash import xxh3_128_hexdigest
+from blake3 import blake3
 
 FOLDER = Path(__file__).parents[1] / "format" / "vectors"
 BASES = FOLDER / "base"
@@ -167,8 +167,8 @@ def content(what: Any) -> bytes:
             return _decompress(_of_a_base(name)) if name.endswith(".zst") else _of_a_base(name)
         case {"field": pointer, "of": name}:
             return json.dumps(_field(json.loads(content({"text": name})), _parts(pointer))).encode()
-        case {"digest": what}:
-            return json.dumps(xxh3_128_hexdigest(content(what))).encode()
+        case {"proof": what}:
+            return json.dumps(blake3(content(what)).hexdigest()).encode()
         case {"encoding": encoding, "of": text}:
             return content(text).decode().encode(encoding)
     raise AssertionError(what)
@@ -220,14 +220,14 @@ def _sign(files: dict[str, bytes], changed: Container[str], stale: Container[str
     """Make true what the sidecar says of the files that were changed."""
     manifest = json.loads(files[MANIFEST])
     if RECORD in changed and "record" not in stale:
-        manifest["source"]["record_digest"] = xxh3_128_hexdigest(files[RECORD])
+        manifest["source"]["record_digest"] = blake3(files[RECORD]).hexdigest()
     for rank, name in enumerate((*TABLES, WHOLE_TABLE)):
         if name in changed and "tables" not in stale:
             entry = manifest["whole"] if name == WHOLE_TABLE else manifest["ranks"][rank]
-            entry["table_digest"] = xxh3_128_hexdigest(files[name])
+            entry["table_digest"] = blake3(files[name]).hexdigest()
     manifest.pop("self_digest", None)
     before = _manifest_text(manifest).removesuffix(b"\n}\n") + b",\n  "
-    files[MANIFEST] = before + f'"self_digest": "{xxh3_128_hexdigest(before)}"\n}}\n'.encode()
+    files[MANIFEST] = before + f'"self_digest": "{blake3(before).hexdigest()}"\n}}\n'.encode()
 
 
 # What is no file.

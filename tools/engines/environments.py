@@ -136,7 +136,7 @@ def environment_of(name: str, folder: Path) -> Environment:
         print(f"tools/run engines: making {home} (gigabytes; minutes)", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", home], check=True)
         # Without relayout's own dependencies on torch: it stays what the engine wants.
-        ours = (("install", "--no-deps", "--editable", str(ROOT)), ("install", "xxhash", "zstandard"))
+        ours = (("install", "--no-deps", "--editable", str(ROOT)), ("install", "blake3", "xxhash", "zstandard"))
         for command, *arguments in (*engine.steps, *ours):
             _pip(python, command, *arguments)
         _leave_out_registrations(python)

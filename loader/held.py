@@ -67,7 +67,7 @@ class HeldTensor:
         shape = tuple(tensor.shape)
         dtype = dtype_name(floating if floating is not None and tensor.is_floating_point() else tensor.dtype)
         if dtype is None or dtype == "F4":
-            raise PlanError(f"{tensor.dtype} cannot be saved", tensor=name, code="unsupported")
+            raise PlanError(f"{tensor.dtype} cannot be saved, or filled", tensor=name, code="unsupported")
         is_distributed = hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
         part, local = _shard_of(name, tensor) if is_distributed else (WHOLE, tensor.detach())
         if local.layout != torch.strided or local.device.type == "meta":

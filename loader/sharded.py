@@ -155,10 +155,9 @@ class Wanted:
         memory: set[tuple[object, ...]] = set()
         again = set()
         for row, one in mine.items():
-            if one.data.numel():
-                if one.memory in memory:
-                    again.add(row)
-                memory.add(one.memory)
+            if one.data.numel() and one.memory in memory:
+                again.add(row)
+            memory.add(one.memory)
         wanted = Wanted(whole, held, frozenset(chosen), mine, frozenset(again))
         if asked.names is None:
             wanted._check_all(memory)
@@ -240,11 +239,6 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 def load_held(asked: Asked, process_group: ProcessGroup | None) -> dict[str, torch.Tensor]:
     """Fill what `asked.into` holds here; with a group, together with its other members, who call this, too."""
-    assert asked.into is not None
-    for option, value in {"tp": asked.tp, "cache": asked.cache}.items():
-        if value:
-            what = f"{option} cannot be combined with into and no rank: what is held is read as it is stored"
-            raise PlanError(what, code="option")
     if process_group is None:
         held, options = _prepared(asked)
         wanted = Wanted.of(asked, held)
@@ -259,9 +253,13 @@ def _prepared(asked: Asked) -> tuple[Held, Options]:
     """What this process holds, and how it is loaded to where that is.
 
     Raises:
-        PlanError: the device is another than `asked` says.
+        PlanError: the device is another than `asked` says; or an option is for a rank.
     """
     assert asked.into is not None
+    for option, value in {"tp": asked.tp, "cache": asked.cache}.items():
+        if value:
+            what = f"{option} cannot be combined with into and no rank: what is held is read as it is stored"
+            raise PlanError(what, code="option")
     options, held = asked.options(), Held.of(asked.into)
     device = resolve_device(held.device)
     if str(options.device) not in ("cpu", str(device)):

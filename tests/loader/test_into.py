@@ -135,6 +135,20 @@ def test_tensors_are_filled_where_they_are_and_nothing_around_them(
 
 
 @by_two_ways
+def test_a_wider_dtype_has_the_same_values(tmp_path: Path, way: str) -> None:
+    stored = {"bf16": torch.arange(-99.0, 99).to(torch.bfloat16), "f16": torch.rand(7).half(), "f32": torch.rand(3, 5)}
+    save_file(stored, tmp_path / "model.safetensors")
+    relayout.convert(tmp_path / "model.safetensors", tmp_path / "out")
+    wider = {"bf16": torch.float32, "f16": torch.float64, "f32": torch.float64}
+    into = {name: torch.zeros(stored[name].shape, dtype=dtype) for name, dtype in wider.items()}
+    relayout.load(tmp_path / "out", 0, into=into, backend=way)
+    assert all(torch.equal(into[name], stored[name].to(dtype)) for name, dtype in wider.items())
+    for name, dtype in (("f32", torch.bfloat16), ("bf16", torch.float16), ("f16", torch.bfloat16)):
+        with pytest.raises(PlanError, match=f"is {dtype} .*, expected {stored[name].dtype}"):
+            relayout.load(tmp_path / "out", 0, into={name: stored[name].to(dtype)}, backend=way)
+
+
+@by_two_ways
 def test_autograd_finds_out_that_a_parameter_was_filled(tmp_path: Path, way: str) -> None:
     layer = torch.nn.Linear(300, 700)
     expected = {name: torch.randn(tensor.shape) for name, tensor in layer.named_parameters()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import prestarted, s3_server
 from support.group_worker import NUM_MEMBERS, seen_by_members
 from support.loader_fixtures import mlp_model, skip_unless_drives_are_counted
@@ -34,6 +34,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     relayout.convert(place / "wide", place / "whole", tp=2, layout="whole")
     relayout.convert(place / "wide", place / "signed", tp=2)
     relayout.sign(place / "signed", key=make_keys(place).key)
+    relayout.convert(place / "foreign", place / "foreign-out", tp=2)
+    relayout.delta(place / "foreign-out", place / "out", place / "delta")
     relayout.convert(place / "big", place / "big-out", tp=4)
     return place
 
@@ -58,6 +60,7 @@ FILLED = (
         "wider, alone",
     ),
     *(
+        "first",
         "plain tensors among them",
         "tied",
         "stages",
@@ -65,6 +68,7 @@ FILLED = (
         "afterwards",
         "a group without gloo",
         "a group without gloo again",
+        "deltas",
     ),
 )
 
@@ -95,7 +99,7 @@ def test_a_drive_reads_each_byte_once(place: Path, group: list[dict[str, Any]], 
     read = sum(member[case]["drive"] for member in group)
     skip_unless_drives_are_counted(read)
     nbytes = sum(file.stat().st_size for file in (place / kind).glob("*.safetensors"))
-    assert 0.9 * nbytes <= read <= 1.05 * nbytes
+    assert 0.9 * nbytes <= read <= 1.25 * nbytes  # Without an exchange it is twice or more.
 
 
 @pytest.mark.parametrize("kind", ["big", "big-out"])
@@ -162,6 +166,7 @@ def test_what_is_refused(group: list[dict[str, Any]], case: str, what: str) -> N
         ("no memory", 3, "MemoryError", "there is no memory for a buffer", "MemoryError"),
         ("shape of one", 2, "PlanError", "into has shape [100], the checkpoint [101]", "PlanError"),
         ("bad option", 3, "PlanError", "threads: 0, expected 1 or more", "PlanError"),
+        ("degree of one", 1, "PlanError", "tp cannot be combined with into and no rank", "PlanError"),
     ],
 )
 def test_what_fails_on_one_member_fails_all_and_names_it(
@@ -200,3 +205,14 @@ def test_a_rank_is_needed_elsewhere_and_a_model_has_none(place: Path) -> None:
         relayout.load(place / "out")
     with pytest.raises(PlanError, match="leave out the rank"):
         relayout.load(place / "out", 0, into=torch.nn.Linear(2, 2))
+
+
+def test_two_names_of_one_memory_need_one_tensor_even_where_a_process_has_no_elements(tmp_path: Path) -> None:
+    whole = {"a": torch.arange(6.0).reshape(2, 3), "empty": torch.empty(0, 5), "scalar": torch.tensor(3)}
+    save_file(whole, tmp_path / "model.safetensors")
+    for tied in ("a", "empty"):
+        filled = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        relayout.load(tmp_path, into={**filled, "b": filled[tied].detach()})
+        assert all(same_bits(filled[name], whole[name]) for name in whole)
+        with pytest.raises(PlanError, match="the checkpoint has no 'b'"):
+            relayout.load(tmp_path, into={**filled, "b": filled[tied].clone()})

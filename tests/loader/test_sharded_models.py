@@ -45,7 +45,7 @@ def test_each_process_has_what_from_pretrained_gives_it(place: Path, num_members
         found = json.loads((place / f"member-{number}-of-{num_members}.json").read_text())
         assert [found.pop(f"{name}, made without memory") for name in NAMES] == [False] * len(NAMES)
         assert len(found) == len(NAMES) * 2 * len(MODELS[num_members])
-        assert all(case["different"] == [] and case["sharded"] > 10 for case in found.values())
+        assert all(case["different"] == [] and case["sharded"] >= 10 for case in found.values())
 
 
 def a_model(place: Path, name: str) -> torch.nn.Module:

@@ -6,7 +6,8 @@ overwrites that, and has relayout fill it again. It writes what differs to FOLDE
 
 `main` with `FOLDER`: four processes fill DTensors in many ways, one case after the other, see `group_worker`. FOLDER
 has the checkpoints `wide` and `foreign`, which differ in their values, conversions of `wide` for 2 ranks: `out`,
-`whole` in that layout, `signed`; and `big` with its conversion `big-out`.
+`whole` in that layout, `signed`; `foreign-out`, and the `delta` from there to `out`; and `big` with its conversion
+`big-out`.
 
 `from_bucket` with `FOLDER URL`: they fill what FOLDER/big has from there.
 """
@@ -276,6 +277,8 @@ def _member(folder: Path, number: int) -> None:
 
     join(folder, number)
     case = _Cases(folder, number)
+    expected = placed(case.whole, "replicas x columns")
+    case("first", WIDE, emptied(expected), expected)  # Imports: the next one reads nothing else.
     _cold(case)
     exchange.plan_exchange = partial(plan_exchange, most_nbytes=RANGE_NBYTES)  # type: ignore[assignment]
     _all_meshes(case)
@@ -286,7 +289,7 @@ def _member(folder: Path, number: int) -> None:
         case.shelf.faults.append(
             Fault("read", "*.safetensors", after=3, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
         )
-    case("killed", WIDE, emptied(placed(case.whole, "replicas x columns")))
+    case("killed", WIDE, emptied(expected))
 
 
 def _all_meshes(case: _Cases) -> None:
@@ -312,6 +315,7 @@ def _many_ways(case: _Cases) -> None:
 
     whole, folder, number = case.whole, case.folder, case.number
     expected = placed(whole, "replicas x columns")
+    case("deltas", f"{folder}/foreign-out", emptied(expected), expected, deltas=f"{folder}/delta")
     case("verified", OUT, emptied(expected), expected, verify=True)
     case("signed", f"{folder}/signed", emptied(expected), expected, trust=f"{folder}/signer.toml")
     done: list[tuple[int, int]] = []
@@ -389,6 +393,7 @@ def _are_refused(case: _Cases) -> None:
     case("other names", WIDE, emptied(expected), names="**.mlp.**" if number == 2 else None)
     case("verify", WIDE, emptied(expected), verify=True)
     case("degree", WIDE, emptied(expected), tp=2)
+    case("degree of one", WIDE, emptied(expected), tp=2 if number == 1 else None)
     case("rank", WIDE, emptied(expected), rank=0, tp=2)
     case("cache", WIDE, emptied(expected), cache=str(folder / "cache"))
     case("device", WIDE, emptied(expected), device="meta")

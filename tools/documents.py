@@ -252,6 +252,24 @@ def gpu() -> str:
     return "\n".join(rows)
 
 
+def fills() -> str:
+    """What filling a sharded model takes, and by whom: `tools/run fills`."""
+    found = json.loads((_ROOT / "tools" / "results" / "fills.json").read_text())
+    heads = ("processes", "way", "seconds", "read, of the model", "first, MiB", "others, MiB", "mapped files, MiB")
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    before = ""
+    for row in found["rows"]:
+        title = f"{row['processes']}, {row['mesh']}"
+        figures = (row[key] for key in ("seconds", "read", "first_mib", "others_mib", "mapped_mib"))
+        cells = (title * (title != before), row["way"], *figures)
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+        before = title
+    machine = found["machine"]
+    busy = f"{machine['num_cpus']} cores with a load average of {machine['load_average']:.0f}"
+    size = f"{found['nbytes'] / 1e9:.1f} GB, {busy}, median of {found['turns']}"
+    return "\n".join([f"{size}, cold page cache (`tools/run fills`):", "", *rows])
+
+
 def _release(versions: dict[str, str]) -> str:
     if "sglang" in versions:
         return f"SGLang {versions['sglang']}"
@@ -264,6 +282,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "loads": (_ROOT / "docs" / "MEASURING.md", loads),
     "gpu": (_ROOT / "docs" / "MEASURING.md", gpu),
     "compatibility": (_ROOT / "docs" / "guides" / "FLEET.md", compatibility),
+    "fills": (_REFERENCE / "LOADING.md", fills),
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),
     "commands": (_REFERENCE / "COMMANDS.md", commands),

@@ -205,8 +205,10 @@ def _write_changes(
         what = f"has other tensors than {before.store.location(file.name)}"
         raise PlanError(what, path=after.store.location(file.name), code="option")
 
-    def proven(side: _Side, opened: ReadableFile, stored: bytes, chunk: int, extent: Extent) -> memoryview:
-        view = _read(opened, extent)
+    def proven(
+        side: _Side, opened: ReadableFile, stored: bytes, chunk: int, extent: Extent, buffer: Buffer
+    ) -> memoryview:
+        view = _read(opened, extent, buffer)
         check_chunk(proof_hex(view), stored, chunk, extent, side.store.location(file.name))
         return view
 
@@ -228,9 +230,9 @@ def _write_changes(
         )
 
 
-def _read(file: ReadableFile, extent: Extent) -> memoryview:
+def _read(file: ReadableFile, extent: Extent, buffer: Buffer) -> memoryview:
     """Bytes of a file, as direct I/O wants to read them."""
     blocks = extent.aligned()
-    view = Buffer().reserve(blocks.nbytes)
+    view = buffer.reserve(blocks.nbytes)
     file.read(blocks.offset, view)
     return view[extent.offset - blocks.offset : extent.end - blocks.offset]

@@ -17,6 +17,7 @@ from relayout.format.delta import DeltaFile, delta_name, dump_index, encode, pie
 from relayout.format.index import IndexedFile
 from relayout.format.safetensors import Header
 from relayout.publish.output import Output
+from relayout.storage.system import Buffer
 
 _AHEAD = 4
 """Chunks that are compared for each thread before what changed in them is written."""
@@ -30,8 +31,9 @@ class FileVersion:
     """One version of a weight file."""
 
     header: bytes
-    chunk: Callable[[int, Extent], memoryview]
-    """Returns the bytes of a chunk, by its number and its place in the file. Thread-safe."""
+    chunk: Callable[[int, Extent, Buffer], memoryview]
+    """Returns the bytes of a chunk, by its number and its place in the file; it may read them into the buffer.
+    Thread-safe."""
 
 
 def write_changes(
@@ -54,10 +56,15 @@ def write_changes(
     """
     pieces = pieces_of(file, chunk_nbytes)
 
+    idle = [(Buffer(), Buffer()) for _ in range(threads)]
+    """Fresh memory for each chunk would take longer than to read it."""
+
     def compare(chunk: int) -> bytes:
-        extent = pieces[1 + chunk]
-        views = [np.frombuffer(version.chunk(chunk, extent), np.uint8) for version in versions]
-        return encode(np.bitwise_xor(*views), widths.of(extent))
+        extent, buffers = pieces[1 + chunk], idle.pop()
+        stored = [version.chunk(chunk, extent, buffer) for version, buffer in zip(versions, buffers, strict=True)]
+        change = np.bitwise_xor(*(np.frombuffer(view, np.uint8) for view in stored))
+        idle.append(buffers)
+        return encode(change, widths.of(extent))
 
     def changes() -> Iterator[tuple[int, bytes]]:
         head = np.bitwise_xor(*(np.frombuffer(version.header, np.uint8) for version in versions))

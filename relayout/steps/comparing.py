@@ -136,7 +136,7 @@ class StepOutput:
         if not differing and heads[0] == heads[1]:
             return UNCHANGED
         versions = [
-            FileVersion(head, lambda _, place, side=side: side[place.offset : place.end].data)  # type: ignore[misc]
+            FileVersion(head, lambda _, place, __, side=side: side[place.offset : place.end].data)  # type: ignore[misc]
             for head, side in zip(heads, (old, new), strict=True)
         ]
         file = IndexedFile(name, new.nbytes, data_start, "", "", "")

@@ -309,7 +309,7 @@ def inspection(result: Inspection) -> Iterator[Block]:
         rows = [(str(rank), f"{count:,}", decimal(nbytes), *map(str, more)) for rank, count, nbytes, *more in numbers]
         yield Table(_numbers("rank", "tensors", "bytes", "files", "reads to load"), rows, "ranks")
     if result.amplification:
-        headings = ("tp", "a rank needs", "reads by slices", "reads whole shards", "disk", "if whole")
+        headings = ("tp", "a rank needs", "reads by slices", "reads whole shards", "output", "layout whole")
         yield Table(_numbers(*headings), list(_amplification(result)), "degrees")
     whose = f"tensors of rank {result.ranks[0].rank}" if result.ranks else "tensors"
     columns = [Column(whose, "name"), Column("count", "number"), Column("dtype", drop=1), Column("shape", "words")]

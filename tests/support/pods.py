@@ -171,7 +171,7 @@ def _command(pod: Path, container: dict[str, Any]) -> str:
     variables = [f"{one['name']}={one['value']}" for one in container.get("env", [])]
     path = f"PATH={STATE / 'bin'}:{os.environ['PATH']}"
     log = pod / f"{container['name']}.log"
-    return f"chroot {pod / 'root'} env {shlex.join([path, *variables, *words])} >> {log} 2>&1"
+    return f"chroot {pod / 'root'} env -i {shlex.join([path, *variables, *words])} >> {log} 2>&1"
 
 
 def _stop(pod: Path) -> None:
@@ -230,7 +230,7 @@ def _inside(pod: Path, *words: str, quiet: bool = False) -> int:
     enter = ["nsenter", "-t", children[0], "--mount", "--net", "--pid", "chroot", str(pod / "root")]
     path = f"PATH={STATE / 'bin'}:{os.environ['PATH']}"
     output = subprocess.DEVNULL if quiet else None
-    return subprocess.run([*enter, "env", path, *words], stdout=output, stderr=output).returncode
+    return subprocess.run([*enter, "env", "-i", path, *words], stdout=output, stderr=output).returncode
 
 
 def _exec(arguments: argparse.Namespace) -> None:

@@ -47,10 +47,11 @@ def reload(
     if modules is not None:
         named = model.named_modules()
         chosen = _Some([one for name, one in named if name in modules or is_deferred_attention_layer(one)])
+    had = {name: {id(one) for one in layer.parameters(recurse=False)} for name, layer in model.named_modules()}
     with torch.no_grad(), _zeros():
         initialize_layerwise_reload(chosen)
         model.load_weights(tensors)  # type: ignore[operator]
-        _check_loaded(model, modules or frozenset())
+        _check_loaded(model, modules or frozenset(), had)
         finalize_layerwise_reload(chosen, model_config)
         pack_tied(chosen)
         _pack_experts(chosen)
@@ -69,17 +70,26 @@ def _zeros() -> AbstractContextManager[Any]:
     return Zeros()
 
 
-def _check_loaded(model: torch.nn.Module, modules: frozenset[str]) -> None:
+def _check_loaded(model: torch.nn.Module, modules: frozenset[str], had: dict[str, set[int]]) -> None:
     """Check that something was loaded into each module: vLLM only logs that, and leaves it as it was.
+
+    Args:
+        had: the parameters of each module before: one that has no others than those of loaded ones, a tied head, need
+            not be loaded by itself.
 
     Raises:
         PlanError: nothing was.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+    left = set()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer) if name in modules else None
         if info is not None and getattr(info, "load_numel_total", None) and info.load_numel <= 0:
+            left.add(name)
+    loaded = {one for name in modules - left for one in had.get(name, ())}
+    for name in sorted(left):
+        if not (had[name] and had[name] <= loaded):
             raise PlanError(f"vLLM's own reload has loaded nothing into {name}", code="unsupported")
 
 

@@ -356,3 +356,38 @@ def test_a_root_of_steps_leads_to_its_newest_step_or_to_one_that_is_named(
         assert weights.attest().difference is None
     with pytest.raises(PlanError, match="has no step 9"):
         weights.stage([root], weights.content, LIMIT, step=9)
+
+
+def test_engines_that_take_each_step_or_few_of_them_or_begin_late_have_what_the_trainer_has(
+    steps: Path, tmp_path: Path
+) -> None:
+    """A thousand steps of vLLM's own classes: `tools/run engines --step updates --only many`."""
+    root, trained = tmp_path / "root", stock_tensors(steps / "model-0")
+    options: dict[str, Any] = {"keep": 3, "keep_seconds": 0, "grace_seconds": 0, "full_every": 4}
+    publisher = relayout.Publisher(root, tp=TP, config=steps / "model-0", **options)
+    publisher.publish(trained, 0)
+    engines: dict[int, tuple[Engine, LiveWeights]] = {}
+    num_files = []
+
+    def begin(every: int) -> None:
+        chain = relayout.Steps(root).chain()
+        assert chain is not None
+        assert chain.full is not None
+        engines[every] = started(root / chain.full, 1, steps / "model-0")
+
+    begin(1)
+    begin(2)
+    begin(6)  # The steps that it has are gone when it comes back.
+    for number in range(1, 13):
+        if number == 7:
+            begin(3)
+        for tensor in trained.values():
+            tensor.view(-1).view(torch.int16)[number :: 50 + number] ^= 1
+        publisher.publish(trained, 2 * number)
+        num_files.append(sum(path.is_file() for path in root.rglob("*")))
+        for every, (engine, weights) in engines.items():
+            if number % every == 0:
+                weights.commit(weights.stage([str(root)], weights.content, LIMIT), engine.reload)
+                assert engine.has(trained)
+                assert weights.attest().difference is None
+    assert max(num_files[6:]) <= max(num_files[:6])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,14 +101,20 @@ def test_padding_of_what_is_loaded_again_is_zero_as_at_the_start(reloaded: torch
     assert reloaded[3].tolist() == [0, 0]
 
 
-def test_what_nothing_was_loaded_into_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_nothing_was_loaded_into_is_an_error_unless_it_is_tied(
+    monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    model = torch.nn.ModuleDict({"embedding": Experts(""), "head": Experts("")})
+    if tied:
+        model["head"].w13_weight = model["embedding"].w13_weight
     nothing: Any = lambda *_: None  # noqa: E731
-    counts = SimpleNamespace(load_numel_total=8, load_numel=0)
     layerwise = {"initialize_layerwise_reload": nothing, "finalize_layerwise_reload": nothing}
-    layerwise["get_layerwise_info"] = lambda _: counts
+    layerwise["get_layerwise_info"] = lambda layer: SimpleNamespace(
+        load_numel_total=8, load_numel=0 if layer is model["head"] else 8
+    )
     attention = {"is_deferred_attention_layer": lambda layer: False}
     put_modules(monkeypatch, {LAYERWISE: layerwise, "vllm.model_executor.layers.attention": attention})
-    model = torch.nn.ModuleDict({"experts": Experts("")})
     vars(model)["load_weights"] = lambda tensors: list(tensors)
-    with pytest.raises(PlanError, match="has loaded nothing into experts"):
-        reload(model, None, frozenset({"experts"}), iter(()))
+    with nullcontext() if tied else pytest.raises(PlanError, match="has loaded nothing into head"):
+        reload(model, None, frozenset({"embedding", "head"}), iter(()))

@@ -24,11 +24,11 @@ NUM_TURNS = 3
 _LARGE = replace(FAMILIES["llama"], sizes={"V": 8192, "H": 2048, "I": 5632, "A": 32, "K": 8, "D": 64})
 """67 MB, and 90 MB for each layer."""
 _PAUSES = (
-    *((layers, share, True) for layers, share in ((2, 0.01), (5, 0.0051), (10, 0.00254))),
+    *((layers, share, True) for layers, share in ((2, 0.01), (5, 0.0051), (10, 0.00254), (22, 0.0012))),
     *((10, share, True) for share in (0.001, 0.01, 0.05, 0.2)),
     (10, 0.01, False),
 )
-"""Layers, share of the elements that change, and whether weights are left unpacked. Of the first three, the same number
+"""Layers, share of the elements that change, and whether weights are left unpacked. Of the first four, the same number
 of elements changes."""
 CHANGED = ("llama", "qwen2_tied", "qwen3_moe", "qwen2_5_vl", "gpt_oss_mxfp4", "fp8_blocks", "fp8_tensor")
 NUM_MANY = 1000

@@ -80,7 +80,7 @@ def test_help_shows_each_option_of_a_conversion(function: Any) -> None:
     options = {field.name for field in dataclasses.fields(PlanOptions) if field.init}
     options |= {name for name, kind in PlanOptions.__annotations__.items() if kind.startswith("InitVar")}
     shown, known = inspect.signature(function).parameters, inspect.signature(relayout.convert).parameters
-    assert len(options) == 10
+    assert len(options) == 9
     assert {name: str(shown[name]) for name in options} == {name: str(known[name]) for name in options}
     assert "tp: 'int' = 1" in pydoc.plain(pydoc.render_doc(function))
 

@@ -15,13 +15,13 @@ from relayout.checkpoint.trust import refuse_deltas
 from relayout.core.arguments import integer
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
-from relayout.core.workers import Workers
+from relayout.core.workers import Workers, each
 from relayout.errors import FormatError, PlanError, did_you_mean
 from relayout.format.index import RankTable
 from relayout.loader.backends.base import Backend, Options, ReadJob, load_arena
 from relayout.loader.backends.files import ReadableFiles, error_hints
 from relayout.loader.requests import HOST_BUFFERS, Budget, plan_budget
-from relayout.loader.sources.rank import Names, TensorColumns, pack, place_at, select
+from relayout.loader.sources.rank import Names, TensorColumns, cost_of, pack, place_at, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import (
     address_of,
@@ -66,7 +66,8 @@ def load_into(
         torch_shape(contents.names[row], contents.dtypes[row], contents.shapes[row])
         torch_dtype(contents.names[row], contents.dtypes[row])
     # Check the files before the first byte is written.
-    ReadableFiles(contents.rows([*existing, *new]).files, Access.BUFFERED).close()
+    with ReadableFiles(contents.rows([*existing, *new]).files, Access.BUFFERED) as opened:
+        each(opened.check, opened.unchecked, cost_of(contents.files).num_opens)
     backend, budget = options.choose(contents.files)
     can_fill = backend.device == options.device
     fits = {row: can_fill and is_as_stored(into[contents.names[row]], contents.dtypes[row]) for row in existing}

@@ -12,12 +12,14 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from relayout.checkpoint.converted import Proven, check_head
 from relayout.core.extents import BLOCK, Extent, align_down
+from relayout.core.workers import each
 from relayout.errors import FormatError
 from relayout.loader.requests import local_world_size
-from relayout.loader.sources.rank import StoredFile, check_hole
+from relayout.loader.sources.rank import StoredFile, check_hole, cost_of
 from relayout.storage.local.store import holes
 from relayout.storage.stores import Access, Closable, ReadableFile, RequestError
 from relayout.storage.system import (
@@ -100,28 +102,30 @@ class ReadableFiles(Closable):
     """Open files. Reads are thread-safe."""
 
     def __init__(self, files: Sequence[StoredFile], access: Access) -> None:
-        """Open them.
+        """Open them, remote ones at the same time.
 
         Raises:
-            FormatError: a file is missing, has another length or content than expected, or was never filled.
+            FormatError: a file is missing, has another length or content than expected, or was never filled; of remote
+                files, reads and `check` tell.
             OSError: a file cannot be opened with this access.
         """
         self._stored = files
         self._is_alone = local_world_size() == 1
         self._is_mappable = access is not Access.DIRECT and not self._is_alone
-        self._files: list[ReadableFile] = []
+        self._files: dict[int, ReadableFile] = {}
         try:
-            for file in files:
-                self._files.append(self._open(file, access))
-            self.grids = [file.grid if isinstance(file, Proven) else None for file in self._files]
+            each(partial(self._open, access=access), range(len(files)), cost_of(files).num_opens)
+            opened = [self._files[index] for index in range(len(files))]
+            self.grids = [file.grid if isinstance(file, Proven) else None for file in opened]
             """The borders of the chunks of each file that is proven, if reads can begin and end there."""
             self._chunk_nbytes = max((grid.step for grid in self.grids if grid is not None), default=1)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, file: StoredFile, access: Access) -> ReadableFile:
-        """Open a file, and check that it is the right one."""
+    def _open(self, index: int, access: Access) -> None:
+        """Open a file, and check that it is the right one, unless this would be a round trip."""
+        file = self._stored[index]
         opened = file.open_unproven(access)
         try:
             if access is Access.AUTO and self._is_cold(file, opened):
@@ -129,16 +133,31 @@ class ReadableFiles(Closable):
                 opened = file.open_unproven(Access.ONCE)
             if access is Access.AUTO:
                 opened = _mixed(file, opened)
-            _check_content(file, opened)
-            return file.proving(opened)
+            if not file.folder.cost.is_remote:
+                _check_content(file, opened)
+            self._files[index] = file.proving(opened)
         except BaseException:
             opened.close()
             raise
 
     @property
+    def unchecked(self) -> list[int]:
+        """The remote files that are proven by their first bytes: each is one request, while others bring the rest."""
+        return [i for i, file in enumerate(self._stored) if file.folder.cost.is_remote and file.proof is not None]
+
+    def check(self, file: int) -> None:
+        """Check that a remote file is the right one. Thread-safe.
+
+        Raises:
+            FormatError: it is missing, or has another length or content than expected.
+            OSError: the request failed.
+        """
+        _check_content(self._stored[file], self._files[file])
+
+    @property
     def alignment(self) -> int:
         """What offset, length and address of a read must be multiples of, in bytes."""
-        return max((file.alignment for file in self._files), default=1)
+        return max((file.alignment for file in self._files.values()), default=1)
 
     def whole_chunks(self, nbytes: int) -> int:
         """About `nbytes`, as a number of whole chunks of files that are proven."""
@@ -221,7 +240,7 @@ class ReadableFiles(Closable):
 
     def close(self) -> None:
         """Close all files."""
-        for file in self._files:
+        for file in self._files.values():
             file.close()
 
     def _is_cold(self, file: StoredFile, opened: ReadableFile) -> bool:

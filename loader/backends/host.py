@@ -14,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from relayout.core.extents import BLOCK, Extent, Transfer, align_up, copy_runs, split
@@ -247,14 +249,24 @@ class ThreadedJob(Generic[State, Item]):
     ) -> None:
         """Start the threads; `work` returns the number of bytes that it filled. The job closes `opened`.
 
+        They also check remote files, as soon as each has begun with an item: it is a round trip like any other.
+
         Args:
             discard: frees the memory of all states; called when the job is cancelled.
         """
         self._discard = discard
         self.job = job
         self.opened = opened
+        left, unchecked = iter(items), opened.unchecked
+        first = islice(left, job.budget.threads)
+        tasks: Iterable[Callable[[State], int]] = chain(
+            (partial(_worked, work, item) for item in first),
+            (partial(_checked, opened, file) for file in unchecked),
+            (partial(_worked, work, item) for item in left),
+        )
         try:
-            self._workers = Workers(min(job.budget.threads, num_items), items, make_state, work, job.stop)
+            num_threads = min(job.budget.threads, num_items + len(unchecked))
+            self._workers = Workers(num_threads, tasks, make_state, lambda state, task: task(state), job.stop)
             self._workers.start()
         except BaseException:
             opened.close()
@@ -282,6 +294,15 @@ class ThreadedJob(Generic[State, Item]):
         self._workers.cancel()
         self.opened.close()
         self._discard()
+
+
+def _worked(work: Callable[[State, Item], int], item: Item, state: State) -> int:
+    return work(state, item)
+
+
+def _checked(opened: ReadableFiles, file: int, _: object) -> int:
+    opened.check(file)
+    return 0
 
 
 class _PacedJob(ThreadedJob[Buffer, Request]):

@@ -12,7 +12,6 @@ from relayout.checkpoint.converted import FileProof, Proven, proof_of
 from relayout.core.arguments import compile_glob, invalid_because, ranks_text
 from relayout.core.extents import Extent, align_up, split
 from relayout.core.slices import Slice, num_bytes
-from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, did_you_mean
 from relayout.format.index import ARENA_ALIGNMENT, Manifest, Read, place
 from relayout.storage.stores import LOCAL_COST, Access, ReadableFile, RequestCost, Store, unversioned
@@ -137,31 +136,28 @@ def files_of(folder: Store, manifest: Manifest, indices: Iterable[int]) -> tuple
 
 
 def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
-    """The files of a rank, or of another holder, after a check of their lengths.
+    """The files of a rank, or of another holder, after a check of their lengths: of remote files, the first answer
+    tells them.
 
     Raises:
         FormatError: one is missing, leads out of the folder, or has another length than the manifest says.
         OSError: `stat` failed.
     """
     files = files_of(folder, manifest, manifest.holders[rank].files)
-
-    def check(file: StoredFile) -> None:
+    for file in () if folder.cost.is_remote else files:
         status = folder.stat(file.name)
         if status is None:
             complete = ranks_text(_complete_ranks(folder, manifest))
             others = f"; of {manifest.num_ranks} ranks these are complete here: {complete}" if complete else ""
             raise FormatError(f"is missing{others}", path=file.where, code="missing")
         status.check(file.where, file.nbytes)  # Before memory is reserved: an arena is not larger than its files.
-
-    each(check, files, folder.cost.num_opens)
     return files
 
 
 def _complete_ranks(folder: Store, manifest: Manifest) -> Iterator[int]:
     """The ranks whose files are all in a local folder: a tool may have copied the files of some ranks only."""
-    if not folder.cost.is_remote:
-        there = {index for index, file in enumerate(manifest.files) if folder.stat(file.name) is not None}
-        yield from (rank for rank in manifest.present if there.issuperset(manifest.holders[rank].files))
+    there = {index for index, file in enumerate(manifest.files) if folder.stat(file.name) is not None}
+    yield from (rank for rank in manifest.present if there.issuperset(manifest.holders[rank].files))
 
 
 @dataclass(frozen=True, slots=True)

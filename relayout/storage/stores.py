@@ -176,7 +176,7 @@ class ReadableFile(Closable, Protocol):
 
     @property
     def version(self) -> str:
-        """The version of the open file, see `FileStat.version`."""
+        """The version of the open file, see `FileStat.version`; `*` if its first read will tell it."""
 
     @property
     def alignment(self) -> int:
@@ -253,8 +253,9 @@ class Store(Protocol):
     def snapshot(self) -> Store:
         """This store for one reader, such as a load.
 
-        A remote store opens each file once, at the first `stat` or `open`, and stays at the version that it found. A
-        store whose files cost nothing to open returns itself.
+        A remote store opens each file once, at the first `stat` or `open`, and stays at the version that it found. It
+        may leave this to the first read, if the length is given: then that tells what is wrong with a file. A store
+        whose files cost nothing to open returns itself.
         """
 
     def walk(self) -> Iterator[Entry]:

@@ -41,27 +41,52 @@ def test_a_load_asks_for_the_manifest_a_table_and_each_file_and_then_only_for_by
     assert names["relayout.json"] == names["relayout.rank-1.json.zst"] == 1
     assert server.requests[0].key == "out/relayout.json"
     for name, nbytes in files.items():
-        first, *others = [one for one in server.requests if one.key == f"out/{name}"]
-        assert (first.range, "if-match" in first.headers) == ((0, HEAD), False)
+        asked = [one for one in server.requests if one.key == f"out/{name}"]
+        ranges = sorted(one.range or (0, 0) for one in asked)
+        assert ranges[0] == (0, HEAD)
+        assert sum(end - start for start, end in ranges) == nbytes, "each byte once"
         etag = server.objects["models", f"out/{name}"].etag
-        assert all(one.headers["if-match"] == etag for one in others)
-        asked = sorted(one.range or (0, 0) for one in others)
-        assert sum(end - start for start, end in asked) == max(0, nbytes - HEAD), "each byte once"
-        assert all(start >= HEAD for start, _ in asked)
+        assert {one.headers.get("if-match", etag) for one in asked} == {etag}
     needed = sum(files.values())
     small = sum((converted / name).stat().st_size for name in names if name not in files)
     assert needed + small <= server.sent_nbytes <= needed + small, "what opening brings is not read again"
 
 
-def test_files_are_opened_at_the_same_time(server: Server, converted: Path) -> None:
-    together = threading.Barrier(len(files_of_rank(converted, 1)))
+def test_a_load_takes_two_round_trips_the_manifest_and_all_else_at_once(server: Server, converted: Path) -> None:
+    """Heads, table and ranges are all under way before one is answered: what waits for an answer breaks the barrier."""
+    relayout.load(URL, 1)
+    together = threading.Barrier(len(server.requests) - 1)
 
     def wait(request: Request) -> None:
-        if request.range == (0, HEAD):
+        if request.key != "out/relayout.json":
             together.wait(20)
 
     server.interfere = wait
     expect(relayout.load(URL, 1), converted)
+    assert not together.broken
+
+
+def test_an_object_that_is_shorter_than_the_manifest_says_is_an_error_that_says_so(
+    server: Server, converted: Path
+) -> None:
+    for name, nbytes in files_of_rank(converted, 1).items():
+        server.put("models", f"out/{name}", (converted / name).read_bytes()[: HEAD + 1])
+        with pytest.raises(FormatError, match=f"{name}: {HEAD + 1} bytes long, expected {nbytes}"):
+            relayout.load(URL, 1)
+        server.put("models", f"out/{name}", (converted / name).read_bytes())
+    assert loader_threads() == []
+
+
+def test_another_file_in_the_place_of_one_is_an_error_though_all_its_bytes_arrive(
+    server: Server, converted: Path
+) -> None:
+    name = max(files_of_rank(converted, 1))
+    content = bytearray((converted / name).read_bytes())
+    content[60] ^= 1  # In the digest of its content, which its header has.
+    server.put("models", f"out/{name}", bytes(content))
+    with pytest.raises(FormatError, match="content in its header differs") as caught:
+        relayout.load(URL, 1)
+    assert caught.value.path == f"{URL}/{name}"
 
 
 @pytest.mark.parametrize("backend", ["auto", "pinned"])
@@ -96,8 +121,9 @@ def test_tensors_are_read_when_they_are_asked_for(server: Server, converted: Pat
         assert opened.keys() == list(mine)
         assert len(server.requests) == before
         assert_equal({name: opened.get_tensor(name)}, {name: mine[name]})
-        assert len(server.requests) == before + 1, "one request for one tensor"
+        assert len(server.requests) == before + 2, "one request for one tensor, and one for which file it is in"
         assert_equal({name: opened.get_slice(name)[5:7]}, {name: mine[name][5:7]})
+        assert len(server.requests) == before + 3
     with relayout.safe_open(URL) as opened:
         assert_equal({name: opened.get_tensor(name) for name in opened.offset_keys()}, whole)
     assert {one.method for one in server.requests} == {"GET"}

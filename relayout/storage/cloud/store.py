@@ -11,17 +11,20 @@ import errno
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from threading import Lock
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 from urllib.parse import unquote
 
 from relayout.errors import FormatError, PlanError
 from relayout.storage.cloud import connect
-from relayout.storage.cloud.failures import Patience, request_error
+from relayout.storage.cloud.failures import Patience, replaced, request_error
 from relayout.storage.stores import (
     Access,
+    Closable,
     Entry,
     FileStat,
     HeadFile,
@@ -187,9 +190,9 @@ def timed(
 
 
 _HEAD_NBYTES = 64 * 2**10
-"""What opening a file brings of it: its first request tells length and version, and has the header of most files."""
+"""What opening a file of unknown length brings of it: length and version, and the header of most files."""
 _STAT_NBYTES = 4 * 2**10
-"""Bytes that are read of a file that is only to be known: which file it is. A new connection brings this in one round
+"""Bytes that are read of a file of known length: they tell which file it is. A new connection brings this in one round
 trip."""
 
 _URL = re.compile(r"[a-z0-9]+://[^/@?#%\\]+(/[^/?#\\]+)*/?")
@@ -200,7 +203,7 @@ class CloudStore:
     client: Client
     prefix: str
     """The prefix, without leading or trailing slash; "" for the whole bucket."""
-    opened: dict[str, HeadFile] | None = field(default=None, compare=False, repr=False)
+    opened: dict[str, HeadFile | ObjectFile] | None = field(default=None, compare=False, repr=False)
     """The files that a snapshot has opened, by full name; None: each `open` is a new one."""
 
     @property
@@ -249,14 +252,20 @@ class CloudStore:
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
-        """One request."""
+        """One request; none in a snapshot of a bucket if the length is given and any version will do."""
         if access is Access.DIRECT:
             raise OSError(errno.EOPNOTSUPP, "stores have no direct I/O; use backend 'buffered'", self.location(name))
-        file = self._opened(name, version, _HEAD_NBYTES)
+        full = self.full_name(name)
+        # All objects that can be published have versions; a web server's files may have none, and need proof then.
+        if self.opened is not None and nbytes and version is None and isinstance(self.client, WritableClient):
+            known = self.opened.setdefault(full, ObjectFile(self.client, full, nbytes))
+            if isinstance(known, ObjectFile) and known.nbytes == nbytes:
+                return known
+        file = self._opened(name, version, _HEAD_NBYTES if nbytes is None else _STAT_NBYTES)
         file.stat.check(self.location(name), nbytes, version)
         return file
 
-    def _opened(self, name: str, version: str | None, head_nbytes: int) -> HeadFile:
+    def _opened(self, name: str, version: str | None, head_nbytes: int) -> HeadFile | ObjectFile:
         """The file that the snapshot has opened, or a new one."""
         full = self.full_name(name)
         file = None if self.opened is None else self.opened.get(full)
@@ -285,6 +294,78 @@ class CloudStore:
     def full_name(self, name: str) -> str:
         """A file's object name in the bucket."""
         return f"{self.prefix}/{name}" if self.prefix else name
+
+
+class ObjectFile(Closable):
+    """An object of known length that no request was made for yet. It stays at the version of the first answer.
+
+    Requests that are under way before that ask for any version: their answers are compared with the first one.
+    Thread-safe.
+    """
+
+    alignment: ClassVar[int] = 1
+
+    def __init__(self, client: Client, name: str, nbytes: int) -> None:
+        """`name` is the full one; `nbytes` is compared with the first answer."""
+        self.nbytes = nbytes
+        self._client = client
+        self._name = name
+        self._stat: FileStat | None = None
+        self._head = b""
+        """The first bytes, if they were read alone: whoever proves the file asks for them again and again."""
+        self._lock = Lock()
+
+    @property
+    def version(self) -> str:
+        """`*` before the first answer, as in If-Match: any version, but one."""
+        return "*" if self._stat is None else self._stat.version
+
+    @property
+    def stat(self) -> FileStat:
+        """The metadata; a request for the first bytes if nothing is known yet. For errors see `read`."""
+        if self._stat is None:
+            self.read(0, memoryview(bytearray(_STAT_NBYTES)))
+        assert self._stat is not None
+        return self._stat
+
+    def fileno(self) -> None:
+        return
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """As `ReadableFile.read`. FormatError: also if the object is missing, or has another length."""
+        view = view[: max(0, self.nbytes - offset)]
+        if not view.nbytes or offset + view.nbytes <= len(self._head):
+            view[:] = self._head[offset : offset + view.nbytes]
+            return
+        version = None if self._stat is None else self._stat.version
+        try:
+            body = self._client.get(self._name, offset, offset + view.nbytes, version)
+        except RequestError as error:
+            if error.status == 416 and version is None:  # The object is shorter: say what is wrong, if it can be known.
+                with suppress(RequestError):
+                    if (stat := self._client.stat(self._name)) is not None:
+                        self._keep(stat)
+            raise
+        self._keep(body.stat)
+        body.fill(view)
+        if offset == 0 and view.nbytes <= _STAT_NBYTES:
+            self._head = bytes(view)
+
+    def _keep(self, stat: FileStat) -> None:
+        """Check that an answer is of the file's version, which is that of the first one."""
+        with self._lock:
+            if self._stat is None:
+                stat.check(self._location, self.nbytes)
+                self._stat = stat
+            elif stat.version != self._stat.version:
+                raise replaced(self._location)
+
+    @property
+    def _location(self) -> str:
+        return f"{self._client.root}/{self._name}"
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def _fill(client: Client, name: str, version: str, offset: int, view: memoryview) -> None:

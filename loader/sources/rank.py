@@ -136,8 +136,7 @@ def files_of(folder: Store, manifest: Manifest, indices: Iterable[int]) -> tuple
 
 
 def rank_files(folder: Store, manifest: Manifest, rank: int) -> tuple[StoredFile, ...]:
-    """The files of a rank, or of another holder, after a check of their lengths: of remote files, the first answer
-    tells them.
+    """The files of a rank, or of another holder. Their lengths are checked, of remote ones by whoever reads them.
 
     Raises:
         FormatError: one is missing, leads out of the folder, or has another length than the manifest says.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,10 @@ _MEMORY = 128 * 2**20
 """Bytes of buffers of one process: all ranks of a node may take part."""
 _REMOTE_LIMIT_SECONDS = 60.0
 """How long others may write nothing of what they read from a server: some buffers, or a request that is repeated."""
+_LOADS_LIMIT_SECONDS = 600.0
+"""How long a conversion waits for engines that load, all in all."""
+_LOOK_SECONDS = 0.1
+"""How often it looks whether they do."""
 _PLAN_LIMIT_SECONDS = 300.0
 """How long another process may observe a plan."""
 
@@ -74,6 +79,7 @@ def kept_conversion(
     ranks: Collection[int] | None = None,
     on_miss: Callable[[Conversion], None] | None = None,
     progress: Progress = None,
+    behind_loads: bool = False,
 ) -> KeptConversion:
     """Return the conversion of a plain checkpoint in a cache. If it is not there, make it now.
 
@@ -85,6 +91,7 @@ def kept_conversion(
         ranks: convert only these, such as those of this machine, and read only what they need; None: all.
         on_miss: called before this process converts anything.
         progress: of what this process converts.
+        behind_loads: convert while no engine of this machine loads; see `_Loads`.
 
     Raises:
         FormatError: the source is damaged, or has changed while it was read.
@@ -95,7 +102,7 @@ def kept_conversion(
     if not _is_published(planned):
         if on_miss is not None:
             on_miss(planned)
-        _convert_together(planned, cache, entry, progress)
+        _convert_together(planned, cache, entry, progress, _Loads(cache, _LOADS_LIMIT_SECONDS if behind_loads else 0.0))
     return KeptConversion(folder=entry.folder / MODEL, entry=entry)
 
 
@@ -129,7 +136,31 @@ def _check_published(entry: HeldEntry) -> None:
         check_intact(output)
 
 
-def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progress: Progress) -> None:
+class _Loads:
+    """Lets the engines of this machine load first, which share its drive and processors with a conversion.
+
+    A wait ends when none loads any more, and none can keep it up: an engine that ends, however it ends, has given up
+    its lock; for those that hang all waits together have a limit, after which the conversion goes on beside them.
+    """
+
+    def __init__(self, cache: Cache, limit_seconds: float) -> None:
+        """`limit_seconds` is for all waits together."""
+        self._cache = cache
+        self._left = limit_seconds
+
+    def wait(self) -> bool:
+        """Wait; return whether there was anything to wait for."""
+        begun = time.monotonic()
+        end = begun + self._left
+        has_waited = False
+        while time.monotonic() < end and self._cache.is_loading():
+            has_waited = True
+            time.sleep(_LOOK_SECONDS)
+        self._left -= time.monotonic() - begun
+        return has_waited
+
+
+def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progress: Progress, loads: _Loads) -> None:
     """Convert what no other process is converting, until the output is there."""
     entry.was_filled = True
     files = {f"{MODEL}/{file.name}": file.nbytes for file in planned.layout.files}
@@ -146,6 +177,8 @@ def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progr
         limit_seconds = _REMOTE_LIMIT_SECONDS if planned.source.folder.cost.is_remote else None
         waiting = Waiting(entry.folder, lambda: holder_in(*_locks(entry, left)), entry.growth, limit_seconds)
         while not _is_published(planned):
+            if loads.wait():  # Before each unit, with no lock that another process could wait for.
+                waiting.moved()
             if not _step(planned, entry, left):
                 waiting.pause()
             else:

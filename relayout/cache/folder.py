@@ -44,6 +44,7 @@ _DOUBTED = ".doubted"
 _MAX_NOTE_NBYTES = 2**24
 _LOCK = ".lock"
 _FILLING = ".filling"
+_LOADING = ".loading"
 _OTHERS_MAY_WRITE = 0o022
 _ASIDE_SECONDS = 3.0
 """How long others that have found the same damage may take to give the entry up."""
@@ -178,6 +179,23 @@ class Cache:
             return right
         right.close()
         return None
+
+    def loading(self) -> HeldLock | None:
+        """Say that an engine of this machine loads, until this is closed or the process ends; see `is_loading`.
+
+        Returns:
+            A shared lock; None: another process looks at it just now. Nobody waits for the right to load.
+        """
+        lock = HeldLock(open_ours(self._own() / _LOADING, os.O_CREAT))
+        if lock.try_lock(fcntl.LOCK_SH):
+            return lock
+        lock.close()
+        return None
+
+    def is_loading(self) -> bool:
+        """Whether an engine of this machine loads a model that is not in the cache."""
+        with HeldLock(open_ours(self._own() / _LOADING, os.O_CREAT)) as lock:
+            return not lock.try_lock()
 
     def entries(self) -> list[CacheEntry]:
         """What is kept, the least recently used first."""

@@ -215,7 +215,10 @@ def add_to_cache(
     ] = False,
     background: Annotated[
         bool,
-        typer.Option("--background", help="Work at low priority, until stdin is closed or the parent process ends."),
+        typer.Option(
+            "--background",
+            help="Work at low priority while no engine here loads, until stdin is closed or the parent process ends.",
+        ),
     ] = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
@@ -241,6 +244,7 @@ def add_to_cache(
             expert_parallel=expert_parallel,
             observe=observe,
             progress=progress,
+            behind_loads=background,
         )
         out.show(listing, render.cache)
 

@@ -69,6 +69,7 @@ def add(
     expert_parallel: bool = False,
     observe: bool = False,
     progress: Progress = None,
+    behind_loads: bool = False,
 ) -> CacheListing:
     """Convert a plain checkpoint into a cache, as the first start of an engine does. What is there stays.
 
@@ -81,6 +82,7 @@ def add(
         expert_parallel: each rank owns whole experts.
         observe: if no built-in plan is for the model, observe how the installed vLLM cuts it, and keep the plan.
         progress: True shows a bar on stderr; a function is called with (bytes done, bytes in all).
+        behind_loads: wait while an engine of this machine loads a model that it would keep here, for 10 min at most.
 
     Returns:
         What the cache keeps then.
@@ -99,7 +101,9 @@ def add(
 
     degree = integer(tp, "tp")
     some = None if ranks is None else ranks_of(ranks, degree)
-    with kept_conversion(find_input(source).snapshot(), degree, kept, plan_of, ranks=some, progress=progress).entry:
+    store = find_input(source).snapshot()
+    converted = kept_conversion(store, degree, kept, plan_of, ranks=some, progress=progress, behind_loads=behind_loads)
+    with converted.entry:
         return cache(kept.folder)
 
 

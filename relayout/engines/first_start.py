@@ -1,7 +1,8 @@
 """The first start of an engine on a plain checkpoint: it is converted into a cache, from which later starts load.
 
 What must be downloaded is streamed into the cache, and loaded from there. What is on a drive the engine loads itself,
-as fast as without relayout; then a process of low priority converts it while the engine goes on.
+as fast as without relayout; then a process of low priority converts it while the engine goes on. It begins when all
+processes of the machine have loaded: each holds a shared lock of the cache while it loads.
 """
 
 from __future__ import annotations
@@ -38,12 +39,17 @@ class Filling:
     """The arguments of `relayout cache`."""
     cache: Cache
     logger: Logger
+    loading: HeldLock | None
+    """Says to conversions that this process loads; it ends with the load, with this object, or with the process."""
 
     def start(self) -> None:
         """Start it in a process of its own, unless one already fills this cache. Never raises.
 
-        It ends with this process. The next start continues what was not finished.
+        It converts when no other process of the machine loads any more, and ends with this process. The next start
+        continues what was not finished.
         """
+        if self.loading is not None:
+            self.loading.close()
         right: HeldLock | None = None
         try:
             right = self.cache.try_filling()
@@ -131,7 +137,7 @@ class WantedConversion:
         arguments += ["--expert-parallel"] if self.expert_parallel else []
         arguments += ["--ranks", ranks_text(self.ranks)] if self.ranks is not None else []
         arguments += ["--observe"] if self.observe is not None else []
-        return Filling(self.source, tuple(arguments), cache, logger)
+        return Filling(self.source, tuple(arguments), cache, logger, cache.loading())
 
 
 def first_start(

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ import relayout
 from relayout import planning
 from relayout.cache.conversions import KeptConversion, kept_conversion
 from relayout.commands.cache import add
-from relayout.core.workers import PIPE, start_child
+from relayout.core.workers import PIPE, Child, start_child
 from relayout.engines.first_start import Filling, WantedConversion, first_start
 from relayout.engines.rank_weights import EngineOptions
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
+from relayout.storage.local.descriptors import HeldLock
 from relayout.storage.stores import find_input
 
 
@@ -133,6 +134,107 @@ def test_a_conversion_ends_with_the_engine_and_the_next_start_continues(
     assert free is not None
     free.close()
     assert not relayout.verify(kept_conversion(find_input(model), 2, relayout.Cache(cache)).folder).differences
+
+
+LOADING = """
+import sys
+from relayout import Cache
+held = Cache(sys.argv[1]).loading()
+print("loading", flush=True)
+sys.stdin.read()
+"""
+"""A rank that loads until its stdin is closed."""
+
+
+@pytest.fixture
+def loading(cache: Path, tmp_path: Path) -> Iterator[Child]:
+    """Another process of the machine, which loads."""
+    (tmp_path / "packages").mkdir(exist_ok=True)
+    (tmp_path / "packages" / "a_rank.py").write_text(LOADING)
+    paths = os.pathsep.join([str(tmp_path / "packages"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    child = start_child("a_rank", str(cache), environment=environment, stdin=PIPE, stdout=PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"loading\n"
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
+def written(cache: Path) -> list[Path]:
+    return list(cache.rglob("*.safetensors*"))
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_conversion_begins_when_the_last_process_has_loaded_or_was_killed(
+    model: Path, cache: Path, loading: Child, is_killed: bool
+) -> None:
+    arguments = ["add", str(model), "--folder", str(cache), "--tp", "2", "--background"]
+    child = start_child("relayout", "cache", *arguments, stdin=PIPE)
+    wait_until(lambda: list(cache.glob("*/.coming-*")))  # It has reserved room, and converts next.
+    time.sleep(0.5)
+    assert not written(cache)
+    assert child.poll() is None
+    assert loading.stdin is not None
+    loading.kill() if is_killed else loading.stdin.close()
+    assert child.wait(60) == 0
+    assert written(cache)
+    assert child.stdin is not None
+    child.stdin.close()
+
+
+def test_a_process_that_loads_forever_delays_a_conversion_for_a_limited_time(
+    model: Path, cache: Path, loading: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayout.cache.conversions._LOADS_LIMIT_SECONDS", 0.3)
+    add(model, 2, behind_loads=True)
+    assert relayout.Cache(cache).is_loading()
+    assert loading.poll() is None
+    assert written(cache)
+
+
+def test_a_conversion_pauses_while_another_engine_loads_in_the_same_cache(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[HeldLock] = []
+    was_loading: list[bool] = []
+    converting = importlib.import_module("relayout.cache.conversions")
+    convert_unit = converting.convert_unit
+
+    def convert(*arguments: Any, **options: Any) -> None:
+        was_loading.append(relayout.Cache(cache).is_loading())
+        convert_unit(*arguments, **options)
+        if not held:
+            lock = relayout.Cache(cache).loading()
+            assert lock is not None
+            held.append(lock)
+            threading.Timer(0.3, lock.close).start()
+
+    monkeypatch.setattr(converting, "convert_unit", convert)
+    monkeypatch.setattr(converting, "_MIN_PART_NBYTES", 2**16)
+    add(model, 2, behind_loads=True)
+    assert len(was_loading) > 1
+    assert not any(was_loading)
+
+
+def test_what_each_rank_of_a_start_holds_ends_with_its_load(
+    model: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    given = (WantedConversion(str(model), 2), EngineOptions(), "vLLM loads it itself", logging.getLogger())
+    first, second = first_start(*given), first_start(*given)
+    assert isinstance(first, Filling)
+    assert isinstance(second, Filling)
+    first.start()
+    assert relayout.Cache(cache).is_loading()
+    del second  # Its load has failed.
+    assert not relayout.Cache(cache).is_loading()
+    wait_until_filled(caplog)
 
 
 OBSERVED = """

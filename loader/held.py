@@ -92,7 +92,7 @@ class HeldTensor:
     def digest(self) -> bytes:
         """XXH3-128 of the part's bytes, in dense order. Of what must be copied, a piece at a time is."""
         running = xxhash.xxh3_128()
-        for piece in split(Extent(0, self.data.numel() * self.data.element_size()), _HASHED_NBYTES):
+        for piece in split(Extent(0, self.data.numel() * self._dtype.itemsize), _HASHED_NBYTES):
             running.update(self.bytes_of(piece).data)
         return running.digest()
 

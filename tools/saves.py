@@ -38,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         given = (Path(folder), options.layers, options.turns)
         torch.multiprocessing.start_processes(member, given, NUM_PROCESSES, start_method="spawn")
-        show([json.loads((Path(folder) / f"{number}.json").read_text()) for number in range(NUM_PROCESSES)])
+        show(rows([json.loads((Path(folder) / f"{number}.json").read_text()) for number in range(NUM_PROCESSES)]))
 
 
 def member(number: int, folder: Path, num_layers: int, num_turns: int) -> None:
@@ -137,18 +137,26 @@ def written_nbytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
 
 
-def show(members: list[dict[str, list[dict[str, float]]]]) -> None:
-    table = Table(*("way", "seconds", "CPU seconds", "first process, MiB", "others, MiB", "written, GB"))
+def rows(members: list[dict[str, list[dict[str, float]]]]) -> dict[str, dict[str, float]]:
+    """Of each way: medians over the turns, of the slowest process, and of all; the most memory beside in any turn."""
+    found = {}
     for way in members[0]:
         turns = list(zip(*(one[way] for one in members), strict=True))
-        table.add_row(
-            way,
-            f"{median(max(one['wall_s'] for one in turn) for turn in turns):.1f}",
-            f"{median(sum(one['cpu_s'] for one in turn) for turn in turns):.1f}",
-            f"{max(turn[0]['peak_nbytes'] for turn in turns) / 2**20:.0f}",
-            f"{max(one['peak_nbytes'] for turn in turns for one in turn[1:]) / 2**20:.0f}",
-            f"{median(sum(one['written_nbytes'] for one in turn) for turn in turns) / 1e9:.2f}",
-        )
+        found[way] = {
+            "wall_s": median(max(one["wall_s"] for one in turn) for turn in turns),
+            "cpu_s": median(sum(one["cpu_s"] for one in turn) for turn in turns),
+            "first_nbytes": max(turn[0]["peak_nbytes"] for turn in turns),
+            "others_nbytes": max(one["peak_nbytes"] for turn in turns for one in turn[1:]),
+            "written_nbytes": median(sum(one["written_nbytes"] for one in turn) for turn in turns),
+        }
+    return found
+
+
+def show(found: dict[str, dict[str, float]]) -> None:
+    table = Table(*("way", "seconds", "CPU seconds", "first process, MiB", "others, MiB", "written, GB"))
+    for way, row in found.items():
+        memory = [f"{row[key] / 2**20:.0f}" for key in ("first_nbytes", "others_nbytes")]
+        table.add_row(way, f"{row['wall_s']:.1f}", f"{row['cpu_s']:.1f}", *memory, f"{row['written_nbytes'] / 1e9:.3f}")
     Console().print(table)
 
 

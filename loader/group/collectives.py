@@ -321,3 +321,20 @@ class Group:
         except RuntimeError as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise OSError(errno.ECONNABORTED, f"the group is broken, a member may be gone: {reason}") from error
+
+
+class Alone(Group):
+    """This process, without others: a group of one, which needs no torch.distributed."""
+
+    def __init__(self) -> None:
+        self.index, self.num_members = 0, 1
+        self.is_broken = self.is_over = False
+        self._process = os.getpid()
+
+    def _gather(self, value: object) -> list[object]:
+        return [value]
+
+    def exchange(
+        self, sent: torch.Tensor, sent_sizes: list[int], received: torch.Tensor, received_sizes: list[int]
+    ) -> None:
+        received.copy_(sent)

@@ -22,7 +22,7 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.checkpoint.source import read_shard
-from relayout.conversion.changes import UNCHANGED, FileVersion, element_widths, write_changes
+from relayout.conversion.changes import UNCHANGED, FileVersion, widths_in, write_changes
 from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import modes_of, put_index, put_tables
@@ -224,7 +224,7 @@ def _write_changes(
             after.manifest.chunk_nbytes,
             (versions[0], versions[1]),
             differing,
-            element_widths(parsed[1]),
+            widths_in(parsed[1]),
             threads=threads,
             report=report,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -74,28 +74,43 @@ def write_changes(
             yield from zip((1 + chunk for chunk in group), each(compare, group, threads), strict=True)
             report(pieces[1 + group[-1]].end)
 
-    entries, nbytes = [dump_index([b""])] * len(pieces), 0
+    return write_pieces(made, file.name, len(pieces), changes())
+
+
+def write_pieces(made: Output, file: str, num_pieces: int, changes: Iterable[tuple[int, bytes]]) -> DeltaFile:
+    """Write what changed in a file.
+
+    Args:
+        changes: the number of each piece that changed, rising, and what `encode` makes of the XOR of its versions.
+    """
+    entries, nbytes = [dump_index([b""])] * num_pieces, 0
 
     def stored() -> Iterator[bytes]:
         nonlocal nbytes
-        for piece, encoded in changes():
+        for piece, encoded in changes:
             entries[piece], nbytes = dump_index([encoded]), nbytes + len(encoded)
             yield encoded
         yield b"".join(entries)
 
-    made.put(delta_name(file.name), stored())
+    made.put(delta_name(file), stored())
     entry = b"".join(entries)
     return DeltaFile(nbytes + len(entry), digest_hex(entry))
 
 
-def element_widths(header: Header) -> ElementWidths:
+def widths_in(header: Header) -> ElementWidths:
     """The widths of the elements of a weight file's tensors."""
+    held = (tensor for tensor in header.tensors if tensor.nbytes)
+    return element_widths((header.data_start + tensor.offset, tensor.dtype) for tensor in held)
+
+
+def element_widths(tensors: Iterable[tuple[int, str]]) -> ElementWidths:
+    """The widths of the elements of a weight file, from offset and dtype of each tensor that has bytes."""
     starts: list[int] = []
     widths: list[int] = []
-    for tensor in sorted((tensor for tensor in header.tensors if tensor.nbytes), key=lambda tensor: tensor.offset):
-        width = max(1, BITS[tensor.dtype] // 8)
+    for offset, dtype in sorted(tensors):
+        width = max(1, BITS[dtype] // 8)
         if widths[-1:] != [width]:
-            starts.append(header.data_start + tensor.offset)
+            starts.append(offset)
             widths.append(width)
     return ElementWidths(tuple(starts), tuple(widths))
 

@@ -190,6 +190,22 @@ class Transfer:
             for run in other.runs():
                 yield from self.clipped(run.source, run.source_end)
 
+    def onto(self, other: Transfer) -> Iterator[Transfer]:
+        """Yield transfers from the space that this one writes to that which `other` writes: of bytes that both read.
+
+        The runs of each transfer rise and do not overlap.
+        """
+        for mine in self.within(other):
+            theirs = list(other.within(mine))
+            if len(theirs) == 1 and theirs[0].count == mine.count:
+                (one,) = theirs
+                yield Transfer(mine.target, one.target, one.nbytes, one.count, mine.target_stride, one.target_stride)
+                continue
+            for run in mine.runs():
+                for one in other.clipped(run.source, run.source_end):
+                    for part in one.runs():
+                        yield Transfer(run.target + part.source - run.source, part.target, part.nbytes)
+
     def _run_part(self, index: int, start: int, end: int) -> list[Transfer]:
         run = self.source + index * self.source_stride
         low, high = max(run, start), min(run + self.nbytes, end)

@@ -134,6 +134,11 @@ class StepsIndex:
         left = {*self.names, *self.pending, *StepsIndex(entries).names} - after.names
         return replace(after, retired=(*self.retired, *(Retired(name, entry.time) for name in sorted(left))))
 
+    def abandoned(self, names: Iterable[str], now: int) -> StepsIndex:
+        """With names as retired that it does not have any more, and by which something was written all the same."""
+        known = self.names.union(self.pending, (one.name for one in self.retired))
+        return replace(self, retired=(*self.retired, *(Retired(name, now) for name in names if name not in known)))
+
     def without(self, names: Iterable[str]) -> StepsIndex:
         """Without names that were retired, and are deleted."""
         gone = frozenset(names)

@@ -26,12 +26,12 @@ from relayout.core.extents import Extent
 from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
 from relayout.errors import PlanError
 from relayout.format.index import HUB_INDEX_NAME
-from relayout.loader.group.collectives import Group
+from relayout.loader.group.collectives import Alone, Group
 from relayout.loader.held import HeldTensor, TensorHead
 from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
-from relayout.publish.publishers import Destination, Place
+from relayout.publish.publishers import Place
 from relayout.reporting import Progress
 from relayout.saving.folder import (
     MemoryFolder,
@@ -43,7 +43,7 @@ from relayout.saving.folder import (
     second_names,
     share_out,
 )
-from relayout.saving.together import Exchange, GroupSave, MemberParts
+from relayout.saving.together import Copying, Exchange, GroupSave, MemberParts, PlannedSave, round_nbytes
 from relayout.storage.stores import find_store
 
 if TYPE_CHECKING:
@@ -55,9 +55,6 @@ DEFAULT_SHARD_NBYTES = 50 * 10**9
 
 DEFAULT_THREADS = 4
 DEFAULT_MEMORY = 2**27
-_ROUND_NBYTES = 2**25
-_SENT_NBYTES = 2**28
-"""The most that a member of a group sends in a round, if it has all that the others want."""
 _running = threading.local()
 """`is_inside` is true in a thread that carries out a save."""
 
@@ -215,13 +212,8 @@ class Saving:
     memory: int
     progress: Progress
     options: PlanOptions
-    destination: Callable[[Conversion, Group | None], Destination] | None = None
-    """Returns where a planned save is published, told the group that saves. Default: at `output`."""
-
-    def _to(self, planned: Conversion, group: Group | None) -> Destination:
-        if self.destination is None:
-            return Place(planned.output, CONVERTED, self.force)
-        return self.destination(planned, group)
+    instead: Callable[[PlannedSave], Summary] | None = None
+    """Carries out what was planned, in place of a save to `output`."""
 
     def start(
         self, hold: Callable[[bool], Held], group: ProcessGroup | None, background: bool
@@ -258,7 +250,8 @@ class Saving:
         saved = [one for name, one in held.tensors.items() if name not in held.left_out]
         heads, shards, index = self._shards([one.head for one in saved], held.index)
         tensors = [held.tensors[head.name] for head in heads]
-        MemberParts(heads, _cut(heads, [[one.part for one in tensors]])).check()
+        holders = MemberParts(heads, _cut(heads, [[one.part for one in tensors]]))
+        holders.check()
 
         def fill(file: str, extent: Extent, view: memoryview) -> None:
             memory = np.frombuffer(view, np.uint8)
@@ -266,6 +259,8 @@ class Saving:
                 tensors[t].read(part, memory[position : position + part.nbytes])
 
         planned = self._planned(MemoryFolder({**held.files, **index}, shards, fill, os.urandom(16).hex()))
+        if self.instead is not None:
+            return self.instead(PlannedSave(planned, Alone(), holders, dict(enumerate(tensors))))
         return carry_out(
             planned,
             force=self.force,
@@ -273,7 +268,6 @@ class Saving:
             memory=self.memory,
             progress=self.progress,
             resumable=False,
-            destination=self._to(planned, None),
         )
 
     def _together(self, hold: Callable[[bool], Held], group: Group) -> Summary:
@@ -289,18 +283,20 @@ class Saving:
                 holders = MemberParts(heads, _cut(heads, _parts(held, heads, group)))
                 holders.check()
                 threads, chunk_nbytes = share_memory(self.threads, self.memory)
-                nbytes = min(_ROUND_NBYTES, _SENT_NBYTES // group.num_members)
                 mine = {t: held[head.name] for t, head in enumerate(heads) if head.name in held}
-                exchange = Exchange(group, holders, mine, shards, nbytes)
+                exchange = Exchange(group, holders, mine, shards, round_nbytes(group.num_members))
                 planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token))
                 _check_equal(planned, group)
                 holders.check_replicas(group.all_gather(holders.digests(group.index, mine, threads)))
-            to = self._to(planned, group)
+            save = PlannedSave(planned, group, holders, mine)
+            if self.instead is not None:
+                return self.instead(save)
         except BaseException as error:
             group.fail(error)
             raise
-        one = GroupSave(planned, to, exchange, group, threads, min(chunk_nbytes, nbytes // threads))
-        return one.carry_out(self.progress)
+        step_nbytes = min(chunk_nbytes, round_nbytes(group.num_members) // threads)
+        make = partial(Copying, save, exchange, threads, step_nbytes)
+        return GroupSave(save, Place(planned.output, CONVERTED, self.force), make).carry_out(self.progress)
 
     def _shards(
         self, heads: Sequence[TensorHead], groups: Sharding | None

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,16 @@ Wanted = Callable[[int, int], Sequence[Transfer]]
 """What a member wants of a tensor, (member, position): transfers from its bytes. Their targets do not matter."""
 
 
+_ROUND_NBYTES = 2**25
+_SENT_NBYTES = 2**28
+"""The most that a member of a group sends in a round, if it has all that the others want."""
+
+
+def round_nbytes(num_members: int) -> int:
+    """About how much a member gets in a round."""
+    return min(_ROUND_NBYTES, _SENT_NBYTES // num_members)
+
+
 class TensorRange(NamedTuple):
     """Consecutive bytes of a tensor."""
 
@@ -69,7 +79,7 @@ class MemberParts:
         Raises:
             PlanError: elements are missing, or parts that differ overlap.
         """
-        overlapping = {parts for parts in set(self.parts) if _overlap(parts)}
+        overlapping = {parts for parts in set(self.parts) if are_overlapping(parts)}
         for head, parts in zip(self.heads, self.parts, strict=True):
             if parts in overlapping:
                 raise PlanError("the members hold parts that overlap", tensor=head.name, code="unsupported")
@@ -115,7 +125,7 @@ class MemberParts:
         """What a member sends of bytes that another wants: transfers from the tensor to what the sender holds."""
         parts = self.parts[piece.tensor]
         which = parts.cut.which[sender]
-        if self._sender(piece.tensor, which, receiver) == sender:
+        if self.sender(piece.tensor, which, receiver) == sender:
             for held in parts.transfers[which]:
                 for part in wanted:
                     for clipped in part.clipped(piece.start, piece.end):
@@ -123,12 +133,12 @@ class MemberParts:
 
     def senders(self, t: int, receiver: int) -> list[int]:
         """The members that together send a tensor to the receiver, each its part."""
-        return [self._sender(t, which, receiver) for which, nbytes in enumerate(self.parts[t].sizes) if nbytes]
+        return [self.sender(t, which, receiver) for which, nbytes in enumerate(self.parts[t].sizes) if nbytes]
 
-    def _sender(self, t: int, which: int, receiver: int) -> int:
+    def sender(self, t: int, which: int, receiver: int) -> int:
         """Choose the member that sends a part, of those that hold it."""
         replicas = self.parts[t].cut.holders[which]
-        return receiver if receiver in replicas else replicas[(t + receiver) % len(replicas)]
+        return receiver if receiver in replicas else replicas[t % len(replicas)]
 
 
 class Exchange:
@@ -248,7 +258,7 @@ class Exchange:
             position += part.total_nbytes
 
 
-def _overlap(parts: CutTensor) -> bool:
+def are_overlapping(parts: CutTensor) -> bool:
     """Whether two of the distinct parts have elements in common: their ranges meet along every axis."""
     which = [part for part, nbytes in zip(parts.cut.distinct, parts.sizes, strict=True) if nbytes]
     if len(which) < 2:  # A tensor without elements has no ranges.
@@ -281,10 +291,14 @@ def _packed(part: Transfer) -> int:
 
 
 def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:
-    """The ranks for which each member writes files. If there are few ranks, members that are far apart write them."""
+    """The ranks for which each member writes files.
+
+    If there are few ranks, members that are far apart write them; if there are many, neighbors have one writer: where
+    both ranks and members cut the first axis, it has most of their bytes itself.
+    """
     shares: list[list[int]] = [[] for _ in range(num_members)]
     for rank in range(num_ranks):
-        shares[rank * num_members // num_ranks if num_ranks < num_members else rank % num_members].append(rank)
+        shares[rank * num_members // num_ranks].append(rank)
     return shares
 
 
@@ -293,16 +307,51 @@ Shares = Sequence[Conversion | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupSave:
-    """A save that all members have planned alike: each writes the files of some ranks, and the first publishes."""
+class PlannedSave:
+    """A save that all members have planned alike."""
 
     planned: Conversion
-    destination: Destination
-    exchange: Exchange
     group: Group
-    threads: int
-    chunk_nbytes: int
-    """The arguments of `CopyPlan` and `run_unit`."""
+    holders: MemberParts
+    held: Mapping[int, HeldTensor]
+    """What this member has, by position."""
+
+    def hashers(self) -> dict[int, int]:
+        """The member that takes the digest of a whole tensor, of each that no rank holds whole: one that has it whole.
+
+        Each member takes those of about as many bytes.
+        """
+        sizes = [tensor.extent.nbytes for tensor in self.planned.source.tensors]
+        unknown = [t for t, cut in enumerate(self.planned.cut) if sizes[t] and _holder_of_whole(cut) is None]
+        loads = [0] * self.group.num_members
+        found = {}
+        for t in sorted(unknown, key=lambda t: -sizes[t]):
+            parts = self.holders.parts[t]
+            whole = [member for member, which in enumerate(parts.cut.which) if parts.cut.distinct[which].is_whole]
+            member = min(whole or range(len(loads)), key=lambda member: loads[member])
+            loads[member] += sizes[t]
+            found[t] = member
+        return found
+
+
+class Making(Protocol):
+    """How a member makes its files: the methods are called in this order, by all members at the same time."""
+
+    def unit(self, unit: int) -> Written:
+        """Write the data sections of this member's files of a unit, and return the digests of what was written."""
+
+    def source_digests(self) -> dict[int, str]:
+        """The digests of the tensors of which this member is the hasher."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupSave:
+    """Carries out a planned save: each member writes the files of some ranks, and the first publishes."""
+
+    save: PlannedSave
+    destination: Destination
+    make: Callable[[Shares, Output], Making]
+    """Begins to make the files of this member, given what each writes, and the output."""
 
     def carry_out(self, progress: Progress) -> Summary:
         """Write and publish, together with the other members.
@@ -311,7 +360,7 @@ class GroupSave:
             FormatError, PlanError, OSError, MemoryError: as `relayout.save`, on any member. The output is as it was.
         """
         started = time.monotonic()
-        planned, group = self.planned, self.group
+        planned, group = self.save.planned, self.save.group
         if planned.has_whole or not planned.has_all:
             raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
         fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
@@ -320,8 +369,8 @@ class GroupSave:
             try:
                 with group.collective():
                     output = self._begin(work, publishing) if group.index == 0 else None
-                shares, written = self._write_own(work, progress)
-                hashed = group.all_gather(self._hash_sources())
+                shares, written, digests = self._write_own(work, progress)
+                hashed = group.all_gather(digests)
                 parts = group.all_gather(written)
                 with group.collective():
                     if output is not None:
@@ -334,97 +383,51 @@ class GroupSave:
 
     def _begin(self, work: Work, publishing: ExitStack) -> Output:
         """Begin the output, of the first member; it is published when `publishing` is closed."""
-        planned = self.planned
+        planned = self.save.planned
         self.destination.check(planned.source.root)
         output = publishing.enter_context(self.destination.begin(work, gathers=True))
         if isinstance(output, LocalOutput):
             output.check_space(needed_nbytes(planned))
         return output
 
-    def _write_own(self, work: Work, progress: Progress) -> tuple[Shares, Written]:
-        """Write this member's files as parts of the output; return what each member writes, and what this one has."""
-        planned, group = self.planned, self.group
+    def _write_own(self, work: Work, progress: Progress) -> tuple[Shares, Written, dict[int, str]]:
+        """Write this member's files as parts of the output.
+
+        Returns:
+            What each member writes, what this one has written, and the digests of tensors that it has taken.
+        """
+        planned, group = self.save.planned, self.save.group
         ranks_of_members = shares_of(planned.plan.num_ranks, group.num_members)
         with ExitStack() as adding:
             own = adding.enter_context(self.destination.begin_part(work))
             shares = [planned.only(ranks).marked(own.mark) if ranks else None for ranks in ranks_of_members]
+            making = self.make(shares, own)
             with reporting(progress if group.index == 0 else None, "saving", planned.layout.nbytes) as report:
-                written = self._write_units(shares, own, report)
+                written = self._write_units(making, shares[group.index], own, report)
             # If this fails, the first member deletes all parts: when all have been added.
             with group.collective(), adding.pop_all():
                 pass
-        return shares, written
+        return shares, written, making.source_digests()
 
-    def _write_units(self, shares: Shares, output: Output, report: Callable[[int], None]) -> Written:
+    def _write_units(
+        self, making: Making, own: Conversion | None, output: Output, report: Callable[[int], None]
+    ) -> Written:
         """Write this member's files, and serve the others."""
-        own, layout, files = shares[self.group.index], self.planned.layout, self.planned.source.files
+        group, layout = self.save.group, self.save.planned.layout
         headers = None if own is None else HeaderWriter(output, own)
-        plan = None if own is None else CopyPlan(own, chunk_nbytes=self.chunk_nbytes)
         written, num_units = Written(), len(layout.units)
-
-        def ranges_of(step: Step) -> list[ShardRange]:
-            return [(files[one.file].name, one.extent) for one in step.ranges]
-
-        deliver = partial(self.exchange.deliver, ranges_of=ranges_of, wanted=self._slices_wanted(shares))
         if own is not None:
             output.check_space(*needed_for_units(own, range(num_units)))
         for unit in range(num_units):
-            if plan is None or headers is None:
-                deque(deliver(()), 0)
-            else:
-                done = run_unit(plan, unit, output, threads=self.threads, deliver=deliver)
+            done = making.unit(unit)
+            if headers is not None:
                 headers.write(unit, done)
                 written = merged([written, done])
-            with (
-                self.group.collective()
-            ):  # If this fails, the first member deletes all parts: when all have kept theirs.
+            with group.collective():  # If this fails, the first member deletes all parts: when all have kept theirs.
                 if own is not None:
-                    output.keep(_part_name(self.group.index, unit), b"saved")
+                    output.keep(_part_name(group.index, unit), b"saved")
             report(layout.nbytes * (unit + 1) // num_units)
         return written
-
-    def _slices_wanted(self, shares: Shares) -> Wanted:
-        """What each member wants of a tensor: the slices of the ranks whose files it writes."""
-
-        @cache
-        def wanted(member: int, tensor: CutTensor) -> list[Transfer]:
-            share = shares[member]
-            which = dict.fromkeys(tensor.cut.which[rank] for rank in (() if share is None else share.ranks))
-            whole = [one for one in which if tensor.cut.distinct[one].is_whole]
-            return [part for one in whole[:1] or which for part in tensor.transfers[one]]
-
-        return lambda member, t: wanted(member, self.planned.cut[t])
-
-    def _hash_sources(self) -> dict[int, str]:
-        """Digests of the whole tensors that no member writes all bytes of: each member hashes some."""
-        tensors, files = self.planned.source.tensors, self.planned.source.files
-
-        def wanted(_: int, t: int) -> Sequence[Transfer]:
-            return [Transfer(0, 0, tensors[t].extent.nbytes)]
-
-        def range_of(piece: tuple[int, Extent]) -> list[ShardRange]:
-            return [(files[tensors[piece[0]].file].name, piece[1])]
-
-        running: dict[int, xxhash.xxh3_128] = {}
-        pieces = ((t, piece) for t in self._hashed_here() for piece in split(tensors[t].extent, self.chunk_nbytes))
-        for t, piece in self.exchange.deliver(pieces, range_of, wanted):
-            view = memoryview(bytearray(piece.nbytes))
-            self.exchange.fill(files[tensors[t].file].name, piece, view)
-            running.setdefault(t, xxhash.xxh3_128()).update(view)
-        return {t: digest.hexdigest() for t, digest in running.items()}
-
-    def _hashed_here(self) -> list[int]:
-        """The tensors that this member hashes, rising: about as many bytes as each other member."""
-        sizes = [tensor.extent.nbytes for tensor in self.planned.source.tensors]
-        unknown = [t for t, cut in enumerate(self.planned.cut) if sizes[t] and _holder_of_whole(cut) is None]
-        loads = [0] * self.group.num_members
-        mine = []
-        for t in sorted(unknown, key=lambda t: -sizes[t]):
-            member = loads.index(min(loads))
-            loads[member] += sizes[t]
-            if member == self.group.index:
-                mine.append(t)
-        return sorted(mine)
 
     def _complete(
         self, output: Output, shares: Shares, parts: Sequence[Written], hashed: Sequence[Mapping[int, str]]
@@ -438,10 +441,66 @@ class GroupSave:
             for unit in range(0 if share is None else len(share.layout.units)):
                 if output.kept(_part_name(member, unit)) is None:
                     raise FormatError(
-                        "a part was deleted while it was saved", path=str(self.planned.output), code="missing"
+                        "a part was deleted while it was saved", path=str(self.save.planned.output), code="missing"
                     )
-        conversion = self.planned.marked(output.mark)
+        conversion = self.save.planned.marked(output.mark)
         complete_parts(output, conversion, _merged(conversion, shares, parts, hashed))
+
+
+class Copying:
+    """Makes files by the steps of a conversion, each of which reads what the members exchange; see `Making`."""
+
+    def __init__(
+        self, save: PlannedSave, exchange: Exchange, threads: int, chunk_nbytes: int, shares: Shares, output: Output
+    ) -> None:
+        """`threads` and `chunk_nbytes` are the arguments of `CopyPlan` and `run_unit`."""
+        self._save, self._exchange, self._shares, self._output = save, exchange, shares, output
+        self._threads, self._chunk_nbytes = threads, chunk_nbytes
+        own = shares[save.group.index]
+        self._plan = None if own is None else CopyPlan(own, chunk_nbytes=chunk_nbytes)
+
+    def unit(self, unit: int) -> Written:
+        files = self._save.planned.source.files
+
+        def ranges_of(step: Step) -> list[ShardRange]:
+            return [(files[one.file].name, one.extent) for one in step.ranges]
+
+        deliver = partial(self._exchange.deliver, ranges_of=ranges_of, wanted=self._slices_wanted())
+        if self._plan is None:
+            deque(deliver(()), 0)
+            return Written()
+        return run_unit(self._plan, unit, self._output, threads=self._threads, deliver=deliver)
+
+    def _slices_wanted(self) -> Wanted:
+        """What each member wants of a tensor: the slices of the ranks whose files it writes."""
+        planned = self._save.planned
+
+        @cache
+        def wanted(member: int, tensor: CutTensor) -> list[Transfer]:
+            share = self._shares[member]
+            which = dict.fromkeys(tensor.cut.which[rank] for rank in (() if share is None else share.ranks))
+            whole = [one for one in which if tensor.cut.distinct[one].is_whole]
+            return [part for one in whole[:1] or which for part in tensor.transfers[one]]
+
+        return lambda member, t: wanted(member, planned.cut[t])
+
+    def source_digests(self) -> dict[int, str]:
+        tensors, files = self._save.planned.source.tensors, self._save.planned.source.files
+
+        def wanted(_: int, t: int) -> Sequence[Transfer]:
+            return [Transfer(0, 0, tensors[t].extent.nbytes)]
+
+        def range_of(piece: tuple[int, Extent]) -> list[ShardRange]:
+            return [(files[tensors[piece[0]].file].name, piece[1])]
+
+        running: dict[int, xxhash.xxh3_128] = {}
+        mine = sorted(t for t, member in self._save.hashers().items() if member == self._save.group.index)
+        pieces = ((t, piece) for t in mine for piece in split(tensors[t].extent, self._chunk_nbytes))
+        for t, piece in self._exchange.deliver(pieces, range_of, wanted):
+            view = memoryview(bytearray(piece.nbytes))
+            self._exchange.fill(files[tensors[t].file].name, piece, view)
+            running.setdefault(t, xxhash.xxh3_128()).update(view)
+        return {t: digest.hexdigest() for t, digest in running.items()}
 
 
 def _part_name(member: int, unit: int) -> str:

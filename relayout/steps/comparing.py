@@ -1,67 +1,90 @@
 """The output of a step: what changed since the last one goes into a delta, and all of it into a folder, or both.
 
-A step is converted as any checkpoint is. What is written passes through here: the bytes of each weight file are
-assembled in memory, compared with those of the step before, and kept for the next one.
+What is kept of a step is memory, which `changing` brings from one step to the next.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from relayout.conversion.changes import UNCHANGED, FileVersion, element_widths, write_changes
-from relayout.core.digests import digest_hex
-from relayout.core.extents import Extent
+from relayout.conversion.changes import UNCHANGED, write_pieces
+from relayout.core.digests import DigestAlgorithm, digest_hex
+from relayout.core.extents import BLOCK, Extent, align_up, split
 from relayout.core.workers import each
-from relayout.format.delta import NEW, OLD, DeltaFile, DeltaManifest, dump_delta
-from relayout.format.index import DIGESTED_NBYTES, MANIFEST_NAME, VERSION, IndexedFile, chunks_of
+from relayout.errors import FormatError
+from relayout.format.delta import NEW, OLD, DeltaFile, DeltaManifest, dump_delta, encode
+from relayout.format.index import DIGESTED_NBYTES, MANIFEST_NAME, VERSION, IndexedFile, num_chunks
 from relayout.format.manifest import parse_manifest
-from relayout.format.safetensors import parse_header
-from relayout.publish.output import Output
+from relayout.publish.output import LocalOutput, Output
 from relayout.storage.local.descriptors import with_path
-from relayout.storage.stores import Closable, WritableFile
-from relayout.storage.system import allocate
+from relayout.storage.stores import WritableFile
+from relayout.storage.system import Buffer, allocate, in_huge_pages
 
 Bytes = npt.NDArray[np.uint8]
+
+_WRITTEN_NBYTES = 2**23
+"""What one thread writes at a time to a folder."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(slots=True)
 class KeptStep:
-    """The last step that was published, as far as this process has written it."""
+    """The last step that was published, as far as this process has to do with it."""
 
     keep_in: Path | None = None
-    """A folder on a local drive for the bytes of weight files; None: host memory."""
+    """A folder on a local drive for the bytes of tensors; None: host memory."""
     content: str | None = None
-    """Digest of relayout.json; None: nothing is kept, or what is kept is of no step that all have published."""
+    """Digest of relayout.json; None: what is kept is of no step that all have published."""
     manifest: bytes = b""
     """relayout.json as stored, of the process that publishes; as are the tables and what is beside the weights."""
     tables: Mapping[str, bytes] = field(default_factory=dict)
     """The tables of its ranks as stored, by name."""
     side_files: Mapping[str, str] = field(default_factory=dict)
     """Digests of the files beside the weights, by name."""
-    files: dict[str, Bytes] = field(default_factory=dict)
+    is_there: bool = False
+    """Whether there is memory for what follows."""
+    files: Mapping[str, Bytes] = field(default_factory=dict)
     """The bytes of the weight files that this process writes, by name."""
+    sources: Mapping[int, Bytes] = field(default_factory=dict)
+    """The whole tensors of which it takes the digest, if it does not hold them whole."""
+    parts: Mapping[int, Bytes] = field(default_factory=dict)
+    """What it held of tensors that others write."""
+    chunks: dict[str, list[bytes]] = field(default_factory=dict)
+    """Digests of the chunks of these files."""
+    slices: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Digests of the slices in these files, by tensor and position."""
+    source_digests: dict[int, str] = field(default_factory=dict)
+    """Digests of whole tensors."""
 
     def forget(self) -> None:
         """Keep nothing: the next step cannot be a delta."""
-        self.content, self.manifest, self.tables, self.side_files = None, b"", {}, {}
-        self.files.clear()
+        empty = KeptStep(self.keep_in)
+        for one in fields(self):
+            setattr(self, one.name, getattr(empty, one.name))
 
-    def memory(self, nbytes: int) -> Bytes:
-        """New memory for a file.
+    def memories(self, sizes: Mapping[Key, int]) -> dict[Key, Bytes]:
+        """New memory of so many bytes for each, which begins at a page.
 
         Raises:
             OSError, MemoryError: there is not enough.
         """
+        starts = list(accumulate((align_up(nbytes, BLOCK) for nbytes in sizes.values()), initial=0))
+        memory = self._memory(starts.pop())
+        return {key: memory[start : start + sizes[key]] for key, start in zip(sizes, starts, strict=True)}
+
+    def _memory(self, nbytes: int) -> Bytes:
         if self.keep_in is None or not nbytes:
-            return np.empty(nbytes, np.uint8)
+            return np.frombuffer(in_huge_pages(nbytes), np.uint8)
         # Without a name: it goes with its mapping.
         with with_path(self.keep_in), tempfile.TemporaryFile(dir=self.keep_in) as file:
             allocate(file.fileno(), nbytes)  # Else a full drive is a signal that ends the process.
@@ -69,27 +92,29 @@ class KeptStep:
 
 
 class StepOutput:
-    """An `Output` (see there) over those of a step's delta and of its folder."""
+    """An `Output` (see there) over those of a step's delta and of its folder.
+
+    Weight files are not written to it: `head` takes them as they are kept, and what was noted by `changed`.
+    """
 
     mark = ""
 
     def __init__(
         self, kept: KeptStep, side_files: Sequence[str], threads: int, *, delta: Output | None, full: Output | None
     ) -> None:
-        """Take what is kept of the step before, whose files are replaced by those of this one while they are written.
+        """Take what is kept of the step before, which becomes this one.
 
         Args:
             side_files: names of the files beside the weights.
-            threads: that compare.
+            threads: that write to the folder.
             delta: is given what changed; None: no delta is made.
             full: is given everything; None: no folder is made.
         """
         self._kept, self._delta, self._full = kept, delta, full
         self._threads = threads
         self._side_names = frozenset(side_files)
-        self._lock = threading.Lock()
-        self._files: dict[str, Bytes] = {}
-        """Files that are being written."""
+        self._pieces: dict[str, list[tuple[int, bytes]]] = {}
+        """What changed of each file, but for its header."""
         self._small: dict[str, bytes] = {}
         self._side_files: dict[str, str] = {}
         self._changed_side_files: list[str] = []
@@ -98,51 +123,53 @@ class StepOutput:
         self.delta_nbytes = 0
         """Bytes of what changed in all weight files, as the delta has it; in the end."""
 
+    @property
+    def makes_delta(self) -> bool:
+        """Whether what changed is written."""
+        return self._delta is not None
+
+    @property
+    def makes_folder(self) -> bool:
+        """Whether everything is written."""
+        return self._full is not None
+
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
         if self._full is not None:
             self._full.check_space(nbytes, part_nbytes)
 
     def write(self, name: str, nbytes: int) -> WritableFile:
-        below = None if self._full is None else self._full.write(name, nbytes)
-        return _TeeFile(self._memory(name, nbytes), below)
+        raise AssertionError(f"{name}: what is kept is changed where it is")
 
-    def _memory(self, name: str, nbytes: int) -> Bytes:
-        with self._lock:
-            if name not in self._files:
-                self._files[name] = self._kept.memory(nbytes)
-            return self._files[name]
+    def changed(self, name: str, piece: int, encoded: bytes) -> None:
+        """Note what `encode` makes of a piece of a weight file, in rising order."""
+        self._pieces.setdefault(name, []).append((piece, encoded))
 
     def head(self, name: str, head: bytes, nbytes: int) -> None:
-        """Complete a file: compare it with that of the step before, and keep it in place of that."""
-        memory = self._memory(name, nbytes)
-        memory[: len(head)] = np.frombuffer(head, np.uint8)
+        image, first = self._kept.files[name], np.frombuffer(head, np.uint8)
+        xor = image[: len(head)] ^ first
+        image[: len(head)] = first
         if self._full is not None:
+            self._write(self._full, name, image, len(head))
             self._full.head(name, head, nbytes)
         if self._delta is not None:
-            self.changes[name] = self._compare(self._delta, name, memory, len(head))
-        with self._lock:
-            self._kept.files[name] = self._files.pop(name)
+            changes = [(0, encode(xor, [(xor.nbytes, 1)])), *self._pieces.pop(name, [])]
+            if len(changes) == 1 and not changes[0][1]:
+                self.changes[name] = UNCHANGED
+            else:
+                num_pieces = 1 + num_chunks(len(head), nbytes, DIGESTED_NBYTES)
+                self.changes[name] = write_pieces(self._delta, name, num_pieces, changes)
 
-    def _compare(self, delta: Output, name: str, new: Bytes, data_start: int) -> DeltaFile:
-        old = self._kept.files[name]
-        assert old.nbytes == new.nbytes
-        chunks = list(chunks_of(data_start, new.nbytes, DIGESTED_NBYTES))
+    def _write(self, full: Output, name: str, image: Bytes, start: int) -> None:
+        """Write the data section of a file."""
+        address = image.ctypes.data
+        if start == len(image):
+            return
+        with full.write(name, len(image)) as file:
 
-        def differs(chunk: Extent) -> bool:
-            return not np.array_equal(old[chunk.offset : chunk.end], new[chunk.offset : chunk.end])
+            def write(part: Extent) -> None:
+                file.write(part.offset, image[part.offset : part.end].data, (address + part.offset) % BLOCK)
 
-        heads = old[:data_start].tobytes(), new[:data_start].tobytes()
-        differing = [number for number, found in enumerate(each(differs, chunks, self._threads)) if found]
-        if not differing and heads[0] == heads[1]:
-            return UNCHANGED
-        versions = [
-            FileVersion(head, lambda _, place, __, side=side: side[place.offset : place.end].data)  # type: ignore[misc]
-            for head, side in zip(heads, (old, new), strict=True)
-        ]
-        file = IndexedFile(name, new.nbytes, data_start, "", "", "")
-        widths = element_widths(parse_header(heads[1], new.nbytes, name))
-        pair = (versions[0], versions[1])
-        return write_changes(delta, file, DIGESTED_NBYTES, pair, differing, widths, threads=self._threads)
+            each(write, list(split(Extent(start, len(image) - start), _WRITTEN_NBYTES)), self._threads)
 
     def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
         content = b"".join(pieces)
@@ -186,6 +213,9 @@ class StepOutput:
             blob: the manifest of the step.
         """
         manifest = parse_manifest(blob, MANIFEST_NAME)
+        if isinstance(self._full, LocalOutput):
+            for file in manifest.files:
+                _check_head(self._full, file, manifest.digest)
         if self._delta is not None:
             for name, content in self._kept.tables.items():
                 self._delta.put(OLD + name, [content])
@@ -204,17 +234,10 @@ class StepOutput:
         self._kept.tables = {entry.table: self._small[entry.table] for entry in manifest.holders.values()}
 
 
-class _TeeFile(Closable):
-    """A weight file that is written into memory, and into a file of a folder, if there is one. Thread-safe."""
-
-    def __init__(self, memory: Bytes, below: WritableFile | None) -> None:
-        self._memory, self._below = memory, below
-
-    def write(self, offset: int, view: memoryview, address: int = 0) -> None:
-        self._memory[offset : offset + view.nbytes] = np.frombuffer(view, np.uint8)
-        if self._below is not None:
-            self._below.write(offset, view, address)
-
-    def close(self) -> None:
-        if self._below is not None:
-            self._below.close()
+def _check_head(folder: LocalOutput, file: IndexedFile, digest: DigestAlgorithm) -> None:
+    """Raise FormatError unless a file, which any process may have written, has its length and its header."""
+    view = Buffer().reserve(align_up(file.data_start, BLOCK))
+    with folder.open(file.name, file.nbytes) as stored:
+        stored.read(0, view)
+    if digest.hex(view[: file.data_start]) != file.header_digest:
+        raise FormatError("differs from what was written", path=file.name, code="mismatch")

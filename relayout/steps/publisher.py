@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, Conversion
-from relayout.conversion.run import DEFAULT_MEMORY
+from relayout.conversion.run import DEFAULT_MEMORY, Summary
 from relayout.conversion.sidecar import other_names
 from relayout.core.arguments import at_least_one, integer, size
 from relayout.core.digests import digest_hex
@@ -33,6 +33,8 @@ from relayout.publish.output import Output, Replaceable, Work
 from relayout.publish.publishers import begin, begin_part
 from relayout.reporting import Progress
 from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, holding
+from relayout.saving.together import GroupSave, PlannedSave
+from relayout.steps.changing import Changing
 from relayout.steps.comparing import KeptStep, StepOutput
 from relayout.steps.root import GRACE_SECONDS, Root
 from relayout.storage.stores import Store, find_store
@@ -100,10 +102,11 @@ class Publisher:
             keep_seconds: so are all that are younger.
             grace_seconds: what is not kept any more is deleted so long after that, when a later step is published: a
                 reader that is reading it has so much time. By the clock of this machine.
-            keep_in: a folder on a local drive for the bytes of the last step. Default: host memory, as much as the
-                files of the ranks that this process writes.
-            max_part_nbytes: as for `relayout.save`. Beside the last step, one file of this size is in memory for each
-                of these ranks, while it is compared.
+            keep_in: a folder on a local drive for the bytes of the last step. Default: host memory, of each of N
+                members 1/N of the weights as files, and up to as much each for whole tensors that it digests, and for
+                what it holds of tensors that others write; of a process without a group, the weights once.
+            max_part_nbytes: as for `relayout.save`. Beside the last step, what changed in a part is in memory, encoded,
+                for each rank whose files this process writes.
 
         All other arguments (`config`, `dtype`, `group`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`,
         `unmatched`, `max_shard_size`, `threads`, `memory`, `progress`) are those of `relayout.save`.
@@ -158,9 +161,10 @@ class Publisher:
         if not 0 <= step <= MAX_SIZE:  # Else nobody could read the index.
             raise PlanError(f"step: {step}, expected 0 to {MAX_SIZE}", code="option")
 
-        def place(planned: Conversion, group: Group | None) -> _StepPlace:
-            published.append(self._announce(planned, group, step))
-            return published[0]
+        def carry_out(save: PlannedSave) -> Summary:
+            place = self._announce(save, step)
+            published.append(place)
+            return GroupSave(save, place, partial(Changing, save, self._kept, self._threads)).carry_out(self._progress)
 
         saving = Saving(
             output=self._root.location,
@@ -170,7 +174,7 @@ class Publisher:
             memory=self._memory,
             progress=self._progress,
             options=self._options,
-            destination=place,
+            instead=carry_out,
         )
         try:
             saving.start(*self._held_by(weights), background=False)
@@ -187,15 +191,19 @@ class Publisher:
 
         return holding_model(weights, self._dtype, self._max_shard_nbytes), group_of(self._group)
 
-    def _announce(self, planned: Conversion, group: Group | None, step: int) -> _StepPlace:
+    def _announce(self, save: PlannedSave, step: int) -> _StepPlace:
         """Decide what is written, and note its names in the index, before anything has them."""
+        planned, group = save.planned, save.group
         cuts = [(one.cut, one.dtype, one.shape) for one in planned.cut]
-        layout = (planned.layout, cuts, [tensor.name for tensor in planned.source.tensors])
-        base = self._kept.content if layout == self._layout else None
-        # From here on files of this step take the place of those that are kept.
+        held = [(one.name, parts.cut) for one, parts in zip(planned.source.tensors, save.holders.parts, strict=True)]
+        layout = (planned.layout, cuts, held)
+        if layout != self._layout:
+            self._kept.forget()
+        base = self._kept.content
+        # From here on this step takes the place of what is kept.
         self._kept.content, self._layout = None, layout
-        if group is not None and len(set(group.all_gather(base))) > 1:
-            base = None  # One of them failed alone: its files are of no step, or of another one.
+        if len(set(group.all_gather(base))) > 1:
+            base = None  # One of them failed alone: what it keeps is of no step, or of another one.
         names = _by_first(group, lambda: self._announced(step, base))
         return _StepPlace(self._root, step, names, planned, self._kept, self._threads, group)
 
@@ -225,7 +233,9 @@ class Publisher:
 
         def move() -> PublishedStep:
             entry = done.entry()
-            self._root.move(partial(_published, entry, done, self._retention))
+            index = self._root.move(partial(_published, entry, done, self._retention))
+            if index.names.isdisjoint(done.names.values()):
+                raise FileExistsError(errno.EEXIST, "another publisher has taken over", str(done.root))
             return entry
 
         entry = _by_first(done.group, move)
@@ -243,10 +253,8 @@ class Publisher:
             getLogger("relayout").warning("relayout: %s: not all that is retired was deleted: %s", self._root, error)
 
 
-def _by_first(group: Group | None, make: Callable[[], Made]) -> Made:
-    """What the first member of a group makes, for all of them; its error is raised by all. None: there is no group."""
-    if group is None:
-        return make()
+def _by_first(group: Group, make: Callable[[], Made]) -> Made:
+    """What the first member of a group makes, for all of them; its error is raised by all."""
     made: Made | None = None
     with group.collective():
         if group.index == 0:
@@ -255,11 +263,14 @@ def _by_first(group: Group | None, make: Callable[[], Made]) -> Made:
 
 
 def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, index: StepsIndex) -> StepsIndex:
-    """The index with one more step, if no other publisher has begun meanwhile."""
-    if entry in index.entries:
+    """The index with one more step. If another publisher has begun meanwhile, what was written is to be deleted.
+
+    Its names may have been deleted already: who stands still for longer than the grace writes after that.
+    """
+    if not index.names.isdisjoint(done.names.values()):
         return index  # It was written, and the answer was lost.
     if set(index.pending) != set(done.names.values()):
-        raise FileExistsError(errno.EEXIST, "another publisher has taken over", str(done.root))
+        return index.abandoned(done.names.values(), entry.time)
     return index.published(entry, retention)
 
 
@@ -274,7 +285,7 @@ class _StepPlace:
     planned: Conversion
     kept: KeptStep
     threads: int
-    group: Group | None
+    group: Group
     delta_nbytes: int = 0
 
     def entry(self) -> PublishedStep:

@@ -70,6 +70,19 @@ def test_what_two_transfers_both_read(transfer: Transfer, other: Transfer, strid
     assert sorted(found) == sorted(pair for pair in moves(transfer) if pair[0] in read)
 
 
+@given(transfer=transfers(), other=transfers(), stride=st.none() | st.integers(6, 12))
+@example(transfer=Transfer(0, 0, 12, 1), other=Transfer(2, 0, 4, 3, 5, 4), stride=None)
+@example(transfer=Transfer(3, 0, 4, 3, 10, 4), other=Transfer(0, 0, 5, 4, 10, 5), stride=None)
+def test_from_what_one_transfer_writes_to_what_another_does(
+    transfer: Transfer, other: Transfer, stride: int | None
+) -> None:
+    if stride is not None and transfer.count > 1 and other.count > 1:
+        transfer, other = (replace(one, source_stride=stride) for one in (transfer, other))
+    goes_to = dict(moves(other))
+    expected = sorted((target, goes_to[source]) for source, target in moves(transfer) if source in goes_to)
+    assert sorted(pair for part in transfer.onto(other) for pair in moves(part)) == expected
+
+
 @given(transfer=transfers())
 def test_normalizing_joins_runs_that_touch_in_both_spaces(transfer: Transfer) -> None:
     joined = transfer.normalized()

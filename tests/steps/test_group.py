@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support import prestarted, s3_server
 from support.group_worker import NUM_MEMBERS
 from support.profile import sample
 from support.saving_worker import model_of
-from support.steps import assert_is_step, outputs_of, weights_of
-from support.steps_worker import changed
+from support.steps import CONFIG, assert_is_step, outputs_of, weights_of
+from support.steps_worker import PLACED_STEPS, changed, placed_weights
 
 import relayout
 
@@ -61,6 +63,36 @@ def test_each_step_is_whole_and_what_fails_one_fails_all(tmp_path: Path, root: s
     relayout.Steps(root).prune(grace_seconds=0)
     named = {one.name for entry in entries for one in (entry.full, entry.delta) if one is not None}
     assert outputs_of(root) == {*named, "steps.json"}
+
+
+@pytest.mark.parametrize("tp", sample([1, 2, 4, 8], [2, 8]))
+def test_whatever_members_hold_deltas_lead_to_what_a_save_writes_byte_for_byte(tmp_path: Path, tp: int) -> None:
+    place = tmp_path / "steps"
+    for cases in published(tmp_path, "of_placements", place, tp):
+        assert set(cases.values()) == {None}, cases
+    steps = relayout.Steps(place)
+    entries = steps.entries()
+    assert [entry.full is not None for entry in entries] == [True, False, False, False, True]
+    first = entries[0].full
+    assert first is not None
+    deltas = []
+    for entry, step in zip(entries, PLACED_STEPS, strict=True):
+        deltas += [] if entry.delta is None else [steps.path(entry.delta.name)]
+        if deltas:
+            relayout.apply_deltas(steps.path(first.name), deltas, tmp_path / f"applied-{step}")
+        made = [tmp_path / f"applied-{step}"] if deltas else []
+        made += [] if entry.full is None else [Path(steps.path(entry.full.name))]
+        saved = {path.name: path.read_bytes() for path in (tmp_path / f"saved-{step}").iterdir()}
+        for folder in made:
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == saved
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(placed_weights(5), plain / "model.safetensors")
+    (plain / "config.json").write_text(json.dumps(CONFIG))
+    for rank in range(tp):
+        found, expected = (relayout.load(tmp_path / "applied-5", rank), relayout.load(plain, rank, tp=tp))
+        assert found.keys() == expected.keys()
+        assert all(found[name].view(torch.int16).equal(one.view(torch.int16)) for name, one in expected.items())
 
 
 def test_a_model_with_merged_experts_is_published_by_the_names_of_its_checkpoint(tmp_path: Path) -> None:

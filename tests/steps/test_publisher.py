@@ -149,6 +149,59 @@ def test_a_second_publisher_takes_over_and_the_first_is_told(root: str, monkeypa
     assert_is_step(late.tensors, weights_of(4), 0)
 
 
+def test_what_one_writes_that_was_overtaken_and_stood_still_beyond_the_grace_is_deleted_by_the_next(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (relayout.Publisher(root, config=CONFIG, tp=2) for _ in range(2))
+    first.publish(weights_of(1), 1)
+    moved = relayout.Publisher._move
+    written = set[str]()
+
+    def stands_still(self: relayout.Publisher, done: Any) -> Any:
+        monkeypatch.undo()
+        second.publish(weights_of(2), 2)
+        before = files_of(root)
+        relayout.Steps(root).prune(grace_seconds=0)
+        for name, content in before.items():  # As if it had been written only now.
+            if name.partition("/")[0] in done.names.values() and content:  # No folders.
+                put(root, name, content)
+        written.update(done.names.values())
+        return moved(self, done)
+
+    monkeypatch.setattr(relayout.Publisher, "_move", stands_still)
+    with pytest.raises(FileExistsError, match="another publisher has taken over"):
+        first.publish(weights_of(3), 3)
+    put(root, "delta-000000003-00000000/relayout.json", b"mine")
+    assert written <= outputs_of(root)
+    assert set(relayout.Steps(root).prune(grace_seconds=0)) == written
+    named = {one.name for entry in relayout.Steps(root).entries() for one in (entry.full, entry.delta) if one}
+    assert outputs_of(root) == {*named, "steps.json", "delta-000000003-00000000"}
+
+
+def test_a_folder_of_which_a_file_was_changed_before_it_is_published_is_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relayout.steps.comparing import StepOutput
+
+    put_all, place = StepOutput.put, tmp_path / "steps"
+
+    def put_after(self: Any, name: str, *rest: Any) -> None:
+        if name == "relayout.json":
+            file = next(path for path in place.rglob("*rank-1*.safetensors"))
+            with file.open("r+b") as stream:
+                stream.seek(16)
+                stream.write(b"mine")
+        put_all(self, name, *rest)
+
+    monkeypatch.setattr(StepOutput, "put", put_after)
+    publisher = relayout.Publisher(place, config=CONFIG, tp=2)
+    with pytest.raises(relayout.FormatError, match=r"rank-1-part-0\.safetensors: differs from what was written"):
+        publisher.publish(weights_of(1), 1)
+    assert relayout.Steps(place).newest() is None
+    monkeypatch.undo()
+    assert publisher.publish(weights_of(1), 1).full is not None
+
+
 def test_a_step_that_failed_leaves_the_steps_from_before_and_the_next_is_whole(root: str) -> None:
     fails = False
 

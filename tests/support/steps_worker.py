@@ -54,9 +54,9 @@ def _publishes(folder: Path, root: str, num_members: int, tp: int, number: int) 
     fails = False
     seen.case("step 5", partial(publish, 5))
     seen.case("step 6", partial(publish, 6))
-    with _failing("relayout.loader.held.HeldTensor.copy", RuntimeError("the device is on fire"), is_last):
+    with _failing("relayout.loader.held.HeldTensor.bytes_of", RuntimeError("the device is on fire"), is_last):
         seen.case("copy", partial(publish, 7))
-    with _failing("relayout.steps.comparing.write_changes", RuntimeError("the device is on fire"), number == 0):
+    with _failing("relayout.steps.comparing.write_pieces", RuntimeError("the device is on fire"), number == 0):
         seen.case("step 8", partial(publish, 8))  # It is a whole folder: nothing is compared.
         seen.case("compare", partial(publish, 9))
     norm = weights_of(10)["model.norm.weight"]
@@ -72,6 +72,56 @@ def _publishes(folder: Path, root: str, num_members: int, tp: int, number: int) 
         seen.case("alone", partial(publish, 12))
     seen.case("step 13", partial(publish, 13))
     seen.case("step 14", partial(publish, 14))
+    dist.barrier()
+
+
+def of_placements() -> None:
+    """`FOLDER ROOT TP`: publishes and saves steps of which members hold parts in many ways."""
+    codes = forked(partial(_publishes_placements, Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    assert codes == [0] * NUM_MEMBERS, codes
+
+
+PLACED_STEPS = range(1, 6)
+
+
+def placed_weights(step: int) -> dict[str, Any]:
+    """The weights of a step: some tensors change in a few elements, some in all or in most, and some do not."""
+    few, most = weights_of(step), weights_of(step, share=0.3)
+    all_of_one = {"model.norm.weight": few["model.norm.weight"] * step}
+    frozen = {name: few[name] for name in few if "v_proj" in name or "down_proj" in name}
+    first = weights_of(1)
+    return (
+        few
+        | {name: most[name] for name in most if "up_proj" in name}
+        | all_of_one
+        | {name: first[name] for name in frozen}
+    )
+
+
+def _publishes_placements(folder: Path, root: str, tp: int, number: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import relayout
+
+    join(folder, number)
+    flat, square = init_device_mesh("cpu", (NUM_MEMBERS,)), init_device_mesh("cpu", (2, NUM_MEMBERS // 2))
+    ways = [
+        lambda one: distribute_tensor(one, flat, [Shard(0)]),
+        lambda one: distribute_tensor(one, flat, [Shard(one.dim() - 1)]),
+        lambda one: distribute_tensor(one, square, [Replicate(), Shard(0)]),
+        lambda one: distribute_tensor(one, square, [Shard(0), Shard(one.dim() - 1)]),
+        lambda one: one,
+    ]
+    seen = Seen(folder, number)
+    options: dict[str, Any] = {"config": CONFIG, "tp": tp, "group": dist.group.WORLD, "max_part_nbytes": 2**29}
+    publisher = relayout.Publisher(root, full_every=4, **options)
+    for step in PLACED_STEPS:
+        whole = placed_weights(step)
+        held = {name: ways[place % len(ways)](one) for place, (name, one) in enumerate(whole.items())}
+        seen.case(f"step {step}", partial(publisher.publish, held, step))
+        seen.case(f"save {step}", partial(relayout.save, held, folder / f"saved-{step}", **options))
     dist.barrier()
 
 

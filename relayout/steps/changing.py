@@ -1,0 +1,471 @@
+"""What changed since the last step is found where the weights are, and goes to those that keep it: `Changing`.
+
+A process that writes weight files, or takes the digest of a whole tensor, keeps *images*: their bytes as of the last
+step. A member of a group that has a part of a tensor compares it with the last step's: with its own images, if these
+have all of the part, else with a copy that it keeps. Only elements that differ go to the images of all members, in
+rounds; where most differ, whole runs do. What they change there goes into the delta, and is digested again; of what did
+not change, nothing is sent, written, or digested.
+
+When a folder is made, nothing is believed to be equal: all elements go to the images, which are compared there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from relayout.conversion.changes import element_widths
+from relayout.conversion.layout import Conversion, RankFile
+from relayout.conversion.steps import TensorDigests, Written
+from relayout.core.digests import EMPTY_DIGEST, digest_hex
+from relayout.core.extents import Bytes, Extent, Transfer, copy_runs, split
+from relayout.core.slices import BITS, CutTensor
+from relayout.core.workers import each
+from relayout.format.delta import encode
+from relayout.format.index import DIGESTED_NBYTES, chunks_of
+from relayout.publish.output import Output
+from relayout.saving.together import PlannedSave, Shares, are_overlapping, round_nbytes
+from relayout.steps.comparing import KeptStep, StepOutput
+
+_BLOCK_NBYTES = 2**19
+"""What one thread compares at a time: both versions of it are in the cache of a core."""
+_DENSE = 8
+"""Runs of all elements are sent if more than one in so many has changed."""
+_SOURCE = -1
+"""Stands in place of a slice for the whole tensor."""
+
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Where a part that this member holds goes to."""
+
+    member: int
+    which: int
+    """The slice, or `_SOURCE`."""
+    transfers: tuple[Transfer, ...]
+    """From the bytes of the part to those of the slice."""
+
+
+_Block = tuple[int, Extent]
+"""Some bytes of the part that a member holds of a tensor."""
+_NONE = np.empty(0, np.uint32)
+_NUM_FIELDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of a slice: in runs; or single ones, behind a first."""
+
+    tensor: int
+    which: int
+    """The slice, or `_SOURCE`."""
+    start: int
+    """Byte offset in the slice of the first element."""
+    count: int
+    """Runs, or single elements."""
+    nbytes: int
+    """Bytes of a run; 0: they are single elements."""
+    stride: int
+    """Bytes from one run to the next in the slice."""
+    places: npt.NDArray[np.uint32]
+    """How many elements behind the first each single one is, rising."""
+    values: Bytes
+    """The elements, one behind the other."""
+
+    @property
+    def head(self) -> list[int]:
+        """What a message says of it."""
+        return [self.tensor, self.which, self.start, self.count, self.nbytes, self.stride]
+
+    def end(self, width: int) -> int:
+        """Byte offset in the slice behind the last element."""
+        if self.nbytes:
+            return self.start + (self.count - 1) * self.stride + self.nbytes
+        return self.start + (int(self.places[-1]) + 1) * width
+
+    def put(self, memory: Bytes, start: int, width: int, xor: Bytes | None = None, xor_start: int = 0) -> None:
+        """Put the elements into memory, where the first is at `start`; and what changes by that into `xor`."""
+        if self.nbytes:
+            shape, strides = (self.count, self.nbytes), (self.stride, 1)
+            target, values = np.ndarray(shape, np.uint8, memory.data, start, strides), self.values.reshape(shape)
+            if xor is not None:
+                np.bitwise_xor(target, values, out=np.ndarray(shape, np.uint8, xor.data, xor_start, strides))
+            target[...] = values
+            return
+        length = (int(self.places[-1]) + 1) * width
+        target, values = memory[start : start + length].view(f"<u{width}"), self.values.view(f"<u{width}")
+        if xor is not None:
+            xor[xor_start : xor_start + length].view(f"<u{width}")[self.places] = target[self.places] ^ values
+        target[self.places] = values
+
+
+class _Pending:
+    """A weight file that is being changed: from front to back, but for what lies in one window of tensors."""
+
+    def __init__(self, file: RankFile, image: Bytes, cut: Sequence[CutTensor], *, is_compared: bool) -> None:
+        """Begin a file of a layout with these tensors. `is_compared`: what changed is wanted, as an XOR."""
+        self.file, self.image = file, image
+        sizes = {t: cut[t].rank_nbytes(file.holder) for t in file.tensors}
+        self.widths = element_widths(
+            (offset, cut[t].dtype) for t, offset in zip(file.tensors, file.offsets, strict=True) if sizes[t]
+        )
+        self.chunks = list(chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES))
+        self._ends = {t: offset + sizes[t] for t, offset in zip(file.tensors, file.offsets, strict=True)}
+        self._start = self._end = file.data_start
+        self._xor: Bytes | None = np.empty(0, np.uint8) if is_compared else None
+        """What changed from `_start` on, which is the first byte of the first chunk that is not complete."""
+        self._changed: set[int] = set()
+        """Numbers of chunks in which elements may have changed."""
+
+    def reach(self, window: Iterable[int]) -> None:
+        """Have memory for what changes in these tensors."""
+        self._end = max([self._end, *(self._ends[t] for t in window if t in self._ends)])
+        if self._xor is not None:
+            longer = np.zeros(self._end - self._start, np.uint8)
+            longer[: len(self._xor)] = self._xor
+            self._xor = longer
+
+    def change(self, offset: int, piece: _Piece, width: int) -> None:
+        """Change elements of a slice that begins at `offset`."""
+        low, high = offset + piece.start, offset + piece.end(width)
+        first, last = ((place - self.file.data_start) // DIGESTED_NBYTES for place in (low, high - 1))
+        self._changed.update(range(first, last + 1))
+        piece.put(self.image, low, width, self._xor, low - self._start)
+
+    def complete(self) -> list[tuple[int, Bytes | None]]:
+        """The chunks that were changed, and do not change any more: number, and XOR. The memory is the next call's."""
+        done = [number for number in sorted(self._changed) if self.chunks[number].end <= self._end]
+        self._changed.difference_update(done)
+        if self._xor is None:
+            return [(number, None) for number in done]
+        xor, start = self._xor, self._start
+        whole = (self._end - self.file.data_start) // DIGESTED_NBYTES * DIGESTED_NBYTES
+        self._start = max(start, self.file.data_start + whole)
+        self._xor = xor[self._start - start :].copy()
+        return [
+            (number, xor[extent.offset - start : extent.end - start])
+            for number, extent in ((number, self.chunks[number]) for number in done)
+        ]
+
+
+class Changing:
+    """Brings the images of all members to what these hold now; see `saving.together.Making`."""
+
+    def __init__(self, save: PlannedSave, kept: KeptStep, threads: int, shares: Shares, output: Output) -> None:
+        """Take part.
+
+        Args:
+            kept: of the last step, of which the layout and what the members hold were the same; or nothing.
+            output: a `StepOutput`. If it makes a folder, everything is sent.
+        """
+        assert isinstance(output, StepOutput)
+        self._save, self._kept, self._threads, self._output = save, kept, threads, output
+        self._planned, self._me = save.planned, save.group.index
+        self._shares, self._own = shares, shares[save.group.index]
+        self._hashers = save.hashers()
+        self._places = _places_of(self._own, self._planned)
+        self._composed = cache(_composed)
+        self._routes = {t: self._routes_of(t) for t in save.held}
+        self._slices: set[tuple[int, int]] = set()
+        """What has changed of slices that this member writes."""
+        self._sources: set[int] = set()
+        """What has changed of whole tensors that it keeps."""
+        if not kept.is_there:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Allocate what is kept."""
+        kept, files = self._kept, () if self._own is None else self._own.layout.files
+        kept.files = kept.memories({file.name: file.nbytes for file in files})
+        kept.chunks = {file.name: [b""] * file.num_chunks for file in files}
+        digested = [t for t, member in self._hashers.items() if member == self._me and not self._has_whole(member, t)]
+        kept.sources = kept.memories({t: self._planned.source.tensors[t].extent.nbytes for t in digested})
+        kept.parts = kept.memories({t: self._held_nbytes(t) for t in self._routes if self._needs_copy(t)})
+        kept.is_there = True
+
+    def _has_whole(self, member: int, t: int) -> bool:
+        cut = self._save.holders.parts[t].cut
+        return cut.distinct[cut.which[member]].is_whole
+
+    def _held_nbytes(self, t: int) -> int:
+        parts = self._save.holders.parts[t]
+        return parts.sizes[parts.cut.which[self._me]]
+
+    def _needs_copy(self, t: int) -> bool:
+        """Whether others want what this member holds of a tensor, and its own images do not have all of that."""
+        mine = [route for route in self._routes[t] if route.member == self._me and route.which != _SOURCE]
+        nbytes = sum(part.total_nbytes for route in mine for part in route.transfers)
+        has_all = nbytes == self._held_nbytes(t) and not are_overlapping(self._planned.cut[t])
+        return bool(self._routes[t]) and not has_all
+
+    def _width(self, t: int) -> int:
+        return BITS[self._planned.cut[t].dtype] // 8
+
+    def _routes_of(self, t: int) -> list[_Route]:
+        """Where this member sends its part of a tensor."""
+        parts, cut = self._save.holders.parts[t], self._planned.cut[t]
+        mine, hasher = parts.cut.which[self._me], self._hashers.get(t)
+        routes = []
+        for member, share in enumerate(self._shares if parts.sizes[mine] else ()):
+            if self._save.holders.sender(t, mine, member) != self._me:
+                continue
+            if share is not None:
+                wanted = dict.fromkeys(cut.cut.which[rank] for rank in share.ranks)
+                routes += [_Route(member, which, self._composed(parts, mine, cut, which)) for which in wanted]
+            if member == hasher and not self._has_whole(member, t):
+                back = tuple(part.inverted() for part in parts.transfers[mine])
+                routes.append(_Route(member, _SOURCE, back))
+        return [route for route in routes if route.transfers]
+
+    def unit(self, unit: int) -> Written:
+        pending = {}
+        if self._own is not None:
+            files = (self._own.layout.files[number] for number in self._own.layout.files_of_unit[unit])
+            for file in files:
+                image, is_compared = self._kept.files[file.name], self._output.makes_delta
+                pending[file.name] = _Pending(file, image, self._planned.cut, is_compared=is_compared)
+        for window in self._windows(self._planned.layout.units[unit]):
+            for one in pending.values():
+                one.reach(window)
+            self._exchange(window, pending)
+            self._complete(pending)
+        return self._written(unit)
+
+    def _windows(self, order: Sequence[int]) -> Iterator[list[int]]:
+        """Tensors that follow each other, of about as many bytes as all members send in a round; or a larger one."""
+        limit = self._save.group.num_members * round_nbytes(self._save.group.num_members)
+        window, nbytes = list[int](), 0
+        for t in order:
+            size = self._planned.source.tensors[t].extent.nbytes
+            if window and nbytes + size > limit:
+                yield window
+                window, nbytes = [], 0
+            window.append(t)
+            nbytes += size
+        yield window
+
+    def _exchange(self, window: Sequence[int], pending: Mapping[str, _Pending]) -> None:
+        """Find what changed in some tensors, and put it where it goes, with all other members."""
+        limit, batches, room = round_nbytes(self._save.group.num_members), [list[_Block]()], 0
+        for t in window:
+            for extent in split(Extent(0, self._held_nbytes(t) if self._routes.get(t) else 0), _BLOCK_NBYTES):
+                if room + extent.nbytes > limit:
+                    batches.append([])
+                    room = 0
+                batches[-1].append((t, extent))
+                room += extent.nbytes
+        is_over = False
+        while not is_over:
+            batch = batches.pop(0) if batches else []
+            found = list(chain.from_iterable(each(self._changed, batch, self._threads)))
+            arrived, is_over = self._swap(found, is_last=not batches)
+            arrived += [piece for member, piece in found if member == self._me]
+
+            def put(piece: _Piece) -> None:
+                self._put(piece, pending)
+
+            each(put, arrived, self._threads)
+
+    def _put(self, piece: _Piece, pending: Mapping[str, _Pending]) -> None:
+        t, width = piece.tensor, self._width(piece.tensor)
+        if piece.which == _SOURCE:
+            piece.put(self._kept.sources[t], piece.start, width)
+            self._sources.add(t)
+            return
+        for name, offset in self._places[t, piece.which]:
+            pending[name].change(offset, piece, width)
+        self._slices.add((t, piece.which))
+
+    def _changed(self, block: _Block) -> list[tuple[int, _Piece]]:
+        """What changed in a block of what this member holds, for each member that wants it."""
+        t, extent = block
+        data, width = self._save.held[t].bytes_of(extent), self._width(t)
+        elements, copy = data.view(f"<u{width}"), self._kept.parts.get(t)
+        if self._output.makes_folder:
+            if copy is not None:
+                copy[extent.offset : extent.end] = data
+            return list(self._runs(t, extent, data))
+        if copy is None:
+            places = self._places_by_images(t, extent, data)
+        else:
+            last = copy[extent.offset : extent.end].view(elements.dtype)
+            places = np.flatnonzero(elements != last)
+            last[places] = elements[places]
+        if _DENSE * len(places) > len(elements):
+            return list(self._runs(t, extent, data))
+        return list(self._singles(t, extent, elements, places)) if len(places) else []
+
+    def _places_by_images(self, t: int, extent: Extent, data: Bytes) -> Places:
+        """Which elements of a block are not those of this member's images."""
+        width, found = self._width(t), [np.empty(0, np.int64)]
+        for route in self._routes[t]:
+            if route.member != self._me or route.which == _SOURCE:
+                continue
+            name, offset = self._places[t, route.which][0]
+            for part in (part for transfer in route.transfers for part in transfer.clipped(extent.offset, extent.end)):
+                start = part.source - extent.offset
+                mine = _elements(data, start, part, part.source_stride, width)
+                theirs = _elements(self._kept.files[name], offset + part.target, part, part.target_stride, width)
+                differing = np.flatnonzero(mine != theirs)
+                if part.count > 1:
+                    row, column = np.divmod(differing, part.nbytes // width)
+                    differing = row * (part.source_stride // width) + column
+                found.append(differing + start // width)
+        return np.sort(np.concatenate(found)) if len(found) > 2 else found[-1]
+
+    def _runs(self, t: int, extent: Extent, data: Bytes) -> Iterator[tuple[int, _Piece]]:
+        """All elements of a block."""
+        for route in self._routes[t]:
+            for part in (part for transfer in route.transfers for part in transfer.clipped(extent.offset, extent.end)):
+                start = part.source - extent.offset
+                values = data[start : start + part.nbytes]
+                if part.count > 1:
+                    values = np.empty(part.total_nbytes, np.uint8)
+                    packed = Transfer(start, 0, part.nbytes, part.count, part.source_stride, part.nbytes)
+                    copy_runs(data, values, packed)
+                stride = part.target_stride or part.nbytes
+                yield route.member, _Piece(t, route.which, part.target, part.count, part.nbytes, stride, _NONE, values)
+
+    def _singles(
+        self, t: int, extent: Extent, elements: npt.NDArray[Any], places: Places
+    ) -> Iterator[tuple[int, _Piece]]:
+        """Some elements of a block."""
+        width = self._width(t)
+        for route in self._routes[t]:
+            for part in route.transfers:
+                start, end = ((place - extent.offset) // width for place in (part.source, part.source_end))
+                low, high = np.searchsorted(places, (start, end))
+                if low == high:
+                    continue
+                chosen, target = places[low:high], places[low:high] - start
+                if part.count > 1:
+                    row, column = np.divmod(target, part.source_stride // width)
+                    inside = column < part.nbytes // width
+                    chosen, target = chosen[inside], (row * (part.target_stride // width) + column)[inside]
+                if len(target):
+                    first, values = int(target[0]), elements[chosen].view(np.uint8)
+                    offsets = (target - first).astype(np.uint32)
+                    begin = part.target + first * width
+                    yield route.member, _Piece(t, route.which, begin, len(target), 0, 0, offsets, values)
+
+    def _swap(self, found: Sequence[tuple[int, _Piece]], *, is_last: bool) -> tuple[list[_Piece], bool]:
+        """Send pieces to the other members. Returns those of others, and whether it was the last round of all."""
+        import torch
+
+        group = self._save.group
+        if group.num_members == 1:
+            return [], is_last
+        messages = [
+            _message([piece for other, piece in found if other == member] if member != group.index else [])
+            for member in range(group.num_members)
+        ]
+        sent = torch.from_numpy(np.concatenate(messages))
+        sizes = [len(message) for message in messages]
+        asked = group.all_gather((sizes, is_last))
+        received_sizes = [sizes_of_member[group.index] for sizes_of_member, _ in asked]
+        with group.collective():  # Whoever fails here leaves no other waiting in the exchange.
+            received = torch.empty(sum(received_sizes), dtype=torch.uint8)
+        group.exchange(sent, sizes, received, received_sizes)
+        pieces, position = list[_Piece](), 0
+        for size in received_sizes:
+            pieces += _pieces_in(received.numpy()[position : position + size], self._width)
+            position += size
+        return pieces, all(last for _, last in asked)
+
+    def _complete(self, pending: Mapping[str, _Pending]) -> None:
+        """Digest what has changed in slices and chunks, and encode it, if nothing of it changes any more."""
+        kept, output, digest = self._kept, self._output, self._planned.digest
+
+        def hashed(key: tuple[int, int]) -> str:
+            name, offset = self._places[key][0]
+            return digest_hex(kept.files[name][offset : offset + self._planned.cut[key[0]].sizes[key[1]]].data)
+
+        def finish(one: tuple[_Pending, int, Bytes | None]) -> tuple[bytes, bytes]:
+            file, number, xor = one
+            extent = file.chunks[number]
+            content = bytes.fromhex(digest.hex(file.image[extent.offset : extent.end].data))
+            return content, b"" if xor is None else encode(xor, file.widths.of(extent))
+
+        changed = sorted(self._slices)
+        kept.slices |= dict(zip(changed, each(hashed, changed, self._threads), strict=True))
+        self._slices.clear()
+        done = [(file, number, xor) for file in pending.values() for number, xor in file.complete()]
+        for (file, number, _), (content, encoded) in zip(done, each(finish, done, self._threads), strict=True):
+            kept.chunks[file.file.name][number] = content
+            if encoded:
+                output.changed(file.file.name, 1 + number, encoded)
+
+    def _written(self, unit: int) -> Written:
+        if self._own is None:
+            return Written()
+        own, which_of = self._own, self._planned.cut
+
+        def digest(t: int, rank: int) -> str:
+            return self._kept.slices.get((t, which_of[t].cut.which[rank]), EMPTY_DIGEST)
+
+        tensors = {
+            t: TensorDigests(None, tuple(digest(t, ranks[0]) for ranks in own.cut[t].cut.holders))
+            for t in self._planned.layout.units[unit]
+        }
+        numbers = own.layout.files_of_unit[unit]
+        return Written(
+            tensors, {number: b"".join(self._kept.chunks[own.layout.files[number].name]) for number in numbers}
+        )
+
+    def source_digests(self) -> dict[int, str]:
+        kept, mine = self._kept, [t for t, member in self._hashers.items() if member == self._me]
+
+        def digest(t: int) -> str:
+            if t not in kept.sources:  # Of what it holds itself, which also proves that no change was missed.
+                return self._save.held[t].digest().hex()
+            return digest_hex(kept.sources[t].data) if t in self._sources else kept.source_digests[t]
+
+        kept.source_digests |= dict(zip(mine, each(digest, mine, self._threads), strict=True))
+        return {t: kept.source_digests[t] for t in mine}
+
+
+def _places_of(own: Conversion | None, planned: Conversion) -> dict[tuple[int, int], list[tuple[str, int]]]:
+    """Where slices lie that a member writes: file, and the offset in it, of each by tensor and position."""
+    places: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for file in () if own is None else own.layout.files:
+        for t, offset in zip(file.tensors, file.offsets, strict=True):
+            places.setdefault((t, planned.cut[t].cut.which[file.holder]), []).append((file.name, offset))
+    return places
+
+
+def _composed(parts: CutTensor, part: int, cut: CutTensor, which: int) -> tuple[Transfer, ...]:
+    """Transfers from a part that a member holds to a slice."""
+    pairs = ((held, wanted) for held in parts.transfers[part] for wanted in cut.transfers[which])
+    return tuple(one for held, wanted in pairs for one in held.onto(wanted))
+
+
+def _elements(memory: Bytes, start: int, part: Transfer, stride: int, width: int) -> npt.NDArray[Any]:
+    """The runs of a transfer, which begin at `start`, as elements."""
+    shape = (part.count, part.nbytes // width)
+    return np.ndarray(shape, f"<u{width}", memory.data, start, (stride or part.nbytes, width))
+
+
+def _message(pieces: Sequence[_Piece]) -> Bytes:
+    heads = np.array([[len(pieces), 0, 0, 0, 0, 0], *(piece.head for piece in pieces)], np.int64)
+    content = (part for piece in pieces for part in (piece.places.view(np.uint8), piece.values))
+    return np.concatenate([heads.view(np.uint8).ravel(), *content])
+
+
+def _pieces_in(message: Bytes, width: Callable[[int], int]) -> Iterator[_Piece]:
+    row = _NUM_FIELDS * 8
+    position = row * (1 + int(message[:8].view(np.int64)[0]))
+    for head in message[row:position].view(np.int64).reshape(-1, _NUM_FIELDS).tolist():
+        t, which, start, count, nbytes, stride = head
+        num_places, size = (0, count * nbytes) if nbytes else (4 * count, count * width(t))
+        places = message[position : position + num_places].view(np.uint32)
+        position += num_places
+        yield _Piece(t, which, start, count, nbytes, stride, places, message[position : position + size])
+        position += size

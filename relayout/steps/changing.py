@@ -23,7 +23,7 @@ import numpy.typing as npt
 from relayout.conversion.changes import element_widths
 from relayout.conversion.layout import Conversion, RankFile
 from relayout.conversion.steps import TensorDigests, Written
-from relayout.core.digests import EMPTY_DIGEST, digest_hex
+from relayout.core.digests import EMPTY_DIGEST, digest_hex, proof_hex
 from relayout.core.extents import Bytes, Extent, Transfer, copy_runs, split
 from relayout.core.slices import BITS, CutTensor
 from relayout.core.workers import each
@@ -382,7 +382,7 @@ class Changing:
 
     def _complete(self, pending: Mapping[str, _Pending]) -> None:
         """Digest what has changed in slices and chunks, and encode it, if nothing of it changes any more."""
-        kept, output, digest = self._kept, self._output, self._planned.digest
+        kept, output = self._kept, self._output
 
         def hashed(key: tuple[int, int]) -> str:
             name, offset = self._places[key][0]
@@ -391,7 +391,7 @@ class Changing:
         def finish(one: tuple[_Pending, int, Bytes | None]) -> tuple[bytes, bytes]:
             file, number, xor = one
             extent = file.chunks[number]
-            content = bytes.fromhex(digest.hex(file.image[extent.offset : extent.end].data))
+            content = bytes.fromhex(proof_hex(file.image[extent.offset : extent.end].data))
             return content, b"" if xor is None else encode(xor, file.widths.of(extent))
 
         changed = sorted(self._slices)

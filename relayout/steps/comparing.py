@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayout.conversion.changes import UNCHANGED, write_pieces
-from relayout.core.digests import DigestAlgorithm, digest_hex
+from relayout.core.digests import digest_hex, proof_hex
 from relayout.core.extents import BLOCK, Extent, align_up, split
 from relayout.core.workers import each
 from relayout.errors import FormatError
@@ -215,7 +215,7 @@ class StepOutput:
         manifest = parse_manifest(blob, MANIFEST_NAME)
         if isinstance(self._full, LocalOutput):
             for file in manifest.files:
-                _check_head(self._full, file, manifest.digest)
+                _check_head(self._full, file)
         if self._delta is not None:
             for name, content in self._kept.tables.items():
                 self._delta.put(OLD + name, [content])
@@ -234,10 +234,10 @@ class StepOutput:
         self._kept.tables = {entry.table: self._small[entry.table] for entry in manifest.holders.values()}
 
 
-def _check_head(folder: LocalOutput, file: IndexedFile, digest: DigestAlgorithm) -> None:
+def _check_head(folder: LocalOutput, file: IndexedFile) -> None:
     """Raise FormatError unless a file, which any process may have written, has its length and its header."""
     view = Buffer().reserve(align_up(file.data_start, BLOCK))
     with folder.open(file.name, file.nbytes) as stored:
         stored.read(0, view)
-    if digest.hex(view[: file.data_start]) != file.header_digest:
+    if proof_hex(view[: file.data_start]) != file.header_digest:
         raise FormatError("differs from what was written", path=file.name, code="mismatch")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, Conversion
-from relayout.conversion.run import DEFAULT_MEMORY, Summary
+from relayout.conversion.run import Summary
 from relayout.conversion.sidecar import other_names
 from relayout.core.arguments import at_least_one, integer, size
 from relayout.core.digests import digest_hex
@@ -32,7 +32,7 @@ from relayout.plans.planner import Unmatched
 from relayout.publish.output import Output, Replaceable, Work
 from relayout.publish.publishers import begin, begin_part
 from relayout.reporting import Progress
-from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, holding
+from relayout.saving.api import DEFAULT_MEMORY, DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, holding
 from relayout.saving.together import GroupSave, PlannedSave
 from relayout.steps.changing import Changing
 from relayout.steps.comparing import KeptStep, StepOutput
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DEFAULT_STEP_PART_NBYTES = 2**29
-"""The default size of a part: files of it are assembled in memory."""
+"""The default size of a part: what changed in its files is in memory."""
 
 Made = TypeVar("Made")
 
@@ -52,8 +52,8 @@ Made = TypeVar("Made")
 class Publisher:
     """Publishes steps to a root, for readers that follow (`relayout.Follower`, or an engine).
 
-    The first step of a publisher is a whole converted folder. After that a step is a delta, made from memory: what is
-    written of the ranks' files is compared with what was written for the step before, which this process keeps. Every
+    The first step of a publisher is a whole converted folder. After that a step is a delta, made from memory: what this
+    process holds is compared with the step before, which is kept, and only what differs is sent and written. Every
     `full_every` steps, and whenever the deltas since the last folder are together as large as `full_share` of it, a
     folder is written, too. Readers see a step when all of it is there; what they can read never changes.
 
@@ -89,7 +89,6 @@ class Publisher:
         max_part_nbytes: int | str = DEFAULT_STEP_PART_NBYTES,
         max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
         threads: int = DEFAULT_THREADS,
-        memory: int | str = DEFAULT_MEMORY,
         progress: Progress = None,
     ) -> None:
         """Take the options; nothing is read or written yet.
@@ -109,7 +108,7 @@ class Publisher:
                 for each rank whose files this process writes.
 
         All other arguments (`config`, `dtype`, `group`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`,
-        `unmatched`, `max_shard_size`, `threads`, `memory`, `progress`) are those of `relayout.save`.
+        `unmatched`, `max_shard_size`, `threads`, `progress`) are those of `relayout.save`.
 
         Raises:
             PlanError: an option has a value that it cannot have.
@@ -121,7 +120,7 @@ class Publisher:
         self._retention = Retention(at_least_one(keep, "keep"), integer(keep_seconds, "keep_seconds"))
         self._grace_seconds = integer(grace_seconds, "grace_seconds")
         self._max_shard_nbytes = size(max_shard_size, "max_shard_size")
-        self._threads, self._memory, self._progress = integer(threads, "threads"), size(memory, "memory"), progress
+        self._threads, self._progress = at_least_one(threads, "threads"), progress
         self._options = PlanOptions(
             tp=tp,
             align=align,
@@ -171,7 +170,7 @@ class Publisher:
             max_shard_nbytes=self._max_shard_nbytes,
             force=False,
             threads=self._threads,
-            memory=self._memory,
+            memory=DEFAULT_MEMORY,
             progress=self._progress,
             options=self._options,
             instead=carry_out,

@@ -51,7 +51,7 @@ class _Route:
     which: int
     """The slice, or `_SOURCE`."""
     transfers: tuple[Transfer, ...]
-    """From the bytes of the part to those of the slice."""
+    """How the bytes of the part are copied to those of the slice."""
 
 
 _Block = tuple[int, Extent]

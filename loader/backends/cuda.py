@@ -123,7 +123,7 @@ class DeviceBackend(Backend["torch.Tensor"]):
         return ScatteredOnDevice(tensors)
 
     def start(self, memory: Memory[torch.Tensor], job: ReadJob) -> DeviceJob:
-        if self.is_experimental:
+        if self.is_experimental and kind_of(self.device) == "cuda":
             _warn_once()
         with closed_on_error(ReadableFiles(job.files, self.access)) as opened:
             return DeviceJob(self, memory, job, opened)

@@ -332,7 +332,11 @@ class ObjectFile(Closable):
         return
 
     def read(self, offset: int, view: memoryview) -> None:
-        """As `ReadableFile.read`. FormatError: also if the object is missing, or has another length."""
+        """Fill memory from a place of the object, as every `ReadableFile` does.
+
+        Raises:
+            FormatError: also if the object is missing, or has another length.
+        """
         view = view[: max(0, self.nbytes - offset)]
         if not view.nbytes or offset + view.nbytes <= len(self._head):
             view[:] = self._head[offset : offset + view.nbytes]

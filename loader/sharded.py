@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,10 +30,10 @@ from relayout.loader.in_place import check_into, is_as_stored, load_into
 from relayout.loader.models import check_model, checkpoint_of
 from relayout.loader.requests import MAX_IN_FLIGHT, NODE_IN_FLIGHT, local_world_size
 from relayout.loader.sources.checkpoint import Asked, WholeTensors, find_tensors
-from relayout.loader.sources.rank import StoredFile, TensorColumns, batches, cost_of, pack, select
+from relayout.loader.sources.rank import StoredFile, TensorColumns, batches, cost_of, pack, parts_of, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bump_versions, bytes_of, make_views
-from relayout.reporting import reporting
+from relayout.reporting import Reporter, reporting
 
 if TYPE_CHECKING:
     import torch
@@ -194,15 +194,7 @@ class Wanted:
 
     def columns(self, rows: Sequence[int]) -> TensorColumns:
         """This process's parts of some tensors."""
-        pieces = self.whole.pieces
-        columns, parts = pieces.columns, [self.mine[row].part for row in rows]
-        return TensorColumns(
-            [columns.names[row] for row in rows],
-            [columns.dtypes[row] for row in rows],
-            [part.shape(tuple(columns.source_shapes[row])) for row, part in zip(rows, parts, strict=True)],
-            pieces.files,
-            [pieces.reads(row, part) for row, part in zip(rows, parts, strict=True)],
-        ).rows(range(len(rows)))
+        return parts_of(self.whole.pieces, {row: self.mine[row].part for row in rows})
 
     @property
     def filled(self) -> list[int]:
@@ -375,7 +367,7 @@ class _Together:
         columns = self.wanted.whole.pieces.columns
         return prod(part.shape(tuple(columns.source_shapes[row]))) * BITS[columns.dtypes[row]] // 8
 
-    def _fill_step(self, rows: Sequence[int], report: Callable[[int], None], done: int, *, is_copied: bool) -> int:
+    def _fill_step(self, rows: Sequence[int], report: Reporter, done: int, *, is_copied: bool) -> int:
         """Fill some tensors; returns the bytes that this member has then, `done` of which it had before."""
         group, wanted, running = self.group, self.wanted, None
         arena: Allocation[Any] | None = None
@@ -402,9 +394,9 @@ class _Together:
                 offsets = [offset_of.get(row, 0) for row in row_of]
                 slices = [bytes_of_row.get(row, nothing) for row in row_of]
                 running = RunningExchange(Exchange.of(group, files, divided), backend, budget, memory, offsets, slices)
-            arrived = running.run(lambda nbytes: report(done + nbytes))
+            arrived = running.run(report.after(done))
             with group.collective():
-                running.finish(arrived, lambda nbytes: report(done + nbytes))
+                running.finish(arrived, report.after(done))
                 if arena is not None:
                     loaded = make_views(arena.tensor(), columns)
                     for row, name in zip(mine, columns.names, strict=True):

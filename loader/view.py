@@ -22,7 +22,7 @@ from relayout.loader.backends.files import ReadableFiles, error_hints
 from relayout.loader.backends.host import MAP_FIXED, HostArena, HostBackend, allocate
 from relayout.loader.requests import HOST_BUFFERS, plan_budget
 from relayout.loader.sources.checkpoint import Asked, find_whole, warn_if_slow
-from relayout.loader.sources.rank import ArenaPlan, Names, Pieces, RankSource, StoredFile, pack, piece_of
+from relayout.loader.sources.rank import ArenaPlan, Names, Pieces, RankSource, StoredFile, pack, parts_of
 from relayout.loader.stream import stream
 from relayout.loader.tensors import check_mode, make_views, to_device
 from relayout.storage.stores import Access, Closable
@@ -261,7 +261,7 @@ class _OnDemand:
                 start, length = bounds(selected[axis], shape[axis])
                 wanted = _narrowed(wanted, axis, columns.source_shapes[row][axis], start, length)
                 selected[axis] = within(selected[axis], length)
-        [tensor] = load_arena(pack(piece_of(self._pieces, row, wanted)), self._options).values()
+        [tensor] = load_arena(pack(parts_of(self._pieces, {row: wanted})), self._options).values()
         return tensor[index if selected is None else tuple(selected)]
 
 

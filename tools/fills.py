@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from bench.drive import machine
+from saves import config_of
 from support.group_worker import forked, join
 
 import relayout
@@ -68,18 +69,10 @@ def main() -> None:
 def write(place: Path, num_layers: int) -> None:
     """A checkpoint with random weights, of several files."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=num_layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        vocab_size=32000,
-    )
     torch.set_default_dtype(torch.bfloat16)
-    LlamaForCausalLM(config).save_pretrained(place / "plain", max_shard_size="400MB")
+    LlamaForCausalLM(config_of(num_layers)).save_pretrained(place / "plain", max_shard_size="400MB")
 
 
 def measured(place: Path, count: int, mesh: str, way: str) -> list[dict[str, float]]:

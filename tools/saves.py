@@ -87,14 +87,12 @@ def joined(number: int, folder: Path) -> None:
     distributed.init_process_group("gloo", f"file://{folder}/meet", rank=number, world_size=NUM_PROCESSES)
 
 
-def sharded(num_layers: int) -> Any:
-    """A model with random weights, of which no process ever has all."""
+def config_of(num_layers: int) -> Any:
+    """A Llama of about 0.1 GB for each layer."""
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=2048,
         intermediate_size=5632,
         num_hidden_layers=num_layers,
@@ -103,8 +101,17 @@ def sharded(num_layers: int) -> Any:
         vocab_size=32000,
         dtype=torch.bfloat16,
     )
+
+
+def sharded(num_layers: int) -> Any:
+    """A model with random weights, of which no process ever has all."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config_of(num_layers))
     mesh = init_device_mesh("cpu", (NUM_PROCESSES,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

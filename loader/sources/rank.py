@@ -317,10 +317,16 @@ class Pieces(Protocol):
         """
 
 
-def piece_of(pieces: Pieces, row: int, wanted: Slice) -> TensorColumns:
-    """A slice of one whole tensor; for errors see `Pieces.reads`."""
-    name, dtype, whole = pieces.columns.names[row], pieces.columns.dtypes[row], pieces.columns.source_shapes[row]
-    return TensorColumns([name], [dtype], [wanted.shape(whole)], pieces.files, [pieces.reads(row, wanted)]).rows([0])
+def parts_of(pieces: Pieces, wanted: Mapping[int, Slice]) -> TensorColumns:
+    """Slices of whole tensors, by their rows, in this order; for errors see `Pieces.reads`."""
+    columns = pieces.columns
+    return TensorColumns(
+        [columns.names[row] for row in wanted],
+        [columns.dtypes[row] for row in wanted],
+        [part.shape(tuple(columns.source_shapes[row])) for row, part in wanted.items()],
+        pieces.files,
+        [pieces.reads(row, part) for row, part in wanted.items()],
+    ).rows(range(len(wanted)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,11 +174,7 @@ class Cache:
             The right; a child that its descriptor is passed to has it, too, until it is closed here. None: another
             process has it.
         """
-        right = HeldLock(open_ours(self._own() / _FILLING, os.O_CREAT))
-        if right.try_lock(what="converting into the cache"):
-            return right
-        right.close()
-        return None
+        return self._locked(_FILLING, fcntl.LOCK_EX, "converting into the cache")
 
     def loading(self) -> HeldLock | None:
         """Say that an engine of this machine loads, until this is closed or the process ends; see `is_loading`.
@@ -186,16 +182,22 @@ class Cache:
         Returns:
             A shared lock; None: another process looks at it just now. Nobody waits for the right to load.
         """
-        lock = HeldLock(open_ours(self._own() / _LOADING, os.O_CREAT))
-        if lock.try_lock(fcntl.LOCK_SH):
-            return lock
-        lock.close()
-        return None
+        return self._locked(_LOADING, fcntl.LOCK_SH)
 
     def is_loading(self) -> bool:
         """Whether an engine of this machine loads a model that is not in the cache."""
-        with HeldLock(open_ours(self._own() / _LOADING, os.O_CREAT)) as lock:
-            return not lock.try_lock()
+        lock = self._locked(_LOADING, fcntl.LOCK_EX)
+        if lock is not None:
+            lock.close()
+        return lock is None
+
+    def _locked(self, name: str, kind: int, what: str = "") -> HeldLock | None:
+        """A lock on a file of this name, until it is closed; None: another process has it."""
+        lock = HeldLock(open_ours(self._own() / name, os.O_CREAT))
+        if lock.try_lock(kind, what=what):
+            return lock
+        lock.close()
+        return None
 
     def entries(self) -> list[CacheEntry]:
         """What is kept, the least recently used first."""

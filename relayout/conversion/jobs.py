@@ -34,7 +34,6 @@ from relayout.conversion.run import (
 )
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
 from relayout.conversion.steps import Written
-from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
@@ -42,7 +41,7 @@ from relayout.publish.output import LocalOutput, Output
 from relayout.publish.publishers import begin, begin_part, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import find_input, find_store, scheme_of
-from relayout.storage.system import Buffer, peak_nbytes
+from relayout.storage.system import peak_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +313,5 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 def _check_head(folder: LocalOutput, name: str, nbytes: int, header: bytes) -> None:
     """Raise FormatError unless a file has its length and header, which was written last."""
-    with folder.open(name, nbytes) as file:
-        view = Buffer().reserve(align_up(len(header), BLOCK))
-        file.read(0, view)
-    if view[: len(header)] != header:
+    if folder.head_of(name, nbytes, len(header)) != header:
         raise FormatError("differs from its unit's record", path=name, code="mismatch")

@@ -34,6 +34,9 @@ class Hash(Protocol):
         """The digest of all bytes so far."""
 
 
+new_digest: Callable[[], Hash] = xxhash.xxh3_128
+"""A running XXH3-128 of nothing."""
+
 PROOF_NBYTES = 32
 """Bytes of a BLAKE3 in its binary form."""
 
@@ -53,7 +56,7 @@ class OrderedDigests:
     Keeps state only for streams that have arrived in part.
     """
 
-    def __init__(self, stop: Stop, new: Callable[[], Hash] = xxhash.xxh3_128) -> None:
+    def __init__(self, stop: Stop, new: Callable[[], Hash] = new_digest) -> None:
         """`stop` wakes waiting threads when the work is canceled; `new` begins a running hash."""
         self._stop = stop
         self._new = new
@@ -96,7 +99,7 @@ class ExtentDigests:
     Each extent is hashed in byte order by `OrderedDigests`; the same rules apply to threads.
     """
 
-    def __init__(self, extents: Sequence[Extent], stop: Stop, new: Callable[[], Hash] = xxhash.xxh3_128) -> None:
+    def __init__(self, extents: Sequence[Extent], stop: Stop, new: Callable[[], Hash] = new_digest) -> None:
         """`extents` must not overlap, in any order. Empty extents may have any offset."""
         self._order = sorted((n for n, extent in enumerate(extents) if extent.nbytes), key=lambda n: extents[n].offset)
         self._starts = [extents[n].offset for n in self._order]

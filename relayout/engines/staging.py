@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from relayout.checkpoint.converted import read_manifest_blob
 from relayout.checkpoint.delta import chained, is_delta, read_deltas
 from relayout.checkpoint.steps import way_to
 from relayout.checkpoint.trust import policy_of
-from relayout.core.digests import Hash, digest_hex
+from relayout.core.digests import Hash, digest_hex, new_digest
 from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_url
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.engines.recording import Recorded
@@ -499,7 +498,7 @@ def _has_digest(views: Sequence[View], nbytes: int, numbers: _Numbers, content: 
     count = nbytes // views[0].itemsize
     left = sorted(views, key=lambda view: view.source)
     while left:
-        found, end = xxhash.xxh3_128(), 0
+        found, end = new_digest(), 0
         for view in tuple(left):
             if view.source == end and view.num_elements == view.end - view.source:
                 left.remove(view)

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.descriptors import OpenFolder, restrict, with_path
 from relayout.storage.local.store import InputFile, OutputFile, sync_and_drop_pages
 from relayout.storage.stores import Access, Closable, Modes, Store, WritableFile
+from relayout.storage.system import Buffer
 
 _NUM_SHOWN = 3
 """Files that an error names."""
@@ -256,6 +258,13 @@ class LocalOutput:
         # After a failed write-back the page cache may still hold the intended bytes.
         sync_and_drop_pages(self.folder, name)
         return InputFile(self.folder.path / name, nbytes, access=Access.ONCE, folder=self.folder)
+
+    def head_of(self, name: str, nbytes: int, head_nbytes: int) -> memoryview:
+        """The first bytes of a file of this length, as stored; for errors see `open`."""
+        view = Buffer().reserve(align_up(head_nbytes, BLOCK))
+        with self.open(name, nbytes) as file:
+            file.read(0, view)
+        return view[:head_nbytes]
 
     def write(self, name: str, nbytes: int) -> OutputFile:
         file = OutputFile(self.folder, name, nbytes, create=self._is_new(name), mode=self.modes.file)

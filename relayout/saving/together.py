@@ -18,7 +18,6 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from relayout.checkpoint.source import identity_of
 from relayout.conversion.jobs import complete_parts
@@ -28,7 +27,7 @@ from relayout.conversion.run import Summary, merged, needed_for_units, needed_nb
 from relayout.conversion.sidecar import HeaderWriter, digests_of_all
 from relayout.conversion.steps import CopyPlan, Step, TensorDigests, Written
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import EMPTY_DIGEST
+from relayout.core.digests import EMPTY_DIGEST, Hash, new_digest
 from relayout.core.extents import Bytes, Extent, Transfer, copy_runs, split
 from relayout.core.slices import CutTensor, Range
 from relayout.core.workers import each
@@ -493,13 +492,13 @@ class Copying:
         def range_of(piece: tuple[int, Extent]) -> list[ShardRange]:
             return [(files[tensors[piece[0]].file].name, piece[1])]
 
-        running: dict[int, xxhash.xxh3_128] = {}
+        running: dict[int, Hash] = {}
         mine = sorted(t for t, member in self._save.hashers().items() if member == self._save.group.index)
         pieces = ((t, piece) for t in mine for piece in split(tensors[t].extent, self._chunk_nbytes))
         for t, piece in self._exchange.deliver(pieces, range_of, wanted):
             view = memoryview(bytearray(piece.nbytes))
             self._exchange.fill(files[tensors[t].file].name, piece, view)
-            running.setdefault(t, xxhash.xxh3_128()).update(view)
+            running.setdefault(t, new_digest()).update(view)
         return {t: digest.hexdigest() for t, digest in running.items()}
 
 

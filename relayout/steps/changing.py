@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -52,6 +52,10 @@ class _Route:
     """The slice, or `_SOURCE`."""
     transfers: tuple[Transfer, ...]
     """How the bytes of the part are copied to those of the slice."""
+
+    def clipped(self, extent: Extent) -> Iterator[Transfer]:
+        """What of it comes from some bytes of the part."""
+        return chain.from_iterable(one.clipped(extent.offset, extent.end) for one in self.transfers)
 
 
 _Block = tuple[int, Extent]
@@ -268,13 +272,9 @@ class Changing:
             found = list(chain.from_iterable(each(self._changed, batch, self._threads)))
             arrived, is_over = self._swap(found, is_last=not batches)
             arrived += [piece for member, piece in found if member == self._me]
+            each(partial(self._put, pending), arrived, self._threads)
 
-            def put(piece: _Piece) -> None:
-                self._put(piece, pending)
-
-            each(put, arrived, self._threads)
-
-    def _put(self, piece: _Piece, pending: Mapping[str, _Pending]) -> None:
+    def _put(self, pending: Mapping[str, _Pending], piece: _Piece) -> None:
         t, width = piece.tensor, self._width(piece.tensor)
         if piece.which == _SOURCE:
             piece.put(self._kept.sources[t], piece.start, width)
@@ -310,7 +310,7 @@ class Changing:
             if route.member != self._me or route.which == _SOURCE:
                 continue
             name, offset = self._places[t, route.which][0]
-            for part in (part for transfer in route.transfers for part in transfer.clipped(extent.offset, extent.end)):
+            for part in route.clipped(extent):
                 start = part.source - extent.offset
                 mine = _elements(data, start, part, part.source_stride, width)
                 theirs = _elements(self._kept.files[name], offset + part.target, part, part.target_stride, width)
@@ -324,7 +324,7 @@ class Changing:
     def _runs(self, t: int, extent: Extent, data: Bytes) -> Iterator[tuple[int, _Piece]]:
         """All elements of a block."""
         for route in self._routes[t]:
-            for part in (part for transfer in route.transfers for part in transfer.clipped(extent.offset, extent.end)):
+            for part in route.clipped(extent):
                 start = part.source - extent.offset
                 values = data[start : start + part.nbytes]
                 if part.count > 1:

@@ -27,7 +27,7 @@ from relayout.format.manifest import parse_manifest
 from relayout.publish.output import LocalOutput, Output
 from relayout.storage.local.descriptors import with_path
 from relayout.storage.stores import WritableFile
-from relayout.storage.system import Buffer, allocate, in_huge_pages
+from relayout.storage.system import allocate, in_huge_pages
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -236,8 +236,5 @@ class StepOutput:
 
 def _check_head(folder: LocalOutput, file: IndexedFile) -> None:
     """Raise FormatError unless a file, which any process may have written, has its length and its header."""
-    view = Buffer().reserve(align_up(file.data_start, BLOCK))
-    with folder.open(file.name, file.nbytes) as stored:
-        stored.read(0, view)
-    if proof_hex(view[: file.data_start]) != file.header_digest:
+    if proof_hex(folder.head_of(file.name, file.nbytes, file.data_start)) != file.header_digest:
         raise FormatError("differs from what was written", path=file.name, code="mismatch")

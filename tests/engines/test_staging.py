@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,13 @@ from support.checkpoints import write_family
 from support.conversions import stock_tensors
 from support.fake_vllm import Model
 from support.families import FAMILIES
+from support.live_engine import engine_rank, live_weights
 from support.updates_worker import write_steps
 from torch import nn
 
 import relayout
 from relayout.core.digests import digest_hex
-from relayout.engines.load import EngineRank, Experts
-from relayout.engines.rank_weights import EngineOptions
-from relayout.engines.recording import Recording
-from relayout.engines.staging import Content, LiveWeights, Staged
+from relayout.engines.staging import LiveWeights, Staged
 from relayout.errors import FormatError, PlanError
 
 TP = 2
@@ -119,31 +116,14 @@ def steps(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def engine_rank(rank: int, device: str) -> EngineRank:
-    nothing: Any = lambda name: False  # noqa: E731
-    return EngineRank(
-        name="stand-in",
-        logger=logging.getLogger("stand-in"),
-        rank=rank,
-        num_ranks=TP,
-        num_attention_ranks=TP,
-        experts=Experts(False, False, False, ""),
-        is_draft=False,
-        is_convertible=True,
-        device=device,
-        is_skipped=nothing,
-        is_unused=nothing,
-    )
-
-
 def started(folder: Path, rank: int, source: Path, device: str = "cpu") -> tuple[Engine, LiveWeights]:
-    engine, options = Engine(stock_tensors(source), rank, device), EngineOptions()
-    weights = engine_rank(rank, device).weights(str(folder), options)
-    recording = Recording(engine)
-    with recording:
-        engine.load_weights(recording.given(weights.deliver()))
+    engine = Engine(stock_tensors(source), rank, device)
+
+    def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        engine.load_weights(tensors)
         engine.process()
-    return engine, LiveWeights(recording.finish(), engine_rank(rank, device), options, Content.of(weights))
+
+    return engine, live_weights(engine, engine_rank(rank, TP, device), folder, load)
 
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: this has not run on a GPU")

@@ -24,7 +24,7 @@ import relayout
 from bench.drive import total_nbytes
 from bench.peers import LOADERS
 from relayout.benchmark.loaders import LoadJob
-from relayout.benchmark.machine import forget
+from relayout.benchmark.machine import forget, remember
 from relayout.benchmark.measure import expected_digests
 from relayout.benchmark.run import Died, load_together
 
@@ -69,8 +69,7 @@ def measure(source: Path, limit: float, tell: Callable[[str], None]) -> list[dic
             with new_group() as group:
                 with group.limited(tensors_nbytes + BEYOND_NBYTES):
                     if is_full:
-                        _read(files)
-                        _read([other])
+                        remember([*files, other])
                     before, started, stalled = _cached(files), time.monotonic(), _stalled()
                     failed = work()
                     seconds, stalled = time.monotonic() - started, _stalled() - stalled
@@ -103,15 +102,6 @@ def measure(source: Path, limit: float, tell: Callable[[str], None]) -> list[dic
     }.items():
         run(name, lambda words=words: _command(words, limit))
     return rows
-
-
-def _read(paths: list[Path]) -> None:
-    """Bring files into the page cache, at the expense of this group."""
-    buffer = bytearray(2**20)
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
 
 
 def _stalled() -> float:

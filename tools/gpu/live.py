@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.live_engine import engine_rank, live_weights
 from torch import nn
 
 import relayout
-from gpu.loads import converted_of, measure, prepare
+from gpu.loads import converted_of, measure, prepare, timed
 from gpu.results import Arguments
-from relayout.engines.load import EngineRank, Experts
-from relayout.engines.rank_weights import EngineOptions
-from relayout.engines.recording import Recording
-from relayout.engines.staging import Content, LiveWeights, Staged
+from relayout.engines.staging import LiveWeights, Staged
 
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.2)
 MEMORY = 32 * 2**30
@@ -59,26 +55,8 @@ class Engine(nn.Module):
 
 def started(folder: str, tensors: dict[str, torch.Tensor], device: str) -> tuple[Engine, LiveWeights]:
     """An engine that was started on a folder."""
-    engine, options = Engine(tensors, device), EngineOptions()
-    nothing: Any = lambda name: False  # noqa: E731
-    rank = EngineRank(
-        name="gpu",
-        logger=logging.getLogger("gpu"),
-        rank=0,
-        num_ranks=1,
-        num_attention_ranks=1,
-        experts=Experts(False, False, False, ""),
-        is_draft=False,
-        is_convertible=True,
-        device=device,
-        is_skipped=nothing,
-        is_unused=nothing,
-    )
-    weights = rank.weights(folder, options)
-    recording = Recording(engine)
-    with recording:
-        engine.load(recording.given(weights.deliver()))
-    return engine, LiveWeights(recording.finish(), rank, options, Content.of(weights))
+    engine = Engine(tensors, device)
+    return engine, live_weights(engine, engine_rank(0, 1, device), folder, engine.load)
 
 
 def main() -> None:
@@ -92,7 +70,7 @@ def main() -> None:
     publisher = relayout.Publisher(root, config=first, tp=1, full_every=100)
     for step, share in enumerate(SHARES):
         change(tensors, share)
-        results.measure(f"publish, {share} changed", partial(timed, lambda step=step: publisher.publish(tensors, step)))
+        results.measure(f"publish, {share} changed", partial(row, lambda step=step: publisher.publish(tensors, step)))
     steps = relayout.Steps(root)
     entries = steps.entries()
     assert entries[0].full is not None
@@ -100,14 +78,14 @@ def main() -> None:
     engine, live = started(full, tensors, device)
     for step, share in enumerate(SHARES[1:], 1):
         staged: list[Staged] = []
-        results.measure(f"stage, {share} changed", partial(timed, partial(stage, live, root, step, staged)))
-        results.measure(f"commit, {share} changed", partial(timed, partial(commit, live, engine, staged)))
-        results.measure(f"attest, {share} changed", partial(timed, partial(attest, live)))
+        results.measure(f"stage, {share} changed", partial(row, partial(stage, live, root, step, staged)))
+        results.measure(f"commit, {share} changed", partial(row, partial(commit, live, engine, staged)))
+        results.measure(f"attest, {share} changed", partial(row, partial(attest, live)))
     wrong = [name for name, tensor in tensors.items() if not same(engine.place(name), tensor)]
     results.measure("equal", lambda: {"wrong": wrong})
     name = min(tensors)
     engine.place(name).view(torch.int16)[0] ^= 1
-    results.measure("attest, one bit flipped", partial(timed, partial(attest, live)))
+    results.measure("attest, one bit flipped", partial(row, partial(attest, live)))
     for cold in (True, False):
         prepare([Path(full)], cold=cold)
         load = partial(relayout.load, full, 0, device=device, into={one: engine.place(one) for one in tensors})
@@ -123,14 +101,10 @@ def change(tensors: dict[str, torch.Tensor], share: float) -> None:
         tensor.view(torch.int16).bitwise_xor_(changed.to(torch.int16))
 
 
-def timed(what: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds until the device has done it too, and what it returns, if that is a dictionary."""
-    cpu, started_at = time.process_time(), time.monotonic()
-    result = what()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    seconds = {"seconds": round(time.monotonic() - started_at, 4), "cpu_seconds": round(time.process_time() - cpu, 4)}
-    return seconds | (result if isinstance(result, dict) else {})
+def row(work: Callable[[], Any]) -> dict[str, Any]:
+    """How long work takes, and what it returns, if that is a dictionary."""
+    made, seconds = timed(work)
+    return seconds | (made if isinstance(made, dict) else {})
 
 
 def stage(live: LiveWeights, root: Path, step: int, into: list[Staged]) -> dict[str, Any]:

@@ -43,6 +43,16 @@ def prepare(folders: list[Path], *, cold: bool) -> None:
     (forget if cold else remember)(files_of(folders))
 
 
+def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """What work returns, and the seconds until the device has done it, too."""
+    cpu, started = time.process_time(), time.monotonic()
+    made = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu
+    return made, {"seconds": round(seconds, 4), "cpu_seconds": round(cpu_seconds, 4)}
+
+
 def measure(load: Callable[[], Any], device: str, nbytes: int) -> dict[str, Any]:
     """Run a load once.
 
@@ -59,13 +69,8 @@ def measure(load: Callable[[], Any], device: str, nbytes: int) -> dict[str, Any]
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_host_memory_stats()
-    cpu, started = time.process_time(), time.monotonic()
-    kept = load()
-    if is_cuda:
-        torch.cuda.synchronize()
-    seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu
-    result = {"seconds": round(seconds, 4), "cpu_seconds": round(cpu_seconds, 4)}
-    result["gb_per_s"] = round(nbytes / seconds / 1e9, 3)
+    kept, result = timed(load)
+    result["gb_per_s"] = round(nbytes / result["seconds"] / 1e9, 3)
     if is_cuda:
         result["device_peak_minus_tensors"] = torch.cuda.max_memory_allocated() - before - nbytes
         result["pinned_peak"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)

@@ -1,0 +1,48 @@
+"""A stand-in engine that was started on a folder, as far as its live weights are concerned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relayout.engines.load import EngineRank, Experts
+from relayout.engines.rank_weights import EngineOptions
+from relayout.engines.recording import Recording
+from relayout.engines.staging import Content, LiveWeights
+
+
+def engine_rank(rank: int, tp: int, device: str) -> EngineRank:
+    """A rank of an engine that takes all tensors, and has nothing of its own."""
+    nothing: Any = lambda name: False  # noqa: E731
+    return EngineRank(
+        name="stand-in",
+        logger=logging.getLogger("stand-in"),
+        rank=rank,
+        num_ranks=tp,
+        num_attention_ranks=tp,
+        experts=Experts(False, False, False, ""),
+        is_draft=False,
+        is_convertible=True,
+        device=device,
+        is_skipped=nothing,
+        is_unused=nothing,
+    )
+
+
+def live_weights(
+    model: torch.nn.Module,
+    rank: EngineRank,
+    folder: Path | str,
+    load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
+) -> LiveWeights:
+    """Load a folder into a model, and record where the weights come to lie."""
+    options = EngineOptions()
+    weights = rank.weights(str(folder), options)
+    recording = Recording(model)
+    with recording:
+        load(recording.given(weights.deliver()))
+    return LiveWeights(recording.finish(), rank, options, Content.of(weights))

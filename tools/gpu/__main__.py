@@ -17,7 +17,7 @@ from gpu.steps import Step, carry_out
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("fastsafetensors>=0.5", "runai-model-streamer>=0.17", "instanttensor")
-NEEDED = ("xxhash", "zstandard", "hypothesis", "pytest", "typer>=0.28", "rich", "humanize", "matplotlib")
+NEEDED = ("blake3", "xxhash", "zstandard", "hypothesis", "pytest", "typer>=0.28", "rich", "humanize", "matplotlib")
 LAYER_GB, EMBEDDING_GB = 0.436, 2.1
 
 
@@ -53,7 +53,7 @@ def all_steps(out: Path, work: Path, layers: int, device: str) -> list[Step]:
     tests = ("-rA", "-q", "-p", "no:cacheprovider", f"--basetemp={work / 'tests'}")
     files = [str(ROOT / "tests" / name) for name in ("loader/test_cuda.py", "engines/test_staging.py")]
     steps = [Step("tests", (python, "-m", "pytest", *files, *tests))]
-    for name in ("limits", "engine_ways", "live", "sweep"):
+    for name in ("limits", "engine_ways", "live", "groups", "sweep"):
         arguments = (str(out / f"{name}.jsonl"), str(work), str(small), device)
         steps.append(Step(name, (python, "-m", f"gpu.{name}", *arguments)))
     for scenario in ("one", "whole"):

@@ -237,8 +237,7 @@ def loads() -> str:
 
 def gpu() -> str:
     """What `tools/run gpu` has recorded on a GPU."""
-    lines = (_ROOT / "tools" / "results" / "gpu.jsonl").read_text().splitlines()
-    found = {row["key"]: row for row in map(json.loads, lines)}
+    found, second = _gpu_rows("gpu"), _gpu_rows("gpu_h100")
     rows = ["| seconds, on one GPU | relayout | others |", "|---|---|---|"]
     for title in ("one rank of 8, cold", "whole model, warm"):
         runs = {key.removeprefix(f"{title}: "): row["runs_s"] for key, row in found.items() if key.startswith(title)}
@@ -249,7 +248,19 @@ def gpu() -> str:
     for share in (0.001, 0.01, 0.05, 0.2):
         pause = found[f"commit, {share} changed"]["seconds"]
         rows.append(f"| pause of a live model, {100 * share:.3g} % changed | **{pause:.3f}** | {whole} |")
+    whole = f"a load of the whole from the page cache {second['load into, warm']['seconds']:.2f}"
+    for share in (0.01, 0.2):
+        pause = second[f"commit, {share} changed"]["seconds"]
+        rows.append(f"| pause of a model of 5.6 GB (H100), {100 * share:.3g} % changed | **{pause:.3f}** | {whole} |")
+    for title in ("2 processes, cold", "2 processes, warm", "4 processes, cold"):
+        group, alone = (second[f"a rank, {way}, {title}"]["seconds"] for way in ("group", "alone"))
+        rows.append(f"| one rank for each of {title} (H100) | **{group:.2f}** with `group` | each alone {alone:.2f} |")
     return "\n".join(rows)
+
+
+def _gpu_rows(name: str) -> dict[str, Any]:
+    lines = (_ROOT / "tools" / "results" / f"{name}.jsonl").read_text().splitlines()
+    return {row["key"]: row for row in map(json.loads, lines)}
 
 
 def fills() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from bench.drive import total_nbytes
 import relayout
 from gpu.loads import converted_of, measure, prepare
 from gpu.results import Arguments
+from relayout.errors import PlanError
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import LOCAL_COST
 
@@ -43,7 +45,8 @@ def main() -> None:
     nbytes = total_nbytes(folder)
     if device.startswith("cuda"):
         torch.empty(1, device=device)
-    backends = ["pinned", "gds"] if device.startswith("cuda") else ["direct"]
+    wanted = ["pinned", "gds"] if device.startswith("cuda") else ["direct"]
+    backends = [backend for backend in wanted if works(folder, device, backend)]
     first = Setting()
     settings = [replace(first, threads=threads) for threads in THREADS]
     settings += [replace(first, memory_mib=memory) for memory in MEMORY_MIB]
@@ -61,6 +64,16 @@ def main() -> None:
         for setting in dict.fromkeys(settings):
             key = f"{backend}, {'cold' if cold else 'warm'}, {setting}, turn {turn}"
             results.measure(key, partial(once, setting, backend, cold=cold))
+
+
+def works(folder: Path, device: str, backend: str) -> bool:
+    """Whether a backend loads here."""
+    try:
+        relayout.explain(folder, 0, device=device, backend=backend)
+    except PlanError as error:
+        print(error, flush=True)
+        return False
+    return True
 
 
 if __name__ == "__main__":

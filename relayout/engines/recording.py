@@ -12,10 +12,11 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from threading import get_ident
+from threading import Thread, get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -104,6 +105,11 @@ class _Sources:
         self._ends.insert(at, source.end)
         self._itemsizes.insert(at, source.itemsize)
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Their names."""
+        return self._names
+
     def within(self, tensor: torch.Tensor) -> list[_Source]:
         """The slices of which a tensor in this memory has something."""
         first, end = (at * tensor.itemsize for at in _bounds(tensor))
@@ -155,6 +161,8 @@ class Recording(TorchDispatchMode):
         """The slice that the engine was given last: what it writes without a view is of that."""
         self.is_paused = False
         """Whether nothing is recorded now."""
+        self.has_unseen = False
+        """Whether another thread may have written weights."""
         self._around: AbstractContextManager[None] = nullcontext()
 
     @contextmanager
@@ -236,6 +244,9 @@ class Recording(TorchDispatchMode):
 
     def finish(self) -> Recorded:
         """What was recorded. The load is over, and the engine has made of the weights what it computes with."""
+        if self.has_unseen:
+            given = {name for sources in self._sources.values() for name in sources.names}
+            return Recorded({}, dict.fromkeys(sorted(given), frozenset()), {})
         there = self._find_owners()
         self._find_adopted()
         views: defaultdict[str, list[View]] = defaultdict(list)
@@ -349,12 +360,17 @@ def _seen_around(recording: Recording) -> Iterator[None]:
 
     That is who asks for an address of memory, and operations of others that torch takes for compositions of its own: it
     calls their code at once. A mode of torch's functions would see this, too, and would make all that the engine asks
-    of tensors slower.
+    of tensors slower. Nor does a mode see other threads: what this one gives to a pool of threads, as SGLang's loaders
+    of experts do, it carries out itself, and one that it starts by itself leaves nothing known. Daemon threads may: a
+    process may end at any time in the middle of one, so that nothing which must be done is left to them.
     """
     thread = get_ident()
 
+    def is_recorded() -> bool:
+        return get_ident() == thread and not recording.is_paused
+
     def notes(tensors: Any) -> None:
-        if get_ident() == thread and not recording.is_paused:
+        if is_recorded():
             for leaf in tree_leaves(tensors):
                 if isinstance(leaf, torch.Tensor):
                     recording.touched(leaf)
@@ -376,9 +392,34 @@ def _seen_around(recording: Recording) -> Iterator[None]:
 
         return called
 
+    def carrying_out(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+        @wraps(submit)
+        def carried_out(pool: Any, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+            if not is_recorded():
+                return submit(pool, work, *args, **options)
+            future = Future[Any]()
+            future.set_running_or_notify_cancel()
+            try:
+                future.set_result(work(*args, **options))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+        return carried_out
+
+    def starting(start: Callable[[Thread], None]) -> Callable[[Thread], None]:
+        @wraps(start)
+        def started(other: Thread) -> None:
+            recording.has_unseen |= is_recorded() and not other.daemon
+            start(other)
+
+        return started
+
     with ExitStack() as until_end:
         for owner, names, wrapped in (
             (torch.Tensor, _ADDRESSES, seeing),
+            (ThreadPoolExecutor, ("submit",), carrying_out),
+            (Thread, ("start",), starting),
             *((kind, ("__call__",), calling) for kind in _KINDS),
         ):
             for name in names:

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -267,10 +268,12 @@ def test_what_another_thread_does_with_memory_meanwhile_is_its_own_affair() -> N
     model = nn.Linear(2, 2, bias=False)
     before = {name: getattr(torch.Tensor, name) for name in ("data_ptr", "numpy", "__dlpack__", "__array__")}
     recording = Recording(model)
-    with recording, ThreadPoolExecutor(1) as other:
+    with recording:
         for _, tensor in recording.given([("w", torch.ones(2, 2))]):
             model.weight.data.copy_(tensor)
-        other.submit(model.weight.data.numpy).result()
+        other = Thread(target=model.weight.data.numpy, daemon=True)
+        other.start()
+        other.join()
         assert set(recording.finish().views) == {"w"}
         model.weight.data.numpy()
     assert set(recording.finish().reloaded) == {"w"}
@@ -288,3 +291,36 @@ def test_a_copy_from_the_same_place_changes_nothing() -> None:
         assert set(recording.finish().views) == {"w"}
         model.weight.data[0].copy_(model.weight.data[1])
     assert set(recording.finish().reloaded) == {"w"}
+
+
+def test_what_is_given_to_a_pool_of_threads_is_recorded() -> None:
+    """As SGLang's loaders of experts do; work that fails still fails where its result is asked for."""
+    model = nn.Linear(4, 2, bias=False)
+    before = vars(ThreadPoolExecutor)["submit"]
+
+    def load(row: int, tensor: torch.Tensor) -> None:
+        model.weight.data[row].copy_(tensor)
+
+    recording = Recording(model)
+    with recording, ThreadPoolExecutor(2) as pool:
+        rows = [torch.full((4,), row) * 1.0 for row in range(2)]
+        jobs = [
+            pool.submit(load, int(name), tensor) for name, tensor in recording.given(zip("01", rows, strict=True))
+        ]
+        jobs.append(pool.submit(load, 5, rows[0]))
+    assert [job.exception() is None for job in jobs] == [True, True, False]
+    assert [view.target for view in (*recording.finish().views["0"], *recording.finish().views["1"])] == [0, 4]
+    assert vars(ThreadPoolExecutor)["submit"] is before
+
+
+def test_a_thread_that_may_write_weights_leaves_nothing_known() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    recording = Recording(model)
+    with recording:
+        for _, tensor in recording.given([("w", torch.ones(2, 2))]):
+            other = Thread(target=model.weight.data.copy_, args=(tensor,))
+            other.start()
+            other.join()
+    found = recording.finish()
+    assert (dict(found.views), dict(found.reloaded)) == ({}, {"w": frozenset()})
+    assert found.modules_of(["w"]) is None

@@ -13,9 +13,9 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from threading import Thread, get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -163,7 +163,7 @@ class Recording(TorchDispatchMode):
         """Whether nothing is recorded now."""
         self.has_unseen = False
         """Whether another thread may have written weights."""
-        self._around: AbstractContextManager[None] = nullcontext()
+        self._around = ExitStack()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -209,14 +209,14 @@ class Recording(TorchDispatchMode):
             sources.add(_Source(name, start, start + local.nbytes, local.itemsize))
 
     def __enter__(self) -> Recording:
-        self._around = _seen_around(self)
-        self._around.__enter__()
+        self._around.enter_context(_seen_around(self))
+        self._around.enter_context(_without_threads(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._around.__exit__(*raised)
+        self._around.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (self.is_paused or _reads_nothing(func)):
@@ -360,17 +360,12 @@ def _seen_around(recording: Recording) -> Iterator[None]:
 
     That is who asks for an address of memory, and operations of others that torch takes for compositions of its own: it
     calls their code at once. A mode of torch's functions would see this, too, and would make all that the engine asks
-    of tensors slower. Nor does a mode see other threads: what this one gives to a pool of threads, as SGLang's loaders
-    of experts do, it carries out itself, and one that it starts by itself leaves nothing known. Daemon threads may: a
-    process may end at any time in the middle of one, so that nothing which must be done is left to them.
+    of tensors slower.
     """
     thread = get_ident()
 
-    def is_recorded() -> bool:
-        return get_ident() == thread and not recording.is_paused
-
     def notes(tensors: Any) -> None:
-        if is_recorded():
+        if get_ident() == thread and not recording.is_paused:
             for leaf in tree_leaves(tensors):
                 if isinstance(leaf, torch.Tensor):
                     recording.touched(leaf)
@@ -392,10 +387,27 @@ def _seen_around(recording: Recording) -> Iterator[None]:
 
         return called
 
+    with ExitStack() as replaced:
+        for name in _ADDRESSES:
+            replaced.enter_context(_replaced(torch.Tensor, name, seeing))
+        for kind in _KINDS:
+            replaced.enter_context(_replaced(kind, "__call__", calling))
+        yield
+
+
+@contextmanager
+def _without_threads(recording: Recording) -> Iterator[None]:
+    """Let this thread do itself what it would give to a pool of threads, as SGLang's loaders of experts do.
+
+    No mode sees other threads. Where one is started otherwise, nothing is known; but for a daemon: the process may end
+    in the middle of it, so nothing that must be done is left to one.
+    """
+    thread = get_ident()
+
     def carrying_out(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
         @wraps(submit)
         def carried_out(pool: Any, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-            if not is_recorded():
+            if get_ident() != thread or recording.is_paused:
                 return submit(pool, work, *args, **options)
             future = Future[Any]()
             future.set_running_or_notify_cancel()
@@ -410,26 +422,24 @@ def _seen_around(recording: Recording) -> Iterator[None]:
     def starting(start: Callable[[Thread], None]) -> Callable[[Thread], None]:
         @wraps(start)
         def started(other: Thread) -> None:
-            recording.has_unseen |= is_recorded() and not other.daemon
+            recording.has_unseen |= get_ident() == thread and not recording.is_paused and not other.daemon
             start(other)
 
         return started
 
-    with ExitStack() as until_end:
-        for owner, names, wrapped in (
-            (torch.Tensor, _ADDRESSES, seeing),
-            (ThreadPoolExecutor, ("submit",), carrying_out),
-            (Thread, ("start",), starting),
-            *((kind, ("__call__",), calling) for kind in _KINDS),
-        ):
-            for name in names:
-                until_end.callback(
-                    partial(setattr, owner, name, vars(owner)[name])
-                    if name in vars(owner)
-                    else partial(delattr, owner, name)
-                )
-                setattr(owner, name, wrapped(getattr(owner, name)))
+    with _replaced(ThreadPoolExecutor, "submit", carrying_out), _replaced(Thread, "start", starting):
         yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Put something around a method, until the block ends."""
+    is_own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, wrapped(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if is_own else delattr(owner, name)
 
 
 @cache

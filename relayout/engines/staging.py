@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -41,6 +42,8 @@ Reload: TypeAlias = Callable[[frozenset[str] | None, Iterator[tuple[str, torch.T
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE_NBYTES = 8 * 2**20
 """Bytes that are copied from a device at once to be compared."""
+_NUM_SAMPLES = 64
+"""Elements of each memory that are compared to see whether somebody else has written there."""
 _TRAVELLING = 4 * 2**20
 """Elements whose changes are in a device's memory at once, beside the weights: 72 MiB for those of two bytes."""
 
@@ -176,6 +179,18 @@ class LiveWeights:
         """What it was started with, whose slices it takes."""
         self.content: Content | None = content
         """What the engine has; None: it was loaded again by others, or a commit has begun and has not ended."""
+        self._samples = _samples_of(recorded)
+        self._left: bytes | None = self._look()
+
+    def loaded_again(self, content: Content | None) -> None:
+        """Note that the engine was loaded again by others, and what it then has."""
+        self.content, self._left = content, None
+
+    def _look(self) -> bytes:
+        """What the samples are."""
+        numbers = _Numbers(self.recorded)
+        found = [numbers.of(memory, width)[places].view(torch.uint8) for (memory, width), places in self._samples]
+        return torch.cat(found).cpu().numpy().tobytes() if found else b""
 
     def known_content(self) -> Content:
         """What the engine has.
@@ -294,7 +309,11 @@ class LiveWeights:
         return replace(open_update(path, deltas, self._options, only), device="cpu")
 
     def check(self, model: torch.nn.Module) -> None:
-        """Check that what was recorded still lies where it did in the model.
+        """Check that what was recorded still lies where it did in the model, and look whether it is what was put there.
+
+        If it is not, what the engine has is not known any more. Engines let memory go and take other memory in its
+        place (their sleep modes), and get weights by other ways. Some elements of all memory are compared, not each
+        one: a few that somebody changes by hand are found by `attest` alone.
 
         Raises:
             PlanError: the engine has put parameters elsewhere since.
@@ -304,6 +323,9 @@ class LiveWeights:
             if not there.issuperset(view.memory for view in views):
                 what = "the engine has moved the parameter since it was loaded: start it again"
                 raise PlanError(what, tensor=name, code="unsupported")
+        if self.content is not None and self._left not in (None, self._look()):
+            self._engine.logger.warning("relayout: the engine's memory has other weights than were put there")
+            self.content = None
 
     def check_base(self, staged: Sequence[Staged]) -> None:
         """Check that the engine has what was staged for, before the first of these is committed.
@@ -340,6 +362,7 @@ class LiveWeights:
             staged.changes.run(staged.left, change, threads=2)
         if staged.tensors is not None:
             self._take(staged, numbers, reload)
+        self._left = self._look()
         self.content = staged.content
 
     def _take(self, staged: Staged, numbers: _Numbers, reload: Reload) -> None:
@@ -450,6 +473,20 @@ class _Numbers:
                 self._pinned = torch.empty(_PIECE_NBYTES, dtype=torch.uint8, pin_memory=True)
             piece = self._pinned[: piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
         return piece.contiguous().cpu().numpy().data.cast("B")
+
+
+def _samples_of(recorded: Recorded) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """For each memory of views, and the bytes of an element: places that are spread over these views."""
+    of_memory: defaultdict[tuple[int, int], list[View]] = defaultdict(list)
+    for view in chain.from_iterable(recorded.views.values()):
+        of_memory[view.memory, view.itemsize].append(view)
+    samples = []
+    for key, views in of_memory.items():
+        chosen = views[:: -(-len(views) // _NUM_SAMPLES)]
+        count = _NUM_SAMPLES // len(chosen)
+        places = [view.place(at * view.num_elements // count) for view in chosen for at in range(count)]
+        samples.append((key, torch.tensor(places)))
+    return samples
 
 
 def _flips_of(piece: ChangedPiece, buffer: Buffer, recorded: Recorded) -> Iterator[tuple[str, Flips | None]]:

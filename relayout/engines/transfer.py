@@ -11,9 +11,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import wraps
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -145,6 +146,7 @@ class Transfer:
         self._worker = _worker_of(self)
         if self._worker is not None:  # For `collective_rpc`.
             self._worker.relayout_state, self._worker.relayout_attest = self.state, self.attest
+            self._worker.sleep = self._noted(self._worker.sleep)
 
     def init_transfer_engine(self, init_info: Init) -> None:
         """Set limits."""
@@ -297,6 +299,18 @@ class Transfer:
             rank = getattr(self._worker, "rank", 0)
             _LOGGER.error("relayout: rank %d: %s is not what %s has", rank, found.difference, found.content)
         return {one.name: getattr(found, one.name) for one in fields(found)}
+
+    def _noted(self, sleep: Callable[..., None]) -> Callable[..., None]:
+        """A worker's `sleep`, behind which a delta is refused if it lets the weights go: vLLM says so to nobody."""
+
+        @wraps(sleep)
+        def noted(level: int = 1) -> None:
+            known = known_of(self.model)
+            if level != 1 and known is not None and known.live is not None:  # At 1 they come back as they were.
+                known.live.content = None
+            sleep(level)
+
+        return noted
 
     def shutdown(self) -> None:
         """Forget what is being read."""

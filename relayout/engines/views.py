@@ -88,12 +88,13 @@ class View:
         has &= rest == 0
         return has, places[has]
 
-    def all_places(self) -> Places:
-        """Where its elements are in the memory, in the order of their numbers in the slice."""
-        places = np.array([self.target], np.int64)
-        for count, _, step in self.axes:
-            places = (places[:, None] + np.arange(count) * step).ravel()
-        return places
+    def place(self, index: int) -> int:
+        """Where one of its elements is in the memory; they are counted in the order of their numbers in the slice."""
+        place = self.target
+        for count, _, step in reversed(self.axes):
+            index, at = divmod(index, count)
+            place += at * step
+        return place
 
 
 def view_of(memory: int, source: Geometry, target: Geometry, itemsize: int) -> View | None:

@@ -301,7 +301,7 @@ class VllmLoader:
         place, known = self._place(model_config), known_of(model)
         names = None if known is None else known.names
         if known is not None and known.live is not None:
-            known.live.content = None  # Until all is loaded, nobody knows what a delta would apply to.
+            known.live.loaded_again(None)  # Until all is loaded, nobody knows what a delta would apply to.
         if names is None and not place.is_ours:
             return self._stock_weights(model_config, model)
         engine = self._engine_rank(model, model_config)
@@ -393,7 +393,7 @@ def _followed(
 
     yield from tensors
     if known.live is not None:
-        known.live.content = Content.of(weights)
+        known.live.loaded_again(Content.of(weights))
 
 
 def _may_change() -> bool:

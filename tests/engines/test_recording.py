@@ -304,9 +304,7 @@ def test_what_is_given_to_a_pool_of_threads_is_recorded() -> None:
     recording = Recording(model)
     with recording, ThreadPoolExecutor(2) as pool:
         rows = [torch.full((4,), row) * 1.0 for row in range(2)]
-        jobs = [
-            pool.submit(load, int(name), tensor) for name, tensor in recording.given(zip("01", rows, strict=True))
-        ]
+        jobs = [pool.submit(load, int(name), tensor) for name, tensor in recording.given(zip("01", rows, strict=True))]
         jobs.append(pool.submit(load, 5, rows[0]))
     assert [job.exception() is None for job in jobs] == [True, True, False]
     assert [view.target for view in (*recording.finish().views["0"], *recording.finish().views["1"])] == [0, 4]

@@ -60,6 +60,9 @@ def workers(updated_folders: Path) -> list[dict[str, Any]]:
         ("nothing", 2),
         ("the first folder again", 0),
         ("a delta after errors", 1),
+        ("a delta after sleep", 2),
+        ("a folder after a sleep that lets go", 0),
+        ("a folder where others have written", 0),
         ("loaded again by the engine", 1),
     ],
 )
@@ -100,6 +103,21 @@ def test_what_one_worker_refuses_changes_none_and_the_last_one_raises_it(
         assert "the engine keeps its weights: " in said
         # vLLM would take an answer behind an error for one to its next call.
         assert outcome.get("raised") == (kind if rank == TP - 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("a delta after a sleep that lets go", "were loaded again by others, or in part: give it a converted folder"),
+        ("a delta where others have written", "which has unknown content now: stage it again"),
+    ],
+)
+def test_a_delta_is_not_applied_to_memory_that_has_other_weights(
+    workers: list[dict[str, Any]], case: str, reason: str
+) -> None:
+    assert workers[1][case]["content"] is None
+    assert all(reason in worker[case]["said"][-1] for worker in workers)
+    assert workers[-1][case]["raised"] == "PlanError"
 
 
 def test_an_engine_whose_weights_are_a_mixture_computes_nothing_any_more(workers: list[dict[str, Any]]) -> None:

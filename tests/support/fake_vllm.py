@@ -281,6 +281,11 @@ class TransferWorker:
         self.weight_transfer_engine.finish_weight_update()
         self._weight_update_active = False
 
+    def sleep(self, level: int = 1) -> None:
+        if level > 1:
+            for parameter in self.model.parameters():
+                parameter.data.zero_()
+
     def execute_model(self) -> Tensors:
         """What a step computes with."""
         kept: Tensors = self.model_runner.execute_model()

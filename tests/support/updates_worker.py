@@ -116,6 +116,16 @@ def _worker(folder: Path, rank: int) -> None:
     case("other contents for other workers", worker, f"step-{1 + rank}")
     case("no source", worker, {"sources": "delta-1"})
     case("a delta after errors", worker, "delta-1")
+    worker.sleep()
+    case("a delta after sleep", worker, "delta-2")
+    worker.sleep(level=2)
+    case("a delta after a sleep that lets go", worker, "delta-2")
+    case("a folder after a sleep that lets go", worker, "step-0")
+    if rank == 1:
+        for parameter in worker.model.parameters():
+            parameter.data.neg_()
+    case("a delta where others have written", worker, "delta-1")
+    case("a folder where others have written", worker, "step-0")
     worker = started(in_parameters=False)
     case("loaded again by the engine", worker, "delta-1")
     if rank == 1:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from relayout.cache.conversions import KeptConversion, Observer
     from relayout.checkpoint.delta import Paths
-    from relayout.engines.staging import LiveWeights
+    from relayout.engines.recording import Recording
+    from relayout.engines.staging import LiveWeights, Staged
     from relayout.engines.unwritten import Marks
     from relayout.format.index import Manifest
     from relayout.loader.group.collectives import Group
@@ -413,6 +414,12 @@ class Update:
     """Where the engine says that they are."""
     weights: RankWeights | None
     """What is loaded in place of that, proven; None: what is there."""
+    staged: Staged | None = None
+    """What changes where it lies, instead of a load."""
+    error: Exception | None = None
+    """What such a change has failed by. SGLang then tries the same again."""
+    is_whole: bool = True
+    """Whether the model takes all of it."""
     has_begun: bool = False
     """Whether the engine has asked for tensors, and may have changed something."""
 
@@ -428,6 +435,10 @@ class EngineModel:
     """Marks in memory that was not looked at yet."""
     load: Load | None = None
     """The load that has begun."""
+    engine: EngineRank | None = None
+    """The rank that it is for."""
+    recording: Recording | None = None
+    """What notes where its weights come to lie."""
     names: tuple[Any, ...] | None = None
     """How the engine's configuration names weights that relayout has loaded; None: it has not loaded any."""
     shapes: Shapes | None = None

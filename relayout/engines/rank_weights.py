@@ -60,6 +60,8 @@ class EngineOptions:
     """Data-parallel replicas that load the same rank at the same time read it once, together."""
     cache: str | None = None
     """Folder that keeps conversions of plain checkpoints, and files of remote ones; see `relayout.load`."""
+    live: bool = False
+    """Note where the weights come to lie in memory, so that an update of SGLang takes as long as what changed."""
     source: str | None = None
     """URL of the weights, where the engine's model is a folder with configuration and tokenizer only."""
 

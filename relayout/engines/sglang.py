@@ -1,8 +1,9 @@
 """SGLang: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
 
-SGLang has no registry of load formats, but official hooks for plugins. Six are used: two are around the places where
+SGLang has no registry of load formats, but official hooks for plugins. Eight are used: two are around the places where
 all files are found and read, one lets the name of the format pass, and two are around the making of a model and its
-loading: after that, no memory may be left unwritten. One is around updates: only weights of the same model are let in.
+loading: after that, no memory may be left unwritten. Three are around updates: only weights of the same model are let
+in, and change where they lie (`sglang_updates.py`).
 `--model-loader-extra-config '{"relayout": {...}}'` has the options, which are those of vLLM's plugin.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +33,7 @@ from relayout.engines.load import (
 )
 from relayout.engines.rank_weights import EngineOptions, listed, publish
 from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, is_draft, shapes_at
-from relayout.engines.sglang_updates import update_weights
+from relayout.engines.sglang_updates import process_weights, restore_weights, update_weights
 from relayout.errors import PlanError, RelayoutError
 from relayout.storage.stores import find_input
 
@@ -126,6 +127,11 @@ def _hook_loader() -> None:
             updater = import_module(_UPDATER)
             _expect(updater.WeightUpdater, "update_weights_from_disk", ["self", "model_path", "load_format"])
             HookRegistry.register(f"{_UPDATER}.WeightUpdater.update_weights_from_disk", update_weights, HookType.AROUND)
+            parameters = ["model", "weights", "target_device"]
+            _expect(DefaultModelLoader, "load_weights_and_postprocess", parameters)
+            HookRegistry.register(f"{target}.load_weights_and_postprocess", process_weights, HookType.AROUND)
+            _expect(DefaultModelLoader, "restore_weights_before_loading", parameters[::2])
+            HookRegistry.register(f"{target}.restore_weights_before_loading", restore_weights, HookType.AROUND)
         if policy_of(None) is not None:
             _expect(loader, "get_model_loader", ["load_config"])
             HookRegistry.register(f"{loader.__name__}.get_model_loader", choose_loader, HookType.AROUND)
@@ -161,12 +167,14 @@ def weights_iterator(
     stock = partial(original, loader, source, **settings)
     known = _known_of_source(loader.load_config, source)
     update, weights = known.update, None
+    if update is not None and update.staged is not None:
+        return iter(())
     if update is not None:
         known.place, weights, update.has_begun = update.place, update.weights, True
     assert known.place is not None
     if weights is None and not known.place.is_ours:
         return stock()
-    engine = engine_rank(source.model_config, loader.load_config.draft_model_idx)
+    known.engine = engine = engine_rank(source.model_config, loader.load_config.draft_model_idx)
     known.load = open_load(known.place, known.options, engine) if weights is None else Weights(weights.deliver())
     return _given(known, engine, loader, source, stock)
 
@@ -256,10 +264,11 @@ def load_weights(original: Callable[..., None], model: Any, weights: Any, *setti
     known.place = known.load = known.marks = None
     if marks is None or place is None:
         return
-    if not isinstance(load, Stock):
-        _check_written(model, place.source, load)
-        known.shapes = shapes_at(place)
-    marks.give_back(model)
+    with nullcontext() if known.recording is None else known.recording.paused():
+        if not isinstance(load, Stock):
+            _check_written(model, place.source, load)
+            known.shapes = shapes_at(place)
+        marks.give_back(model)
 
 
 def _check_written(model: Any, path: str, load: Weights | None) -> None:

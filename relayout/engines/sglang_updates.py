@@ -8,9 +8,9 @@ ranks first read and prove what they are to load; if one fails after that, all l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -20,9 +20,11 @@ from relayout.checkpoint.trust import policy_of
 from relayout.core.digests import digest_hex
 from relayout.engines.load import (
     EngineModel,
+    Load,
     Shapes,
     Sources,
     Update,
+    Weights,
     WeightsPlace,
     check_same_model,
     known_of,
@@ -38,11 +40,15 @@ from relayout.storage.stores import find_input, if_there, scheme_of
 
 if TYPE_CHECKING:
     from relayout.engines.rank_weights import RankWeights
+    from relayout.engines.recording import Recording
+    from relayout.engines.staging import Staged
     from relayout.loader.group.collectives import Group
 
 Value = TypeVar("Value")
 
 _Original: TypeAlias = Callable[..., tuple[bool, str]]
+_HELD_NBYTES = 4 * 2**30
+"""The most memory for what changes where it lies; what takes more is read, and proven, again when it is changed."""
 _NUM_TRIES = 8
 """So many steps are tried, if each is deleted before it is read."""
 
@@ -56,11 +62,87 @@ def update_weights(
     """
     live = _Live(original, updater, str(load_format).lower() == FORMAT, (load_format, *args), named)
     if "weight_name_filter" in named:  # SGLang reads again what a rank has lost of the weights that it has.
-        return live.load(model_path, live.again())
+        return live.load(model_path, replace(live.again(), is_whole=False))
     try:
         return live.change(model_path)
     except (RelayoutError, OSError, MemoryError) as error:
         return live.refused(model_path, error)
+
+
+def process_weights(original: Callable[..., None], model: Any, weights: Iterable[Any], target_device: Any) -> None:
+    """Hook around `DefaultModelLoader.load_weights_and_postprocess`: what was staged changes where it lies.
+
+    With the option `live` a load is recorded, so that this can be.
+    """
+    known = known_of(model)
+    if known is None:
+        original(model, weights, target_device)
+        return
+    update = known.update
+    if update is not None and update.staged is not None:
+        _commit(known, update, update.staged, model)
+        return
+    known.live = None
+    if update is not None:
+        is_followed = update.is_whole and update.weights is not None
+    else:  # What is not marked SGLang loads itself, or it is a draft model, which shares memory with another.
+        is_followed = known.marks is not None and known.place is not None and known.place.manifest is not None
+    if not (known.options.live and is_followed):
+        original(model, weights, target_device)
+        return
+    from relayout.engines.recording import Recording
+    from relayout.engines.staging import Content, LiveWeights
+
+    load: Load | None = None
+
+    def given(recording: Recording) -> Iterator[Any]:
+        nonlocal load
+        yield from recording.given(weights)
+        load = known.load
+
+    try:
+        with Recording(model) as recording:
+            known.recording = recording
+            original(model, given(recording), target_device)
+    finally:
+        known.recording = None
+    if isinstance(load, Weights) and known.engine is not None:
+        recorded = recording.finish()
+        known.live = LiveWeights(recorded, known.engine, known.options, Content.of(load.delivery.weights))
+        what = "relayout: %d slices lie in memory as they are; SGLang has made something else of %d"
+        LOGGER.info(what, len(recorded.views), len(recorded.reloaded))
+
+
+def restore_weights(original: Callable[..., None], model: Any, target_device: Any) -> None:
+    """Hook around `DefaultModelLoader.restore_weights_before_loading`: what changes where it lies is not unpacked."""
+    known = known_of(model)
+    if known is None or known.update is None or known.update.staged is None:
+        original(model, target_device)
+
+
+def _commit(known: EngineModel, update: Update, staged: Staged, model: Any) -> None:
+    """Change weights where they lie.
+
+    Raises:
+        PlanError: the model has other weights than those that this was staged for.
+        FormatError, OSError, MemoryError: as `LiveWeights.commit`.
+    """
+    live = known.live
+    assert live is not None
+    if update.error is not None:
+        raise update.error
+    try:
+        live.check(model)
+        live.check_base([staged])
+        update.has_begun = True
+        live.commit(staged, _loaded_again)
+    except Exception as error:
+        update.error = error
+        raise
+
+
+def _loaded_again(*_: object) -> None:
+    raise AssertionError("nothing of what was staged is loaded again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +165,10 @@ class _Live:
     ) -> None:
         self._original = partial(original, updater)
         self._args, self._named, self._is_asked_for = args, named, is_asked_for
-        self._config = updater.model_config
+        self._config, self._model = updater.model_config, updater.get_model()
         self._had_path = str(self._config.model_path)
-        self._known = known_of(updater.get_model()) or EngineModel(EngineOptions(), None)
-        remember(self._known, updater.get_model(), self._config)
+        self._known = known_of(self._model) or EngineModel(EngineOptions(), None)
+        remember(self._known, self._model, self._config)
         self._group: Group | None = None
         """The ranks that change together; None: there is one, or it is SGLang's own affair."""
 
@@ -216,24 +298,44 @@ class _Live:
         check_same_model(known or shapes_at(WeightsPlace(self._has[0])), path, shapes)
         if content is None:
             return _New(Update(place, None), shapes, None)
+        number = "" if step is None else f", step {step.step}"
+        if (staged := self._staged(path, place, step)) is not None:
+            says = f" relayout: content {staged.content.digest}{number}"
+            return _New(Update(place, None, staged), shapes, content, says)
         weights = self._open(where, content[1])
         with about(path=weights.path):
             for _ in weights.stream():  # Compares every slice with its digest.
                 pass
         digest = digest_hex(read_manifest_blob(weights.opened.source.store))
-        says = f" relayout: content {digest}" + ("" if step is None else f", step {step.step}")
-        return _New(Update(place, weights), shapes, content, says)
+        return _New(Update(place, weights), shapes, content, f" relayout: content {digest}{number}")
+
+    def _staged(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Staged | None:
+        """New weights, to go where those lie that the model has; None: SGLang must load all again, or something of it.
+
+        Raises:
+            FormatError, PlanError, OSError: as `LiveWeights.stage`.
+        """
+        from relayout.loader.requests import MAX_IN_FLIGHT, plan_budget
+
+        live = self._known.live
+        if live is None:
+            return None
+        try:
+            live.check(self._model)
+        except PlanError:  # SGLang has put something elsewhere.
+            return None
+        if (has := live.content) is None:
+            return None
+        sources = [place.source] if step is None else _chain_of(self._url(_root_of(path)[0]), step, has.digest)
+        threads = plan_budget(self._known.options.threads, None, MAX_IN_FLIGHT).threads
+        staged = live.stage(sources, has, _HELD_NBYTES, threads=threads)
+        return None if staged.modules is None or staged.modules else staged
 
     def _content(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Sources | None:
         """The folder and the deltas that a path means; None: it is plain."""
         if step is not None:
-            root = self._url(_root_of(path)[0])
-            index = _index_of(root)
-            chain = None if index is None else index.chain(step=step.content)
-            if chain is None:
-                raise PlanError("its steps are gone", path=root, code="missing")
-            assert chain.full is not None
-            return _real(root, chain.full), tuple(_real(root, name) for name in chain.deltas)
+            full, *others = _chain_of(self._url(_root_of(path)[0]), step, None)
+            return full, tuple(others)
         if _is_delta(place.source):
             if self._known.is_mixed:
                 what = "a delta changes what the engine has, and that is a mixture: update it from a folder"
@@ -275,6 +377,19 @@ def _root_of(path: str) -> tuple[str, int | None]:
     """A root of steps, and the number of the step that is named behind it."""
     root, _, number = path.rpartition("#")
     return (root, int(number)) if root and number.isascii() and number.isdecimal() else (path, None)
+
+
+def _chain_of(root: str, step: PublishedStep, have: str | None) -> list[str]:
+    """What leads to a step of a root: deltas for what is there already, or a folder and deltas.
+
+    Raises:
+        PlanError: nothing does.
+    """
+    index = _index_of(root)
+    chain = None if index is None else index.chain(have=have, step=step.content)
+    if chain is None:
+        raise PlanError("its steps are gone", path=root, code="missing")
+    return [_real(root, name) for name in (*filter(None, [chain.full]), *chain.deltas)]
 
 
 def _real(root: str, name: str) -> str:

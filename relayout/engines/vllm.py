@@ -154,6 +154,9 @@ class VllmLoader:
         of_vllm = {name: options.pop(name) for name in list(options) if name in names}
         self._option_names = tuple(options)
         self._options = EngineOptions.parse(options, "--model-loader-extra-config")
+        if self._options.live:
+            what = 'live: only for SGLang; for vLLM it is --weight-transfer-config \'{"backend": "relayout"}\''
+            raise PlanError(f"--model-loader-extra-config: {what}", code="option")
         # vLLM's own loader refuses options that it does not know, and may still have to load a draft model.
         own_config = replace(load_config, load_format="auto", model_loader_extra_config=of_vllm)
         self.setup.base.__init__(self, own_config)
@@ -229,7 +232,7 @@ class VllmLoader:
         with replicas(group) as members:
             engine = self._engine_rank(model, model_config, members)
             self.load = open_load(place, self._options, engine)
-            recording = self._recording(known, model, engine)
+            recording = None if place.manifest is None else self._recording(known, model, engine)
             if isinstance(self.load, Weights):
                 try:
                     self._take(self.load.delivery, model, model_config, recording)
@@ -254,8 +257,6 @@ class VllmLoader:
         from relayout.engines.vllm_reload import loader_of
 
         weights, recording = self.load.delivery.weights, Recording(model, loader_of)
-        if weights.store is not None:  # A conversion in a cache: no delta is made of it.
-            return None
 
         def note(failed: object, *_: object) -> None:
             if failed is None:

@@ -25,18 +25,27 @@ from support.updates_worker import TP, write_steps
 
 import relayout
 from relayout.core.digests import digest_hex
+from relayout.engines.load import known_of
 from relayout.engines.rank_weights import RankWeights
 from relayout.engines.sglang_updates import update_weights
+from relayout.engines.staging import Flips, LiveWeights
 
 pytestmark = pytest.mark.xdist_group("group")
 
 SCRIPT = "from support.sglang_updates_worker import main; main()"
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Engine:
+@pytest.fixture(params=[False, True], ids=["loads again", "live"])
+def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> Engine:
     caplog.set_level(logging.INFO, "sglang.relayout")
-    return install(monkeypatch)
+    engine = install(monkeypatch)
+    engine.options = {"live": True} if request.param else {}
+    return engine
+
+
+def model_of(engine: Engine, whole: Tensors) -> Model:
+    """Rank 1 of a model that was not loaded; where it is live, with its memory in parameters."""
+    return Model(whole, 1, TP, in_parameters=bool(engine.options))
 
 
 def damage(folder: Path) -> None:
@@ -76,7 +85,7 @@ def updates(folders: Path, tmp_path: Path) -> Path:
 def test_a_model_is_updated_from_weights_of_the_same_model(
     folders: Path, engine: Engine, whole: Tensors, updates: Path, start: str, name: str, load_format: str
 ) -> None:
-    model = Model(whole, 1, 2)
+    model = model_of(engine, whole)
     engine.load(folders / start, model, load_format=load_format)
     assert engine.update(model, updates / name, folders / start, load_format)[0]
     model.assert_holds_what_it_cuts_of(stock_tensors(updates / "new"))
@@ -100,7 +109,7 @@ def test_what_an_update_cannot_be_made_from_changes_nothing(
     folders: Path, engine: Engine, whole: Tensors, updates: Path, start: str, name: str, says: str
 ) -> None:
     """Also for a model that SGLang has loaded itself, where relayout is asked to update it."""
-    model = Model(whole, 1, 2)
+    model = model_of(engine, whole)
     engine.load(folders / start, model, load_format="auto")
     done, answer = engine.update(model, updates / name, folders / start, "auto" if "tp2" in start else "relayout")
     assert not done
@@ -125,7 +134,7 @@ def test_an_update_that_sglang_refuses_leaves_the_path_as_it_was() -> None:
 def test_updates_of_what_sglang_reads_itself_are_its_own(
     folders: Path, engine: Engine, whole: Tensors, updates: Path
 ) -> None:
-    model = Model(whole, 1, 2)
+    model = model_of(engine, whole)
     engine.load(folders / "llama", model, load_format="auto")
     assert engine.update(model, updates / "lacks", folders / "llama") == (True, "Succeeded to update model weights.")
 
@@ -146,7 +155,7 @@ def content_of(folder: Path) -> str:
 
 
 def started(engine: Engine, folder: Path, whole: Tensors, **options: Any) -> Model:
-    model = Model(whole, 1, TP)
+    model = model_of(engine, whole)
     engine.load(folder, model, load_format="auto", **options)
     assert engine.update(model, folder, folder)[0]
     return model
@@ -182,7 +191,7 @@ def test_a_damaged_delta_changes_nothing(steps: Path, engine: Engine, whole: Ten
 def test_a_delta_is_not_for_an_engine_that_has_loaded_a_plain_checkpoint(
     steps: Path, engine: Engine, whole: Tensors
 ) -> None:
-    model = Model(whole, 1, TP)
+    model = model_of(engine, whole)
     engine.load(steps / "model-0", model, load_format="auto")
     done, answer = engine.update(model, steps / "delta-1", steps / "model-0")
     assert not done
@@ -247,7 +256,8 @@ def test_stages_of_a_pipeline_take_a_step_by_its_number(steps: Path, engine: Eng
 
 
 def after_the_proof(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Let something happen when all is read, and before anything changes."""
+    """Let something happen when all is read, and before anything changes. Nothing is held: it is read again."""
+    monkeypatch.setattr("relayout.engines.sglang_updates._HELD_NBYTES", 0)
     deliver, acts = RankWeights.deliver, [act]
 
     def delivered(weights: RankWeights, *args: Any) -> Any:
@@ -264,7 +274,7 @@ def test_what_is_damaged_after_the_proof_lets_the_engine_load_again_what_it_had(
     folders: Path, engine: Engine, whole: Tensors, updates: Path, monkeypatch: pytest.MonkeyPatch, start: str
 ) -> None:
     """SGLang's own way back reads the new path once more."""
-    model = Model(whole, 1, 2)
+    model = model_of(engine, whole)
     engine.load(folders / start, model, load_format="auto")
     after_the_proof(monkeypatch, lambda: damage(updates / "new-tp2"))
     done, answer = engine.update(model, updates / "new-tp2", folders / start)
@@ -280,6 +290,8 @@ def test_whatever_a_load_fails_by_the_engine_loads_again_what_it_had(
     folders: Path, engine: Engine, whole: Tensors, updates: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Also if it reads the new weights itself."""
+    if engine.options and name != "new":
+        pytest.skip("nothing is loaded")
     model = started(engine, folders / "llama-tp2", whole)
     load, calls = model.load_weights, list[int]()
 
@@ -366,11 +378,110 @@ def test_a_root_in_a_store_is_read_without_a_flag(engine: Engine, whole: Tensors
     model.assert_holds_what_it_cuts_of(stock_tensors(steps / "model-1"))
 
 
-@pytest.fixture(scope="module")
-def ranks(steps: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture
+def live(engine: Engine) -> Engine:
+    if not engine.options:
+        pytest.skip("the same without")
+    return engine
+
+
+def loads_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One more for each load."""
+    load, loads = model.load_weights, list[int]()
+    monkeypatch.setattr(model, "load_weights", lambda weights: loads.append(1) or load(weights))
+    return loads
+
+
+def weights_of(model: Model) -> LiveWeights:
+    known = known_of(model)
+    assert known is not None
+    assert known.live is not None
+    return known.live
+
+
+def test_what_changes_goes_where_it_lies(
+    steps: Path, live: Engine, whole: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders, deltas and steps; also steps that lead back. Nothing is loaded again, and nothing moves."""
+    model = started(live, steps / "step-0", whole)
+    loads, places = loads_of(model, monkeypatch), [one.data_ptr() for one in model.memory.values()]
+    for name, step in (("delta-1", 1), ("root", 2), ("root#10", 0), ("root#11", 1), ("step-0", 0), ("root#11", 1)):
+        done, answer = live.update(model, steps / name)
+        found = weights_of(model).attest()
+        assert (done, found.difference, found.unproven) == (True, None, ())
+        assert f" relayout: content {found.content}" in answer
+        model.assert_holds_what_it_cuts_of(stock_tensors(steps / f"model-{step}"))
+    assert not loads
+    assert [one.data_ptr() for one in model.memory.values()] == places
+    assert live.updated.model_path == str(steps / "root#11")
+
+
+def written_by_others(model: Model) -> None:
+    for one in model.memory.values():
+        one.neg_()
+
+
+def moved(model: Model) -> None:
+    model.allocate()
+    written_by_others(model)
+
+
+@pytest.mark.parametrize("act", [written_by_others, moved])
+def test_memory_that_is_not_as_it_was_left_is_loaded_again(
+    steps: Path, live: Engine, whole: Tensors, monkeypatch: pytest.MonkeyPatch, act: Callable[[Model], None]
+) -> None:
+    """And from then on, what changes goes where it lies."""
+    model = started(live, steps / "step-0", whole)
+    loads = loads_of(model, monkeypatch)
+    act(model)
+    for step in (1, 2):
+        assert live.update(model, steps / f"delta-{step}")[0]
+        model.assert_holds_what_it_cuts_of(stock_tensors(steps / f"model-{step}"))
+    assert loads == [1]
+
+
+def test_after_a_failure_in_the_middle_the_engine_loads_again_what_it_had(
+    steps: Path, live: Engine, whole: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = started(live, steps / "step-0", whole)
+    loads, apply, calls = loads_of(model, monkeypatch), Flips.apply, list[int]()
+
+    def failing(flips: Flips, numbers: torch.Tensor) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("no memory is left")
+        apply(flips, numbers)
+
+    monkeypatch.setattr(Flips, "apply", failing)
+    done, answer = live.update(model, steps / "delta-1")
+    assert (done, "SGLang: keeps them: " in answer, "no memory is left" in answer) == (False, True, True)
+    model.assert_holds_what_it_cuts_of(whole)
+    assert loads == [1]
+    assert live.update(model, steps / "delta-1")[0]
+    model.assert_holds_what_it_cuts_of(stock_tensors(steps / "model-1"))
+    assert loads == [1]
+
+
+def test_a_model_that_is_not_asked_to_be_live_is_not_recorded(
+    steps: Path, engine: Engine, whole: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(engine, whole)
+    engine.load(steps / "step-0", model, load_format="auto")
+    known = known_of(model)
+    assert known is not None
+    assert (known.live is not None) is bool(engine.options)
+    engine.load(steps / "model-0", model, load_format="auto")
+    known = known_of(model)
+    assert known is None or known.live is None
+
+
+@pytest.fixture(scope="module", params=["", "live", "live in part"])
+def ranks(
+    steps: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, Any]]:
     """What each of two ranks saw in each case."""
     folder = shutil.copytree(steps, tmp_path_factory.mktemp("ranks") / "steps")
-    done = prestarted.run(folder, script=SCRIPT, imports=prestarted.GROUP, env=prestarted.ONE_THREAD)
+    done = prestarted.run(folder, request.param, script=SCRIPT, imports=prestarted.GROUP, env=prestarted.ONE_THREAD)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(TP)]
 

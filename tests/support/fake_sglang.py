@@ -69,13 +69,14 @@ class Engine:
     ) -> None:
         """Make a model and load it, with options of relayout."""
         loader = sys.modules["sglang.srt.model_loader.loader"]
+        options = {**self.options, **options}
         config = self.load_config(load_format, {"relayout": options} if options else {}, None)
         made = ModelConfig.of(folder, model=model, draft=draft)
         vars(self.parallel).update(tp_rank=model.rank, tp_size=model.tp, attn_tp_size=self.attention or model.tp)
         reader = loader.get_model_loader(config)
         loader._initialize_model(made, config)
         weights = reader._get_weights_iterator(source_of(made))
-        loader.DefaultModelLoader.load_weights_only(model, weights, None)
+        reader.load_weights_and_postprocess(model, weights, None)
 
     def update(
         self, model: Any, folder: Path | str, was: Path | str | None = None, load_format: str = "auto", **named: Any
@@ -88,6 +89,8 @@ class Engine:
         answer: tuple[bool, str] = updater.update_weights_from_disk(str(folder), load_format, **named)
         return answer
 
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of relayout, for all loads."""
     updated: Any = None
     """The configuration of the model that was updated last."""
 
@@ -173,6 +176,14 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
         def load_weights_only(model: Any, weights: Any, target_device: Any) -> None:
             model.load_weights(weights)
 
+        @staticmethod
+        def load_weights_and_postprocess(model: Any, weights: Any, target_device: Any) -> None:
+            DefaultModelLoader.load_weights_only(model, weights, target_device)
+
+        @staticmethod
+        def restore_weights_before_loading(model: Any, target_device: Any) -> None:
+            """Nothing is packed."""
+
         @classmethod
         def _filter_mtp_weights(cls, weights: Any, prefix: str, draft_model_idx: int) -> Any:
             return ((f"{prefix}draft-{draft_model_idx}.{name}", tensor) for name, tensor in weights)
@@ -188,7 +199,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
             def load() -> None:
                 given = loader._get_weights_iterator(source_of(self.model_config))
                 weights = ((name, one) for name, one in given if weight_name_filter is None or weight_name_filter(name))
-                DefaultModelLoader.load_weights_only(self.get_model(), weights, None)
+                DefaultModelLoader.restore_weights_before_loading(self.get_model(), None)
+                loader.load_weights_and_postprocess(self.get_model(), weights, None)
 
             try:
                 load()

@@ -1,7 +1,7 @@
 """Two ranks of a stand-in of SGLang whose weights are updated, case after case, and what each of them saw.
 
 `main` with `FOLDER` in sys.argv: it has what `steps` of tests/engines/test_sglang_updates.py makes. Each process writes
-FOLDER/rank-N.json.
+FOLDER/rank-N.json. With `live` behind it, what changes goes where it lies; of rank 1 only, with `live in part`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ def _rank(folder: Path, rank: int) -> None:
     from support.fake_sglang import install
     from support.fake_vllm import Model
 
+    from relayout.engines.staging import LiveWeights
+
     join(folder, rank, TP)
     engine = install(pytest.MonkeyPatch())
     engine.parallel.tp_group = SimpleNamespace(world_size=TP, cpu_group=dist.group.WORLD)
     wholes = {name: stock_tensors(folder / name) for name in ("model-0", "model-1", "model-2")}
-    model = Model(wholes["model-0"], rank, TP)
+    is_live = sys.argv[2:] == ["live"] or (sys.argv[2:] == ["live in part"] and rank == 1)
+    engine.options = {"live": is_live}
+    model = Model(wholes["model-0"], rank, TP, in_parameters=is_live)
     engine.load(folder / "step-0", model, load_format="auto")
     seen: dict[str, Any] = {}
 
@@ -45,13 +49,22 @@ def _rank(folder: Path, rank: int) -> None:
         """With `fails`, the first load of this rank breaks off in its middle."""
         load = model.load_weights
         if fails:
+            commit = LiveWeights.commit
+
+            def mend() -> None:
+                model.load_weights, LiveWeights.commit = load, commit  # type: ignore[method-assign]
 
             def broken(weights: Any) -> Any:
-                model.load_weights = load  # type: ignore[method-assign]
+                mend()
                 load(next(iter(weights)) for _ in range(2))
                 return 1 / 0
 
-            model.load_weights = broken  # type: ignore[method-assign]
+            def breaking(*_: Any) -> Any:
+                mend()
+                next(iter(model.memory.values())).neg_()
+                return 1 / 0
+
+            model.load_weights, LiveWeights.commit = broken, breaking  # type: ignore[method-assign]
         done, answer = engine.update(model, folder / source, was)
         has = [
             name

@@ -36,7 +36,8 @@ CASES = (
 class Live:
     """A rank of SGLang that has loaded a folder, as its model runner keeps it."""
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, **options: Any) -> None:
+        """Start, with options of relayout."""
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.model_executor.model_runner_components import weight_updater
@@ -50,7 +51,10 @@ class Live:
         )  # fmt: skip
         fake_rank(arguments, rank)
         config = ModelConfig.from_server_args(arguments)
-        load_config = LoadConfig(load_format="auto", tp_rank=rank, draft_model_idx=None)
+        extra = {"relayout": options} if options else {}
+        load_config = LoadConfig(
+            load_format="auto", tp_rank=rank, draft_model_idx=None, model_loader_extra_config=extra
+        )
         # Only now are these hooked, if the plugin is there.
         from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model, get_model_loader
 
@@ -60,6 +64,15 @@ class Live:
             model = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
             loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), device)
         self.model = model
+        self.num_loads = 0
+        """How often it has loaded since."""
+        load = model.load_weights
+
+        def counted(weights: Any) -> Any:
+            self.num_loads += 1
+            return load(weights)
+
+        model.load_weights = counted
         self.updater = weight_updater.WeightUpdater(
             tp_rank=rank, device="cpu", gpu_id=0, model_config=config, custom_weight_loaders={},
             get_model=lambda: model, update_model_fields=lambda *_args, **_named: None,
@@ -96,16 +109,20 @@ def outcomes(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import relayout.engines.sglang_updates as updates
 
     updates._group = lambda: None  # The ranks are not there at the same time.
-    found = {case: {**nothing_found(), "answers": []} for case, _, _ in CASES}
-    for rank in range(TP):
-        live = Live(root / "step-0", rank)
-        memory = {name: tensor.data_ptr() for name, tensor in held(live.model).items()}
-        for case, path, source in CASES:
-            done, answer = live.update(root / path)
-            found[case]["answers"].append(f"{done}: {answer.replace(f'{root}/', '')[:160]}")
-            note_differences(found[case], rank, wanted[rank][source], live.held())
-            found[case]["moved"] = sum(tensor.data_ptr() != memory[name] for name, tensor in held(live.model).items())
-    yield from found.items()
+    for mode, options in (("", {}), ("live: ", {"live": True})):
+        found = {case: {**nothing_found(), "answers": [], "loads": 0} for case, _, _ in CASES}
+        for rank in range(TP):
+            live = Live(root / "step-0", rank, **options)
+            memory = {name: tensor.data_ptr() for name, tensor in held(live.model).items()}
+            for case, path, source in CASES:
+                before = live.num_loads
+                done, answer = live.update(root / path)
+                found[case]["answers"].append(f"{done}: {answer.replace(f'{root}/', '')[:160]}")
+                found[case]["loads"] += live.num_loads - before
+                note_differences(found[case], rank, wanted[rank][source], live.held())
+                now = held(live.model)
+                found[case]["moved"] = sum(tensor.data_ptr() != memory[name] for name, tensor in now.items())
+        yield from ((mode + case, outcome) for case, outcome in found.items())
 
 
 def main() -> None:

@@ -18,22 +18,23 @@ import relayout
 from engines.cases import source_of
 from engines.environments import Environment
 
-UPDATED = "llama"
+UPDATED = ("llama", "qwen2", "qwen3_moe")
 _LEFT_OUT = "model.norm.weight"
 
 
 def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """What each update comes to: what SGLang answers, and the tensors that are not those of a fresh start."""
-    if fnmatch(UPDATED, only):
-        root = work / "updates"
-        shutil.rmtree(root, ignore_errors=True)
-        _write(root, work)
-        for what, outcome in environment.result(work, "comparing.sglang_updates", root).items():
-            yield f"{UPDATED}, {what}", outcome
+    for family in UPDATED:
+        if fnmatch(family, only):
+            root = work / "updates"
+            shutil.rmtree(root, ignore_errors=True)
+            _write(family, root, work)
+            for what, outcome in environment.result(work, "comparing.sglang_updates", root).items():
+                yield f"{family}, {what}", outcome
 
 
-def _write(root: Path, work: Path) -> None:
-    write_steps(source_of(UPDATED, work), root, 2)
+def _write(family: str, root: Path, work: Path) -> None:
+    write_steps(source_of(family, work), root, 2)
     relayout.convert(source_of("qwen3", work), root / "other-model", tp=TP)
     publisher = relayout.Publisher(root / "root", config=root / "model-0", tp=TP)
     for step in range(3):

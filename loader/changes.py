@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from relayout.checkpoint.delta import Changes, Delta
 from relayout.core.extents import Extent
 from relayout.core.workers import Workers
 from relayout.errors import FormatError
-from relayout.format.delta import NEW, OLD, are_alike
+from relayout.format.delta import NEW, OLD, Elements, are_alike
 from relayout.format.index import Manifest, RankTable, chunks_over
 from relayout.loader.sources.checkpoint import contents_of
 from relayout.reporting import Progress, reporting
 from relayout.storage.system import Buffer
+
+Places: TypeAlias = npt.NDArray[np.int64]
+"""Numbers of elements, rising."""
 
 _BATCH_NBYTES = 4 * 2**20
 """Bytes that a thread reads of deltas at once, or one piece."""
@@ -51,6 +56,32 @@ class ChangedPiece:
     """The parts of tensors that lie in it."""
     stored: Sequence[tuple[Changes, memoryview]]
 
+    def changes(self, widths: Sequence[int | None], buffer: Buffer) -> Iterator[tuple[Places, npt.NDArray[Any]]]:
+        """What changes of each part: which elements, rising, and the XOR of each; for errors see `apply`.
+
+        Args:
+            widths: of each part, the bytes of an element; None: whatever the delta has.
+        """
+        runs = self._runs()
+        change = None if runs is not None else self.decode(buffer)
+        for part, width in zip(self.parts, widths, strict=True):
+            found = None if runs is None else _within(runs, part, width)
+            if found is None:
+                change = self.decode(buffer) if change is None else change
+                width = width or 1
+                elements = np.frombuffer(change, f"<u{width}", part.nbytes // width, part.place)
+                places = np.flatnonzero(elements)
+                found = places, elements[places]
+            yield found
+
+    def _runs(self) -> list[Elements] | None:
+        """The elements that change, if one delta alone changes the piece, and few of them."""
+        if len(self.stored) > 1:
+            return None
+        ((changes, stored),) = self.stored
+        found = changes.decode(stored, self.nbytes)
+        return None if any(one.places is None for one in found) else found
+
     def apply(self, target: memoryview) -> None:
         """Change the bytes of the piece, from before the first delta to behind the last one.
 
@@ -66,6 +97,17 @@ class ChangedPiece:
         np.frombuffer(change, np.uint8)[:] = 0
         self.apply(change)
         return change
+
+
+def _within(runs: Sequence[Elements], part: ChangedPart, width: int | None) -> tuple[Places, npt.NDArray[Any]] | None:
+    """The elements of a part; None: it is not all of one run of such elements."""
+    end = part.place + part.nbytes
+    touched = [run for run in runs if run.offset < end and part.place < run.offset + run.nbytes]
+    if not touched:
+        return np.empty(0, np.int64), np.empty(0, f"<u{width or 1}")
+    if len(touched) > 1 or part.place < touched[0].offset or touched[0].offset + touched[0].nbytes < end:
+        return None
+    return touched[0].within(part.place, end, width or touched[0].values.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

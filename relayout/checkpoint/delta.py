@@ -29,6 +29,8 @@ from relayout.format.delta import (
     OLD,
     DeltaFile,
     DeltaManifest,
+    Elements,
+    decode,
     delta_name,
     layout_difference,
     num_pieces,
@@ -147,6 +149,11 @@ class Changes:
         """Change the bytes of a piece by what is stored of it. FormatError: it cannot be decoded."""
         with about(path=self._where, part=_part(self._link.position)):
             xor_into(stored, target)
+
+    def decode(self, stored: memoryview, nbytes: int) -> list[Elements]:
+        """The elements of a piece of so many bytes that change. FormatError: it cannot be decoded."""
+        with about(path=self._where, part=_part(self._link.position)):
+            return list(decode(stored, nbytes))
 
     def _read(self, place: Extent) -> bytearray:
         content = bytearray(place.nbytes)

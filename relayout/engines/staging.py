@@ -491,17 +491,15 @@ def _samples_of(recorded: Recorded) -> list[tuple[tuple[int, int], torch.Tensor]
 
 def _flips_of(piece: ChangedPiece, buffer: Buffer, recorded: Recorded) -> Iterator[tuple[str, Flips | None]]:
     """What changes in a piece: of each slice, how memory changes; None: the slice is loaded again."""
-    change = piece.decode(buffer)
-    for part in piece.parts:
-        views = recorded.views.get(part.name)
+    views_of = [recorded.views.get(part.name) for part in piece.parts]
+    widths = [None if views is None else views[0].itemsize for views in views_of]
+    found = piece.changes(widths, buffer)
+    for part, views, (changed, bits) in zip(piece.parts, views_of, found, strict=True):
         if views is None:
-            if np.frombuffer(change, np.uint8, part.nbytes, part.place).any():
+            if len(changed):
                 yield part.name, None
             continue
-        itemsize = views[0].itemsize
-        elements = np.frombuffer(change, f"<u{itemsize}", part.nbytes // itemsize, part.place)
-        changed = np.flatnonzero(elements)
-        bits, numbers = elements[changed], changed + part.offset // itemsize
+        numbers = changed + part.offset // views[0].itemsize
         for view in views:
             if len(numbers) and view.source <= numbers[-1] and numbers[0] < view.end:
                 has, places = view.places(numbers)

@@ -11,7 +11,7 @@ last place: 2.6 %, where planes of all bytes and zstd take 4.8 %.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,15 +109,56 @@ class _Run:
             raise FormatError(what, code="field")
 
 
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """The elements of a run that are not zero, or all."""
+
+    offset: int
+    """Where the run begins in the data, in bytes."""
+    nbytes: int
+    """Bytes of the run."""
+    places: npt.NDArray[np.int64] | None
+    """Which elements of the run, rising; None: all."""
+    values: npt.NDArray[np.unsignedinteger[Any]]
+
+    def within(self, start: int, end: int, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]] | None:
+        """Those of a part of the data, counted from its first one; None: it does not consist of such elements.
+
+        Args:
+            start, end: of the part, in bytes of the data.
+            width: bytes of an element.
+        """
+        assert self.places is not None
+        first, rest = divmod(start - self.offset, width)
+        if rest or width != self.values.itemsize:
+            return None
+        low, high = np.searchsorted(self.places, (first, first + (end - start) // width))
+        return self.places[low:high] - first, self.values[low:high]
+
+
 def xor_into(encoded: bytes | memoryview, target: memoryview | Array) -> None:
     """Change `target`, as long as the data was, to its XOR with the data. Where that was zero, nothing is written.
 
     Raises:
-        FormatError: not what `encode` makes of data of this length. What `target` then holds is not defined.
+        FormatError: as `decode`. What `target` then holds is not defined.
+    """
+    for run in decode(encoded, target.nbytes):
+        elements = np.frombuffer(target, np.uint8, run.nbytes, run.offset).view(run.values.dtype)
+        if run.places is None:
+            elements ^= run.values
+        else:
+            elements[run.places] ^= run.values
+
+
+def decode(encoded: bytes | memoryview, nbytes: int) -> Iterator[Elements]:
+    """What `encode` has made of data of so many bytes: the runs that are not zero.
+
+    Raises:
+        FormatError: `encode` makes nothing like it of such data.
     """
     if not len(encoded):
         return
-    runs = _parse_head(encoded, target.nbytes)
+    runs = _parse_head(encoded, nbytes)
     body = _expand(encoded[_HEAD.itemsize * (1 + _NUM_FIELDS * len(runs)) :], runs)
     place_of_gap, place_of_value = 0, sum(run.num_gaps for run in runs)
     starts = [place_of_value]  # Of the planes.
@@ -129,13 +170,10 @@ def xor_into(encoded: bytes | memoryview, target: memoryview | Array) -> None:
         for byte in range(run.width):
             values[:, byte] = body[starts[byte] : starts[byte] + run.num_stored]
             starts[byte] += run.num_stored
-        elements = np.frombuffer(target, np.uint8, run.nbytes, offset).view(f"<u{run.width}")
-        changes = values.view(elements.dtype)[:, 0]
-        if run.num_gaps:
-            places = _places(body[place_of_gap : place_of_gap + run.num_gaps], run)
-            elements[places] ^= changes
-        elif run.num_stored:
-            elements ^= changes
+        if run.num_stored or run.num_gaps:
+            gaps = body[place_of_gap : place_of_gap + run.num_gaps]
+            places = _places(gaps, run) if run.num_gaps else None
+            yield Elements(offset, run.nbytes, places, values.view(f"<u{run.width}")[:, 0])
         place_of_gap += run.num_gaps
         offset += run.nbytes
 

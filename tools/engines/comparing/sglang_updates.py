@@ -36,7 +36,7 @@ CASES = (
 class Live:
     """A rank of SGLang that has loaded a folder, as its model runner keeps it."""
 
-    def __init__(self, path: Path, rank: int, **options: Any) -> None:
+    def __init__(self, path: Path, rank: int, *, tp: int = TP, **options: Any) -> None:
         """Start, with options of relayout."""
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
@@ -46,7 +46,7 @@ class Live:
 
         weight_updater.get_available_gpu_memory = lambda *_args, **_named: 0.0
         arguments = ServerArgs(
-            model_path=str(path), tp_size=TP, device="cpu", dtype="bfloat16", disable_cuda_graph=True,
+            model_path=str(path), tp_size=tp, device="cpu", dtype="bfloat16", disable_cuda_graph=True,
             skip_tokenizer_init=True,
         )  # fmt: skip
         fake_rank(arguments, rank)

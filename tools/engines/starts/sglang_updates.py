@@ -17,8 +17,12 @@ from support.updates_worker import TP, write_steps
 import relayout
 from engines.cases import source_of
 from engines.environments import Environment
+from engines.starts.updates import write_changed
 
 UPDATED = ("llama", "qwen2", "qwen3_moe")
+_PAUSES = ((2, 0.01), (10, 0.01), (20, 0.01), (10, 0.001), (10, 0.05), (10, 0.2))
+"""Layers, of about 0.1 GB each, and the share of the elements that change."""
+_NUM_TURNS = 3
 _LEFT_OUT = "model.norm.weight"
 
 
@@ -31,6 +35,14 @@ def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[s
             _write(family, root, work)
             for what, outcome in environment.result(work, "comparing.sglang_updates", root).items():
                 yield f"{family}, {what}", outcome
+    if fnmatch("pauses", only):
+        for layers, share in _PAUSES:
+            root = work / f"pause-{layers}-{share}"
+            shutil.rmtree(root, ignore_errors=True)
+            write_changed(root, layers, share)
+            found = environment.result(work, "comparing.sglang_pauses", root, _NUM_TURNS)
+            shutil.rmtree(root)
+            yield f"pause, {layers} layers, {share:.2%}", found
 
 
 def _write(family: str, root: Path, work: Path) -> None:

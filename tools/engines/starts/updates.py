@@ -132,13 +132,13 @@ def _pauses(environment: Environment, work: Path) -> Iterator[tuple[str, dict[st
     for layers, share, unpacked in _PAUSES:
         root = work / "updates" / f"pause-{layers}-{share}"
         shutil.rmtree(root, ignore_errors=True)
-        _write_changed(root, layers, share)
+        write_changed(root, layers, share)
         found = environment.result(work, "comparing.vllm_pauses", root, NUM_TURNS, *["--unpacked"] * unpacked)
         shutil.rmtree(root)
         yield f"pause, {layers} layers, {share:.2%}{', unpacked' * unpacked}", found
 
 
-def _write_changed(root: Path, layers: int, share: float) -> None:
+def write_changed(root: Path, layers: int, share: float) -> None:
     """A model, one in which a share of the elements differ by one bit, the first one converted, and the delta."""
     (root / "model-0").mkdir(parents=True)
     write_family(replace(_LARGE, sizes=_LARGE.sizes | {"L": layers}), root / "model-0")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -22,12 +22,13 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.checkpoint.source import read_shard
-from relayout.conversion.changes import UNCHANGED, FileVersion, widths_in, write_changes
+from relayout.conversion.changes import UNCHANGED, widths_in, write_pieces
 from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import modes_of, put_index, put_tables
 from relayout.core.digests import PROOF_NBYTES, digest_hex, proof_hex
 from relayout.core.extents import Extent
+from relayout.core.workers import each
 from relayout.errors import PlanError
 from relayout.format.delta import (
     NEW,
@@ -37,7 +38,9 @@ from relayout.format.delta import (
     are_alike,
     delta_name,
     dump_delta,
+    encode,
     layout_difference,
+    pieces_of,
 )
 from relayout.format.index import MANIFEST_NAME, VERSION, Manifest
 from relayout.format.manifest import parse_manifest
@@ -48,6 +51,11 @@ from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import Access, ReadableFile, Store, find_input, find_store
 from relayout.storage.system import Buffer, peak_nbytes
+
+_READ_AT_ONCE = 4
+"""Chunks of a file that a thread reads at once."""
+_AHEAD = 2
+"""Such reads of each thread whose changes are in memory before they are written."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -205,29 +213,55 @@ def _write_changes(
         what = f"has other tensors than {before.store.location(file.name)}"
         raise PlanError(what, path=after.store.location(file.name), code="option")
 
-    def proven(
-        side: _Side, opened: ReadableFile, stored: bytes, chunk: int, extent: Extent, buffer: Buffer
-    ) -> memoryview:
-        view = _read(opened, extent, buffer)
-        check_chunk(proof_hex(view), stored, chunk, extent, side.store.location(file.name))
-        return view
+    pieces, widths = pieces_of(file, after.manifest.chunk_nbytes), widths_in(parsed[1])
+    where = [side.store.location(file.name) for side in sides]
+    idle = [(Buffer(), Buffer(), Buffer()) for _ in range(threads)]
+    """Fresh memory for each run would take longer than to read it."""
+
+    def compare(run: range) -> list[tuple[int, bytes]]:
+        """What changed in some chunks that are neighbors."""
+        first, last = pieces[1 + run[0]], pieces[1 + run[-1]]
+        *buffers, scratch = taken = idle.pop()
+        views = [
+            _read(opened, Extent(first.offset, last.end - first.offset), buffer)
+            for opened, buffer in zip(files, buffers, strict=True)
+        ]
+        found = []
+        for chunk in run:
+            extent = pieces[1 + chunk]
+            versions = [view[extent.offset - first.offset : extent.end - first.offset] for view in views]
+            for version, stored, path in zip(versions, digests, where, strict=True):
+                check_chunk(proof_hex(version), stored, chunk, extent, path)
+            change = np.frombuffer(scratch.reserve(extent.nbytes), np.uint8)
+            old, new = (np.frombuffer(version, np.uint8) for version in versions)
+            np.bitwise_xor(old, new, out=change)
+            found.append((1 + chunk, encode(change, widths.of(extent))))
+        idle.append(taken)
+        return found
+
+    def changes() -> Iterator[tuple[int, bytes]]:
+        head = np.bitwise_xor(*(np.frombuffer(header, np.uint8) for header in headers))
+        yield 0, encode(head, [(head.nbytes, 1)])
+        runs = _runs(differing)
+        for at in range(0, len(runs), _AHEAD * threads):
+            group = runs[at : at + _AHEAD * threads]
+            yield from chain.from_iterable(each(compare, group, threads))
+            report(pieces[1 + group[-1][-1]].end)
 
     with ExitStack() as stack:
         files = [stack.enter_context(side.store.open(file.name, file.nbytes, access=Access.ONCE)) for side in sides]
-        versions = [
-            FileVersion(header, partial(proven, side, opened, stored))
-            for header, side, opened, stored in zip(headers, sides, files, digests, strict=True)
-        ]
-        return write_changes(
-            made,
-            file,
-            after.manifest.chunk_nbytes,
-            (versions[0], versions[1]),
-            differing,
-            widths_in(parsed[1]),
-            threads=threads,
-            report=report,
-        )
+        return write_pieces(made, file.name, len(pieces), changes())
+
+
+def _runs(chunks: Sequence[int]) -> list[range]:
+    """Chunks, rising, in runs of neighbors that are read at once."""
+    runs: list[range] = []
+    for chunk in chunks:
+        if runs and runs[-1].stop == chunk and len(runs[-1]) < _READ_AT_ONCE:
+            runs[-1] = range(runs[-1].start, chunk + 1)
+        else:
+            runs.append(range(chunk, chunk + 1))
+    return runs
 
 
 def _read(file: ReadableFile, extent: Extent, buffer: Buffer) -> memoryview:

@@ -3,78 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-
-import numpy as np
 
 from relayout.core.digests import EMPTY_DIGEST, digest_hex
 from relayout.core.extents import Extent, align_down
 from relayout.core.slices import BITS
-from relayout.core.workers import each
-from relayout.format.delta import DeltaFile, delta_name, dump_index, encode, pieces_of
-from relayout.format.index import IndexedFile
+from relayout.format.delta import DeltaFile, delta_name, dump_index
 from relayout.format.safetensors import Header
 from relayout.publish.output import Output
-from relayout.storage.system import Buffer
-
-_AHEAD = 4
-"""Chunks that are compared for each thread before what changed in them is written."""
 
 UNCHANGED = DeltaFile(0, EMPTY_DIGEST)
 """What a delta has of a file that did not change."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileVersion:
-    """One version of a weight file."""
-
-    header: bytes
-    chunk: Callable[[int, Extent, Buffer], memoryview]
-    """Returns the bytes of a chunk, by its number and its place in the file; it may read them into the buffer.
-    Thread-safe."""
-
-
-def write_changes(
-    made: Output,
-    file: IndexedFile,
-    chunk_nbytes: int,
-    versions: tuple[FileVersion, FileVersion],
-    differing: Sequence[int],
-    widths: ElementWidths,
-    *,
-    threads: int,
-    report: Callable[[int], None] = lambda _: None,
-) -> DeltaFile:
-    """Write what changed in a file from its first version to its second.
-
-    Args:
-        differing: numbers of the chunks that may differ, rising.
-        threads: threads that compare and compress; each has two chunks in memory, and what changed in some.
-        report: is called with the offset up to which the file was compared.
-    """
-    pieces = pieces_of(file, chunk_nbytes)
-
-    idle = [(Buffer(), Buffer()) for _ in range(threads)]
-    """Fresh memory for each chunk would take longer than to read it."""
-
-    def compare(chunk: int) -> bytes:
-        extent, buffers = pieces[1 + chunk], idle.pop()
-        stored = [version.chunk(chunk, extent, buffer) for version, buffer in zip(versions, buffers, strict=True)]
-        change = np.bitwise_xor(*(np.frombuffer(view, np.uint8) for view in stored))
-        idle.append(buffers)
-        return encode(change, widths.of(extent))
-
-    def changes() -> Iterator[tuple[int, bytes]]:
-        head = np.bitwise_xor(*(np.frombuffer(version.header, np.uint8) for version in versions))
-        yield 0, encode(head, [(head.nbytes, 1)])
-        for first in range(0, len(differing), _AHEAD * threads):
-            group = differing[first : first + _AHEAD * threads]
-            yield from zip((1 + chunk for chunk in group), each(compare, group, threads), strict=True)
-            report(pieces[1 + group[-1]].end)
-
-    return write_pieces(made, file.name, len(pieces), changes())
 
 
 def write_pieces(made: Output, file: str, num_pieces: int, changes: Iterable[tuple[int, bytes]]) -> DeltaFile:

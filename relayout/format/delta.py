@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ _SKIP = 255
 """A gap of so many zeros, with no element behind it."""
 _DENSE = 4
 """All elements are stored, without gaps, if more than one in so many is not zero."""
+_SPARSE, _SEEN = 200, 4096
+"""Few elements are not zero if at most one in so many is, of the first ones."""
 _LEVEL = 1
 """The level of zstd. Higher ones look for repetitions, of which there are none: slower, and no smaller."""
 
@@ -51,19 +54,18 @@ def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
     Returns:
         What `xor_into` reads; nothing if all of `data` is zero.
     """
-    assert sum(nbytes for nbytes, _ in runs) == data.nbytes
-    if not data.any():
+    ends = list(accumulate(nbytes for nbytes, _ in runs))
+    assert ends[-1:] == [data.nbytes]
+    found = [data[end - nbytes : end].view(f"<u{width}") for end, (nbytes, width) in zip(ends, runs, strict=True)]
+    places_of = list(map(_places_of, found))
+    if not any(map(len, places_of)):
         return b""
     head, gaps, values = [len(runs)], [], []
-    offset = 0
-    for nbytes, width in runs:
-        elements = data[offset : offset + nbytes].view(f"<u{width}")
-        places = np.flatnonzero(elements != 0)
+    for elements, places, (nbytes, width) in zip(found, places_of, runs, strict=True):
         is_dense = _DENSE * len(places) > len(elements)
         gaps.append(np.empty(0, np.uint8) if is_dense else _gaps(places))
         values.append((elements if is_dense else elements[places]).view(np.uint8).reshape(-1, width))
         head += [nbytes, width, len(gaps[-1]), len(values[-1])]
-        offset += nbytes
     streams = [np.concatenate(gaps)] + [
         np.concatenate([rows[:, byte] for rows in values if rows.shape[1] > byte])
         for byte in range(max(width for _, width in runs))
@@ -75,14 +77,30 @@ def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
     return b"".join([*pieces, frame.flush()])
 
 
+def _places_of(elements: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+    """Where elements are not zero. If it seems that few are, words of eight bytes come first: half of the time."""
+    count = 8 // elements.itemsize
+    if count == 1 or _SPARSE * np.count_nonzero(elements[:_SEEN]) > min(_SEEN, len(elements)):
+        return np.flatnonzero(elements != 0)
+    whole = len(elements) // count * count
+    found = np.flatnonzero(elements[:whole].view("<u8") != 0)
+    inside = np.flatnonzero(elements[:whole].reshape(-1, count)[found] != 0)
+    places = found[inside // count] * count + inside % count
+    rest = np.flatnonzero(elements[whole:] != 0)
+    return np.concatenate([places, whole + rest]) if len(rest) else places
+
+
 def _gaps(places: npt.NDArray[np.intp]) -> Array:
     """How many zeros are in front of each place, behind the one before: one byte, after as many `_SKIP` as it takes."""
-    gaps = np.diff(places, prepend=-1) - 1
-    skips = gaps // _SKIP
-    if not skips.any():
+    gaps = places.copy()
+    gaps[1:] -= places[:-1] + 1
+    long = np.flatnonzero(gaps >= _SKIP)
+    if not len(long):
         return gaps.astype(np.uint8)
+    skips = np.zeros(len(gaps), np.intp)
+    skips[long] = gaps[long] // _SKIP
     stored = np.full(len(gaps) + int(skips.sum()), _SKIP, np.uint8)
-    stored[np.cumsum(skips + 1) - 1] = gaps % _SKIP
+    stored[np.arange(len(gaps)) + np.cumsum(skips)] = gaps - _SKIP * skips
     return stored
 
 

@@ -78,8 +78,8 @@ def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[s
         yield from _classes(alone, work)
     if fnmatch("attest", only):
         yield "attest", _attest(alone, work)
-    if fnmatch("many", only):
-        for family, tp in _FOLLOWING.items():
+    for family, tp in _FOLLOWING.items():
+        if fnmatch(f"many {family}", only):
             yield f"{NUM_MANY} steps, {family}, tp {tp}", _follow(alone, work, family, tp)
     if fnmatch("pauses", only):
         yield from _pauses(alone, work)

@@ -10,7 +10,8 @@ import argparse
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -163,6 +164,65 @@ def engines() -> str:
     return "\n".join(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Loads through an engine's own classes that were compared with the engine's own loads."""
+
+    what: str
+    names: frozenset[str]
+    """Of models and forms; or of architectures."""
+    degrees: frozenset[str]
+    parameters: int
+    different: int
+
+    @staticmethod
+    def of(what: str, loads: Iterable[tuple[str, str, Mapping[str, Any]]]) -> _Compared:
+        """Of loads: the name of a model, the degree, and what was recorded."""
+        done = [load for load in loads if "parameters" in load[2]]
+        counts = [load["different"] for _, _, load in done]
+        different = sum(one if isinstance(one, int) else len(one) for one in counts)
+        names, degrees = (frozenset(load[column] for load in done) for column in (0, 1))
+        return _Compared(what, names, degrees, sum(load["parameters"] for _, _, load in done), different)
+
+
+def _all_compared() -> Iterator[_Compared]:
+    folder = _ROOT / "tools" / "results"
+    results = json.loads((folder / "engines.json").read_text()).values()
+    for result in sorted(results, key=lambda one: _release(one["versions"])):
+        loads = result.get("parameters", {}).items()
+        named = ((name.partition(",")[0], name.partition(", tp ")[2].split(",")[0], load) for name, load in loads)
+        yield _Compared.of(f"{_release(result['versions'])}: forms of checkpoints", named)
+    for name, what in (("builtin_plans", "built-in plans"), ("observed", "plans that were observed")):
+        rows = list(map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()))
+        of_degrees = ((row["architecture"], row.get("degrees", row)) for row in rows)
+        named = ((model, key, load) for model, found in of_degrees for key, load in found.items() if key.isdigit())
+        yield _Compared.of(f"vLLM's registry of architectures: {what}", named)
+
+
+def compared() -> str:
+    """All loads that were ever compared through engines' own classes, and are recorded."""
+    rows = ["| what | models and forms | ranks | parameters | different |", "|---|---|---|---|---|"]
+    for one in _all_compared():
+        cells = (one.what, len(one.names), ", ".join(sorted(one.degrees)), f"{one.parameters:,}", one.different)
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*rows, "", f"{_number_of_compared()}."])
+
+
+def _number_of_compared() -> str:
+    found = list(_all_compared())
+    parameters, different = (sum(getattr(one, field) for one in found) for field in ("parameters", "different"))
+    models = len(frozenset().union(*(one.names for one in found)))
+    return f"**{parameters:,} parameters of {models} models and forms, {different} different**"
+
+
+def equality() -> str:
+    """The same in one line."""
+    what = "through the loaders of vLLM and SGLang, compared with their own loads"
+    where = "[what was compared](docs/reference/ENGINES.md#what-has-been-tested)"
+    text = f"- **Equality**: {_number_of_compared()}, {what} ({where})."
+    return fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def compatibility() -> str:
     """What an operator can rely on with each release, counted in what `tools/run engines` has recorded."""
     columns = (
@@ -296,6 +356,8 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "fills": (_REFERENCE / "LOADING.md", fills),
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),
+    "compared": (_REFERENCE / "ENGINES.md", compared),
+    "equality": (_ROOT / "README.md", equality),
     "commands": (_REFERENCE / "COMMANDS.md", commands),
     "man": (_ROOT / "docs" / "relayout.1", man),
     "codes": (_REFERENCE / "ERRORS.md", codes),

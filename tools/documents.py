@@ -205,7 +205,7 @@ def compared() -> str:
     for one in _all_compared():
         cells = (one.what, len(one.names), ", ".join(sorted(one.degrees)), f"{one.parameters:,}", one.different)
         rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*rows, "", f"{_number_of_compared()}."])
+    return "\n".join([*rows, "", f"{_number_of_compared()} from the engine's own loads."])
 
 
 def _number_of_compared() -> str:
@@ -213,14 +213,6 @@ def _number_of_compared() -> str:
     parameters, different = (sum(getattr(one, field) for one in found) for field in ("parameters", "different"))
     models = len(frozenset().union(*(one.names for one in found)))
     return f"**{parameters:,} parameters of {models} models and forms, {different} different**"
-
-
-def equality() -> str:
-    """The same in one line."""
-    what = "through the loaders of vLLM and SGLang, compared with their own loads"
-    where = "[what was compared](docs/reference/ENGINES.md#what-has-been-tested)"
-    text = f"- **Equality**: {_number_of_compared()}, {what} ({where})."
-    return fill(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def compatibility() -> str:
@@ -268,7 +260,7 @@ def _cold_loads() -> Iterator[tuple[str, dict[str, Any], list[tuple[str, dict[st
 
 
 def seconds() -> str:
-    """Seconds of cold loads."""
+    """Seconds of cold loads, and how many parameters were compared."""
     rows = ["| seconds to load, cold cache | relayout | best peer | others |", "|---|---|---|---|"]
     for title, own, peers in _cold_loads():
         best, *others = [load["seconds"] for _, load in peers]
@@ -276,7 +268,9 @@ def seconds() -> str:
         cells = [f"**{one:.2f}**" if one <= min(mine, best) else f"{one:.2f}" for one in (mine, best)]
         span = f"{others[0]:.2f} to {others[-1]:.1f}" if others else ""
         rows.append(f"| {title} | {' | '.join(cells)} | {span} |")
-    return "\n".join(rows)
+    where = "[what was compared](docs/reference/ENGINES.md#what-has-been-tested)"
+    equal = f"{_number_of_compared()} from what the engines' own loaders load ({where})."
+    return "\n".join([*rows, "", fill(equal, _WIDTH, break_on_hyphens=False)])
 
 
 def loads() -> str:
@@ -357,7 +351,6 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),
     "compared": (_REFERENCE / "ENGINES.md", compared),
-    "equality": (_ROOT / "README.md", equality),
     "commands": (_REFERENCE / "COMMANDS.md", commands),
     "man": (_ROOT / "docs" / "relayout.1", man),
     "codes": (_REFERENCE / "ERRORS.md", codes),

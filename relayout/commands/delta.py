@@ -55,7 +55,7 @@ from relayout.storage.system import Buffer, peak_nbytes
 _READ_AT_ONCE = 4
 """Chunks of a file that a thread reads at once."""
 _AHEAD = 2
-"""Such reads of each thread whose changes are in memory before they are written."""
+"""Reads of each thread whose changes are in memory before they are written."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

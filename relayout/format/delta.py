@@ -140,7 +140,7 @@ class Elements:
     values: npt.NDArray[np.unsignedinteger[Any]]
 
     def within(self, start: int, end: int, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]] | None:
-        """Those of a part of the data, counted from its first one; None: it does not consist of such elements.
+        """The elements of a part of the data, counted from its first one; None: it does not consist of such elements.
 
         Args:
             start, end: of the part, in bytes of the data.

@@ -1,7 +1,11 @@
-"""Builds wheel and sdist of the last commit, checks them, and runs the everyday use in fresh environments.
+"""Builds wheel and sdist of the last commit twice, checks them, and runs the everyday use in fresh environments.
 
     tools/run release --repository https://github.com/OWNER/relayout
     tools/run release --torch     # also installs torch there, and loads
+
+Beside the packages it writes what a release is proven by: sbom.json (CycloneDX, of an environment with the extras cloud
+and hub), and provenance.json (in-toto, SLSA: digests of the packages, and the commit that they were built of). Fresh
+environments install the package by its name, from a local index.
 
 PyPI shows README without the repository around it: links to files become links into `--repository`. Without it, the
 packages are for checks only. Needs the extra `release`, and python3.11 for the lowest versions of what relayout
@@ -11,8 +15,13 @@ depends on (but of torch: of old versions, PyPI has no builds for CPUs). Nothing
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
+import io
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -23,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+NAME = "safetensors-relayout"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 EVERYDAY = """
@@ -80,11 +90,16 @@ def main() -> None:
         tree = Path(scratch) / "tree"
         export(tree, arguments.repository)
         wheel, sdist = build(tree, arguments.out)
+        check_again(tree, Path(scratch) / "again", (wheel, sdist))
         check_contents(wheel, sdist)
         check_versions(wheel, tree)
+        index = write_index(wheel, Path(scratch) / "index")
         for number, python in enumerate([sys.executable, *arguments.python]):
-            use(wheel, Path(scratch) / f"fresh-{number}", python, with_torch=arguments.torch)
-        use(wheel, Path(scratch) / "lowest", f"python{PYTHONS[0]}", with_torch=arguments.torch, versions=lowest(tree))
+            use(wheel, index, Path(scratch) / f"fresh-{number}", python, with_torch=arguments.torch)
+        oldest = f"python{PYTHONS[0]}"
+        use(wheel, index, Path(scratch) / "lowest", oldest, with_torch=arguments.torch, versions=lowest(tree))
+        write_sbom(wheel, Path(scratch) / "sbom", arguments.out / "sbom.json")
+        write_provenance((wheel, sdist), arguments.repository, arguments.out / "provenance.json")
     print(f"\n{wheel}\n{sdist}\nare ready" + ("" if arguments.repository else ", but for checks only: no --repository"))
 
 
@@ -112,11 +127,90 @@ def build(tree: Path, out: Path) -> tuple[Path, Path]:
     out.mkdir(parents=True, exist_ok=True)
     for old in (*out.glob("*.whl"), *out.glob("*.tar.gz")):
         old.unlink()
-    run(sys.executable, "-m", "build", "--outdir", out, tree)
-    [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
+    wheel, sdist = built(tree, out)
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     run(sys.executable, "-m", "check_wheel_contents", "--toplevel", "relayout", wheel)
     return wheel, sdist
+
+
+def built(tree: Path, out: Path) -> tuple[Path, Path]:
+    """The wheel and the sdist; times in them are that of the commit."""
+    done = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, check=True, capture_output=True, text=True)
+    time = int(done.stdout)
+    os.environ["SOURCE_DATE_EPOCH"] = str(time)
+    run(sys.executable, "-m", "build", "--outdir", out, tree)
+    [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
+    make_reproducible(sdist, time)
+    return wheel, sdist
+
+
+def make_reproducible(sdist: Path, time: int) -> None:
+    """Write an archive again without what differs from build to build: setuptools leaves times, owners and order in."""
+    with tarfile.open(sdist) as archive:
+        found = [(one, archive.extractfile(one)) for one in sorted(archive.getmembers(), key=lambda one: one.name)]
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as again:
+            for one, content in found:
+                one.mtime, one.uid, one.gid, one.uname, one.gname, one.pax_headers = time, 0, 0, "", "", {}
+                again.addfile(one, content)
+    sdist.write_bytes(gzip.compress(packed.getvalue(), 9, mtime=time))
+
+
+def check_again(tree: Path, out: Path, packages: Sequence[Path]) -> None:
+    """Check that the tree makes the same bytes in another place, without what the first build has left."""
+    copy = tree.with_name("other") / "place"
+    left = shutil.ignore_patterns("*.egg-info", "build", "dist")
+    shutil.copytree(tree, copy, symlinks=True, ignore=left)
+    for first, second in zip(packages, built(copy, out), strict=True):
+        if first.read_bytes() != second.read_bytes():
+            raise SystemExit(f"{first.name}: a second build has other bytes")
+        print(f"{first.name}: two builds are equal, SHA-256 {digest_of(first)}")
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256, in hex."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def write_index(wheel: Path, folder: Path) -> str:
+    """A package index with this wheel alone: its address."""
+    place = folder / NAME
+    place.mkdir(parents=True)
+    shutil.copy(wheel, place)
+    (folder / "index.html").write_text(f'<a href="{NAME}/">{NAME}</a>\n')
+    link = f"{wheel.name}#sha256={digest_of(wheel)}"
+    (place / "index.html").write_text(f'<a href="{link}">{wheel.name}</a>\n')
+    return folder.as_uri()
+
+
+def write_sbom(wheel: Path, fresh: Path, file: Path) -> None:
+    """Write what an environment with the package and its extras consists of."""
+    run(sys.executable, "-m", "venv", fresh)
+    run(fresh / "bin" / "python", "-m", "pip", "install", "--quiet", f"{wheel}[cloud,hub]")
+    run("cyclonedx-py", "environment", "--output-reproducible", "--output-file", file, fresh)
+    parts = {part["name"] for part in json.loads(file.read_text())["components"]}
+    if missing := {NAME, "safetensors", "obstore"} - parts:
+        raise SystemExit(f"{file} lacks {', '.join(sorted(missing))}")
+
+
+def write_provenance(packages: Sequence[Path], repository: str | None, file: Path) -> None:
+    """Write what the packages were built of: a statement of in-toto 1.0 with the predicate of SLSA 1.0, not signed."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
+    source = {"uri": f"git+{repository or ROOT.as_uri()}", "digest": {"gitCommit": commit.stdout.strip()}}
+    statement = {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": one.name, "digest": {"sha256": digest_of(one)}} for one in packages],
+        "predicateType": "https://slsa.dev/provenance/v1",
+        "predicate": {
+            "buildDefinition": {
+                "buildType": f"{repository or ROOT.as_uri()}/tools/release.py",
+                "externalParameters": {"repository": repository},
+                "resolvedDependencies": [source],
+            },
+            "runDetails": {"builder": {"id": "tools/run release"}},
+        },
+    }
+    file.write_text(json.dumps(statement, indent=1) + "\n")
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
@@ -157,7 +251,9 @@ def lowest(tree: Path) -> list[str]:
     return [requirement.replace(">=", "==") for requirement in wanted]
 
 
-def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool, versions: Sequence[str] = ()) -> None:
+def use(
+    wheel: Path, index: str, fresh: Path, interpreter: str, *, with_torch: bool, versions: Sequence[str] = ()
+) -> None:
     """Install into an environment of its own, and do what README says.
 
     Args:
@@ -174,7 +270,8 @@ def use(wheel: Path, fresh: Path, interpreter: str, *, with_torch: bool, version
             raise SystemExit(f"{' '.join(map(str, words))[:200]}: {done.stdout}{done.stderr}")
         return done.stdout
 
-    here(python, "-m", "pip", "install", "--quiet", wheel, *versions)
+    wanted = f"{NAME}=={wheel.name.split('-')[1]}"
+    here(python, "-m", "pip", "install", "--quiet", "--extra-index-url", index, wanted, *versions)
     here(python, "-c", EVERYDAY)
     for words in ("inspect model", "convert model --tp 2", "verify model-tp2 --source model"):
         print("$ relayout", words, "\n" + here(command, *words.split()).split("\n\n")[0].rstrip())

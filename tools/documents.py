@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from textwrap import fill
 from typing import Any
 
@@ -215,6 +216,18 @@ def _number_of_compared() -> str:
     return f"**{parameters:,} parameters of {models} models and forms, {different} different**"
 
 
+def sglang_pauses() -> str:
+    """What an update of SGLang takes, by way; `tools/run engines sglang --step updates --only pauses`."""
+    results = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())["sglang"]["updates"]
+    found = {name: one for name, one in results.items() if name.startswith("pause, ")}
+    ways = list(next(iter(found.values()))["seconds"])
+    rows = [f"| model | elements that change | {' | '.join(ways)} |", "|---|---|" + "---|" * len(ways)]
+    for name, one in sorted(found.items(), key=lambda item: (item[1]["nbytes"], item[1]["delta_nbytes"])):
+        taken = (f"{median(one['seconds'][way]):.2f} ({median(one['cpu_seconds'][way]):.2f})" for way in ways)
+        rows.append(f"| {one['nbytes'] / 1e9:.2f} GB | {name.rpartition(', ')[2]} | {' | '.join(taken)} |")
+    return "\n".join(rows)
+
+
 def compatibility() -> str:
     """What an operator can rely on with each release, counted in what `tools/run engines` has recorded."""
     columns = (
@@ -351,6 +364,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),
     "compared": (_REFERENCE / "ENGINES.md", compared),
+    "sglang_pauses": (_REFERENCE / "ENGINES.md", sglang_pauses),
     "commands": (_REFERENCE / "COMMANDS.md", commands),
     "man": (_ROOT / "docs" / "relayout.1", man),
     "codes": (_REFERENCE / "ERRORS.md", codes),

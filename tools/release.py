@@ -1,11 +1,12 @@
-"""Builds wheel and sdist of the last commit twice, checks them, and runs the everyday use in fresh environments.
+"""Rehearses a release of the last commit: all of it but what needs an account.
 
     tools/run release --repository https://github.com/OWNER/relayout
     tools/run release --torch     # also installs torch there, and loads
 
-Beside the packages it writes what a release is proven by: sbom.json (CycloneDX, of an environment with the extras cloud
-and hub), and provenance.json (in-toto, SLSA: digests of the packages, and the commit that they were built of). Fresh
-environments install the package by its name, from a local index.
+Builds sdist and wheel twice, in two places, which must give the same bytes. Installs by name, from an index that is a
+local folder, into fresh environments, and does the everyday use there; reads the golden folders of the format with what
+is installed. Writes sbom.json (CycloneDX) of an environment with the extras, and provenance.json (in-toto, SLSA 1.0;
+not signed: in public, GitHub signs its own). The last lines say what was proven.
 
 PyPI shows README without the repository around it: links to files become links into `--repository`. Without it, the
 packages are for checks only. Needs the extra `release`, and python3.11 for the lowest versions of what relayout
@@ -30,10 +31,14 @@ import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-NAME = "safetensors-relayout"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+NAME = "safetensors-relayout"
+EXTRAS = "cloud,hub,sign,web"
+"""Those that have wheels everywhere and are small: one environment has them all, and the SBOM lists it."""
+GOLDEN = "tests/format/golden"
 
 EVERYDAY = """
 import numpy as np, json, pathlib, relayout
@@ -86,26 +91,44 @@ def main() -> None:
     parser.add_argument("--python", action="append", default=[], help="another Python to try them with; repeatable")
     parser.add_argument("--torch", action="store_true", help="install torch, too, and load")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="relayout-release-") as scratch:
-        tree = Path(scratch) / "tree"
-        export(tree, arguments.repository)
-        wheel, sdist = build(tree, arguments.out)
-        check_again(tree, Path(scratch) / "again", (wheel, sdist))
+    with tempfile.TemporaryDirectory(prefix="relayout-release-") as name:
+        scratch = Path(name)
+        commit, time = git("log", "-1", "--format=%H %ct").split()
+        packages = [build(scratch / place, arguments.repository, int(time)) for place in ("one", "another")]
+        digests = [[digest(package) for package in (wheel, sdist)] for wheel, sdist in packages]
+        if digests[0] != digests[1]:
+            raise SystemExit(f"built twice, wheel and sdist have different bytes: {digests}")
+        wheel, sdist = packages[0]
         check_contents(wheel, sdist)
-        check_versions(wheel, tree)
-        index = write_index(wheel, Path(scratch) / "index")
-        for number, python in enumerate([sys.executable, *arguments.python]):
-            use(wheel, index, Path(scratch) / f"fresh-{number}", python, with_torch=arguments.torch)
-        oldest = f"python{PYTHONS[0]}"
-        use(wheel, index, Path(scratch) / "lowest", oldest, with_torch=arguments.torch, versions=lowest(tree))
-        write_sbom(wheel, Path(scratch) / "sbom", arguments.out / "sbom.json")
-        write_provenance((wheel, sdist), arguments.repository, arguments.out / "provenance.json")
-    print(f"\n{wheel}\n{sdist}\nare ready" + ("" if arguments.repository else ", but for checks only: no --repository"))
+        check_versions(wheel, scratch / "one" / "tree")
+        index = make_index(scratch / "index", wheel, sdist)
+        fresh = [(python, ()) for python in (sys.executable, *arguments.python)]
+        wanted = [*fresh, (f"python{PYTHONS[0]}", lowest(scratch / "one" / "tree"))]
+        for number, (python, versions) in enumerate(wanted):
+            place = Fresh(scratch / f"fresh-{number}", python, index, wheel)
+            use(place, with_torch=arguments.torch, versions=versions)
+        complete = Fresh(scratch / "complete", sys.executable, index, wheel)
+        complete.install(f"[{EXTRAS}]")
+        complete("relayout", "doctor", "--json")
+        made = [*put(arguments.out, wheel, sdist), write_sbom(complete, arguments.out / "sbom.json", int(time))]
+        write_provenance(arguments.out / "provenance.json", made, arguments.repository, commit)
+    print(
+        f"\nproven of commit {commit}:",
+        f"- {wheel.name} and {sdist.name}, built twice, in other places, time zones and modes of files, are the same",
+        f"- the wheel has all files of the package and no other; all dependencies have wheels for {', '.join(PYTHONS)}",
+        f"- installed by name from a local index, and used, {len(wanted)} times; once with the lowest versions",
+        f"- what was installed reads the golden folders, and converts their source to the same rank files ({GOLDEN})",
+        f"- installed with {EXTRAS}; what that brings is in sbom.json",
+        "not proven: uploads, signatures, images",
+        f"{arguments.out} has the packages, sbom.json and provenance.json"
+        + ("" if arguments.repository else ", for checks only: no --repository"),
+        sep="\n",
+    )
 
 
 def export(tree: Path, repository: str | None) -> None:
     """Write the files of the last commit, README with links into the repository."""
-    tree.mkdir()
+    tree.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
     if repository is not None:
@@ -122,100 +145,118 @@ def with_absolute_links(text: str, repository: str) -> str:
     return re.sub(r"((?<!!)\[[^\]]*\]\()(?!https?://|#)([^)]+)\)", rf"\1{repository}/blob/main/\2)", text)
 
 
-def build(tree: Path, out: Path) -> tuple[Path, Path]:
-    """The wheel and the sdist, after the checks of those who take them."""
-    out.mkdir(parents=True, exist_ok=True)
-    for old in (*out.glob("*.whl"), *out.glob("*.tar.gz")):
-        old.unlink()
-    wheel, sdist = built(tree, out)
+def build(place: Path, repository: str | None, time: int) -> tuple[Path, Path]:
+    """The wheel and the sdist, after the checks of those who take them.
+
+    The wheel is made from the sdist that is published. What could differ from machine to machine does differ between
+    two calls: the path, the umask of the tree, the time zone, the seed of hashes.
+
+    Args:
+        time: of the commit, in seconds: no file in a package is of another.
+    """
+    another = place.name == "another"
+    changed = {"TZ": "Asia/Kathmandu" if another else "UTC", "PYTHONHASHSEED": "7" if another else "0"}
+    env = {**os.environ, **changed, "SOURCE_DATE_EPOCH": str(time)}
+    before = os.umask(0o077 if another else 0o022)
+    try:
+        export(place / "tree", repository)
+        run(sys.executable, "-m", "build", "--sdist", "--outdir", place, place / "tree", env=env)
+        [sdist] = place.glob("*.tar.gz")
+        normalize(sdist, time)
+        os.umask(0o022)  # setuptools makes files of the wheel with modes of the umask.
+        with tarfile.open(sdist) as archive:
+            archive.extractall(place, filter="data")
+        run(sys.executable, "-m", "build", "--wheel", "--outdir", place, str(sdist)[: -len(".tar.gz")], env=env)
+    finally:
+        os.umask(before)
+    [wheel] = place.glob("*.whl")
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     run(sys.executable, "-m", "check_wheel_contents", "--toplevel", "relayout", wheel)
     return wheel, sdist
 
 
-def built(tree: Path, out: Path) -> tuple[Path, Path]:
-    """The wheel and the sdist; times in them are that of the commit."""
-    done = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, check=True, capture_output=True, text=True)
-    time = int(done.stdout)
-    os.environ["SOURCE_DATE_EPOCH"] = str(time)
-    run(sys.executable, "-m", "build", "--outdir", out, tree)
-    [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
-    make_reproducible(sdist, time)
-    return wheel, sdist
+def normalize(sdist: Path, time: int) -> None:
+    """Write an sdist anew, with nothing of the machine: setuptools keeps times, owners and modes, and zlib differs.
 
-
-def make_reproducible(sdist: Path, time: int) -> None:
-    """Write an archive again without what differs from build to build: setuptools leaves times, owners and order in."""
+    Args:
+        time: of each file, in seconds.
+    """
     with tarfile.open(sdist) as archive:
-        found = [(one, archive.extractfile(one)) for one in sorted(archive.getmembers(), key=lambda one: one.name)]
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as again:
-            for one, content in found:
-                one.mtime, one.uid, one.gid, one.uname, one.gname, one.pax_headers = time, 0, 0, "", "", {}
-                again.addfile(one, content)
-    sdist.write_bytes(gzip.compress(packed.getvalue(), 9, mtime=time))
+        files = [(one, archive.extractfile(one)) for one in sorted(archive.getmembers(), key=lambda one: one.name)]
+        contents = [(one, file.read() if file else b"") for one, file in files]
+    with (
+        gzip.GzipFile(sdist, "wb", compresslevel=9, mtime=time) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as out,
+    ):
+        for one, blob in contents:
+            plain = tarfile.TarInfo(one.name)
+            plain.type, plain.linkname, plain.size, plain.mtime = one.type, one.linkname, len(blob), time
+            plain.mode = 0o755 if one.isdir() or one.mode & 0o100 else 0o644
+            out.addfile(plain, io.BytesIO(blob))
 
 
-def check_again(tree: Path, out: Path, packages: Sequence[Path]) -> None:
-    """Check that the tree makes the same bytes in another place, without what the first build has left."""
-    copy = tree.with_name("other") / "place"
-    left = shutil.ignore_patterns("*.egg-info", "build", "dist")
-    shutil.copytree(tree, copy, symlinks=True, ignore=left)
-    for first, second in zip(packages, built(copy, out), strict=True):
-        if first.read_bytes() != second.read_bytes():
-            raise SystemExit(f"{first.name}: a second build has other bytes")
-        print(f"{first.name}: two builds are equal, SHA-256 {digest_of(first)}")
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def digest_of(file: Path) -> str:
-    """SHA-256, in hex."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def write_index(wheel: Path, folder: Path) -> str:
-    """A package index with this wheel alone: its address."""
-    place = folder / NAME
-    place.mkdir(parents=True)
-    shutil.copy(wheel, place)
-    (folder / "index.html").write_text(f'<a href="{NAME}/">{NAME}</a>\n')
-    link = f"{wheel.name}#sha256={digest_of(wheel)}"
-    (place / "index.html").write_text(f'<a href="{link}">{wheel.name}</a>\n')
+def make_index(folder: Path, wheel: Path, sdist: Path) -> str:
+    """An index of packages as pip reads it (PEP 503), with these two; returns its address."""
+    project = folder / NAME
+    project.mkdir(parents=True)
+    links = [f'<a href="{one.name}#sha256={digest(one)}">{one.name}</a>' for one in (wheel, sdist)]
+    (project / "index.html").write_text("<!DOCTYPE html>" + "<br>".join(links))
+    for one in (wheel, sdist):
+        shutil.copy(one, project)
     return folder.as_uri()
 
 
-def write_sbom(wheel: Path, fresh: Path, file: Path) -> None:
-    """Write what an environment with the package and its extras consists of."""
-    run(sys.executable, "-m", "venv", fresh)
-    run(fresh / "bin" / "python", "-m", "pip", "install", "--quiet", f"{wheel}[cloud,hub]")
-    run("cyclonedx-py", "environment", "--output-reproducible", "--output-file", file, fresh)
-    parts = {part["name"] for part in json.loads(file.read_text())["components"]}
-    if missing := {NAME, "safetensors", "obstore"} - parts:
-        raise SystemExit(f"{file} lacks {', '.join(sorted(missing))}")
+def put(out: Path, *packages: Path) -> list[Path]:
+    """Copy the packages to where the next step takes them from; older ones there go."""
+    out.mkdir(parents=True, exist_ok=True)
+    for old in (*out.glob("safetensors_relayout-*.whl"), *out.glob("safetensors_relayout-*.tar.gz")):
+        old.unlink()
+    return [Path(shutil.copy(package, out)) for package in packages]
 
 
-def write_provenance(packages: Sequence[Path], repository: str | None, file: Path) -> None:
-    """Write what the packages were built of: a statement of in-toto 1.0 with the predicate of SLSA 1.0, not signed."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
-    source = {"uri": f"git+{repository or ROOT.as_uri()}", "digest": {"gitCommit": commit.stdout.strip()}}
-    statement = {
+def write_sbom(fresh: Fresh, path: Path, time: int) -> Path:
+    """What an environment with relayout and its extras has, as CycloneDX, without what differs from call to call."""
+    kept = ("-m", "cyclonedx_py", "environment", "--output-reproducible", "--output-file", path, fresh.venv)
+    run(sys.executable, *kept, env={**os.environ, "SOURCE_DATE_EPOCH": str(time)})
+    found = [one["name"] for one in json.loads(path.read_text())["components"]]
+    if NAME not in found:
+        raise SystemExit(f"{path}: lists {len(found)} components, expected {NAME} among them")
+    print(f"sbom: {len(found)} components")
+    return path
+
+
+def write_provenance(path: Path, made: Sequence[Path], repository: str | None, commit: str) -> None:
+    """From what, and by what, the files were made: an in-toto statement (v1) with a SLSA provenance (v1)."""
+    [wheel] = (one for one in made if one.suffix == ".whl")
+    with zipfile.ZipFile(wheel) as opened:
+        [name] = (name for name in opened.namelist() if name.endswith(".dist-info/WHEEL"))
+        generator = re.search(r"^Generator: (.*)$", opened.read(name).decode(), re.MULTILINE)
+    assert generator is not None
+    address = repository or "unpublished"
+    statement: dict[str, Any] = {
         "_type": "https://in-toto.io/Statement/v1",
-        "subject": [{"name": one.name, "digest": {"sha256": digest_of(one)}} for one in packages],
+        "subject": [{"name": one.name, "digest": {"sha256": digest(one)}} for one in made],
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
-                "buildType": f"{repository or ROOT.as_uri()}/tools/release.py",
+                "buildType": f"{address}/blob/{commit}/tools/release.py",
                 "externalParameters": {"repository": repository},
-                "resolvedDependencies": [source],
+                "internalParameters": {"python": sys.version.split()[0], "generator": generator[1].strip()},
+                "resolvedDependencies": [{"uri": f"git+{address}", "digest": {"gitCommit": commit}}],
             },
-            "runDetails": {"builder": {"id": "tools/run release"}},
+            "runDetails": {"builder": {"id": f"{address}/blob/{commit}/tools/run"}},
         },
     }
-    file.write_text(json.dumps(statement, indent=1) + "\n")
+    path.write_text(json.dumps(statement, indent=1) + "\n")
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
     """Everything of the package is in the wheel, nothing else is, and the sdist makes the same."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    tracked = git("ls-files").split()
     ours = {name for name in tracked if name.startswith(("relayout/", "loader/")) and name != "relayout/loader"}
     expected = {re.sub(r"^loader/", "relayout/loader/", name) for name in ours}
     with zipfile.ZipFile(wheel) as opened:
@@ -251,45 +292,80 @@ def lowest(tree: Path) -> list[str]:
     return [requirement.replace(">=", "==") for requirement in wanted]
 
 
-def use(
-    wheel: Path, index: str, fresh: Path, interpreter: str, *, with_torch: bool, versions: Sequence[str] = ()
-) -> None:
-    """Install into an environment of its own, and do what README says.
+class Fresh:
+    """An environment of its own, into which relayout is installed by name from a local index."""
+
+    def __init__(self, folder: Path, interpreter: str, index: str, wheel: Path) -> None:
+        folder.mkdir()
+        self.folder, self.venv, self._index, self._wheel = folder, folder / "venv", index, wheel
+        run(interpreter, "-m", "venv", self.venv)
+
+    def __call__(self, program: str, *words: object) -> str:
+        """Run one of its programs, and return what it prints; end with that if it fails."""
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        command = [str(self.venv / "bin" / program), *map(str, words)]
+        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)[:200]}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def install(self, extras: str = "", *versions: str) -> None:
+        """Install relayout by name, of the wheel's version, and see that it was this wheel that came."""
+        version, report = self._wheel.name.split("-")[1], self.folder / "report.json"
+        options = ("--quiet", "--extra-index-url", self._index, "--report", report)
+        self("python", "-m", "pip", "install", *options, f"{NAME}{extras}=={version}", *versions)
+        came = {one["metadata"]["name"]: one["download_info"] for one in json.loads(report.read_text())["install"]}
+        if NAME in came and came[NAME]["archive_info"]["hashes"]["sha256"] != digest(self._wheel):
+            raise SystemExit(f"{NAME} came from {came[NAME]['url']}, expected the wheel of {self._index}")
+
+
+def use(fresh: Fresh, *, with_torch: bool, versions: Sequence[str] = ()) -> None:
+    """Install, and do what README says.
 
     Args:
         versions: of what it depends on; with them, do what needs the oldest of them, too.
     """
-    fresh.mkdir()
-    run(interpreter, "-m", "venv", fresh / "venv")
-    python, command = fresh / "venv" / "bin" / "python", fresh / "venv" / "bin" / "relayout"
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-
-    def here(*words: object) -> str:
-        done = subprocess.run([str(word) for word in words], cwd=fresh, env=clean, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(map(str, words))[:200]}: {done.stdout}{done.stderr}")
-        return done.stdout
-
-    wanted = f"{NAME}=={wheel.name.split('-')[1]}"
-    here(python, "-m", "pip", "install", "--quiet", "--extra-index-url", index, wanted, *versions)
-    here(python, "-c", EVERYDAY)
+    fresh.install("", *versions)
+    fresh("python", "-c", EVERYDAY)
     for words in ("inspect model", "convert model --tp 2", "verify model-tp2 --source model"):
-        print("$ relayout", words, "\n" + here(command, *words.split()).split("\n\n")[0].rstrip())
-    here(command, "restore", "model-tp2", "-o", "back")
-    if (fresh / "back" / "model.safetensors").read_bytes() != (fresh / "model" / "model.safetensors").read_bytes():
+        print("$ relayout", words, "\n" + fresh("relayout", *words.split()).split("\n\n")[0].rstrip())
+    fresh("relayout", "restore", "model-tp2", "-o", "back")
+    here = fresh.folder
+    if (here / "back" / "model.safetensors").read_bytes() != (here / "model" / "model.safetensors").read_bytes():
         raise SystemExit("restore wrote other bytes")
+    use_golden(fresh)
     if versions:
-        here(python, "-c", LOWEST, ROOT / "tests")
+        fresh("python", "-c", LOWEST, ROOT / "tests")
         print(f"works with {', '.join(versions)}")
-    print(here(python, "--version").strip(), here(command, "--version").strip(), sep=", ")
+    print(fresh("python", "--version").strip(), fresh("relayout", "--version").strip(), sep=", ")
     if with_torch:
-        here(python, "-m", "pip", "install", "--quiet", f"{wheel}[torch]")
-        print(here(python, "-c", LOAD).strip())
+        fresh.install("[torch]")
+        print(fresh("python", "-c", LOAD).strip())
 
 
-def run(*words: object) -> None:
+def use_golden(fresh: Fresh) -> None:
+    """Read the folders that were written before, which each release must, and write their rank files again."""
+    golden = Path(shutil.copytree(ROOT / GOLDEN, fresh.folder / "golden"))
+    for layout in ("ranks", "whole"):
+        fresh("relayout", "verify", golden / layout, "--source", golden / "source")
+        options = ("--tp", "2", "--align", "512", "--plan", golden / "plan.toml", "--layout", layout)
+        fresh("relayout", "convert", golden / "source", "-o", golden / "again", *options)
+        written = sorted(path.name for path in (golden / layout).glob("*.s*") if "-part-" in path.name)
+        for name in written:
+            if (golden / "again" / name).read_bytes() != (golden / layout / name).read_bytes():
+                raise SystemExit(f"{GOLDEN}/{layout}/{name}: converted again, its source gives other bytes")
+        if not written:
+            raise SystemExit(f"{GOLDEN}/{layout}: has no rank files")
+        shutil.rmtree(golden / "again")
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def run(*words: object, env: dict[str, str] | None = None) -> None:
     """Run a command; end with its name if it fails."""
-    if subprocess.run([str(word) for word in words], stdin=subprocess.DEVNULL).returncode:
+    if subprocess.run([str(word) for word in words], stdin=subprocess.DEVNULL, env=env).returncode:
         raise SystemExit(f"failed: {' '.join(map(str, words))}")
 
 

@@ -1,4 +1,8 @@
-"""The golden folder, which other implementations are tested with, is what relayout writes and reads."""
+"""The golden folder, which other implementations are tested with, is what relayout writes and reads.
+
+Until the first release it is made again when the format changes (`tools/run vectors golden`). The first release freezes
+it: from then on nobody makes it again, and these tests say that folders which were written before can be read.
+"""
 
 from __future__ import annotations
 

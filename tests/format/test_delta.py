@@ -65,6 +65,19 @@ def test_a_target_becomes_its_xor_with_what_was_encoded(runs: Runs, share: float
     np.testing.assert_array_equal(memory, before)
 
 
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.12, 0.13, 0.24, 0.26, 1])
+@pytest.mark.parametrize("num_elements", [3 * 2**18 + 8, 3 * 2**18 + 11])
+def test_many_elements_of_several_blocks_come_back(num_elements: int, share: float) -> None:
+    """More than are looked at at a time; in one of the blocks nothing changed, and in the last one the last element."""
+    random = np.random.default_rng(5)
+    change = random.integers(0, 2**16, num_elements, np.uint16) * (random.random(num_elements) < share)
+    change[2**18 : 2**19] = 0
+    change[-1] = 7
+    target = bytearray(change.nbytes)
+    xor_into(encode(change.view(np.uint8), [(change.nbytes, 2)]), memoryview(target))
+    np.testing.assert_array_equal(np.frombuffer(target, np.uint16), change)
+
+
 @pytest.mark.parametrize("zeros", [0, 1, 253, 254, 255, 256, 509, 510, 511, 70_000])
 def test_a_gap_of_any_length_comes_back(zeros: int) -> None:
     elements = np.zeros(2 * zeros + 700, np.uint16)

@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": True},
     "dots1": {"n_routed_experts": 4, "moe_intermediate_size": 64, "n_shared_experts": 1, "first_k_dense_replace": 1},
 }
-WITHOUT_OURS = MODELS.keys() - {"ernie4_5", "exaone4"}
+WITHOUT_OURS = MODELS.keys() - {"ernie4_5", "exaone4", "seed_oss"}
 """Types for which there is no built-in plan."""
 
 

@@ -78,6 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
     },
     "seed_oss": {"attention_out_bias": True},
+    "arcee": {"attention_bias": True, "mlp_bias": True},
     "dots1": ROUTED | {"n_shared_experts": 1, "first_k_dense_replace": 1},
 }
 """One of each structure. What ranks hold of all families by vLLM, test_observed_families.py compares."""
@@ -136,7 +137,7 @@ DIFFERENCES: dict[str, Differences] = {
 }
 DEGREES = {family: 4 if family in ("llama", *DIFFERENCES) else 2 for family in FAMILIES}
 """At 4 ranks, where there is more to see than at 2."""
-WITHOUT_OURS = {"seed_oss", "dots1"}
+WITHOUT_OURS = {"dots1"}
 """Types for which there is no built-in plan."""
 # The same by `--plan transformers`, which is to have none.
 DIFFERENCES_BY_THEIR_PLAN: dict[str, Differences] = {

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 import relayout
 from engines.cases import BGE_M3, RERANKER, RUNS, WHOLE_IN_SGLANG, Case, all_cases, converted_of, source_of
-from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in
+from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in, with_packages
 from engines.observing import laboratory
 from engines.starts.cold_start import measure, reads
 from engines.starts.failures import fail
@@ -38,6 +38,8 @@ BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
 REPLICATED = "qwen3_moe"
 """What data-parallel replicas load: vLLM lets only those of mixtures of experts know of each other."""
+MODELEXPRESS = ("modelexpress==0.8.0.dev20261026", "google-crc32c")
+"""The first version with a folder of plugins that is known here; and what its modules import."""
 KEPT = (
     *("same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "refused"),
     *("error", "marks", "not_given", "not_used", "unseen"),
@@ -139,11 +141,19 @@ def load_replicas(environment: Environment, work: Path, only: str) -> Iterator[t
         )
 
 
+def load_by_modelexpress(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
+    """Converted folders by ModelExpress's chain of strategies, into which its loader of plugins puts relayout's."""
+    environment = with_packages(environment, work / MODELEXPRESS[0], *MODELEXPRESS)
+    cases = [case for case in all_cases() if case.name in ("llama", "qwen3_moe") and fnmatch(case.name, only)]
+    yield from run_cases(environment, cases, work, module="comparing.vllm_modelexpress", most=2)
+
+
 STEPS: Mapping[str, Step] = {
     "parameters": compare_parameters,
     "tokens": generate_both_ways,
     "failures": fail,
     "replicas": load_replicas,
+    "modelexpress": load_by_modelexpress,
     "skipped": skip_tensors,
     "first_start": first_starts,
     "updates": updates,

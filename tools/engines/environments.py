@@ -147,6 +147,14 @@ def environment_of(name: str, folder: Path) -> Environment:
     return Environment(name, python, {**os.environ, **dict(engine.variables), **variables})
 
 
+def with_packages(environment: Environment, folder: Path, *requirements: str) -> Environment:
+    """With packages in a folder of their own, without what they depend on."""
+    if not folder.exists():
+        _pip(environment.python, "install", "--no-deps", "--target", folder, *requirements)
+    path = os.pathsep.join((environment.variables["PYTHONPATH"], str(folder)))
+    return environment.with_variables(PYTHONPATH=path)
+
+
 def _pip(python: Path, command: str, *arguments: str | Path) -> None:
     subprocess.run([python, "-m", "pip", "--disable-pip-version-check", command, "--quiet", *arguments], check=True)
 

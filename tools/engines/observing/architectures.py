@@ -148,7 +148,8 @@ ARCHITECTURES: dict[str, Recipe] = {
     "OrionForCausalLM": Recipe(
         by="StableLmForCausalLM", values={"use_parallel_residual": False}, config={"rms_norm_eps": 1e-5}
     ),
-    "PhiMoEForCausalLM": Recipe(by="PhimoeForCausalLM"),
+    "HunYuanDenseV1ForCausalLM": Recipe(values={"head_dim": HEAD_DIM}),
+    "PhiMoEForCausalLM": Recipe(by="PhimoeForCausalLM", values={"attention_bias": True, "lm_head_bias": True}),
     "Qwen4ExpForCausalLM": Recipe(
         values={
             **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 64},

@@ -180,14 +180,17 @@ class LiveWeights:
         self.content: Content | None = content
         """What the engine has; None: it was loaded again by others, or a commit has begun and has not ended."""
         self._samples = _samples_of(recorded)
-        self._left: bytes | None = self._look()
+        self._left = self._look()
+        """What the samples were when relayout left the memory; None: others did, or some of it is gone."""
 
     def loaded_again(self, content: Content | None) -> None:
         """Note that the engine was loaded again by others, and what it then has."""
         self.content, self._left = content, None
 
-    def _look(self) -> bytes:
-        """What the samples are."""
+    def _look(self) -> bytes | None:
+        """What the samples are; None: memory of them is gone."""
+        if any(memory.expired() for memory in self.recorded.memories.values()):  # type: ignore[no-untyped-call]
+            return None
         numbers = _Numbers(self.recorded)
         found = [numbers.of(memory, width)[places].view(torch.uint8) for (memory, width), places in self._samples]
         return torch.cat(found).cpu().numpy().tobytes() if found else b""

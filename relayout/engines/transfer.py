@@ -146,7 +146,8 @@ class Transfer:
         self._worker = _worker_of(self)
         if self._worker is not None:  # For `collective_rpc`.
             self._worker.relayout_state, self._worker.relayout_attest = self.state, self.attest
-            self._worker.sleep = self._noted(self._worker.sleep)
+            if hasattr(self._worker, "sleep"):
+                self._worker.sleep = self._noted(self._worker.sleep)
 
     def init_transfer_engine(self, init_info: Init) -> None:
         """Set limits."""

@@ -22,6 +22,7 @@ from engines.starts.cold_start import measure, reads
 from engines.starts.failures import fail
 from engines.starts.first_start import first_starts
 from engines.starts.nodes import load_on_nodes
+from engines.starts.server import serve
 from engines.starts.sglang_updates import updates as sglang_updates
 from engines.starts.starting import start
 from engines.starts.updates import updates
@@ -157,6 +158,7 @@ STEPS: Mapping[str, Step] = {
     "skipped": skip_tensors,
     "first_start": first_starts,
     "updates": updates,
+    "server": serve,
     "nodes": load_on_nodes,
     "cold_start": measure,
     "reads": reads,

@@ -236,6 +236,7 @@ def compatibility() -> str:
         "first and later starts",
         "failing starts",
         "updates",
+        "updates of a server",
     )
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     results = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())
@@ -248,8 +249,11 @@ def compatibility() -> str:
             for one in result.get("updates", {}).values()
             if "as_expected" in one or "different" in one
         ]
+        served = [one["same"] for one in result.get("server", {}).values() if "same" in one]
         equal = [not load["different"] and not load.get("error") for load in loads]
-        cells = [f"{sum(right)} of {len(right)}" if right else "" for right in (equal, starts, failures, updates)]
+        cells = [
+            f"{sum(right)} of {len(right)}" if right else "" for right in (equal, starts, failures, updates, served)
+        ]
         rows.append(f"| {_release(result['versions'])} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -54,6 +54,8 @@ def _vllm(version: str) -> Engine:
             _TORCHVISION,
             # Some vision towers of transformers are theirs.
             ("install", "--no-deps", "timm", "scipy"),
+            # The server of 0.33 wants it.
+            ("install", "--no-deps", "orjson"),
             ("install", "pytest"),
         ),
         "comparing.vllm_classes",

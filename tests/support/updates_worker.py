@@ -22,10 +22,10 @@ import relayout
 TP = 2
 
 
-def write_steps(source: Path, root: Path, num_steps: int) -> None:
-    """Models of some steps of a training, converted for two ranks as `step-N`, and deltas between them as `delta-N`.
+def write_steps(source: Path, root: Path, num_steps: int, tp: int = TP) -> None:
+    """Models of some steps of a training, converted as `step-N`, and deltas between them as `delta-N`.
 
-    `damaged-delta` is delta-1, and `damaged-folder` the last step, with a wrong bit in what is of rank 1.
+    `damaged-delta` is delta-1, and `damaged-folder` the last step, with a wrong bit in what is of the last rank.
     """
     for step in range(num_steps + 1):
         model = root / f"model-{step}"
@@ -36,12 +36,12 @@ def write_steps(source: Path, root: Path, num_steps: int) -> None:
             # Of each BF16, the low byte has most of the mantissa.
             content[start_of_data + 2 * step :: 2 * max(num_steps, 7)] ^= 0x40
             content.tofile(shard)
-        relayout.convert(model, root / f"step-{step}", tp=TP)
+        relayout.convert(model, root / f"step-{step}", tp=tp)
         if step:
             relayout.delta(root / f"step-{step - 1}", root / f"step-{step}", root / f"delta-{step}")
     for name, damaged in (("delta-1", "damaged-delta"), (f"step-{num_steps}", "damaged-folder")):
         shutil.copytree(root / name, root / damaged)
-        file = max((root / damaged).glob("model-rank-1-*"), key=lambda one: one.stat().st_size)
+        file = max((root / damaged).glob(f"model-rank-{tp - 1}-*"), key=lambda one: one.stat().st_size)
         content = np.fromfile(file, np.uint8)
         content[len(content) // 2] ^= 1
         content.tofile(file)

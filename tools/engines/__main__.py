@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
+from support.updates_worker import write_steps
 from transformers.utils import logging as transformers_logging
 
 import relayout
@@ -125,7 +127,10 @@ def load_replicas(environment: Environment, work: Path, only: str) -> Iterator[t
     source = source_of(REPLICATED, work, wide=True)
     environment = environment.with_variables(GLOO_SOCKET_IFNAME="lo")
     for tp in (1, 2) if fnmatch(REPLICATED, only) else ():
-        processes = environment.result(work, "comparing.vllm_replicas", source, converted_of(source, tp), tp)
+        steps = work / "replicas" / str(tp)
+        shutil.rmtree(steps, ignore_errors=True)
+        write_steps(source, steps, 1, tp=tp)
+        processes = environment.result(work, "comparing.vllm_replicas", source, converted_of(source, tp), tp, steps)
         yield (
             f"{REPLICATED}, tp {tp}",
             {
@@ -138,6 +143,13 @@ def load_replicas(environment: Environment, work: Path, only: str) -> Iterator[t
                     for name in process["shared"]["different"] + process["alone"]["different"]
                 ],
                 "whole_reads": sum(process["shared"]["whole_reads"] for process in processes),
+                "live": {
+                    "different": [name for process in processes for name in process["live"]["different"]],
+                    "contents": len({process["live"]["content"] for process in processes}),
+                    "attested": [process["live"].get("difference") for process in processes],
+                    "proven": [process["live"].get("proven") for process in processes],
+                    "refused": sorted({process["live"].get("refused", "") for process in processes}),
+                },
             },
         )
 

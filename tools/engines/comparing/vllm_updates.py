@@ -18,13 +18,14 @@ from unittest.mock import MagicMock
 
 import torch
 from vllm.config import WeightTransferConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 
 from engines.comparing.jobs import Job, Tensors, note_differences, run_jobs
 from engines.comparing.vllm_classes import configuration
 from relayout.engines.load import known_of
 from relayout.engines.transfer import NAME
 from relayout.engines.vllm_reload import check_padding, reload
-from relayout.observe.stand_ins import Unpinned, fake_rank, stand_in_kernels
+from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels
 
 MEMORY = 2**32
 
@@ -33,8 +34,8 @@ def compare(job: Job, result: dict[str, Any]) -> None:
     """Change the weights of each rank by all deltas, and load the rank anew from the last step."""
     root = Path(job.source)
     deltas = [str(root / f"delta-{number}") for number in range(1, len(list(root.glob("delta-*"))) + 1)]
-    for rank in range(job.tp):
-        fake_rank(rank, job.tp, job.expert)
+    for rank in range(job.tp * job.stages):
+        fake_rank(rank % job.tp, job.tp, job.expert)
         config, model = loaded(job, root / "step-0", rank)
         known = known_of(model)
         assert known is not None
@@ -67,6 +68,9 @@ def loaded(job: Job, folder: Path, rank: int) -> tuple[Any, Any]:
     config = configuration(job, str(folder), "auto")
     config.weight_transfer_config = WeightTransferConfig(backend=NAME)
     config.parallel_config.rank = rank
+    if job.stages > 1:  # There are no processes for them.
+        parallel_state._PP = StandInGroup(rank // job.tp, job.stages)
+        config.parallel_config.pipeline_parallel_size = job.stages
     config.compilation_config.static_forward_context.clear()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)  # Memory that nobody writes to is the same each time.

@@ -31,6 +31,8 @@ _PAUSES = (
 """Layers, share of the elements that change, and whether weights are left unpacked. Of the first four, the same number
 of elements changes."""
 CHANGED = ("llama", "qwen2_tied", "qwen3_moe", "qwen2_5_vl", "gpt_oss_mxfp4", "fp8_blocks", "fp8_tensor")
+IN_STAGES = ("llama", "qwen3_moe")
+"""Families of which each of two stages of a pipeline is changed, too."""
 NUM_MANY = 1000
 _FOLLOWING = {"llama": 2, "qwen3_moe": 1}
 """Models whose steps are followed, and their ranks."""
@@ -74,8 +76,8 @@ def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[s
     for family in (family for family in UPDATED if fnmatch(family, only)):
         for what, outcome in _updates_of(family, alone, work):
             yield f"{family}, {what}", outcome
-    if fnmatch("classes", only):
-        yield from _classes(alone, work)
+    if fnmatch("classes", only) or fnmatch("stages", only):
+        yield from _classes(alone, work, only)
     if fnmatch("attest", only):
         yield "attest", _attest(alone, work)
     for family, tp in _FOLLOWING.items():
@@ -85,18 +87,21 @@ def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[s
         yield from _pauses(alone, work)
 
 
-def _classes(environment: Environment, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _classes(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """vLLM's own classes: which slices of each family are changed where they lie, and what is then different."""
-    for unpacked in (False, True):
-        for family in CHANGED:
+    ways = [(False, 1), (True, 1)] * fnmatch("classes", only) + [(True, 2)] * fnmatch("stages", only)
+    for unpacked, stages in ways:
+        for family in CHANGED if stages == 1 else IN_STAGES:
             root = work / "updates" / "classes" / family
             if not root.exists():
                 write_steps(source_of(family, work, wide=True), root, 2)
             jobs = work / "updates.json"
-            jobs.write_text(json.dumps([{"name": family, "source": str(root), "converted": str(root), "tp": TP}]))
+            job = {"name": family, "source": str(root), "converted": str(root), "tp": TP, "stages": stages}
+            jobs.write_text(json.dumps([job]))
             options = ["--unpacked"] * unpacked + ["--stand-in-kernels"] * (family in FORMS or "mxfp4" in family)
             found = environment.result(work, "comparing.vllm_updates", jobs, *options)
-            yield f"classes, {family}{', unpacked' * unpacked}", {key: found[key] for key in _KEPT if key in found}
+            form = ", unpacked" * unpacked + f", {stages} stages" * (stages > 1)
+            yield f"classes, {family}{form}", {key: found[key] for key in _KEPT if key in found}
 
 
 def _attest(environment: Environment, work: Path) -> dict[str, Any]:

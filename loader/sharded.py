@@ -1,7 +1,8 @@
 """`load(into=...)` without a rank: fills what this process holds of a model, whole tensors and shards of DTensors.
 
 What to read of a tensor follows from where its DTensor places it (`held.py`). A process alone reads just that. The
-members of a group tell each other what they hold, read each byte once, and exchange what several need.
+members of a group tell each other what they hold, read each byte once, and exchange what several need. On one machine,
+whose page cache they share, each reads its own of a folder: that has no byte read twice, and nothing exchanged.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
@@ -34,11 +39,15 @@ from relayout.loader.sources.rank import StoredFile, TensorColumns, batches, cos
 from relayout.loader.stream import stream
 from relayout.loader.tensors import bump_versions, bytes_of, make_views
 from relayout.reporting import Reporter, reporting
+from relayout.storage.local.store import LocalStore
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from relayout.storage.stores import Store
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_NAMED = 4
 """Tensors that a message names."""
 
@@ -283,6 +292,8 @@ class _Told(NamedTuple):
     """The rows of tensors that are loaded into memory of their own, and copied or compared."""
     most_nbytes: int
     """The most bytes of such memory."""
+    page_cache: str
+    """Names the page cache through which it can read; no other member has an equal one that it does not share."""
 
     @staticmethod
     def of(wanted: Wanted) -> _Told:
@@ -297,7 +308,7 @@ class _Told(NamedTuple):
             or wanted.mine[row].data.device.type != "cpu"
         }
         most_nbytes = min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size())
-        return _Told(list(parts), part_of, frozenset(copied), most_nbytes)
+        return _Told(list(parts), part_of, frozenset(copied), most_nbytes, page_cache_of(wanted.whole.store))
 
     def part(self, row: int) -> Slice:
         """The part of a tensor that it holds."""
@@ -319,16 +330,56 @@ def _fill_together(asked: Asked, group: Group) -> Held:
             names, first = wanted.whole.pieces.columns.names, [row for row in wanted.filled if row not in wanted.again]
             into = {names[row]: wanted.mine[row].data for row in first}
             check_into(into, wanted.columns(first), options.device)
-            is_signed = isinstance(wanted.whole.store, TrustedStore)
-            if is_signed:  # What others have read is not proven: each reads its own.
-                _fill_alone(wanted, options)
-        if not is_signed:
+            backend = _backend_beside(told, options)
+            if isinstance(wanted.whole.store, TrustedStore):  # What others have read is not proven.
+                backend = options.backend
+            if backend is not None:
+                _fill_alone(wanted, replace(options, backend=backend))
+        if backend is None:
             _Together(group, wanted, told, replace(options, device="cpu")).fill()
         group.is_over = True
         return held
     except BaseException as error:
         group.fail(error)
         raise
+
+
+def page_cache_of(store: Store) -> str:
+    """Names the page cache of this machine, if a store is read through it; else nothing that another process has.
+
+    Containers of one machine share it. If they see one folder by several file systems, they read it several times.
+    """
+    with suppress(OSError):
+        if isinstance(store, LocalStore):
+            return _BOOT_ID.read_text().strip()
+    return str(uuid4())
+
+
+def _backend_beside(told: Sequence[_Told], options: Options) -> str | None:
+    """The backend by which each member reads its own; None: members exchange what they read.
+
+    That is for members of one machine. What several need comes from the drive once, through the page cache; a device
+    is filled past that, so there it is exchanged.
+    """
+    if len({one.page_cache for one in told}) > 1:
+        return None
+    rows = {row for one in told for row in one.part_of}
+    if all(_are_apart([one.part(row) for one in told]) for row in rows):
+        return options.backend
+    if options.kind != "cpu":
+        return None
+    return "buffered" if options.backend in ("auto", "buffered") else None
+
+
+def _are_apart(parts: Sequence[Slice]) -> bool:
+    """Whether parts of a tensor are rows that follow each other, each of one holder."""
+    held = [part for part in dict.fromkeys(parts) if part.is_held]
+    if len(held) < 2:
+        return sum(part.is_held for part in parts) < 2
+    if len(held) < sum(part.is_held for part in parts) or any(part.axes != (0,) or not part.is_box for part in held):
+        return False
+    ranges = sorted(one for part in held for one in part.ranges or ())
+    return all(start + length <= following for (start, length), (following, _) in pairwise(ranges))
 
 
 def _identity(wanted: Wanted, options: Options) -> tuple[str, str]:

@@ -17,7 +17,10 @@ from support.sharded_worker import SOURCES, meshes, same_bits
 from support.signing import make_keys
 
 import relayout
+from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import PlanError
+from relayout.loader.backends.base import Options
+from relayout.loader.sharded import _backend_beside, _Told
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -68,6 +71,8 @@ FILLED = (
         "afterwards",
         "a group without gloo",
         "a group without gloo again",
+        "several machines, wide",
+        "several machines, out",
         "deltas",
     ),
 )
@@ -216,3 +221,35 @@ def test_two_names_of_one_memory_need_one_tensor_even_where_a_process_has_no_ele
         assert all(same_bits(filled[name], whole[name]) for name in whole)
         with pytest.raises(PlanError, match="the checkpoint has no 'b'"):
             relayout.load(tmp_path, into={**filled, "b": filled[tied].clone()})
+
+
+ROWS, OTHERS = Slice.along(0, [(0, 4)]), Slice.along(0, [(4, 6)])
+
+
+@pytest.mark.parametrize(
+    ("parts", "are_apart"),
+    [
+        ([ROWS, OTHERS], True),
+        ([OTHERS, NOT_HELD, ROWS], True),
+        ([Slice(), NOT_HELD], True),
+        ([NOT_HELD, NOT_HELD], True),
+        ([Slice(), Slice()], False),
+        ([ROWS, ROWS, OTHERS], False),
+        ([ROWS, Slice.along(0, [(3, 4)])], False),
+        ([ROWS, Slice()], False),
+        ([Slice.along(1, [(0, 4)]), Slice.along(1, [(4, 4)])], False),
+        ([Slice.along(0, [(0, 2), (8, 2)]), OTHERS], False),
+    ],
+)
+def test_members_of_one_machine_exchange_nothing(parts: list[Slice], are_apart: bool) -> None:
+    """What several have comes through the page cache, but to a device, or if that is not to be used."""
+    told = [_Told([part], {0: 0}, frozenset(), 1, "this machine") for part in parts]
+
+    def backend(name: str, device: str) -> str | None:
+        return _backend_beside(told, Options(backend=name, device=device))
+
+    assert backend("auto", "cpu") == ("auto" if are_apart else "buffered")
+    assert backend("direct", "cpu") == ("direct" if are_apart else None)
+    assert backend("auto", "cuda:0") == ("auto" if are_apart else None)
+    told[0] = told[0]._replace(page_cache="another")
+    assert backend("auto", "cpu") is None

@@ -322,6 +322,10 @@ def _many_ways(case: _Cases) -> None:
     case("progress", WIDE, emptied(expected), expected, progress=lambda *told: done.append(told))
     case.found["progress"]["told"] = done
     case("direct", f"{folder}/wide", emptied(expected), expected, backend="direct")
+    beside, sharded.page_cache_of = sharded.page_cache_of, lambda store: str(number)
+    for kind in ("wide", "out"):
+        case(f"several machines, {kind}", f"{folder}/{kind}", emptied(expected), expected)
+    sharded.page_cache_of = beside
     strided = {name: _strided(tensor) for name, tensor in expected.items()}
     assert any(not local_of(tensor).is_contiguous() for tensor in strided.values())
     small, sharded.MAX_IN_FLIGHT = sharded.MAX_IN_FLIGHT, 2**20

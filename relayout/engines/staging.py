@@ -25,12 +25,14 @@ from relayout.checkpoint.delta import chained, is_delta, read_deltas
 from relayout.checkpoint.steps import way_to
 from relayout.checkpoint.trust import policy_of
 from relayout.core.digests import Hash, digest_hex, new_digest
+from relayout.core.workers import each
 from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_url
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.engines.recording import Recorded
 from relayout.engines.views import View
 from relayout.errors import FormatError, PlanError, about
 from relayout.loader.changes import Batch, ChangedPiece, RankChanges
+from relayout.loader.requests import num_cpus
 from relayout.storage.system import Buffer
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ _PIECE_NBYTES = 8 * 2**20
 """Bytes that are copied from a device at once to be compared."""
 _NUM_SAMPLES = 64
 """Elements of each memory that are compared to see whether somebody else has written there."""
+_AT_ONCE = 2**14
+"""Elements that are changed at once: what was read of memory is in the cache of a core when it is written."""
+_SHARE = 2**18
+"""Elements that a thread changes before it takes others."""
 _TRAVELLING = 4 * 2**20
 """Elements whose changes are in a device's memory at once, beside the weights: 72 MiB for those of two bytes."""
 
@@ -108,10 +114,19 @@ class Flips:
         """Host memory that they take."""
         return self.places.nbytes + self.bits.nbytes
 
+    def shares(self) -> Iterator[Flips]:
+        """What threads change at the same time."""
+        for first in range(0, len(self.bits), _SHARE):
+            part = slice(first, first + _SHARE)
+            yield replace(self, places=self.places[part], bits=self.bits[part])
+
     def apply(self, numbers: torch.Tensor) -> None:
         """Change memory, given as numbers of the elements' width. Places and bits travel to a device in parts."""
         if numbers.device.type == "cpu":
-            numbers.numpy().view(self.bits.dtype)[self.places] ^= self.bits
+            memory = numbers.numpy().view(self.bits.dtype)
+            for first in range(0, len(self.bits), _AT_ONCE):
+                part = slice(first, first + _AT_ONCE)
+                memory[self.places[part].astype(np.intp)] ^= self.bits[part]
             return
         signed = self.bits.view(f"i{self.bits.itemsize}" if self.bits.itemsize > 1 else "u1")
         for first in range(0, len(signed), _TRAVELLING):
@@ -350,8 +365,13 @@ class LiveWeights:
             FormatError, OSError, MemoryError: what is read now is damaged, or cannot be read.
         """
         numbers, self.content = _Numbers(self.recorded), None
-        for flips in staged.flips:
-            flips.apply(numbers.of(flips.memory, flips.bits.itemsize))
+        targets = [(flips, numbers.of(flips.memory, flips.bits.itemsize)) for flips in staged.flips]
+        for flips, target in targets:
+            if target.device.type != "cpu":
+                flips.apply(target)
+        # No element is in two of these; other workers of the machine do the same now.
+        shares = [(one, target) for flips, target in targets if target.device.type == "cpu" for one in flips.shares()]
+        each(lambda share: share[0].apply(share[1]), shares, max(1, num_cpus() // self._engine.num_ranks))
         if staged.changes is not None and staged.left:
             lock = threading.Lock()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.checkpoints import write_family
@@ -19,7 +20,7 @@ from torch import nn
 
 import relayout
 from relayout.core.digests import digest_hex
-from relayout.engines.staging import LiveWeights, Staged
+from relayout.engines.staging import Flips, LiveWeights, Staged
 from relayout.errors import FormatError, PlanError
 
 TP = 2
@@ -371,3 +372,17 @@ def test_engines_that_take_each_step_or_few_of_them_or_begin_late_have_what_the_
                 assert engine.has(trained)
                 assert weights.attest().difference is None
     assert max(num_files[6:]) <= max(num_files[:6])
+
+
+def test_many_elements_are_changed_in_shares_and_each_once() -> None:
+    random = np.random.default_rng(0)
+    memory = random.integers(0, 2**16, 3_000_000, np.uint16)
+    places = np.sort(random.choice(memory.size, 600_001, replace=False)).astype(np.int32)
+    flips = Flips(0, places, random.integers(1, 2**16, places.size, np.uint16))
+    expected = memory.copy()
+    expected[places] ^= flips.bits
+    shares = list(flips.shares())
+    assert len(shares) > 2
+    for share in shares:
+        share.apply(torch.from_numpy(memory.view(np.int16)))
+    assert np.array_equal(memory, expected)

@@ -469,7 +469,7 @@ def test_of_files_that_are_in_memory_none_stays_open(copy_of: Path, keys: Keys) 
         for path in copy_of.glob("*.safetensors"):
             path.read_bytes()
             store.open(path.name, access=Access.AUTO).close()
-        assert len([*Path("/proc/self/fd").iterdir()]) == before
+        assert len([*Path("/proc/self/fd").iterdir()]) <= before  # Garbage of other tests may be closed meanwhile.
     finally:
         gc.enable()
 

@@ -423,7 +423,7 @@ def test_no_file_stays_open_if_a_delta_is_damaged(steps: Path, tmp_path: Path) -
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(FormatError, match="differs from the manifest"):
         made.open("model-rank-0-part-0.safetensors")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # Garbage of other tests may be closed meanwhile.
 
 
 def test_a_header_that_changed_alone_is_in_a_delta(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ _SKIP = 255
 """A gap of so many zeros, with no element behind it."""
 _DENSE = 4
 """All elements are stored, without gaps, if more than one in so many is not zero."""
-_SPARSE, _MANY, _SEEN = 200, 64, 4096
-"""Few elements are not zero if at most one in so many is, of the first ones; and many if more than one in so many."""
+_MANY, _SEEN = 64, 4096
+"""Many elements are not zero if more than one in so many is, of as many first ones."""
 _BLOCK = 2**18
 """Elements that are looked at at a time, if many are not zero."""
 _LEVEL = 1
@@ -81,18 +81,11 @@ def encode(data: Array, runs: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _places_of(elements: npt.NDArray[Any]) -> Places:
-    """Where elements are not zero. If it seems that few are, words of eight bytes come first: half of the time."""
-    count, num_seen, seen = 8 // elements.itemsize, min(_SEEN, len(elements)), np.count_nonzero(elements[:_SEEN])
+    """Where elements are not zero, found in the way that is fastest for as many as the first ones have."""
+    num_seen, seen = min(_SEEN, len(elements)), np.count_nonzero(elements[:_SEEN])
     if 8 * seen < num_seen < _MANY * seen:
         return _places_in_blocks(elements)
-    if count == 1 or _SPARSE * seen > num_seen:
-        return np.flatnonzero(elements != 0)
-    whole = len(elements) // count * count
-    found = np.flatnonzero(elements[:whole].view("<u8") != 0)
-    inside = np.flatnonzero(elements[:whole].reshape(-1, count)[found] != 0)
-    places = found[inside // count] * count + inside % count
-    rest = np.flatnonzero(elements[whole:] != 0)
-    return np.concatenate([places, whole + rest]) if len(rest) else places
+    return np.flatnonzero(elements != 0)
 
 
 def _places_in_blocks(elements: npt.NDArray[Any]) -> Places:

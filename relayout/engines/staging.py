@@ -499,7 +499,7 @@ class _Numbers:
 
 
 def _samples_of(recorded: Recorded) -> list[tuple[tuple[int, int], torch.Tensor]]:
-    """For each memory of views, and the bytes of an element: places that are spread over these views."""
+    """Places that are spread over the views of each memory: by its number and the bytes of an element."""
     of_memory: defaultdict[tuple[int, int], list[View]] = defaultdict(list)
     for view in chain.from_iterable(recorded.views.values()):
         of_memory[view.memory, view.itemsize].append(view)

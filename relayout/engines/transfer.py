@@ -308,7 +308,7 @@ class Transfer:
         def noted(level: int = 1) -> None:
             known = known_of(self.model)
             if level != 1 and known is not None and known.live is not None:  # At 1 they come back as they were.
-                known.live.content = None
+                known.live.loaded_again(None)
             sleep(level)
 
         return noted

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.plain_group_worker import drive_nbytes
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,18 +73,18 @@ def together(name: str, count: int, converted: Path, source: Path, device: str) 
 def member(name: str, number: int, count: int, converted: Path, source: Path, device: str) -> None:
     """One process: join, load, and write down what it took and what is wrong."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(count)}
-    meet, kind = converted.with_name("meet"), torch.device(device).type
+    meet = converted.with_name("meet")
     distributed.init_process_group("gloo", init_method=f"file://{meet}/rendezvous", rank=number, world_size=count)
     torch.zeros(1, device=device)
     load = WAYS[name](converted, source, device, count)
     distributed.barrier()
-    before = read_nbytes()
+    before = drive_nbytes()
     held, spent = timed(load)
-    read = read_nbytes() - before
+    read = drive_nbytes() - before
     whole = relayout.load(converted, 0)
     wrong = [one for one, tensor in held.items() if not is_part(tensor, whole[one], number, count)]
     found = spent | {"read_nbytes": read, "nbytes": sum(one.nbytes for one in whole.values()), "wrong": wrong}
-    (meet / f"{number}.json").write_text(json.dumps(found | {"kind": kind}))
+    (meet / f"{number}.json").write_text(json.dumps(found))
     distributed.barrier()
     distributed.destroy_process_group()
 
@@ -94,12 +95,6 @@ def is_part(held: torch.Tensor, whole: torch.Tensor, number: int, count: int) ->
         held, parts = held.to_local(), torch.chunk(whole, count)
         whole = parts[number] if number < len(parts) else whole[:0]
     return torch.equal(held.detach().cpu().reshape(-1).view(torch.uint8), whole.reshape(-1).view(torch.uint8))
-
-
-def read_nbytes() -> int:
-    """What drives have read for this process."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def one_rank(converted: Path, source: Path, device: str, count: int) -> Callable[[], dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import util
@@ -44,6 +44,8 @@ class LoadJob:
     memory_nbytes: int
     """Memory that a process may use for buffers: half of what was available, divided by the processes."""
     device: str = "cpu"
+    within: Sequence[str] = ()
+    """Words before the command of its process, which then runs in a network of its own, for example."""
 
     @property
     def shards(self) -> list[str]:

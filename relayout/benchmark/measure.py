@@ -51,6 +51,7 @@ _RUNS = 3
 LAYER_NBYTES, EMBEDDING_NBYTES = 436_224_000, 2_101_355_000
 """Bytes of the tensors of a layer, and of embedding and head."""
 POOL_NBYTES = 64 * 2**20 + 4093  # Not a multiple of a page, so that no two layers hold the same bytes.
+VOCAB_SIZE = 128256
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -58,7 +59,7 @@ _CONFIG = {
     "intermediate_size": 14336,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "vocab_size": 128256,
+    "vocab_size": VOCAB_SIZE,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
@@ -321,19 +322,20 @@ def layers_of(nbytes: float) -> int:
     return max(1, round((nbytes - EMBEDDING_NBYTES) / LAYER_NBYTES))
 
 
-def write_llama(folder: Path, num_layers: int, shard_nbytes: int = 5 * 10**9) -> int:
+def write_llama(folder: Path, num_layers: int, shard_nbytes: int = 5 * 10**9, vocab_size: int = VOCAB_SIZE) -> int:
     """Write a Llama-3.1-8B-shaped checkpoint; returns the bytes of its tensors (5.6 GB at 8 layers)."""
 
     def tensors() -> Iterator[Tensor]:
-        yield "lm_head.weight", "BF16", (128256, 4096)
-        yield "model.embed_tokens.weight", "BF16", (128256, 4096)
+        yield "lm_head.weight", "BF16", (vocab_size, 4096)
+        yield "model.embed_tokens.weight", "BF16", (vocab_size, 4096)
         for layer in sorted(range(num_layers), key=str):
             for name, shape in _LAYER.items():
                 yield f"model.layers.{layer}.{name}.weight", "BF16", shape
         yield "model.norm.weight", "BF16", (4096,)
 
     pool = np.random.default_rng(0).bytes(POOL_NBYTES)
-    return write_checkpoint(folder, tensors(), _CONFIG | {"num_hidden_layers": num_layers}, shard_nbytes, pool)
+    config = _CONFIG | {"num_hidden_layers": num_layers, "vocab_size": vocab_size}
+    return write_checkpoint(folder, tensors(), config, shard_nbytes, pool)
 
 
 def write_checkpoint(

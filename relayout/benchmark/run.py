@@ -120,9 +120,9 @@ def _free_port() -> int:
 
 def _start(job: LoadJob, environment: Mapping[str, str], errors: IO[bytes]) -> Child:
     """A process that gets ready to load; its messages go to a file."""
-    argument = json.dumps(dataclasses.asdict(job))
+    argument, streams = json.dumps(dataclasses.asdict(job)), {"stdin": PIPE, "stdout": PIPE, "stderr": errors}
     return start_child(
-        "relayout.benchmark.run", argument, environment=environment, stdin=PIPE, stdout=PIPE, stderr=errors, bufsize=0
+        "relayout.benchmark.run", argument, environment=environment, within=job.within, **streams, bufsize=0
     )
 
 

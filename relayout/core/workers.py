@@ -25,14 +25,21 @@ PIPE, QUIET, WITH_STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOU
 _LOG_POLL_SECONDS = 0.5
 
 
-def start_child(module: str, *arguments: str, environment: Mapping[str, str] | None = None, **streams: Any) -> Child:
+def start_child(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    within: Sequence[str] = (),
+    **streams: Any,
+) -> Child:
     """Start `python -m MODULE ARGUMENTS` in a session of its own; Python code is started in no other way.
 
     Args:
         environment: of the child, but for what would let it import from the working folder; None: this process's.
+        within: words before the command, of a program that becomes it, such as `nsenter`.
         streams: `stdin`, `stdout`, `stderr` and `bufsize`, as for `subprocess.Popen`.
     """
-    command = [sys.executable, "-P", *_inherited_flags(), "-m", module, *arguments]
+    command = [*within, sys.executable, "-P", *_inherited_flags(), "-m", module, *arguments]
     safe = _safe_environment(os.environ if environment is None else environment)
     return subprocess.Popen(command, env=safe, start_new_session=True, **streams)
 

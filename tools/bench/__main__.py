@@ -15,11 +15,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from support import seaweedfs
+from support.shared_filesystems import FILE_SYSTEMS
 from support.slow_storage import Link
 
 import bench
 import relayout
 from bench import chart as charts
+from bench import clients as node_loads
 from bench import convert as conversions
 from bench import load as loads
 from bench import memory as memories
@@ -193,6 +195,46 @@ def slow(
                     rows.append(row)
                     _write(out, about | {"rows": rows}, Path(scratch))  # What is done is kept, should the rest fail.
     slows.print_table(console, rows)
+
+
+@app.command()
+def clients(
+    storage: Annotated[str, typer.Argument(help=f"The file system: {', '.join(FILE_SYSTEMS)}.")],
+    folder: DirOption = None,
+    size: Annotated[
+        float, typer.Option("--size", help="GB of the checkpoint (Llama-3.1-8B shapes, fewer tokens).")
+    ] = 0.6,
+    runs: RunsOption = 3,
+    out: OutOption = None,
+    nodes: Annotated[
+        str, typer.Option(help=f"Comma-separated: how many load; each divides {node_loads.TP}.")
+    ] = "1,2,4,8",
+    sharing: Annotated[
+        str, typer.Option(help="Comma-separated: ranks (of one model, divided), replicas (each needs all of it).")
+    ] = ",".join(node_loads.SHARINGS),
+    rate: Annotated[float, typer.Option(help="Gbit/s of the link of each node.")] = 1.0,
+    server_rate: Annotated[float, typer.Option(help="Gbit/s of the link of the server.")] = 2.0,
+    peers: Annotated[str, typer.Option(help="Comma-separated. Default: all that are installed.")] = "",
+    limit: Annotated[float, typer.Option(help="Seconds that a load may take.")] = 600,
+) -> None:
+    """Load on 1 to 8 nodes from one network file system: seconds, and bytes over each link. Takes a superuser."""
+    numbers, links = list(map(int, nodes.split(","))), node_loads.Links(rate * 1e9 / 8, server_rate * 1e9 / 8)
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        nbytes = node_loads.make_models(Path(scratch) / "models", size, progress.print)
+        about = {
+            "storage": FILE_SYSTEMS[storage].title,
+            "nbytes": nbytes,
+            "gbit_per_s": rate,
+            "server_gbit_per_s": server_rate,
+        }
+        rows: list[dict[str, Any]] = []
+        with node_loads.place_of(storage, Path(scratch), max(numbers), links) as place:
+            names = peers.split(",") if peers else []
+            for rows in node_loads.measure(
+                place, nbytes, links, numbers, sharing.split(","), names, runs, limit, progress.print
+            ):
+                _write(out, about | {"rows": rows}, Path(scratch))  # What is done is kept, should the rest fail.
+    node_loads.print_table(console, rows)
 
 
 @app.command()

@@ -79,6 +79,24 @@ def fastsafetensors_group(job: LoadJob) -> Tensors:
     return tensors
 
 
+def relayout_group(job: LoadJob) -> Tensors:
+    """relayout.load of the converted folder by processes that load the same rank: each byte is read once by one."""
+    from torch import distributed
+
+    from relayout.loader.api import load
+
+    return load(job.converted, job.rank, tp=job.tp, device=job.device, group=distributed.group.WORLD)
+
+
+def relayout_plain_group(job: LoadJob) -> Tensors:
+    """relayout.load of the plain checkpoint by processes that load any ranks: each byte is read once by one."""
+    from torch import distributed
+
+    from relayout.loader.api import load
+
+    return load(job.source, job.rank, tp=job.tp, device=job.device, group=distributed.group.WORLD)
+
+
 def prefetch(job: LoadJob) -> Tensors:
     """safe_open.prefetch of safetensors 0.9, all shards at once, 8 threads each, rows of the rank only.
 
@@ -167,6 +185,16 @@ LOADERS: dict[str, Loader] = {
         )
         for backend in ("direct", "buffered")
     },
+    "relayout_group": replace(
+        _KNOWN["relayout"], load=relayout_group, title="relayout, converted, group", devices=(), group=True
+    ),
+    "relayout_plain_group": replace(
+        _KNOWN["relayout_plain"],
+        load=relayout_plain_group,
+        title="relayout, plain folder, group",
+        devices=(),
+        group=True,
+    ),
     "load_file": _KNOWN["load_file"],
     "load_file_pread": replace(
         _KNOWN["load_file"], load=load_file_pread, title="safetensors pread", devices=("cpu",), needs=_can_pread

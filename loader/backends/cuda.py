@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache as once
 from typing import TYPE_CHECKING
+from weakref import finalize
 
 from relayout.core.extents import BLOCK, Grid, Transfer
 from relayout.errors import FormatError
@@ -264,6 +265,24 @@ class DeviceJob(ThreadedJob[CudaLane, Request]):
                 )
             done += count
         self.job.on_arrival(target, nbytes)
+
+
+def pin(owner: object, memory: Iterable[tuple[int, int]]) -> bool:
+    """Pin host memory, given as addresses and bytes, until `owner` is gone; whether all of it is.
+
+    Copies from pageable memory go through the driver's buffers: 7 GB/s on an H100, 42 from pinned memory. `owner` keeps
+    the memory, and nothing frees it earlier. torch's own pinned memory takes up to twice the bytes.
+    """
+    import torch
+
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for address, nbytes in memory:
+        if nbytes:
+            if int(runtime.cudaHostRegister(address, nbytes, 0)):
+                return False
+            # Not at exit, when CUDA may be gone: what is left then goes with the process.
+            finalize(owner, runtime.cudaHostUnregister, address).atexit = False
+    return True
 
 
 def _view(tensor: torch.Tensor) -> memoryview:

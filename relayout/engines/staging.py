@@ -31,6 +31,8 @@ from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.engines.recording import Recorded
 from relayout.engines.views import View
 from relayout.errors import FormatError, PlanError, about
+from relayout.loader.backends.base import kind_of
+from relayout.loader.backends.cuda import pin
 from relayout.loader.changes import Batch, ChangedPiece, RankChanges
 from relayout.loader.requests import num_cpus
 from relayout.storage.system import Buffer
@@ -136,7 +138,7 @@ class Flips:
             numbers.index_put_((places,), numbers[places] ^ bits)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Staged:
     """New weights for an engine, read and proven."""
 
@@ -161,6 +163,18 @@ class Staged:
     def nbytes(self) -> int:
         """Host memory that this takes."""
         return sum(one.nbytes for one in self.flips) + sum(tensor.nbytes for _, tensor in self.held or ())
+
+    def pin(self) -> bool:
+        """Pin what is held, from which a CUDA device is to copy; whether all of it is."""
+        memory = [(array.ctypes.data, array.nbytes) for one in self.flips for array in (one.places, one.bits)]
+        of_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        for _, tensor in self.held or ():
+            local = _local(tensor)
+            of_storage[local.untyped_storage().data_ptr()].append(local)
+        for tensors in of_storage.values():  # CUDA refuses what is in part pinned already: neighbors share pages.
+            start = min(tensor.data_ptr() for tensor in tensors)
+            memory.append((start, max(tensor.data_ptr() + tensor.nbytes for tensor in tensors) - start))
+        return pin(self, memory)
 
     @property
     def left_nbytes(self) -> int:
@@ -244,6 +258,15 @@ class LiveWeights:
             PlanError: a delta is for other weights, or the rank has other tensors or slices in a folder.
             OSError, MemoryError: as `relayout.iter_load`.
         """
+        staged = self._stage_way(sources, before, memory, step, threads)
+        if kind_of(self._engine.device) == "cuda" and not staged.pin():
+            self._engine.logger.warning("relayout: what is staged cannot be pinned: the commit takes longer")
+        return staged
+
+    def _stage_way(
+        self, sources: Sequence[str], before: Content | None, memory: int, step: int | None, threads: int
+    ) -> Staged:
+        """The way from what the engine has, or another if that is not there any more."""
         have = None if before is None else before.digest
         # Under a policy only what is signed is looked at, and a root's index is not.
         is_one = len(sources) == 1 and policy_of(None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import nn
 
 import relayout
 from relayout.core.digests import digest_hex
+from relayout.engines.global_tensor import GlobalTensor
 from relayout.engines.staging import Flips, LiveWeights, Staged
 from relayout.errors import FormatError, PlanError
 
@@ -186,6 +188,66 @@ def test_another_folder_goes_where_the_first_one_went(
     weights.commit(stage(weights, steps / "step-0", steps / "delta-1", memory=memory), engine.reload)
     assert engine.has(stock_tensors(steps / "model-1"))
     assert weights.attest().difference is None
+
+
+class Runtime:
+    """What the CUDA runtime is asked to pin, and to let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_pinned: int) -> None:
+        self.pinned: dict[int, int] = {}
+        self._left = num_pinned
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if self._left == 0 or address in self.pinned:
+            return 2 if self._left == 0 else 712  # Out of memory; registered already.
+        self._left -= 1
+        self.pinned[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.mark.parametrize("limit", [100, 0])
+@pytest.mark.parametrize("source", ["delta-1", "step-1"])
+def test_what_is_staged_for_a_device_is_pinned_until_it_is_gone(
+    steps: Path, monkeypatch: pytest.MonkeyPatch, source: str, limit: int
+) -> None:
+    engine, weights = started(steps / "step-0", 0, steps / "model-0")
+    runtime = Runtime(monkeypatch, limit)
+    staged = stage(weights, steps / source)
+    assert not runtime.pinned, "a CPU copies from any memory"
+    assert staged.pin() is (limit == 100)
+    if limit:
+        assert staged.nbytes <= sum(runtime.pinned.values()) < staged.nbytes * 1.01
+        assert {one.bits.ctypes.data for one in staged.flips} <= runtime.pinned.keys()
+    weights.commit(staged, engine.reload)
+    assert engine.has(stock_tensors(steps / "model-1"))
+    assert bool(runtime.pinned) is bool(limit)
+    del staged
+    gc.collect()
+    assert not runtime.pinned
+
+
+@NO_CUDA
+@pytest.mark.parametrize("source", ["delta-1", "step-1"])
+def test_a_device_copies_from_what_cuda_says_is_pinned(steps: Path, source: str) -> None:
+    engine, weights = started(steps / "step-0", 0, steps / "model-0", "cuda:0")
+    staged = stage(weights, steps / source)
+    held = [torch.from_numpy(array) for one in staged.flips for array in (one.places, one.bits)]
+    held += [local(tensor) for _, tensor in staged.held or ()]
+    assert held
+    assert all(tensor.is_pinned() for tensor in held if tensor.nbytes)
+    weights.commit(staged, engine.reload)
+    del staged
+    gc.collect()
+    assert not any(tensor.is_pinned() for tensor in held if tensor.nbytes)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._memory.local if isinstance(tensor, GlobalTensor) else tensor
 
 
 def test_deltas_that_are_staged_one_after_the_other_are_committed_in_this_order(

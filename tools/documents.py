@@ -32,11 +32,11 @@ _WIDTH = 120
 
 def families() -> str:
     """The table of built-in plans. The first line of each plan file says what it is for."""
-    rows = ["| plan | model types | experts | |", "|---|---|---|---|"]
+    rows = ["| plan | for | model types | experts |", "|---|---|---|---|"]
     for family in builtin_families():
         what = builtin_text(family.name).splitlines()[0].removeprefix("# ").removesuffix(".")
         experts = "cut or owned" if family.experts_each or family.experts_stacked else ""
-        rows.append(f"| `{family.name}` | {', '.join(family.model_types)} | {experts} | {what} |")
+        rows.append(f"| `{family.name}` | {what} | {', '.join(family.model_types)} | {experts} |")
     return "\n".join(rows)
 
 
@@ -395,7 +395,10 @@ def written(name: str) -> str:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for name, (path, _) in PARTS.items():
-        path.write_text(written(name))
+        text = written(name)
+        if text != path.read_text():
+            path.write_text(text)
+            print(f"{path.relative_to(_ROOT)}: {name} is new")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ def main() -> int:
         match = re.fullmatch(r"(.*\.py):(\d+)(?:-(\d+))?", one)
         if match is None:
             parser.error(f"{one!r}: expected FILE:LINE or FILE:FIRST-LAST")
+        if not Path(match[1]).exists():
+            parser.error(f"{match[1]}: no such file")
         first = int(match[2])
         tests = tests_of(NOTED, Path(match[1]), range(first, int(match[3] or first) + 1))
         if tests:

@@ -59,7 +59,7 @@ class Rule:
     """How the tensors that match a pattern are cut."""
 
     pattern: str
-    """A pattern for tensor names, see `core.patterns`."""
+    """A pattern for tensor names, see `core.arguments`."""
     dim: int | None
     """The dimension that is cut; None: every rank holds the whole tensor."""
     units: tuple[str, ...] = ()

@@ -37,7 +37,8 @@ MAX_RANKS = 1024
 Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
 
-_DEGREES_TO_TRY = range(1, 65)
+_DEGREES_TO_TRY = 64
+"""Up to this, or twice what was asked for."""
 
 
 def plan_for(
@@ -196,8 +197,8 @@ def _advice(checkpoint: PlannedCheckpoint, what: str, num_ranks: int) -> str:
     known = [f"--plan {name} matches all {count} tensors: check that the model is built so" for name in fitting[:1]]
     others = [f"{', '.join(fitting[1:])} too, and cut otherwise"] if fitting[1:] else []
     ways = "supply your own with --plan FILE, try --plan vllm or --plan transformers where these are installed"
-    found = [*known, *others] or ["no plan matches all tensors"]
-    return f"{what}; {'; '.join(found)}; or {ways}, or use --tp 1, which needs no plan"
+    found = [*known, *others, f"or {ways}"] if known else [f"no built-in plan matches all tensors: {ways}"]
+    return f"{what}; {'; '.join(found)}, or use --tp 1, which needs no plan"
 
 
 def matching_plans(checkpoint: PlannedCheckpoint, num_ranks: int) -> list[str]:
@@ -391,7 +392,7 @@ def _apply(kinds: Mapping[_CutKind, str], sizes: Sizes, num_ranks: int, scheme: 
             with about(tensor=name):
                 cuts[kind] = kind.apply(sizes, num_ranks, scheme)
     except PlanError as error:
-        degrees = list(_DEGREES_TO_TRY)
+        degrees = list(range(1, max(_DEGREES_TO_TRY, 2 * num_ranks) + 1))
         for other in (kind, *kinds):  # That which refuses first: it leaves few degrees to try with the others.
             degrees = [degree for degree in degrees if degree == 1 or other.can_be_cut(sizes, degree, scheme)]
         ranks = "rank" if len(degrees) == 1 else "ranks"

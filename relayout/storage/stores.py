@@ -332,8 +332,12 @@ def _check_slashes(path: str | os.PathLike[str]) -> None:
 
 
 def _shown(url: str | os.PathLike[str]) -> str:
-    """A URL without what may be secret: a password, or a signature."""
-    return re.sub(r"//.*(@|%40)", "//", os.fspath(url), flags=re.IGNORECASE | re.DOTALL).partition("?")[0]
+    """A URL without what may be secret: a signature, or a password, which may be typed with a slash or a backslash.
+
+    What is behind a slash alone is a name: hf://ORG/MODEL@REVISION.
+    """
+    secret = re.compile(r"//(?=[^/]*[:@%]|.*\\).*(@|%40)", re.IGNORECASE | re.DOTALL)
+    return secret.sub("//", os.fspath(url)).partition("?")[0]
 
 
 def find_input(path: str | os.PathLike[str]) -> Store:

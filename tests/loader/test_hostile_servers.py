@@ -328,6 +328,7 @@ def test_a_listing_without_end_is_an_error(server: Server) -> None:
         "gopher://u%3APW%40h/x?secret=PW",
         "s3://u:PW@h/x",
         "s3://bucket/a\\PW@x",
+        "gopher://u:a/PW@h/x",
         "s3://a/b?X-Amz-Signature=PW",
         *("s3://", "s3:///x", "s3://a//b", "s3://a/../b"),
     ],
@@ -337,3 +338,10 @@ def test_a_url_that_names_nothing_or_too_much_is_refused_and_shown_without_its_p
     with pytest.raises(RelayoutError, match=says) as caught:
         relayout.load(url, 0)
     assert "PW" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["nope://bucket/model@v1/x", "hf://org/mo del@v1", "s3://bucket/model@v1/x"])
+def test_a_revision_is_shown(url: str) -> None:
+    with pytest.raises(RelayoutError) as caught:
+        relayout.load(f"{url}?versionId=1" if url.startswith("s3") else url, 0)
+    assert str(caught.value).startswith(f"{url}: ")

@@ -14,7 +14,15 @@ import pytest
 from safetensors.numpy import save_file
 from support.conversions import OF_EACH_KIND, Conversions, grouped
 from support.engine_oracle import Array, IndivisibleError, expected, owners, split_cut
-from support.families import BESIDE_THE_LANGUAGE_MODEL, EXPERT_FAMILIES, FAMILIES, MULTIMODAL, Entry, Sizes
+from support.families import (
+    BESIDE_THE_LANGUAGE_MODEL,
+    EXPERT_FAMILIES,
+    FAMILIES,
+    MULTIMODAL,
+    NOT_OBSERVED,
+    Entry,
+    Sizes,
+)
 from support.hub_models import MODELS
 from support.local_stores import read_source
 from support.models import read_tensors
@@ -33,10 +41,12 @@ from relayout.plans.planner import plan_for
 DEGREES = range(2, 17)
 EACH_WAY = [
     *(name for name in OF_EACH_KIND if name in FAMILIES),
-    *("gemma", "deepseek_v2", "qwen3_next", "gpt_oss", "falcon_7b", "bloom", "mllama", "llava"),
+    *("gemma", "deepseek_v2", "qwen3_next", "gpt_oss", "falcon_7b", "bloom", "llava"),
+    *sorted(NOT_OBSERVED),
 ]
-"""Families that are cut in all ways that there are, and those that vLLM does not load: all others are compared with
-what its own classes took (test_observed_families.py)."""
+"""Families that are cut in all ways that there are, and those that no engine was observed to cut.
+
+All others are compared with what vLLM's own classes took (test_observed_families.py)."""
 
 
 def source_of(name: str, entries: list[Entry], sizes: Sizes, **more: tuple[int, ...]) -> SourceCheckpoint:

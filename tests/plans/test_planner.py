@@ -61,9 +61,9 @@ LLAMA = {
         (
             {"x.y.weight": (8, 8)},
             {"model_type": "mine"},
-            "'mine'; no plan matches all tensors; or .*--plan FILE.*--tp 1",
+            "'mine'; no built-in plan matches all tensors: supply your own with --plan FILE.*--tp 1",
         ),
-        ({"model.norm.weight": (8,)}, {"model_type": "mine"}, "; no plan matches"),  # All would hold it whole.
+        ({"model.norm.weight": (8,)}, {"model_type": "mine"}, "; no built-in plan matches"),  # All would hold it whole.
     ],
 )
 def test_without_a_plan_the_reason_and_the_plans_that_match_are_named(

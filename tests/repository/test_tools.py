@@ -41,8 +41,15 @@ def test_each_module_of_a_tool_can_be_imported(tool: str) -> None:
 
 
 def test_tools_run_names_every_tool() -> None:
-    [listed] = re.findall(r'echo "(bench .*)" >&2', (ROOT / "tools" / "run").read_text())
+    [listed] = re.findall(r'^tools="(bench .*)"', (ROOT / "tools" / "run").read_text(), re.MULTILINE)
     assert set(listed.split()) == TOOLS - {"fuzzing"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["nosuch"], ["--help"], ["bench demo"]])
+def test_tools_run_says_what_there_is(arguments: list[str]) -> None:
+    done = subprocess.run([ROOT / "tools" / "run", *arguments], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: tools/run TOOL")
 
 
 def test_only_tests_of_tools_import_tools() -> None:
@@ -61,12 +68,12 @@ def test_the_tests_of_a_line_are_those_that_were_noted(tmp_path: Path) -> None:
     """A module of loader/ is the same by way of the link in relayout/."""
     coverage = pytest.importorskip("coverage")
     data = coverage.CoverageData(str(tmp_path / "noted"))
-    pace = str(ROOT / "loader" / "pace.py")
+    pace = str(ROOT / "loader" / "requests.py")
     for context, line in (("", 1), ("tests/a.py::test_a[x|y]|run", 40), ("tests/a.py::test_a[x|y]|setup", 40)):
         data.set_context(context)
         data.add_lines({pace: {line}})
     data.write()
-    linked = ROOT / "relayout" / "loader" / "pace.py"
+    linked = ROOT / "relayout" / "loader" / "requests.py"
     assert lines.tests_of(tmp_path / "noted", linked, range(30, 50)) == ["tests/a.py::test_a"]
     assert lines.tests_of(tmp_path / "noted", linked, [1]) == []
     assert lines.tests_of(tmp_path / "noted", linked, [2]) is None

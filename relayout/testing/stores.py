@@ -1,6 +1,6 @@
-"""What every store promises to those who read from it.
+"""What every store promises to those who read from it, and a bucket to those who publish outputs there.
 
-class TestMyStore(StoreLaws):
+class TestMyStore(StoreLaws):  # Or BucketLaws.
     @pytest.fixture
     def place(self, tmp_path):
         return StorePlace(f"my://{tmp_path.name}", write=lambda store, name, content: ...)
@@ -16,11 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from relayout.errors import FormatError
-from relayout.storage.stores import Access, Kind, ReadableFile, Store, find_store
+from relayout.storage.cloud.store import CloudStore, Version, WritableClient
+from relayout.storage.stores import Access, Kind, ReadableFile, RequestError, Store, find_store, if_there
 from relayout.testing import law
 
 NBYTES = 50 * 4096 + 123
@@ -250,6 +252,103 @@ class StoreLaws:
         again: Store = pickle.loads(pickle.dumps(store))
         assert str(again) == str(store)
         assert again.read("weights", NBYTES) == BYTES
+
+
+class BucketLaws(StoreLaws):
+    """The laws of reading, and those of writing for a client that has `put`, `upload` and `delete`."""
+
+    @law
+    def test_a_small_object_is_replaced_by_who_knows_it(self, place: StorePlace) -> None:
+        """`put` writes where there is nothing, or over the version that was named; else it is a FileExistsError."""
+        bucket, name, read = _bucket(place)
+        first = bucket.put(name, b"1", None)
+        _check_refused(bucket, name, None)
+        second = bucket.put(name, b"22", first)
+        _check_refused(bucket, name, first)
+        assert read() == b"22"
+        third = bucket.put(name, b"333", second)
+        _check_refused(bucket, name, second)
+        assert read() == b"333"
+        bucket.delete([name])
+        _check_refused(bucket, name, third)
+        assert read() is None
+        for content in (b"4", b"5"):
+            bucket.put(name, content)
+        assert read() == b"5"
+
+    @law
+    def test_one_of_many_writers_wins(self, place: StorePlace) -> None:
+        """Of threads that `put` at the same time where there is nothing, one succeeds."""
+        bucket, name, read = _bucket(place)
+
+        def is_written(content: bytes) -> bool:
+            try:
+                bucket.put(name, content, None)
+            except FileExistsError:
+                return False
+            return True
+
+        contents = [b"%d" % number for number in range(6)]
+        with ThreadPoolExecutor(len(contents)) as threads:
+            written = [
+                content for content, done in zip(contents, threads.map(is_written, contents), strict=True) if done
+            ]
+        assert written == [read()]
+
+    @law
+    def test_deleting_leaves_what_is_not_named(self, place: StorePlace) -> None:
+        """`delete` removes the objects that are named, and no others; a name without an object is no error."""
+        place.filled("model", a=b"1", ab=b"2", a__b=b"3")
+        bucket, name, _ = _bucket(place, "a")
+        bucket.delete([name, f"{name}/was/never/there"])
+        store = place.store("model")
+        assert (store.stat("a"), store.read("ab", 1), store.read("a/b", 1)) == (None, b"2", b"3")
+        bucket.delete([])
+
+    @law
+    @pytest.mark.parametrize("nbytes", [0, 5, 10 * 2**20])
+    def test_a_file_is_uploaded_whole(self, place: StorePlace, tmp_path: Path, nbytes: int) -> None:
+        """`upload` sends all bytes of a file, in place of what is there, and returns the version that `stat` tells."""
+        place.filled("model", file=b"older")
+        bucket, name, read = _bucket(place)
+        content = random.Random(nbytes).randbytes(nbytes)
+        (tmp_path / "file").write_bytes(content)
+        version = bucket.upload(name, tmp_path / "file", 2, lambda: None)
+        assert read() == content
+        stat = bucket.stat(name)
+        assert stat is not None
+        assert not version or stat.version.strip('"') in [str(one).strip('"') for one in version.values()]
+
+    @law
+    def test_an_upload_that_is_given_up_makes_no_object(self, place: StorePlace, tmp_path: Path) -> None:
+        """`upload` asks `check` before each part; where that raises, so does it, and there is no object."""
+        bucket, name, _ = _bucket(place)
+        (tmp_path / "file").write_bytes(bytes(20 * 2**20))
+
+        class GivenUp(Exception):
+            pass
+
+        def give_up() -> None:
+            raise GivenUp
+
+        with pytest.raises((GivenUp, RequestError)):
+            bucket.upload(name, tmp_path / "file", 2, give_up)
+        assert bucket.stat(name) is None
+
+
+def _bucket(place: StorePlace, name: str = "file") -> tuple[WritableClient, str, Callable[[], bytes | None]]:
+    """The client of a place, an object's name there, and what reads it by a new store; None: it is not there."""
+    store = place.store("model")
+    assert isinstance(store, CloudStore), f"{type(store).__name__}, expected a CloudStore"
+    assert isinstance(store.client, WritableClient), f"{type(store.client).__name__} has not all of put, upload, delete"
+    return store.client, store.full_name(name), lambda: if_there(lambda: place.store("model").read(name, 2**30))
+
+
+def _check_refused(bucket: WritableClient, name: str, replaced: Version | None) -> None:
+    before = bucket.stat(name)
+    with pytest.raises(FileExistsError):
+        bucket.put(name, b"not to be written", replaced)
+    assert bucket.stat(name) == before
 
 
 def _memory(nbytes: int) -> memoryview:

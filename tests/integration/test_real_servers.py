@@ -20,6 +20,7 @@ SUITES = (
     "tests/loader/test_group_from_store.py",
     "tests/steps/test_publisher.py",
     "tests/steps/test_listing.py",
+    "tests/testing/test_stores.py",
 )
 
 

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from support.store_contract import KINDS, MARKER, OLDER, SOME, WRITABLE, Ground, content, ground, staged
 
 from relayout.core.digests import digest_hex
-from relayout.core.workers import Stopped
 from relayout.errors import FormatError, PlanError
 from relayout.publish.claim import Prefix, Sent, bare
 from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin_part, check_output
 from relayout.storage.cloud.store import CloudStore, WritableClient
 from relayout.storage.local.store import LocalStore
-from relayout.storage.stores import Access, Entry, Kind, RequestError, Store, find_store, why_missing
+from relayout.storage.stores import Access, Entry, Kind, Store, find_store, why_missing
 from relayout.storage.system import Buffer
 
 NBYTES = 5 * 4096 + 123
@@ -498,29 +497,6 @@ def output(there: Ground) -> Prefix:
     return Prefix(store.client, store.prefix, store)
 
 
-def test_a_small_object_is_created_once_and_replaced_in_the_version_that_is_known_only(output: Prefix) -> None:
-    client, name = output.client, output.full("small")
-    first = client.put(name, b"1", None)
-    with pytest.raises(FileExistsError):
-        client.put(name, b"2", None)
-    second = client.put(name, b"22", first)
-    with pytest.raises(FileExistsError):
-        client.put(name, b"3", first)
-    loaded = output.load("small", 10)
-    assert loaded is not None
-    assert loaded[0] == b"22"
-    third = client.put(name, b"333", loaded[1])
-    with pytest.raises(FileExistsError):
-        client.put(name, b"4", second)
-    client.delete([name, output.full("was never there")])
-    with pytest.raises(FileExistsError):
-        client.put(name, b"4", third)
-    assert output.load("small", 10) is None
-    client.put(name, b"5")
-    client.put(name, b"6")
-    assert output.load("small", 10) is not None
-
-
 @pytest.mark.parametrize("nbytes", [0, 5, 10 * 2**20])
 def test_a_file_is_uploaded_whole_and_its_version_is_that_of_listings(
     output: Prefix, tmp_path: Path, nbytes: int
@@ -537,17 +513,6 @@ def test_a_file_is_uploaded_whole_and_its_version_is_that_of_listings(
     assert not output.proves("large", Sent(nbytes + 1, "", digest_hex(blob[:3]), min(3, nbytes)))
     assert not output.proves("large", Sent(nbytes, "", digest_hex(b"other"), min(3, nbytes)))
     assert not output.proves("missing", Sent(0, "", digest_hex(b""), 0))
-
-
-def test_an_upload_that_is_given_up_makes_no_object(output: Prefix, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(20 * 2**20))
-
-    def give_up() -> None:
-        raise Stopped
-
-    with pytest.raises((Stopped, RequestError)):
-        output.client.upload(output.full("large"), tmp_path / "file", 2, give_up)
-    assert output.objects() == {}
 
 
 # Parts by several processes.

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from examples import own_store
 from examples.own_store import Shelf
-from support.store_contract import KINDS, ground
+from support.store_contract import KINDS, WRITABLE, ground
 
 from relayout.errors import FormatError
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import Store
 from relayout.testing import LawBroken
-from relayout.testing.stores import StoreLaws, StorePlace
+from relayout.testing.stores import BucketLaws, StoreLaws, StorePlace
 
 
 class TestStores(StoreLaws):
@@ -29,13 +29,24 @@ class TestStores(StoreLaws):
             yield StorePlace(found.root, found.kind.write, is_listed=found.kind.is_listed)
 
 
+class TestBuckets(BucketLaws):
+    """Those to which outputs are published."""
+
+    @pytest.fixture(params=[name for name in WRITABLE if name != "local"])
+    def place(
+        self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[StorePlace]:
+        with ground(request.param, tmp_path, monkeypatch) as found:
+            yield StorePlace(found.root, found.kind.write)
+
+
 def write(store: Store, name: str, content: bytes) -> None:
     assert isinstance(store, CloudStore)
     assert isinstance(store.client, Shelf)
     store.client.put(store.full_name(name), content)
 
 
-class TestOwnStore(StoreLaws):
+class TestOwnStore(BucketLaws):
     """The example."""
 
     @pytest.fixture
@@ -74,11 +85,51 @@ def empty_where_missing(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shelf, "get", lenient)
 
 
+def no_conditions(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = shelf.put
+    monkeypatch.setattr(shelf, "put", lambda name, content, replaced=True: put(name, content))
+
+
+def refused_but_written(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = shelf.put
+
+    def late(name: str, content: bytes, replaced: Any = True) -> Any:
+        try:
+            return put(name, content, replaced)
+        except FileExistsError:
+            put(name, content)
+            raise
+
+    monkeypatch.setattr(shelf, "put", late)
+
+
+def all_below(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def delete(names: Sequence[str]) -> None:
+        for name in [one for one in shelf.objects if one.startswith(tuple(names))]:
+            del shelf.objects[name]
+
+    monkeypatch.setattr(shelf, "delete", delete)
+
+
+def never_asked(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = shelf.upload
+    monkeypatch.setattr(shelf, "upload", lambda name, file, streams, check: upload(name, file, streams, lambda: None))
+
+
+def in_short(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "upload", lambda name, file, *_: shelf.put(name, file.read_bytes()[: 2**20]))
+
+
 WRONG: dict[Callable[[Shelf, pytest.MonkeyPatch], None], tuple[str, str, dict[str, Any]]] = {
     one_byte_late: ("test_what_is_written_is_read", "The bytes of a file are those that were written", {}),
     any_version: ("test_a_replacement_is_never_mixed_in", "A file that is replaced while it is open", {}),
     one_version_for_all: ("test_versions_tell_contents_apart", "A file keeps its version; one of other content", {}),
     what_is_beside: ("test_all_files_are_listed_but_hidden_ones", "`walk` has every file below", {}),
+    no_conditions: ("test_a_small_object_is_replaced_by_who_knows_it", "`put` writes where there is nothing", {}),
+    refused_but_written: ("test_a_small_object_is_replaced_by_who_knows_it", "`put` writes where there is nothing", {}),
+    all_below: ("test_deleting_leaves_what_is_not_named", "`delete` removes the objects that are named", {}),
+    never_asked: ("test_an_upload_that_is_given_up_makes_no_object", "`upload` asks `check`", {"tmp_path": None}),
+    in_short: ("test_a_file_is_uploaded_whole", "`upload` sends all", {"tmp_path": None, "nbytes": 10 * 2**20}),
     empty_where_missing: ("test_a_missing_file_is_bad_input", "A missing file has no `stat`", {"nbytes": None}),
 }
 
@@ -91,4 +142,4 @@ def test_who_breaks_a_law_is_told_which(
     place = StorePlace(f"shelf://{tmp_path.name}", write, own_store.offer)
     break_it(own_store.shelf(tmp_path.name), monkeypatch)
     with pytest.raises(LawBroken, match=f"^this law does not hold: {words}"):
-        getattr(StoreLaws(), law)(place, **options)
+        getattr(BucketLaws(), law)(place, **options | ({"tmp_path": tmp_path} if "tmp_path" in options else {}))

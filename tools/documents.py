@@ -348,6 +348,101 @@ def fills() -> str:
     return "\n".join([f"{size}, cold page cache (`tools/run fills`):", "", *rows])
 
 
+_SHARED = ("nfs", "sshfs", "juicefs", "seaweedfs")
+_SHARINGS = {"ranks": "Nodes divide the 8 ranks of one model", "replicas": "Each node needs all of the model"}
+_Cases = dict[tuple[str, str, int], dict[str, Any]]
+"""Rows by sharing, loader and number of nodes."""
+
+
+def clients() -> str:
+    """What nodes take that load from one file system, and what its server sends: `tools/run bench clients`."""
+    files = ((name, _ROOT / "tools" / "results" / f"clients_{name}.json") for name in _SHARED)
+    found = {name: json.loads(path.read_text()) for name, path in files if path.exists()}
+    return "\n\n".join([*(_clients(name, one) for name, one in found.items()), _growth(found)])
+
+
+def _cases(found: dict[str, Any]) -> tuple[_Cases, list[int]]:
+    """The rows, and the numbers of nodes in rising order."""
+    by = {(row["sharing"], row["loader"], row["clients"]): row for row in found["rows"]}
+    return by, sorted({number for _, _, number in by})
+
+
+def _clients(name: str, found: dict[str, Any]) -> str:
+    """A table for a file system, by loader and number of nodes."""
+    by, numbers = _cases(found)
+    every = [row["all_seconds"] for row in by.values() if "all_seconds" in row]
+    spread = sorted((max(runs) - min(runs)) / median(runs) for runs in every)
+    apart = f", apart by {100 * median(spread):.0f} % in the median and {100 * spread[-1]:.0f} % at most"
+    file = f"[clients_{name}.json](../../tools/results/clients_{name}.json)"
+    runs = max(map(len, every))
+    rows = [f"**{found['storage']}**, runs of each: {runs}{apart if runs > 1 else ''} ({file}).", ""]
+    heads = [f"nodes: {number}" for number in numbers]
+    heads += ["nodes to nodes", "CPU s of nodes", "of server"]
+    rows += [f"| s, bytes sent | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for sharing, title in _SHARINGS.items():
+        of = {loader: row for (shared, loader, _), row in by.items() if shared == sharing}
+        least = [by[sharing, "relayout", number]["least_seconds"] for number in numbers]
+        rows.append(f"| *{title}*: at least | {' | '.join(f'{one:.1f}, 1.00' for one in least)} | | | |")
+        for loader, row in of.items():
+            cells = [_client_cell(by.get((sharing, loader, number))) for number in numbers]
+            cells += _last_cells(by[sharing, loader, numbers[-1]])
+            what = "relayout, converted" if loader == "relayout" else row["title"]
+            rows.append(f"| {what.replace('relayout', '**relayout**')} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _client_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return str(row["failed"]) if "failed" in row else f"{row['seconds']:.1f}, {row['sent_over_model']:.2f}"
+
+
+def _last_cells(row: dict[str, Any]) -> list[str]:
+    if "failed" in row:
+        return [""] * 3
+    nodes = row["loader_cpu_seconds"] + row["mount_cpu_seconds"]
+    return [f"{row['between_clients_over_model']:.2f}", f"{nodes:.1f}", f"{row['server_cpu_seconds']:.1f}"]
+
+
+def _growth(found: Mapping[str, dict[str, Any]]) -> str:
+    """How much longer loads take on the most nodes than on one, and how much relayout gains there."""
+    rows = [f"| | {' | '.join(one['storage'] for one in found.values())} |", "|---" * (1 + len(found)) + "|"]
+    titles = {"relayout": "relayout, converted", "relayout_group": "the same, group", "load_file": "load_file"}
+    for sharing, what in _SHARINGS.items():
+        ends = [_ends(one, sharing) for one in found.values()]
+        for loader, title in titles.items():
+            # A group of one is a load alone.
+            ratios = [last[loader] / first.get(loader, first["relayout"]) for first, last in ends if loader in last]
+            if ratios:
+                cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+                rows.append(f"| {what}: time on 8 over time on one, {title} | {cells} |")
+        cells = " | ".join(f"{_gain(last):.1f}" for _, last in ends)
+        rows.append(f"| {what}: best peer over relayout, on 8 | {cells} |")
+    return "\n".join(rows)
+
+
+def _ends(found: dict[str, Any], sharing: str) -> tuple[dict[str, float], dict[str, float]]:
+    """The seconds of each loader on the fewest and on the most nodes."""
+    by, numbers = _cases(found)
+    ends = (
+        {
+            loader: row["seconds"]
+            for (shared, loader, n), row in by.items()
+            if (shared, n) == (sharing, number) and "failed" not in row
+        }
+        for number in (numbers[0], numbers[-1])
+    )
+    first, last = ends
+    return first, last
+
+
+def _gain(seconds: Mapping[str, float]) -> float:
+    """The best peer's seconds over relayout's best."""
+    peers = min(value for name, value in seconds.items() if not name.startswith("relayout"))
+    own = min(value for name, value in seconds.items() if name.startswith("relayout"))
+    return peers / own
+
+
 def _release(versions: dict[str, str]) -> str:
     if "sglang" in versions:
         return f"SGLang {versions['sglang']}"
@@ -360,6 +455,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "loads": (_ROOT / "docs" / "MEASURING.md", loads),
     "gpu": (_ROOT / "docs" / "MEASURING.md", gpu),
     "compatibility": (_ROOT / "docs" / "guides" / "FLEET.md", compatibility),
+    "clients": (_ROOT / "docs" / "guides" / "NFS.md", clients),
     "fills": (_REFERENCE / "LOADING.md", fills),
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),

@@ -21,6 +21,8 @@ INTERFACE = "eth0"
 _BURST_NBYTES = 256 * 1024
 _QUEUE = "100ms"
 """How long a packet may wait for a link that is full; it is dropped if it would wait for longer."""
+_SECONDS = 600
+"""A command on a host may take so long."""
 _HOLD = ["unshare", "--net", "--mount", "--propagation", "private", "cat"]
 """A process that holds namespaces until the end of its input, which comes with the end of this process."""
 _BOUND = ["setpriv", "--pdeathsig", "KILL", "prlimit", f"--data={4 * 2**30}"]
@@ -50,7 +52,8 @@ class Host:
         Raises:
             RuntimeError: it failed.
         """
-        done = subprocess.run([*self.within, *map(str, words)], capture_output=True, text=True, check=False)
+        command = [*self.within, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
         if done.returncode:
             raise RuntimeError(f"{words[0]}: exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}")
         return done.stdout

@@ -74,7 +74,7 @@ def _until(is_so: Callable[[], bool], process: subprocess.Popen[bytes], log: Pat
     end = time.monotonic() + PATIENCE
     while not is_so():
         if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"{Path(process.args[-1]).name}: did not start: {log.read_text()[-500:]}")  # type: ignore[index]
+            raise RuntimeError(f"{log.name}: the program did not start: {log.read_text()[-500:]}")
         time.sleep(0.05)
 
 

@@ -209,7 +209,7 @@ class Asked:
             PlanError: the same; or `verify` is set and the checkpoint is a plain one.
         """
         if self.rank is None:
-            what = "rank: None is not an integer; only a load into a model, or its state dict, needs none"
+            what = "rank: missing, expected a number such as 0; only loads into a model, or its state dict, need none"
             raise PlanError(what, code="option")
         cache = "" if self.is_shared else self.cache
         found = find_rank(self.path, self.rank, tp=self.tp, cache=cache, progress=self.progress, trust=self.trust)

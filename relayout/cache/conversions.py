@@ -167,7 +167,7 @@ def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progr
     others_nbytes = needed_nbytes(planned) - planned.layout.nbytes
     reservation = cache.reserve(entry, files | {f"{MODEL}/{MANIFEST_NAME}": others_nbytes})
     if reservation is None:
-        what = f"the cache has no room for {sum(files.values())} bytes"
+        what = f"the cache has no room for {sum(files.values()) / 1e9:.3f} GB, by its limit or that of the drive"
         raise OSError(errno.ENOSPC, what, os.fspath(cache.folder))
     units = planned.layout.units
     with reservation, reporting(progress, "converting", sum(map(planned.nbytes_of, units))) as report:

@@ -9,6 +9,7 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from relayout.checkpoint.folder import refuse_rank_files
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent, Grid, align_up
@@ -85,6 +86,8 @@ def read_manifest_blob(folder: Store) -> bytes:
     """Read relayout.json. FormatError: it is missing."""
     blob = if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     if blob is None:
+        if not folder.cost.is_remote and folder.kind() is Kind.FOLDER:
+            refuse_rank_files(folder, (entry.name for entry in folder.walk()))
         what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
         what = why_missing(folder) if folder.kind() is Kind.NOTHING else what
         raise FormatError(what, path=str(folder), code="missing")
@@ -233,7 +236,7 @@ def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
 
 
 def describe_output(folder: Store) -> str:
-    """What a converted checkpoint is, by its manifest, which is written last.
+    """What a converted checkpoint is, by its manifest, which is written last, and what is wrong with it at a glance.
 
     Raises:
         FormatError: it is damaged, or foreign.
@@ -241,7 +244,12 @@ def describe_output(folder: Store) -> str:
     manifest = read_manifest(folder)
     model = f"model type {manifest.model_type}" if manifest.model_type else "a model"
     some = "" if manifest.has_all else f" (ranks {ranks_text(manifest.present)})"
-    return f"a complete conversion of {model}, {manifest.source_nbytes:,} bytes, at TP {manifest.num_ranks}{some}"
+    of = f"conversion of {model}, {manifest.source_nbytes:,} bytes, at TP {manifest.num_ranks}{some}"
+    try:
+        check_intact(folder)
+    except FormatError as error:
+        return f"a damaged {of} ({error})"
+    return f"a complete {of}"
 
 
 CONVERTED = Replaceable(MANIFEST_NAME, describe_output, names_of_output)

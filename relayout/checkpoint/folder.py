@@ -7,14 +7,14 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import decode
-from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, RANK_FILE
 from relayout.format.safetensors import check_depth, refuse_surrogates
 from relayout.storage.stores import Entry, Store
 
@@ -36,6 +36,13 @@ class Config:
     """config.json, completed by quantization_config from other files; empty if there is no config.json."""
     names: tuple[str, ...]
     """Names of the files that were read."""
+
+
+def refuse_rank_files(folder: Store, names: Iterable[str]) -> None:
+    """Raise FormatError if some of these files have slices: without the manifest they would be taken for tensors."""
+    if any(map(RANK_FILE.fullmatch, names)):
+        what = "is missing beside rank files: the copy of a converted folder is incomplete: delete it, and copy again"
+        raise FormatError(what, path=folder.location(MANIFEST_NAME), code="missing")
 
 
 def find_config(folder: Store) -> Config:

@@ -29,6 +29,7 @@ from relayout.checkpoint.folder import (
     find_index,
     find_side_files,
     other_shards,
+    refuse_rank_files,
 )
 from relayout.core.arguments import collapse_numbers
 from relayout.core.digests import digest_hex
@@ -207,6 +208,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
             " another degree; or convert its source, which `relayout restore` writes"
         )
         raise PlanError(what, path=str(root), code="exists")
+    refuse_rank_files(root, names)
     shards = [name for name in names if name.endswith(".safetensors")]
     index_name = find_index(root, names)
     index: tuple[str, bytes] | None = None

@@ -94,7 +94,8 @@ def verify(
             memory=memory,
             progress=out.work("verifying"),
         )
-        out.show(report, partial(render.verification, has_source=source is not None))
+        printing = out if report.ok else replace(out, quiet=False)  # Differences are errors.
+        printing.show(report, partial(render.verification, has_source=source is not None))
         if not report.ok:
             raise typer.Exit(EXIT_DIFFERENCE)
 

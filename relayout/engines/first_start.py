@@ -156,7 +156,7 @@ def first_start(
     """
     cache, source = cache_of(options.cache), wanted.source
     if cache is None:
-        logger.info(
+        logger.warning(
             "relayout: %s was not converted: %s. With a cache (RELAYOUT_CACHE=FOLDER) the first start converts it, and"
             " each rank of a later start reads only its own bytes",
             source, otherwise,

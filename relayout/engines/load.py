@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
+from relayout.checkpoint.folder import refuse_rank_files
 from relayout.checkpoint.trust import TrustedStore, policy_of, trusted
 from relayout.engines.first_start import Filling, WantedConversion, first_start
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights
-from relayout.errors import FormatError, PlanError
+from relayout.errors import PlanError
 from relayout.storage.stores import Kind, Store, find_input, scheme_of, why_missing
 
 if TYPE_CHECKING:
@@ -173,8 +174,7 @@ def _look_at(path: str, engine: str) -> _Content:
             code="missing",
         )
     if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
-        what = "is missing beside rank files: the copy of the folder is incomplete"
-        raise FormatError(what, path=store.location("relayout.json"), code="missing")
+        refuse_rank_files(store, [_OF_ANOTHER_RANK])
     return _Content(store, None)
 
 

@@ -7,6 +7,7 @@ files into pieces, and relayout.chunks has a proof of each. FORMAT.md is normati
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
@@ -31,6 +32,9 @@ that loaders that go by the index stop."""
 
 VERSION = "0.1.0"
 """The version of relayout, which is `relayout.__version__`; manifests name it."""
+
+RANK_FILE = re.compile(r"model-rank-\d+-part-\d+\.safetensors|relayout-rank-\d+-part-\d+\.slices")
+"""The names of files with slices. Nothing else tells that a folder without a manifest was a converted one."""
 
 FORMAT_VERSION = 1
 """The version of manifest, rank tables and source record."""

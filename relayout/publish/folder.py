@@ -36,7 +36,7 @@ from relayout.storage.local.descriptors import (
     user_of_new_files,
 )
 from relayout.storage.local.store import LocalStore, entries, sync_and_drop_pages
-from relayout.storage.stores import Modes, older_folder, recovery_advice
+from relayout.storage.stores import Modes, older_folder, partial_folder, recovery_advice
 
 _SHARED = "shared-"
 _LIVE = "live-"
@@ -106,7 +106,7 @@ def _holds_working_folder(folder: Path) -> bool:
 def remove_leftovers(output: Path) -> None:
     """Delete what a process of this user left beside an output if it was killed after its last rename."""
     output = output.resolve()
-    if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (place_of, lock_of)):
+    if not output.name or not any(os.path.lexists(name_of(output)) for name_of in (partial_folder, lock_of)):
         return
     with suppress(PlanError, OSError), _locked_parent(output) as (parent, user):
         place = open_left(parent, output, user)
@@ -281,18 +281,13 @@ def lock_of(output: Path) -> Path:
     return output.with_name(f".{output.name}.relayout-lock")
 
 
-def place_of(output: Path) -> Path:
-    """Path of the folder in which an output is assembled."""
-    return output.with_name(f".{output.name}.relayout-partial")
-
-
 def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
     """Open the staging folder of an earlier attempt and make it private; None if there is none.
 
     Raises:
         PlanError: it belongs to another user, or relayout did not make it.
     """
-    path = place_of(output)
+    path = partial_folder(output)
     status = parent.status(path.name)
     if status is None:
         return None
@@ -319,10 +314,10 @@ def _check_ours(place: OpenFolder) -> None:
 
 
 def _make_new(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
-    parent.make(place_of(output).name, stat.S_IRWXU)
+    parent.make(partial_folder(output).name, stat.S_IRWXU)
     place = open_left(parent, output, user)
     if place is None or place.names():
-        raise PlanError("was changed by another process", path=place_of(output), code="exists")
+        raise PlanError("was changed by another process", path=partial_folder(output), code="exists")
     return place
 
 
@@ -527,7 +522,7 @@ def staging_part(output: Path, marker: str, shared: str, *, replace: bool, modes
                 with suppress(OSError):
                     whole.remove(attempt)
                 # Nothing is left where nothing was added, or all was published. These fail where there is anything.
-                place = place_of(output).name
+                place = partial_folder(output).name
                 with suppress(OSError):
                     os.rmdir(f"{place}/{shared}", dir_fd=parent.fd)
                     os.rmdir(place, dir_fd=parent.fd)
@@ -543,12 +538,12 @@ def _assembly(parent: OpenFolder, output: Path, shared: str, attempt: str) -> Op
     user = user_of_new_files(parent, lock_of(output).name)
     for _ in range(_TRIES):
         with suppress(FileExistsError):
-            parent.make(place_of(output).name, stat.S_IRWXU)
+            parent.make(partial_folder(output).name, stat.S_IRWXU)
         try:
-            with open_left(parent, output, user) or parent.subfolder(place_of(output).name) as place:
+            with open_left(parent, output, user) or parent.subfolder(partial_folder(output).name) as place:
                 whole = subfolder(place, shared)
             whole.make(attempt, stat.S_IRWXU)
             return whole
         except FileNotFoundError:
             continue  # Another process has just found it empty, and removed it.
-    raise PlanError("is removed repeatedly by another process", path=place_of(output), code="busy")
+    raise PlanError("is removed repeatedly by another process", path=partial_folder(output), code="busy")

@@ -54,12 +54,12 @@ class Replaceable:
         if self.marker not in there:
             what = (
                 f"is not empty: holds {first_of(there)}, and no {self.marker}, so nothing proves that relayout wrote"
-                " it; choose another output"
+                " it; delete it if it is an interrupted copy, or choose another output"
             )
             raise PlanError(what, path=str(store), code="exists")
         try:
             if not force:
-                what = f"already holds {self.describe(store)}; --force replaces it"
+                what = f"already holds {self.describe(store)}; it stays as it is, --force replaces it"
                 raise PlanError(what, path=str(store), code="exists")
             named = self.names(store)
         except FormatError as error:

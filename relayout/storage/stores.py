@@ -368,7 +368,7 @@ def why_missing(store: Store) -> str:
     path = store.path("")
     if path is None:
         return "no objects with this prefix"
-    return f"no such file or folder{recovery_advice(path) or _similar(path)}"
+    return f"no such file or folder{recovery_advice(path) or _under_way(path) or _similar(path)}"
 
 
 def older_folder(path: Path) -> Path:
@@ -380,6 +380,17 @@ def recovery_advice(path: Path) -> str:
     """Advice for a missing `path`: where its older folder is, if --force was interrupted between two renames."""
     old = older_folder(path)
     return f"; an interrupted replacement left the older folder at {old}: rename it back" if old.is_dir() else ""
+
+
+def partial_folder(path: Path) -> Path:
+    """The folder beside an output in which it is assembled."""
+    return path.with_name(f".{path.name}.relayout-partial")
+
+
+def _under_way(path: Path) -> str:
+    """The end of a message about a path that does not exist: that it is being made, or was, and has not ended."""
+    left = partial_folder(path)
+    return f"; {left.name} beside it says that it is being made, or that this was interrupted" if left.exists() else ""
 
 
 def _similar(path: Path) -> str:

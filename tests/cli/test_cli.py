@@ -191,6 +191,41 @@ def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Pa
     assert_refused(here, work, args.split(" "), says)
 
 
+def test_of_a_copy_that_is_incomplete_each_command_says_so(here: Run, work: Path) -> None:
+    assert here("convert", "model", "--tp", "2", "-o", "whole", cwd=work).returncode == 0
+    copied = work / "copied"
+    shutil.copytree(work / "whole", copied)
+    (copied / "relayout.json").unlink()
+    for command in ("inspect copied", "verify copied", "convert copied --tp 2 -o out"):
+        result = here(*command.split(), cwd=work)
+        assert result.returncode == 2
+        assert "copied/relayout.json: is missing beside rank files: the copy of a converted folder" in result.stderr
+    (work / ".later.relayout-partial").mkdir()
+    later = here("verify", "later", cwd=work)
+    assert ".later.relayout-partial beside it says that it is being made" in later.stderr
+
+
+def test_a_damaged_copy_is_called_so_and_is_replaced_only_when_it_is_asked_for(here: Run, work: Path) -> None:
+    assert here("convert", "model", "--tp", "2", "-o", "whole", cwd=work).returncode == 0
+    assert here("copy", "whole", "copied", cwd=work).returncode == 0
+    file = work / "copied" / "model-rank-1-part-0.safetensors"
+    before = file.read_bytes()
+    file.write_bytes(before[:-1000])
+    result = here("copy", "whole", "copied", "--if-missing", cwd=work)
+    assert result.returncode == 2
+    assert re.search(
+        r"already holds a damaged conversion .*rank-1-part-0\.safetensors: .* bytes long, exp", result.stderr
+    )
+    assert file.read_bytes() == before[:-1000]
+    assert here("copy", "whole", "copied", "--if-missing", "--force", cwd=work).returncode == 0
+    assert file.read_bytes() == before
+    file.write_bytes(before[:-1000] + bytes(1000))
+    quiet = here("verify", "-q", "copied", cwd=work)
+    assert quiet.returncode == 1
+    assert "model-rank-1-part-0.safetensors" in quiet.stdout
+    assert here("verify", "-q", "whole", cwd=work).stdout == ""
+
+
 # What is wrong with checkpoints, plans and outputs, the tests of each tell: here is how it is said.
 @pytest.mark.parametrize(
     ("trouble", "args", "says"),
@@ -203,7 +238,7 @@ def test_bad_arguments_are_one_line_and_leave_nothing_behind(here: Run, work: Pa
         (
             lambda work: put(work / "out" / "precious", "mine"),
             "convert model --tp 1 -o out",
-            r"out: is not empty: holds 'precious', and no relayout\.json, so nothing proves .*; choose another output",
+            r"out: is not empty: holds 'precious', and no relayout\.json, .* interrupted copy, or choose another",
         ),
         (
             lambda work: put(work / "pickled" / "pytorch_model.bin", "pickle"),

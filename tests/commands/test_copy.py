@@ -259,7 +259,7 @@ def test_a_strangers_folder_is_not_replaced(source: Path, tmp_path: Path) -> Non
     relayout.copy(source / "ranks", out, ranks="0")
     with pytest.raises(
         PlanError,
-        match=r"holds a complete conversion of model type llama, [\d,]+ bytes, at TP 4 \(ranks 0\); --force",
+        match=r"holds a complete conversion of model type llama, [\d,]+ bytes, at TP 4 \(ranks 0\); it .* --force",
     ):
         relayout.copy(source / "ranks", out, ranks="1-2")
     (out / "theirs").write_text("x")

@@ -466,7 +466,7 @@ def test_a_place_that_holds_something_is_no_output(there: Ground) -> None:
         with pytest.raises(PlanError, match="out: is not empty"):
             check_output(out, source, OLDER, force=force)
     there.write(out, **{MARKER: b"ours\nmine"})
-    with pytest.raises(PlanError, match="out: already holds 2 files; --force replaces it"):
+    with pytest.raises(PlanError, match="out: already holds 2 files; it stays as it is, --force replaces it"):
         check_output(out, source, OLDER, force=False)
     check_output(out, source, OLDER, force=True)
     assert content(out, "mine") == b"1", "it changes nothing"

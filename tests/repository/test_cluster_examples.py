@@ -93,7 +93,8 @@ def test_the_jobs_of_kubernetes(models: Path, tmp_path: Path) -> None:
     assert f"/{units['spec']['completions']}" in str(units["spec"]["template"])
 
     def command(job: dict[str, dict[str, dict[str, dict[str, list[dict[str, list[str]]]]]]]) -> list[str]:
-        [container] = job["spec"]["template"]["spec"]["containers"]
+        spec = job["spec"]["template"]["spec"]
+        [container] = spec.get("initContainers", spec["containers"])
         [line] = container["args"]
         line = line.replace("/models/llama-tp8", str(tmp_path / "out")).replace("/models/llama ", f"{models}/llama ")
         line = line.replace("--tp 8", "--tp 4").replace("4GB", str(MIB // 4)).replace("/31", f"/{NUM_TASKS}")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parents[2]
 PAGE, EXAMPLES = (ROOT / "docs" / "guides" / "FLEET.md").read_text(), ROOT / "tools" / "examples"
-MANIFEST = EXAMPLES / "kubernetes_fleet.yaml"
+MANIFEST, JOB, JOBS = (EXAMPLES / f"kubernetes_{name}.yaml" for name in ("fleet", "convert", "job"))
 IMAGES, *STEPS = re.findall(r"^```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -33,11 +33,12 @@ def cluster(llama: Path, tmp_path: Path) -> Iterator[Path]:
         pytest.skip("namespaces take a superuser of Linux")
     pods.install(tmp_path)
     shutil.copytree(llama, tmp_path / "volumes" / "models" / "llama")
-    [deployment] = [one for one in yaml.safe_load_all(MANIFEST.read_text()) if one["kind"] == "Deployment"]
+    deployment = yaml.safe_load(MANIFEST.read_text())
     deployment["metadata"]["name"], deployment["spec"]["replicas"] = "llama", 2
     pod = deployment["spec"]["template"]["spec"]
     del pod["initContainers"]
     pod["containers"][0] |= {"args": ["/models/llama", "--tensor-parallel-size=8"], "env": []}
+    pod["containers"][0]["command"] = ["vllm", "serve"]
     pod["containers"][0]["volumeMounts"].append({"name": "models", "mountPath": "/models"})
     before = tmp_path / "before.yaml"
     before.write_text(yaml.safe_dump(deployment))
@@ -66,20 +67,20 @@ def running(cluster: Path) -> list[str]:
 
 
 def test_the_page_is_followed_from_the_manifest_to_the_proof_and_back(cluster: Path) -> None:
-    start, look, prove, all_pods, back = STEPS
+    start, look, prove, all_pods, back, _ = STEPS
     source = content(cluster / "volumes" / "models" / "llama")
 
     done = run(cluster, start)
     assert done.returncode == 0, done.stderr
     assert "every slice compared with the source" in done.stdout
-    assert running(cluster) == ["llama-0", "llama-1", "llama-relayout-0"]
+    assert running(cluster) == ["llama-0", "llama-1", "llama-canary-0"]
 
     done = run(cluster, look)
     assert done.returncode == 0, done.stderr
     ranks = re.findall(r"^relayout: rank (\d) of 8: .*, 0 whole tensors read", done.stdout, re.MULTILINE)
     assert ranks == list("01234567")
-    assert re.findall(r"^relayout_loads_total{.*} (.*)$", done.stdout, re.MULTILINE) == ["8.0"]
-    done = run(cluster, look.replace("deployment/llama-relayout", "deployment/llama"))
+    assert loads(done.stdout) == ["8.0"]
+    done = run(cluster, look.replace("deployment/llama-canary", "deployment/llama"))
     assert done.returncode == 1  # What vLLM loads itself has no such line, and counts nothing.
 
     done = run(cluster, prove)
@@ -88,8 +89,8 @@ def test_the_page_is_followed_from_the_manifest_to_the_proof_and_back(cluster: P
 
     done = run(cluster, all_pods)
     assert done.returncode == 0, done.stderr
-    assert running(cluster) == [f"llama-relayout-{number}" for number in range(3)]
-    copies = list((cluster / "nodes").glob("llama-relayout-*/nvme/relayout/llama-tp8"))
+    assert running(cluster) == ["llama-canary-0", "llama-relayout-0", "llama-relayout-1"]
+    copies = list((cluster / "nodes").glob("llama-*/nvme/relayout/llama-tp8"))
     assert [content(copy) for copy in copies] == [content(cluster / "volumes" / "models" / "llama-tp8")] * 3
 
     done = run(cluster, back)
@@ -98,22 +99,64 @@ def test_the_page_is_followed_from_the_manifest_to_the_proof_and_back(cluster: P
     assert content(cluster / "volumes" / "models" / "llama") == source
 
 
+def loads(text: str) -> list[str]:
+    return re.findall(r"^relayout_loads_total{.*} (.*)$", text, re.MULTILINE)
+
+
+def test_new_weights_go_to_the_canary_and_then_to_as_many_pods_as_there_were(cluster: Path) -> None:
+    start, look, _, all_pods, _, new = STEPS
+    assert run(cluster, start + all_pods).returncode == 0
+    models = cluster / "volumes" / "models"
+    shutil.copytree(models / "llama", models / "llama-2")
+    done = run(cluster, new)
+    assert done.returncode == 0, done.stderr
+    assert running(cluster) == ["llama-canary-0", "llama-relayout-0", "llama-relayout-1"]
+    for copy in (cluster / "nodes").glob("llama-[cr]*/nvme/relayout"):
+        assert sorted(path.name for path in copy.iterdir()) == ["llama-2-tp8", "llama-tp8"]
+    done = run(cluster, look)
+    assert loads(done.stdout) == ["8.0"], done.stderr
+    # Applying again changes nothing; the Job of a folder cannot be changed.
+    assert run(cluster, f"kubectl apply -f {JOB}").returncode == 0
+    assert "field is immutable" in run(cluster, f"sed s/2Gi/4Gi/ {JOB} | kubectl apply -f -").stderr
+
+
+def test_a_container_that_is_killed_counts_from_zero(cluster: Path) -> None:
+    start, look, *_ = STEPS
+    assert run(cluster, start).returncode == 0
+    kill = "kubectl exec deployment/llama-canary -c vllm -- pkill -9 -f vllm.py"
+    assert run(cluster, kill).returncode == 0
+    done = run(cluster, "sleep 1; kubectl rollout status deployment/llama-canary\n" + look)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^relayout: rank 0 of 8", done.stdout, re.MULTILINE)) == 2
+    assert loads(done.stdout) == ["8.0"]
+
+
 def test_a_pod_whose_copy_is_damaged_does_not_serve_and_its_log_names_the_file(cluster: Path) -> None:
     assert run(cluster, STEPS[0]).returncode == 0
     [copy] = (cluster / "nodes").glob("*/nvme/relayout/llama-tp8")
     file = next(copy.glob("model-rank-3-*.safetensors"))
-    content = bytearray(file.read_bytes())
+    whole = file.read_bytes()
+    again = "kubectl scale deployment/llama-canary --replicas 0; kubectl scale deployment/llama-canary --replicas 1"
+    status = "kubectl rollout status deployment/llama-canary"
+
+    file.write_bytes(whole[:-100])  # Too short: the next pod replaces it.
+    done = run(cluster, f"{again}; {status}")
+    assert done.returncode == 0, done.stderr
+    assert file.read_bytes() == whole
+
+    content = bytearray(whole)
     content[-1] ^= 1
     file.write_bytes(content)
-    again = "kubectl scale deployment/llama-relayout --replicas 0; kubectl scale deployment/llama-relayout --replicas 1"
     assert run(cluster, again).returncode == 0
-    done = run(cluster, "kubectl rollout status deployment/llama-relayout")
-    assert done.returncode == 1
-    done = run(
-        cluster, "kubectl logs deployment/llama-relayout -c copy; kubectl logs deployment/llama-relayout -c vllm"
-    )
+    assert run(cluster, status).returncode == 1
+    done = run(cluster, "kubectl logs deployment/llama-canary -c copy; kubectl logs deployment/llama-canary -c vllm")
     assert "already there" in done.stdout
     assert re.search(rf"FormatError: .*{file.name}", done.stdout)
+
+    shutil.rmtree(copy)  # As the page says.
+    done = run(cluster, f"{again}; {status}")
+    assert done.returncode == 0, done.stderr
+    assert file.read_bytes() == whole
 
 
 def test_rules_and_dashboard_ask_for_what_loads_count() -> None:
@@ -126,14 +169,25 @@ def test_rules_and_dashboard_ask_for_what_loads_count() -> None:
     assert set(re.findall(r"^\| `(relayout_\w+)`", PAGE, re.MULTILINE)) == counted
 
 
-def test_the_manifest_runs_the_images_of_the_page_as_their_user() -> None:
+def test_the_manifests_run_the_images_of_the_page_as_their_user() -> None:
     dockerfile = (ROOT / ".github" / "container" / "Dockerfile").read_text()
-    job, deployment, service = yaml.safe_load_all(MANIFEST.read_text())
-    specs = [one["spec"]["template"]["spec"] for one in (job, deployment)]
-    containers = [one for spec in specs for one in (*spec["initContainers"], *spec["containers"])]
+    assert dockerfile.count("USER 2001") == 2
+    objects = [one for file in (MANIFEST, JOB, JOBS) for one in yaml.safe_load_all(file.read_text())]
+    specs = [one["spec"]["template"]["spec"] for one in objects]
+    containers = [one for spec in specs for one in (*spec.get("initContainers", []), *spec["containers"])]
     assert {one["image"] for one in containers} == set(re.findall(r"-t (\S+)", IMAGES))
     assert {spec["securityContext"]["runAsUser"] for spec in specs} == {2001}
-    assert dockerfile.count("USER 2001") == 2
-    assert {
-        name: deployment["spec"]["template"]["metadata"]["labels"][name] for name in service["spec"]["selector"]
-    } == (service["spec"]["selector"])
+
+
+def test_what_commands_of_the_page_name_is_in_the_manifests() -> None:
+    """With one pod that converts, or many; and an autoscaler's number of pods is nobody's else."""
+    deployment, one = yaml.safe_load(MANIFEST.read_text()), yaml.safe_load(JOB.read_text())
+    many = {job["metadata"]["name"]: job for job in yaml.safe_load_all(JOBS.read_text())}
+    assert "replicas" not in deployment["spec"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels
+    for job in (one, many[one["metadata"]["name"]]):
+        assert f"job/{job['metadata']['name']} -c {job['spec']['template']['spec']['containers'][0]['name']}" in PAGE
+    for script in STEPS:
+        named = set(re.findall(r"deployment/(\S+)", script))
+        assert named <= {"llama", "llama-canary", deployment["metadata"]["name"]}

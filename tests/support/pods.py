@@ -95,15 +95,24 @@ def stop_all(folder: Path) -> None:
 
 
 def _apply(arguments: argparse.Namespace) -> None:
-    for one in yaml.safe_load_all(Path(arguments.filename).read_text()):
+    text = sys.stdin.read() if arguments.filename == "-" else Path(arguments.filename).read_text()
+    for one in yaml.safe_load_all(text):
         kind, name = one["kind"].lower(), one["metadata"]["name"]
-        (STATE / "objects").mkdir(exist_ok=True)
-        (STATE / "objects" / f"{kind}-{name}.json").write_text(json.dumps(one))
-        if kind == "job":
+        file = STATE / "objects" / f"{kind}-{name}.json"
+        file.parent.mkdir(exist_ok=True)
+        before = json.loads(file.read_text()) if file.exists() else None
+        is_new = before is None or before["spec"]["template"] != one["spec"]["template"]
+        if kind == "job" and is_new:
+            if before is not None:
+                raise SystemExit(f"job/{name}: spec.template: field is immutable")
             _start(f"{name}-0", one["spec"]["template"]["spec"])
-        if kind == "deployment":
+        if kind == "deployment":  # What a file does not say stays as it was set.
+            one["spec"].setdefault("replicas", 1 if before is None else before["spec"]["replicas"])
+            if before is not None and is_new:
+                _reconcile(one | {"spec": one["spec"] | {"replicas": 0}})
             _reconcile(one)
-        print(f"{kind}/{name} created")
+        file.write_text(json.dumps(one))
+        print(f"{kind}/{name} applied")
 
 
 def _reconcile(deployment: dict[str, Any]) -> None:
@@ -163,7 +172,9 @@ def _containers(pod: Path, spec: dict[str, Any]) -> list[str]:
     first = spec.get("initContainers", [])
     lines = [f"until {_command(pod, container)}; do sleep {_BACKOFF}; done" for container in first]
     (container,) = spec["containers"]
-    return [*lines, f"{_command(pod, container)} && code=0 || code=$?", f"echo $code > {pod}/code"]
+    # A container that is killed is started again, on the volumes that the pod has.
+    killed = f"while {_command(pod, container)} && code=0 || code=$?; [ $code -gt 128 ]; do sleep {_BACKOFF}; done"
+    return [*lines, killed, f"echo $code > {pod}/code"]
 
 
 def _command(pod: Path, container: dict[str, Any]) -> str:

@@ -330,6 +330,20 @@ def _gpu_rows(name: str) -> dict[str, Any]:
     return {row["key"]: row for row in map(json.loads, lines)}
 
 
+def signing() -> str:
+    """What a proven signature costs a load: `tools/run signing`."""
+    found = json.loads((_ROOT / "tools" / "results" / "signing.json").read_text())
+    rows = ["| load | seconds | with a proven signature | `model_signing verify`, then load |", "|---|---|---|---|"]
+    cases: dict[tuple[str, int], dict[str, float]] = {}
+    for row in found["rows"]:
+        cases.setdefault((row["from"], row["ranks"]), {})[row["way"]] = median(row["all_seconds"])
+    for (where, ranks), ways in cases.items():
+        plain, *others = ways.values()
+        cells = (f"{seconds:.2f}, {seconds / plain:.2f} times" for seconds in others)
+        rows.append(f"| {'one rank' if ranks == 1 else 'all 8 ranks'}, {where} | {plain:.2f} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def fills() -> str:
     """What filling a sharded model takes, and by whom: `tools/run fills`."""
     found = json.loads((_ROOT / "tools" / "results" / "fills.json").read_text())
@@ -456,6 +470,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "gpu": (_ROOT / "docs" / "MEASURING.md", gpu),
     "compatibility": (_ROOT / "docs" / "guides" / "FLEET.md", compatibility),
     "clients": (_ROOT / "docs" / "guides" / "NFS.md", clients),
+    "signing": (_ROOT / "docs" / "guides" / "SIGNING.md", signing),
     "fills": (_REFERENCE / "LOADING.md", fills),
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),

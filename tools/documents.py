@@ -213,7 +213,7 @@ def _number_of_compared() -> str:
     found = list(_all_compared())
     parameters, different = (sum(getattr(one, field) for one in found) for field in ("parameters", "different"))
     models = len(frozenset().union(*(one.names for one in found)))
-    return f"**{parameters:,} parameters of {models} models and forms, {different} different**"
+    return f"**{parameters:,} parameter tensors of {models} models and forms, {different} different**"
 
 
 def sglang_pauses() -> str:
@@ -281,10 +281,11 @@ def seconds() -> str:
     rows = ["| seconds to load, cold cache | relayout | best peer | others |", "|---|---|---|---|"]
     for title, own, peers in _cold_loads():
         best, *others = [load["seconds"] for _, load in peers]
+        by = peers[0][0]
         mine = own["seconds"]
         cells = [f"**{one:.2f}**" if one <= min(mine, best) else f"{one:.2f}" for one in (mine, best)]
         span = f"{others[0]:.2f} to {others[-1]:.1f}" if others else ""
-        rows.append(f"| {title} | {' | '.join(cells)} | {span} |")
+        rows.append(f"| {title} | {' | '.join(cells)} ({by}) | {span} |")
     where = "[what was compared](docs/reference/ENGINES.md#what-has-been-tested)"
     equal = f"{_number_of_compared()} from what the engines' own loaders load ({where})."
     return "\n".join([*rows, "", fill(equal, _WIDTH, break_on_hyphens=False)])

@@ -20,7 +20,7 @@ import relayout
 from engines.cases import BGE_M3, RERANKER, RUNS, WHOLE_IN_SGLANG, Case, all_cases, converted_of, source_of
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in, with_packages
 from engines.observing import laboratory
-from engines.starts.cold_start import measure, reads
+from engines.starts.cold_start import first_loads, measure, reads
 from engines.starts.failures import fail
 from engines.starts.first_start import first_starts
 from engines.starts.nodes import load_on_nodes
@@ -173,6 +173,7 @@ STEPS: Mapping[str, Step] = {
     "server": serve,
     "nodes": load_on_nodes,
     "cold_start": measure,
+    "first_loads": first_loads,
     "reads": reads,
 }
 """What is recorded of vLLM; by default the first four."""

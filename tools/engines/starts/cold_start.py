@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,6 +22,7 @@ from relayout.benchmark.measure import write_llama
 NUM_LAYERS = 2
 """Of Llama-3.1-8B's shapes: 3 GB."""
 NUM_TURNS = 5
+NUM_FIRST = 3
 Step = TypeVar("Step")
 LOADED = r"Loading weights took ([\d.]+) seconds"
 
@@ -41,6 +43,33 @@ def measure(environment: Environment, work: Path, _only: str) -> Iterator[tuple[
     yield "machine", machine(work)
     yield "nbytes", total_nbytes(folder)
     yield "ways", {name: dict(_summary(runs)) for name, runs in starts.items()}
+
+
+def first_loads(environment: Environment, work: Path, _only: str) -> Iterator[tuple[str, Any]]:
+    """What a first start costs: two ranks that load by vLLM's own loader and convert behind it, beside vLLM alone."""
+    folder, cache = _source(work), work / "first-start-cache"
+    verbose = environment.with_variables(VLLM_LOGGING_LEVEL="INFO")
+    cached = verbose.with_variables(RELAYOUT_CACHE=str(cache))
+    ways = {"vLLM": (verbose, {}), "relayout, first start": (cached, {"load_format": "relayout"})}
+    starts: dict[str, list[Start]] = {name: [] for name in ways}
+    for name in _cold([folder], [*ways] * NUM_FIRST):
+        shutil.rmtree(cache, ignore_errors=True)
+        where, settings = ways[name]
+        settings = settings | {"tensor_parallel_size": 2}
+        starts[name].append(start(where, folder, settings, work / f"first, {name}.log", until="init engine"))
+    yield "machine", machine(work)
+    yield "nbytes", total_nbytes(folder)
+    for name, runs in starts.items():
+        loads = [max(float(match[1]) for line in run.lines if (match := re.search(LOADED, line))) for run in runs]
+        yield (
+            name,
+            {
+                "load_s": loads,
+                "load_median_s": median(loads),
+                "start_to_ready_s": [round(run.seconds, 2) for run in runs],
+                "converted_when_ready": [any("is in the cache" in line for line in run.lines) for run in runs],
+            },
+        )
 
 
 def reads(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:

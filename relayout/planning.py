@@ -25,9 +25,6 @@ from relayout.plans.planner import Unmatched, matching_plans, plan_for, without_
 from relayout.reporting import Result
 from relayout.storage.stores import Store, find_input, find_store, scheme_of
 
-_TRIED_DEGREE = 2
-"""The degree at which other plans are tried: whether a degree divides the tensors is another question."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
@@ -413,5 +410,5 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
         plan=None if family is None else family.full_name,
         num_tensors=len(checkpoint.tensors),
         kinds=tuple(kinds.values()),
-        matching=tuple(matching_plans(checkpoint, _TRIED_DEGREE)) if kinds else (),
+        matching=tuple(matching_plans(checkpoint)) if kinds else (),
     )

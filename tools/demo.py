@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -36,6 +37,7 @@ CONFIG = LlamaConfig(
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="demo", description=__doc__).parse_args()
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="relayout-demo-", dir=os.environ.get("RELAYOUT_DEMO_DIR")) as folder:
         source, converted = Path(folder) / "llama", Path(folder) / f"llama-tp{TP}"

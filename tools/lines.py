@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import sys
@@ -38,6 +39,19 @@ def tests_of(noted: Path, file: Path, lines: Iterable[int]) -> list[str] | None:
     )
 
 
+def statements(file: Path) -> set[int]:
+    """The lines of functions on which a statement begins."""
+    tree = ast.parse(file.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inside = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.stmt))
+    return {
+        node.lineno
+        for node in inside
+        if not isinstance(node, ast.FunctionDef)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="lines", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("lines", nargs="+", metavar="FILE:LINE", help="such as relayout/core/slices.py:120")
@@ -49,8 +63,12 @@ def main() -> int:
         if not Path(match[1]).exists():
             parser.error(f"{match[1]}: no such file")
         first = int(match[2])
-        tests = tests_of(NOTED, Path(match[1]), range(first, int(match[3] or first) + 1))
-        if tests:
+        lines = range(first, int(match[3] or first) + 1)
+        tests = tests_of(NOTED, Path(match[1]), lines)
+        if not statements(Path(match[1])).intersection(lines):
+            print(f"{one}: no statement of a function begins there")
+            code = 1
+        elif tests:
             print(f"{one}: {len(tests)} tests", *tests, sep="\n    ")
         else:
             print(f"{one}: " + ("run by none of the noted tests" if tests is None else "run by imports alone"))

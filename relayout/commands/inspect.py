@@ -16,11 +16,11 @@ from relayout.checkpoint.converted import (
     read_table,
 )
 from relayout.checkpoint.source import SourceCheckpoint, read_source
-from relayout.core.arguments import at_least_one, collapse_numbers, integer
+from relayout.core.arguments import collapse_numbers, integer
 from relayout.core.slices import num_bytes
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import Manifest
-from relayout.plans.planner import plan_for
+from relayout.plans.planner import check_degree, plan_for
 from relayout.reporting import Result
 from relayout.storage.stores import Store, find_input
 
@@ -127,7 +127,9 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | 
     """
     store = find_input(path)
     rank = None if rank is None else integer(rank, "rank")
-    degrees = DEGREES if tp is None else (at_least_one(tp, "tp"),)
+    if tp is not None:
+        check_degree(tp)
+    degrees = DEGREES if tp is None else (tp,)
     if is_converted(store):
         if tp is not None:
             raise PlanError("already converted: omit --tp", path=str(store), code="option")

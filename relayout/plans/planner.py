@@ -37,6 +37,9 @@ MAX_RANKS = 1024
 Unmatched = Literal["error", "replicate"]
 """How to treat tensors that no rule matches."""
 
+_TRIED_DEGREE = 2
+"""The degree at which other plans are tried: whether a degree divides the tensors is another question."""
+
 _DEGREES_TO_TRY = 64
 """Up to this, or twice what was asked for."""
 
@@ -70,6 +73,7 @@ def plan_for(
         if unmatched not in (None, *get_args(Unmatched)):
             expected = " or ".join(map(repr, get_args(Unmatched)))
             raise PlanError(f"unmatched: {unmatched!r}, expected {expected}", code="option")
+        check_degree(num_ranks)
         try:
             family = _choose(checkpoint, plan, num_ranks)
         except PlanError:
@@ -96,8 +100,7 @@ def plan_by(
         PlanError: the rules cannot be applied at this degree.
     """
     with about(path=str(checkpoint.root)):
-        if not 1 <= num_ranks <= MAX_RANKS:
-            raise PlanError(f"tp: {num_ranks}, expected 1 to {MAX_RANKS}", code="option")
+        check_degree(num_ranks)
         if num_ranks == 1:
             name, cuts = "none" if family is None else family.full_name, [Cut((WHOLE,))] * len(checkpoint.tensors)
             return Plan(name, 1, *number_cuts(cuts), family=family)
@@ -105,6 +108,12 @@ def plan_by(
         if unmatched is None:
             unmatched = "replicate" if family.origin == TRANSFORMERS else "error"
         return _make_plan(checkpoint, num_ranks, family, expert_parallel, unmatched)
+
+
+def check_degree(num_ranks: int) -> None:
+    """Raise PlanError unless a checkpoint may be cut for so many ranks."""
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise PlanError(f"tp: {num_ranks}, expected 1 to {MAX_RANKS}", code="option")
 
 
 def _make_plan(
@@ -166,7 +175,7 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None, num_ranks: i
             return find_family(checkpoint.model_type, None if scheme is None else scheme.name)
         except PlanError as error:
             if num_ranks > 1:
-                error.amend(what=_advice(checkpoint, error.what, num_ranks))
+                error.amend(what=_advice(checkpoint, error.what))
             raise
     if plan == TRANSFORMERS:
         # Imports the transformers package.
@@ -185,14 +194,14 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None, num_ranks: i
     return family
 
 
-def _advice(checkpoint: PlannedCheckpoint, what: str, num_ranks: int) -> str:
+def _advice(checkpoint: PlannedCheckpoint, what: str) -> str:
     """Why there is no built-in plan, and the ways on."""
     if not checkpoint.config:
         return (
             "config.json, which names the model type and its sizes, is missing or empty: it belongs beside the weights,"
             " and a download of the weights alone lacks it (--tp 1 needs no plan)"
         )
-    fitting = matching_plans(checkpoint, num_ranks)
+    fitting = matching_plans(checkpoint)
     count = len(checkpoint.tensors)
     known = [f"--plan {name} matches all {count} tensors: check that the model is built so" for name in fitting[:1]]
     others = [f"{', '.join(fitting[1:])} too, and cut otherwise"] if fitting[1:] else []
@@ -201,10 +210,11 @@ def _advice(checkpoint: PlannedCheckpoint, what: str, num_ranks: int) -> str:
     return f"{what}; {'; '.join(found)}, or use --tp 1, which needs no plan"
 
 
-def matching_plans(checkpoint: PlannedCheckpoint, num_ranks: int) -> list[str]:
+def matching_plans(checkpoint: PlannedCheckpoint) -> list[str]:
     """Names of built-in plans whose rules match all tensors and can be applied; of those that cut alike, one.
 
-    That of the most model types is the first. A plan that cuts nothing does not count.
+    They are not applied at the degree that is asked for: where the model's own structure refuses that, a looser plan
+    would be left. That of the most model types is the first. A plan that cuts nothing does not count.
     """
     try:
         scheme = _scheme(checkpoint)
@@ -219,7 +229,7 @@ def matching_plans(checkpoint: PlannedCheckpoint, num_ranks: int) -> list[str]:
         if not all(map(finder.find, few)):  # Quick.
             continue
         try:
-            plan = _make_plan(checkpoint, num_ranks, family, False, "error")
+            plan = _make_plan(checkpoint, _TRIED_DEGREE, family, False, "error")
         except PlanError:
             continue
         cuts = tuple(plan.cut(t) for t in range(len(checkpoint.tensors)))

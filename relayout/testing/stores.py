@@ -278,7 +278,7 @@ class BucketLaws(StoreLaws):
 
     @law
     def test_one_of_many_writers_wins(self, place: StorePlace) -> None:
-        """Of threads that `put` at the same time where there is nothing, one succeeds."""
+        """Where there is nothing, one of many threads that `put` at the same time succeeds."""
         bucket, name, read = _bucket(place)
 
         def is_written(content: bytes) -> bool:

@@ -535,7 +535,9 @@ def test_what_others_have_at_the_output_stays(steps: Path, tmp_path: Path) -> No
 def test_force_replaces_what_the_same_command_wrote_and_nothing_else(steps: Path, tmp_path: Path) -> None:
     shutil.copytree(steps / "1-to-2", tmp_path / "delta")
     shutil.copytree(steps / "2", tmp_path / "folder")
-    with pytest.raises(PlanError, match="already holds a complete delta of 2 files; --force replaces it"):
+    with pytest.raises(
+        PlanError, match="already holds a complete delta of 2 files; it stays as it is, --force replaces it"
+    ):
         relayout.delta(steps / "0", steps / "1", tmp_path / "delta")
     with pytest.raises(PlanError, match="nothing proves that relayout wrote it"):
         relayout.delta(steps / "0", steps / "1", tmp_path / "folder", force=True)

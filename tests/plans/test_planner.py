@@ -13,6 +13,7 @@ from support.planning import Shapes, all_slices, make_source, plan_of, ranges_of
 from relayout.core.slices import WHOLE, Slice
 from relayout.errors import FormatError, PlanError
 from relayout.planning import find_plan
+from relayout.plans import planner
 from relayout.plans.family import builtin_families, find_family, parse_family
 from relayout.plans.plan import Plan
 from relayout.plans.planner import matching_plans, plan_by, plan_for
@@ -74,9 +75,25 @@ def test_without_a_plan_the_reason_and_the_plans_that_match_are_named(
     assert caught.value.code == "no_plan"
 
 
+@pytest.mark.parametrize("num_ranks", [3, 16])
+def test_the_plan_that_is_named_is_that_of_the_structure_though_the_degree_does_not_fit_it(num_ranks: int) -> None:
+    """A looser plan, which would cut within heads, is not."""
+    with pytest.raises(PlanError, match=r"; --plan llama matches all 3 tensors: "):
+        plan_for(make_source(LLAMA, model_type="mine"), num_ranks)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mine"])
+def test_a_degree_beyond_the_limit_is_refused_before_plans_are_tried(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "matching_plans", lambda *_: pytest.fail("plans were tried"))
+    with pytest.raises(PlanError, match="tp: 1000000, expected 1 to 1024"):
+        plan_for(make_source(LLAMA, model_type=model_type), 1_000_000)
+
+
 def test_a_plan_that_is_named_as_matching_cuts_the_checkpoint() -> None:
     source = make_source(LLAMA, model_type="mine")
-    first, *others = matching_plans(source, 2)
+    first, *others = matching_plans(source)
     assert first == "llama"
     plans = [plan_for(source, 2, name) for name in (first, *others)]
     assert len({all_slices(plan) for plan in plans}) == len(plans)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
+
+import lines
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -17,25 +18,13 @@ EXAMPLES = {"relayout/x/y.py", "tests/x/test_y.py", "loader/y.py", "tests/loader
 EXAMPLES |= {"relayout/plans/builtin/NAME.toml"}
 
 
-def statements(file: Path) -> set[int]:
-    """The lines on which something begins that runs when it is called."""
-    tree = ast.parse(file.read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    inside = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.stmt))
-    return {node.lineno for node in inside if not isinstance(node, ast.FunctionDef) and not is_text(node)}
-
-
-def is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
 def test_files_and_names_are_there() -> None:
     text = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
     called = re.findall(r"`([\w./]+\.(?:py|toml|ya?ml|sh|xz|md))(?::\s+(?:\w+\.)*(\w+))?`", text)
     assert len(called) > 100
-    for line in re.findall(r"tools/test --coverage (\S+\.py:\d+)", text):
-        file, _, number = line.partition(":")
-        assert int(number) in statements(ROOT / file), line
+    for one in re.findall(r"tools/test --coverage (\S+\.py:\d+)", text):
+        file, _, number = one.partition(":")
+        assert int(number) in lines.statements(ROOT / file), one
     for file, name in called:
         found = [path for path in FILES if f"{path.as_posix()}".endswith(f"/{file}")]
         assert found or file in EXAMPLES, file

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 TOOLS = {path.stem for path in (ROOT / "tools").glob("*.py")} | {
     path.parent.name for path in (ROOT / "tools").glob("*/__main__.py")
 }
-WITHOUT_HELP = {"demo", "documents", "fuzzing"}
-"""The first runs for 20 s; one writes what other tests compare; the last is a part of `fuzz`."""
+WITHOUT_HELP = {"documents", "fuzzing"}
+"""One writes what other tests compare; the other is a part of `fuzz`."""
 TESTS_OF_TOOLS = ("repository/", "format/test_fuzz.py", "format/test_vectors.py")
 TESTS_OF_TOOLS += ("benchmark/test_bench.py", "benchmark/test_clients.py", "cli/test_fullsize.py")
 

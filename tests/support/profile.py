@@ -16,5 +16,5 @@ def sample(cases: Iterable[Case], everyday: Iterable[Case]) -> list[Case]:
     """All cases in the long profile, else those for every day."""
     chosen, everyday = list(cases), list(everyday)
     assert everyday, "no case is tested"
-    assert all(case in chosen for case in everyday), "a case that does not exist"
+    assert not (unknown := [case for case in everyday if case not in chosen]), f"there are no cases {unknown}"
     return chosen if IS_LONG else everyday

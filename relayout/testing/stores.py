@@ -278,7 +278,7 @@ class BucketLaws(StoreLaws):
 
     @law
     def test_one_of_many_writers_wins(self, place: StorePlace) -> None:
-        """Where there is nothing, one of many threads that `put` at the same time succeeds."""
+        """`put` where there is nothing succeeds for one of many threads that do so at the same time."""
         bucket, name, read = _bucket(place)
 
         def is_written(content: bytes) -> bool:

@@ -16,7 +16,7 @@ from relayout.checkpoint.converted import (
     read_table,
 )
 from relayout.checkpoint.source import SourceCheckpoint, read_source
-from relayout.core.arguments import collapse_numbers, integer
+from relayout.core.arguments import at_least_one, collapse_numbers, integer
 from relayout.core.slices import num_bytes
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import Manifest
@@ -127,9 +127,9 @@ def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | 
     """
     store = find_input(path)
     rank = None if rank is None else integer(rank, "rank")
-    if tp is not None:
-        check_degree(tp)
-    degrees = DEGREES if tp is None else (tp,)
+    degrees = DEGREES if tp is None else (at_least_one(tp, "tp"),)
+    for degree in degrees:
+        check_degree(degree)
     if is_converted(store):
         if tp is not None:
             raise PlanError("already converted: omit --tp", path=str(store), code="option")

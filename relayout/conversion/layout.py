@@ -36,6 +36,7 @@ from relayout.format.index import (
     RANKS,
     WHOLE_TENSORS,
     num_chunks,
+    rank_file_name,
 )
 from relayout.format.manifest import content_digest, content_head, relayout_entry
 from relayout.format.safetensors import (
@@ -304,14 +305,6 @@ def not_for_dcp_because(source: SourceCheckpoint, plan: Plan, layout: str) -> st
     names = (tensor.name for tensor, cut in zip(source.tensors, plan.cut_of, strict=True) if cut in fused)
     name = next(names, None)
     return None if name is None else f"a slice of {name!r} is several ranges, and PyTorch DCP needs a single box"
-
-
-def rank_file_name(rank: int, part: int, *, beside_whole: bool = False) -> str:
-    """The name pattern that vLLM and SGLang use for sharded state; beside whole tensors, one that no loader takes.
-
-    PyTorch's HuggingFaceStorageReader (torch 2.13, `hf_storage.py`) takes every *.safetensors of a folder.
-    """
-    return f"relayout-rank-{rank}-part-{part}.slices" if beside_whole else f"model-rank-{rank}-part-{part}.safetensors"
 
 
 def _units(

@@ -20,6 +20,7 @@ from relayout.checkpoint.trust import TrustedStore, policy_of, trusted
 from relayout.engines.first_start import Filling, WantedConversion, first_start
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights
 from relayout.errors import PlanError
+from relayout.format.index import rank_file_name
 from relayout.storage.stores import Kind, Store, find_input, scheme_of, why_missing
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ Sources: TypeAlias = tuple[str, tuple[str, ...]]
 """A converted folder, or its URL, and the deltas that were applied to it, in this order."""
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
-_OF_ANOTHER_RANK = "model-rank-1-part-0.safetensors"
+_OF_ANOTHER_RANK = rank_file_name(1, 0)
 """A file that only folders converted for several ranks have."""
 
 

@@ -34,7 +34,7 @@ VERSION = "0.1.0"
 """The version of relayout, which is `relayout.__version__`; manifests name it."""
 
 RANK_FILE = re.compile(r"model-rank-\d+-part-\d+\.safetensors|relayout-rank-\d+-part-\d+\.slices")
-"""The names of files with slices. Nothing else tells that a folder without a manifest was a converted one."""
+"""What `rank_file_name` makes. Nothing else tells that a folder without a manifest was a converted one."""
 
 FORMAT_VERSION = 1
 """The version of manifest, rank tables and source record."""
@@ -258,6 +258,14 @@ class RankTable:
     def slices(self) -> Sequence[Slice]:
         """Which part of the whole tensor each is."""
         return OfKinds([kind.part for kind in self.kinds], self.kind_of)
+
+
+def rank_file_name(rank: int, part: int, *, beside_whole: bool = False) -> str:
+    """The name pattern that vLLM and SGLang use for sharded state; beside whole tensors, one that no loader takes.
+
+    PyTorch's HuggingFaceStorageReader (torch 2.13, `hf_storage.py`) takes every *.safetensors of a folder.
+    """
+    return f"relayout-rank-{rank}-part-{part}.slices" if beside_whole else f"model-rank-{rank}-part-{part}.safetensors"
 
 
 def missing_shard_name(num_ranks: int) -> str:

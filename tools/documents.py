@@ -320,7 +320,7 @@ def gpu() -> str:
     for share in (0.001, 0.01, 0.05, 0.2):
         pause = second[f"commit, {share} changed"]["seconds"]
         rows.append(f"| pause of a live model (H100), {100 * share:.3g} % changed | **{pause:.3f}** | {whole} |")
-    for title in ("2 processes, cold", "2 processes, warm", "4 processes, cold"):
+    for title in ("2 processes, cold", "2 processes, warm", "4 processes, cold", "4 processes, warm"):
         group, alone = (second[f"a rank, {way}, {title}"]["seconds"] for way in ("group", "alone"))
         rows.append(f"| one rank for each of {title} (H100) | **{group:.2f}** with `group` | each alone {alone:.2f} |")
     return "\n".join(rows)

@@ -71,3 +71,14 @@ def test_results_go_on_after_a_line_that_was_cut_off(tmp_path: Path) -> None:
     assert calls == ["b"]
     assert Results(file).rows["a"]["seconds"] == 1
     assert Results(file).rows["b"]["seconds"] == 2
+
+
+def test_a_step_may_start_children_that_import_from_the_folder_in_which_it_was_called(tmp_path, monkeypatch):
+    sources, code = tmp_path / "sources", "from relayout.core.workers import start_child; "
+    sources.mkdir()
+    (sources / "lies_here.py").write_text("")
+    monkeypatch.chdir(sources)
+    environment = {"PYTHONPATH": str(sources)}
+    steps = [step("children", code + "raise SystemExit(start_child('lies_here').wait())")]
+    assert stepping.carry_out(tmp_path / "out", steps, time.monotonic() + 100, environment)
+    assert (tmp_path / "out" / "children.code").read_text() == "0\n"

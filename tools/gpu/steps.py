@@ -62,6 +62,7 @@ def _run(step: Step, log: Path, seconds: float, environment: Mapping[str, str]) 
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
+            cwd=log.parent,  # Children of the product import nothing from the working folder, where sources may lie.
             start_new_session=True,
         )
     try:

@@ -149,6 +149,7 @@ ARCHITECTURES: dict[str, Recipe] = {
         by="StableLmForCausalLM", values={"use_parallel_residual": False}, config={"rms_norm_eps": 1e-5}
     ),
     "HunYuanDenseV1ForCausalLM": Recipe(values={"head_dim": HEAD_DIM}),
+    "HunYuanMoEV1ForCausalLM": Recipe(values={"head_dim": HEAD_DIM}),
     "PhiMoEForCausalLM": Recipe(by="PhimoeForCausalLM", values={"attention_bias": True, "lm_head_bias": True}),
     "Qwen4ExpForCausalLM": Recipe(
         values={

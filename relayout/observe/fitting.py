@@ -88,7 +88,7 @@ _FIRST = ("weight", "q_proj", "gate_proj", "q_norm", "input_layernorm")
 _MAX_WORDS = 60
 """Characters of the words that a pattern has in braces."""
 
-_ATTENTION = re.compile(r"attn|attention")
+_ATTENTION = re.compile(r"attn|attention|mixer\.[qkvo]_proj")
 _EMBEDDING = re.compile(
     r"embed_tokens|word_embeddings|embed_(in|out)\b|lm_head|\bwte\b|\bhead\b|(^|\.)(embeddings|output)\.weight"
 )

@@ -16,7 +16,9 @@ from support.plan_comparing import BESIDE, differences, differences_of_chosen
 
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
+from relayout.plans.division import language_config
 from relayout.plans.family import builtin_families, find_family
+from relayout.plans.planner import plan_by
 
 OBSERVED: defaultdict[str, list[Checkpoint]] = defaultdict(list)
 for observed in read(Path(__file__).parent / "observed.jsonl.xz"):
@@ -59,6 +61,24 @@ def test_ranks_hold_what_vllm_takes(name: str) -> None:
 def test_some_have_no_plan(name: str) -> None:
     with pytest.raises(PlanError, match="no built-in plan for model type"):
         differences_of_chosen(OBSERVED[name][0])
+
+
+FEW_KV_HEADS = [one for checkpoints in OBSERVED.values() for one in checkpoints if one.root.endswith("few KV heads")]
+"""They have 12 heads."""
+WITHOUT_HEADS = {"MambaForCausalLM", "JambaForCausalLM", "LagunaForCausalLM"}
+"""No attention, none in the layers that were made, and numbers of heads that are a list in config.json."""
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [one for one in FEW_KV_HEADS if one.name not in WITHOUT_PLAN | WITHOUT_HEADS],
+    ids=lambda one: one.name,
+)
+def test_no_head_is_cut(checkpoint: Checkpoint) -> None:
+    assert 12 in (checkpoint.config | language_config(checkpoint.config)).values()
+    method = checkpoint.config.get("quantization_config", {}).get("quant_method")
+    with pytest.raises(PlanError, match=r"not a multiple of 8|8 ranks"):
+        plan_by(checkpoint, 8, find_family(checkpoint.model_type, method))
 
 
 def test_all_plans_were_observed() -> None:

@@ -17,6 +17,8 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
+from engines.cases import hub_cases
+from engines.hub_counts import HUB, is_equal, is_not_loaded
 from support.layers import EXCEPTIONS, LAYERS
 from typer.main import get_command
 
@@ -190,9 +192,11 @@ def _all_compared() -> Iterator[_Compared]:
     folder = _ROOT / "tools" / "results"
     results = json.loads((folder / "engines.json").read_text()).values()
     for result in sorted(results, key=lambda one: _release(one["versions"])):
-        loads = result.get("parameters", {}).items()
-        named = ((name.partition(",")[0], name.partition(", tp ")[2].split(",")[0], load) for name, load in loads)
-        yield _Compared.of(f"{_release(result['versions'])}: forms of checkpoints", named)
+        for part, what in (("parameters", "forms of checkpoints"), ("hub", "counts of the hub's models")):
+            loads = result.get(part, {}).items()
+            named = ((name.partition(",")[0], name.partition(", tp ")[2].split(",")[0], load) for name, load in loads)
+            if loads:
+                yield _Compared.of(f"{_release(result['versions'])}: {what}", named)
     for name, what in (("builtin_plans", "built-in plans"), ("observed", "plans that were observed")):
         rows = list(map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()))
         of_degrees = ((row["architecture"], row.get("degrees", row)) for row in rows)
@@ -204,7 +208,8 @@ def compared() -> str:
     """All loads that were ever compared through engines' own classes, and are recorded."""
     rows = ["| what | models and forms | ranks | parameters | different |", "|---|---|---|---|---|"]
     for one in _all_compared():
-        cells = (one.what, len(one.names), ", ".join(sorted(one.degrees)), f"{one.parameters:,}", one.different)
+        degrees = ", ".join(sorted(one.degrees, key=int))
+        cells = (one.what, len(one.names), degrees, f"{one.parameters:,}", one.different)
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*rows, "", f"{_number_of_compared()} from the engine's own loads."])
 
@@ -214,6 +219,23 @@ def _number_of_compared() -> str:
     parameters, different = (sum(getattr(one, field) for one in found) for field in ("parameters", "different"))
     models = len(frozenset().union(*(one.names for one in found)))
     return f"**{parameters:,} parameter tensors of {models} models and forms, {different} different**"
+
+
+def hub() -> str:
+    """Of each model of the hub the numbers of ranks that were compared, and those that vLLM does not load either."""
+    rows = [
+        "| model | heads, KV heads | experts | vocabulary | ranks, all equal | vLLM does not load |",
+        "|---" * 6 + "|",
+    ]
+    found = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())["vllm"]["hub"]
+    for case in hub_cases():
+        model, loads = HUB[case.family], {tp: found[f"{case.name}, tp {tp}"] for tp in case.degrees}
+        equal = ", ".join(str(tp) for tp, load in loads.items() if is_equal(load))
+        without = ", ".join(str(tp) for tp, load in loads.items() if not is_equal(load) and is_not_loaded(load))
+        heads = ", ".join(str(count) for count in (model.heads, model.kv_heads) if count)
+        cells = (case.name, heads, model.experts or "", f"{model.vocabulary:,}", equal, without)
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(rows)
 
 
 def sglang_pauses() -> str:
@@ -476,6 +498,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "families": (_REFERENCE / "MODELS.md", families),
     "engines": (_REFERENCE / "ENGINES.md", engines),
     "compared": (_REFERENCE / "ENGINES.md", compared),
+    "hub": (_REFERENCE / "ENGINES.md", hub),
     "sglang_pauses": (_REFERENCE / "ENGINES.md", sglang_pauses),
     "commands": (_REFERENCE / "COMMANDS.md", commands),
     "man": (_ROOT / "docs" / "relayout.1", man),

@@ -17,7 +17,7 @@ from support.updates_worker import write_steps
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines.cases import BGE_M3, RERANKER, RUNS, WHOLE_IN_SGLANG, Case, all_cases, converted_of, source_of
+from engines.cases import BGE_M3, RERANKER, RUNS, WHOLE_IN_SGLANG, Case, all_cases, converted_of, hub_cases, source_of
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in, with_packages
 from engines.observing import laboratory
 from engines.starts.cold_start import first_loads, measure, reads
@@ -37,6 +37,8 @@ SKIPPED = (
 )
 """Cases of which each kind of tensor is left out."""
 HOME = Path(tempfile.gettempdir(), "engine-envs")
+MODELS_AT_ONCE = 4
+"""Models of the hub whose conversions are on the drive together."""
 BATCH = 40
 """Jobs for one process: what an engine keeps of a model goes away with it."""
 REPLICATED = "qwen3_moe"
@@ -56,6 +58,24 @@ Step: TypeAlias = Callable[[Environment, Path, str], Iterator[tuple[str, Any]]]
 def compare_parameters(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
     """Each parameter of each rank, from the source and through relayout."""
     yield from run_cases(environment, [case for case in all_cases() if fnmatch(case.name, only)], work)
+
+
+def compare_hub(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
+    """Models with the hub's numbers of heads and experts; where a degree is refused, what vLLM says of it."""
+    all_of_hub = [case for case in hub_cases() if fnmatch(case.name, only)]
+    for first in range(0, len(all_of_hub), MODELS_AT_ONCE):
+        cases = all_of_hub[first : first + MODELS_AT_ONCE]
+        outcomes = dict(run_cases(environment, cases, work, most=max(cases[0].degrees)))
+        for case in cases:
+            tps = [tp for tp in case.degrees if "refused" in outcomes[f"{case.name}, tp {tp}"]]
+            job = {"name": case.name, "expert": case.expert, "source": str(source_of(case.family, work))}
+            jobs = [{**job, "tp": tp, "converted": ""} for tp in tps]
+            for result in run_batch(environment, jobs, work, comparing(environment, case.is_quantized)) if jobs else ():
+                outcome = outcomes[f"{case.name}, tp {result['tp']}"]
+                outcome["engine"] = kept(result, work).get("error", "loads it")
+        yield from outcomes.items()
+        for folder in (folder for case in cases for folder in work.glob(f"{case.family}-tp*")):
+            shutil.rmtree(folder)
 
 
 def skip_tensors(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
@@ -85,10 +105,15 @@ def run_cases(
                 continue
             jobs[case.is_quantized].append({**job, "source": str(source), "converted": str(converted)})
     for is_quantized, mine in jobs.items():
-        command = [module or ENGINES[environment.engine].comparing, *["--stand-in-kernels"] * is_quantized]
+        command = comparing(environment, is_quantized, module)
         for first in range(0, len(mine), BATCH):
             for result in run_batch(environment, mine[first : first + BATCH], work, command):
                 yield f"{result['name']}, tp {result['tp']}", kept(result, work)
+
+
+def comparing(environment: Environment, is_quantized: bool, module: str = "") -> list[str]:
+    """A module of `engines` that compares, by default the engine's, and its options."""
+    return [module or ENGINES[environment.engine].comparing, *["--stand-in-kernels"] * is_quantized]
 
 
 def run_batch(environment: Environment, jobs: list[Result], work: Path, command: list[str]) -> Iterator[Result]:
@@ -168,6 +193,7 @@ STEPS: Mapping[str, Step] = {
     "replicas": load_replicas,
     "modelexpress": load_by_modelexpress,
     "skipped": skip_tensors,
+    "hub": compare_hub,
     "first_start": first_starts,
     "updates": updates,
     "server": serve,

@@ -13,6 +13,8 @@ from support.families import EXPERT_FAMILIES, FAMILIES
 from support.quantized import EXPERT_QUANTIZED, QUANTIZED, Quantized, awq, gptq, write_quantized
 
 import relayout
+from engines.hub_counts import DEGREES as HUB_DEGREES
+from engines.hub_counts import HUB
 
 DEGREES = (2, 4)
 
@@ -59,7 +61,7 @@ class Case:
     """A checkpoint, and how it is loaded."""
 
     family: str
-    """Or quantized form."""
+    """Or quantized form, or model of the hub."""
     expert: bool = False
     """Experts are owned whole."""
     draft: bool = False
@@ -73,6 +75,8 @@ class Case:
 
     @property
     def degrees(self) -> tuple[int, ...]:
+        if self.family in HUB:
+            return HUB_DEGREES
         return (1,) if self.family == BGE_M3 else DEGREES
 
     @property
@@ -88,7 +92,7 @@ class Case:
 
     @property
     def is_quantized(self) -> bool:
-        return self.family in FORMS or "mxfp4" in self.family
+        return self.family in FORMS or "mxfp4" in self.family or (self.family in HUB and HUB[self.family].is_quantized)
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,14 @@ def all_cases() -> Iterator[Case]:
     yield Case(SPLIT, moe_backend="cutlass", strict=False)
 
 
+def hub_cases() -> Iterator[Case]:
+    """Models of the hub; with experts owned, too, where not every rank owns as many."""
+    for name, model in HUB.items():
+        yield Case(name)
+        if model.experts % max(HUB_DEGREES):
+            yield Case(name, expert=True)
+
+
 def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
     """The checkpoint; a wide one has heads that vLLM can run on a CPU."""
     folder = work / (f"{family}-wide" if wide else family)
@@ -150,6 +162,8 @@ def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
             _write_reranker(folder)
         elif family == BGE_M3:
             _write_bge_m3(folder)
+        elif family in HUB:
+            HUB[family].write(folder)
         elif family in FAMILIES:
             made, sizes = (
                 FAMILIES[family],
@@ -158,7 +172,8 @@ def source_of(family: str, work: Path, *, wide: bool = False) -> Path:
             write_family(replace(made, sizes={**made.sizes, **sizes}), folder)
         else:
             write_quantized(FORMS[family], folder)
-        complete_config(folder / "config.json")
+        if family not in HUB or HUB[family].family:
+            complete_config(folder / "config.json")
         (folder / "complete").touch()
     return folder
 

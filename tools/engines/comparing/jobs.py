@@ -22,6 +22,7 @@ class Job:
     name: str
     source: str
     converted: str
+    """Empty: only the engine's own load."""
     tp: int
     expert: bool = False
     """Experts are owned whole."""

@@ -67,6 +67,8 @@ def compare(job: Job, result: dict[str, Any]) -> None:
         own.append(held(model))
         result["never_loaded"] += len(unwritten(model))
     result["own_load"] = True
+    if not job.converted:
+        return
     # Without a word of its format: vLLM recognizes the folder.
     chosen = setup(job, job.converted, "auto", strict=job.strict)
     for rank in range(job.tp * job.stages):

@@ -117,14 +117,17 @@ def class_of(architecture: str) -> Any:
     return cls
 
 
-def write(architecture: str, folder: Path) -> None:
+def write(architecture: str, folder: Path, values: Mapping[str, Any] = MappingProxyType({})) -> None:
     """A checkpoint with position-dependent values.
+
+    Args:
+        values: of config.json, in place of small numbers.
 
     Raises:
         LookupError: transformers has no class for it.
     """
     recipe, cls = _recipe(architecture), class_of(architecture)
-    config = _small(cls.config_class, {**cls.config_class().to_dict()}, recipe.values)
+    config = _small(cls.config_class, {**cls.config_class().to_dict()}, _merged(recipe.values, values))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -142,7 +145,8 @@ def write(architecture: str, folder: Path) -> None:
     if recipe.code:
         (folder / "configuration_hub.py").write_text(_CODE.format(top["model_type"]))
         top["auto_map"] = {"AutoConfig": "configuration_hub.HubConfig"}
-    file.write_text(json.dumps(_merged(top, recipe.config)))
+    given = {key: value for key, value in values.items() if key in recipe.config}
+    file.write_text(json.dumps(_merged(top, {**recipe.config, **given})))
     for name, content in recipe.files.items():
         (folder / name).write_text(json.dumps(content))
     is_older = (top.get("vision_config") or {}).get("model_type") in _WITH_OLDER

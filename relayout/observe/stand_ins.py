@@ -161,7 +161,9 @@ def stand_in_kernels() -> None:
     linear = "vllm.model_executor.kernels.linear"
     for kind in ("fp8", "int8", "nvfp4", "mxfp4", "mxfp8"):
         _replace(linear, f"init_{kind}_linear_kernel", _kernel)
-    _replace(linear, "choose_mp_linear_kernel", _kernel)
+    if choose := getattr(_module(linear), "choose_mp_linear_kernel", None):
+        tried = _tried(choose, _kernel, ValueError, NotImplementedError)
+        _put("choose_mp_linear_kernel", choose, of_whole_groups(tried))
     experts = {name: name for name in ("fp8", "mxfp4", "int8", "nvfp4", "unquantized")} | {"int_wna16": "wna16"}
     for module, name in experts.items():
         if oracle := _module(f"{_LAYERS}.fused_moe.oracle.{module}"):
@@ -171,6 +173,22 @@ def stand_in_kernels() -> None:
                 raise LookupError(f"relayout does not know vLLM {version}: {oracle.__name__} has no {name}MoeBackend")
             kind = next((getattr(kinds, key) for key in ("TRITON", "MARLIN") if hasattr(kinds, key)), next(iter(kinds)))
             _replace(oracle.__name__, f"select_{name}_moe_backend", lambda *_, kind=kind, **__: (kind, _kernel()))
+
+
+def of_whole_groups(choose: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that chooses a kernel, which refuses as kernels for GPUs do: values that share a scale on two ranks.
+
+    Those for CPUs do not, and ranks would then take the scales of others.
+    """
+
+    @functools.wraps(choose)
+    def chosen(config: Any, *args: Any, **kwargs: Any) -> Any:
+        columns, group = config.partition_weight_shape[0], config.group_size
+        if 0 < group < config.full_weight_shape[0] and columns % group:
+            raise ValueError(f"{columns} columns of a rank are not a multiple of {group}, which share a scale")
+        return choose(config, *args, **kwargs)
+
+    return chosen
 
 
 def stand_in_tokenizers() -> None:

@@ -308,7 +308,3 @@ HUB: dict[str, HubModel] = {
         out_hidden_size=512,
     ),
 }  # fmt: skip
-
-OF_KERNELS = {"Llama-2-13B-AWQ": [8], "Qwen3-32B-AWQ": [16]}
-"""Degrees at which values that share a scale are on two ranks. relayout refuses them, and vLLM's kernels do
-(`check_marlin_supports_layer`); what stands in for these where there is no GPU does not ask."""

@@ -99,6 +99,24 @@ def test_the_page_is_followed_from_the_manifest_to_the_proof_and_back(cluster: P
     assert content(cluster / "volumes" / "models" / "llama") == source
 
 
+def test_back_and_forth_again_never_leaves_no_pod_that_serves(cluster: Path) -> None:
+    start, _, _, all_pods, back, _ = STEPS
+    done = run(cluster, start + (all_pods + back) * 2)
+    assert done.returncode == 0, done.stderr
+    assert running(cluster) == ["llama-0", "llama-1"]
+    done = run(cluster, start)
+    assert done.returncode == 0, done.stderr
+    assert running(cluster) == ["llama-0", "llama-1", "llama-canary-0"]
+
+    # Without the number of pods, which applying does not set: what serves is left as it is.
+    scale = "kubectl scale deployment/llama-relayout --replicas 1\n"
+    assert scale in all_pods
+    done = run(cluster, "set +e\n" + all_pods.replace(scale, "").replace("--timeout=1m", "--timeout=1s"))
+    assert "waited in vain" in done.stderr
+    assert running(cluster) == ["llama-0", "llama-canary-0"]
+    assert all(int(number) for number in (cluster / "serving").read_text().split())
+
+
 def loads(text: str) -> list[str]:
     return re.findall(r"^relayout_loads_total{.*} (.*)$", text, re.MULTILINE)
 

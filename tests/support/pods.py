@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +207,8 @@ def _pods(name: str) -> list[Path]:
     return sorted((STATE / "pods").glob(f"{name.partition('/')[2]}-[0-9]"))
 
 
-def _until(is_so: Any, what: str) -> None:
-    end = time.monotonic() + PATIENCE
+def _until(is_so: Any, what: str, patience: float = PATIENCE) -> None:
+    end = time.monotonic() + patience
     while not is_so():
         if time.monotonic() > end:
             raise SystemExit(f"waited in vain for {what}")
@@ -216,6 +216,14 @@ def _until(is_so: Any, what: str) -> None:
 
 
 def _wait(arguments: argparse.Namespace) -> None:
+    ready = re.fullmatch(r"jsonpath=\{\.status\.readyReplicas\}=(\d+)", getattr(arguments, "for"))
+    if ready:
+        minutes = re.fullmatch(r"(\d+)([sm])", arguments.timeout)
+        patience = int(minutes[1]) * {"s": 1, "m": 60}[minutes[2]]
+        # The field is absent at 0: no number is waited for that it has then.
+        _until(lambda: 0 < int(ready[1]) == sum(map(_is_ready, _pods(arguments.name))), arguments.name, patience)
+        print(f"{arguments.name} condition met")
+        return
     [pod] = _pods(arguments.name)
     _until(lambda: (pod / "code").exists(), f"{arguments.name} to complete")
     if (pod / "code").read_text().strip() != "0":
@@ -225,11 +233,14 @@ def _wait(arguments: argparse.Namespace) -> None:
 
 def _status(arguments: argparse.Namespace) -> None:
     for pod in _pods(arguments.name):
-        health = partial(_inside, pod, "curl", "-sf", "localhost:8000/health", quiet=True)
-        _until(lambda pod=pod, health=health: (pod / "code").exists() or health() == 0, f"{pod.name} to be ready")
+        _until(lambda pod=pod: (pod / "code").exists() or _is_ready(pod), f"{pod.name} to be ready")
         if (pod / "code").exists():
             raise SystemExit(f"{pod.name} has ended")
     print(f"{arguments.name} successfully rolled out")
+
+
+def _is_ready(pod: Path) -> bool:
+    return _is_alive(pod) and _inside(pod, "curl", "-sf", "localhost:8000/health", quiet=True) == 0
 
 
 def _inside(pod: Path, *words: str, quiet: bool = False) -> int:
@@ -259,6 +270,9 @@ def _scale(arguments: argparse.Namespace) -> None:
     deployment["spec"]["replicas"] = arguments.replicas
     file.write_text(json.dumps(deployment))
     _reconcile(deployment)
+    serving = [pod for pod in _pods("deployment/llama*") if "canary" not in pod.name and _is_ready(pod)]
+    with (STATE / "serving").open("a") as numbers:
+        numbers.write(f"{len(serving)}\n")
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def load(
     deltas: Paths = (),
     trust: Trust = None,
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors of one tensor-parallel rank, or fill what this process holds of a sharded model.
+    """Load the tensors of one tensor-parallel rank, or the whole model; or fill what this process holds of one.
 
     Tensors are views of one allocation, at addresses that are multiples of 16 bytes. Every byte has arrived when the
     call returns; on a CUDA device, work that is queued on the current stream from then on sees it. Several threads may
@@ -50,7 +50,7 @@ def load(
 
     Args:
         path: a folder that `relayout convert` wrote, or a plain checkpoint; as `str`, it may be a store's URL.
-        rank: from 0. Without one, `into` says what this process holds.
+        rank: from 0. Without one: whole tensors, those of all ranks; or what `into` says that this process holds.
         device: the torch device of the tensors.
         backend: "auto" takes the fastest that works here (see `relayout.explain`). To host memory: "direct" bypasses
             the page cache, "buffered" reads through it. To a CUDA device: "pinned" reads through pinned host memory,
@@ -74,8 +74,8 @@ def load(
             tensor, for example. They must have memory, on one device. Whatever a checkpoint lacks or has beside is an
             error; with `names`, only what these match counts. Names that share memory, as of tied weights, need one
             tensor, or equal ones.
-        tp: the tensor-parallel degree, by default that of the conversion. Slices for another degree are assembled from
-            the stored slices by the same rules. A plain checkpoint is sliced at this degree, or
+        tp: the tensor-parallel degree of the rank, by default that of the conversion. Slices for another degree are
+            assembled from the stored slices by the same rules. A plain checkpoint is sliced at this degree, or
             converted into `cache`.
         group: a torch.distributed group whose members all load this rank of a converted checkpoint now: each reads a
             part of its bytes and gets the rest from the others. Its backend must serve `device`. With `verify`, each
@@ -94,8 +94,8 @@ def load(
             is returned; every byte is proven in host memory. Default: RELAYOUT_TRUST, if that is set.
 
     Returns:
-        This rank's slice of each tensor, by its name in the source checkpoint; with `into`, the given tensors, by the
-        model's names.
+        This rank's slice of each tensor, or the whole one, by its name in the source checkpoint; with `into`, the given
+        tensors, by the model's names.
 
     Raises:
         FormatError: a file is damaged, missing, or of another conversion; with `verify`, also if a digest differs.
@@ -107,9 +107,12 @@ def load(
 
     Example:
         >>> import relayout
-        >>> tensors = relayout.load("llama-3.1-8b-tp8", rank=3, names="**.norm.weight")
-        >>> list(tensors)
-        ['model.norm.weight']
+        >>> tensors = relayout.load("llama-3.1-8b-tp8", rank=3, names="**.q_proj.weight")
+        >>> tensors["model.layers.0.self_attn.q_proj.weight"].shape
+        torch.Size([16, 128])
+        >>> whole = relayout.load("llama-3.1-8b-tp8", names="**.q_proj.weight")
+        >>> whole["model.layers.0.self_attn.q_proj.weight"].shape
+        torch.Size([128, 128])
     """
     asked = Asked(
         path=path,
@@ -153,7 +156,9 @@ def _load(asked: Asked, source: RankSource, options: Options) -> dict[str, torch
         warn_if_slow(source)
         return load_arena(plan, options)
     if not isinstance(asked.into, Mapping):
-        raise PlanError("into is a model: leave out the rank, as the model says what it holds", code="option")
+        if hasattr(asked.into, "state_dict"):
+            raise PlanError("into is a model: leave out the rank, as the model says what it holds", code="option")
+        raise PlanError(f"into is a {type(asked.into).__name__}, expected tensors by name", code="option")
     if not asked.into and asked.names is None:
         raise PlanError("into: no tensors to fill; leave it out to load into new memory", code="option")
     from relayout.loader.in_place import load_into
@@ -165,7 +170,7 @@ def _load(asked: Asked, source: RankSource, options: Options) -> dict[str, torch
 
 def iter_load(
     path: str | os.PathLike[str],
-    rank: int,
+    rank: int | None = None,
     *,
     device: str | torch.device = "cpu",
     backend: str = "auto",
@@ -180,7 +185,7 @@ def iter_load(
     deltas: Paths = (),
     trust: Trust = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of one rank in file order, as they arrive.
+    """Yield (name, tensor) of one rank, or of the whole model, in file order, as they arrive.
 
     For code that copies each tensor to its parameter. (Not for `load_weights` of a stock vLLM or SGLang, which cuts
     whole tensors itself: they have plugins.) The caller may keep tensors; neighbors share memory, which is freed or

@@ -21,7 +21,7 @@ from relayout.loader.backends.base import Options, ReadJob, load_arena
 from relayout.loader.backends.files import ReadableFiles, error_hints
 from relayout.loader.backends.host import MAP_FIXED, HostArena, HostBackend, allocate
 from relayout.loader.requests import HOST_BUFFERS, plan_budget
-from relayout.loader.sources.checkpoint import Asked, find_whole, warn_if_slow
+from relayout.loader.sources.checkpoint import Asked, find_tensors, warn_if_slow
 from relayout.loader.sources.rank import ArenaPlan, Names, Pieces, RankSource, StoredFile, pack, parts_of
 from relayout.loader.stream import stream
 from relayout.loader.tensors import check_mode, make_views, to_device
@@ -309,7 +309,7 @@ def _narrowed(part: Slice, axis: int, size: int, start: int, length: int) -> Sli
 
 def open(  # noqa: A001 (`relayout.open`)
     path: str | os.PathLike[str],
-    rank: int,
+    rank: int | None = None,
     *,
     device: str | torch.device = "cpu",
     names: Sequence[str] | str | None = None,
@@ -318,7 +318,7 @@ def open(  # noqa: A001 (`relayout.open`)
     cache: CacheOption = None,
     trust: Trust = None,
 ) -> CheckpointView:
-    """Open one rank of a checkpoint, as `safetensors.safe_open` opens a file.
+    """Open one rank of a checkpoint, or its whole tensors, as `safetensors.safe_open` opens a file.
 
     Use it in a `with` statement, or close it. Threads may share the result. Files of a rank as stored are mapped into
     memory, and pages are read when they are used. At another degree, for a plain checkpoint, or from an object store,
@@ -371,10 +371,10 @@ def safe_open(
     deltas: Paths = (),
     trust: Trust = None,
 ) -> CheckpointView:
-    """Open a converted checkpoint as if it were the source: whole tensors, assembled from the ranks' files.
+    """Open a checkpoint as one file: whole tensors, of a converted one assembled from the ranks' files.
 
-    It can be used in place of `safetensors.safe_open`, for all shards at once. Only the manifest and the source record
-    are read now. Threads may share the result.
+    It can be used in place of `safetensors.safe_open`, for all shards at once. Of a converted checkpoint only the
+    manifest and the source record are read now, of a plain one the headers. Threads may share the result.
 
     Args:
         path, device, deltas, trust: as for `load`.
@@ -384,8 +384,8 @@ def safe_open(
         The whole tensors; see `open`.
 
     Raises:
-        FormatError: the manifest or the source record is damaged.
-        PlanError: `path` does not exist or was not converted, or `framework` is not torch ("pt").
+        FormatError: the manifest or the source record, or a header, is damaged.
+        PlanError: `path` does not exist, or `framework` is not torch ("pt").
 
     Example:
         >>> import relayout
@@ -396,8 +396,8 @@ def safe_open(
     if framework not in ("pt", "torch", "pytorch"):
         raise PlanError(f"framework {framework!r}, expected 'pt'", code="option")
     with error_hints():
-        options = Asked(path=path, rank=0, device=device).options()
-        pieces = find_whole(path, deltas, trust)
+        options = Asked(path=path, device=device).options()
+        pieces = find_tensors(path, deltas, trust).pieces
         return CheckpointView(os.fspath(path), 0, 1, pieces, _OnDemand(pieces, options), is_whole=True)
 
 

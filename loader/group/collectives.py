@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from relayout.core.arguments import ranks_text
-from relayout.errors import PlanError, RelayoutError
+from relayout.errors import PlanError, RelayoutError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -68,13 +68,17 @@ class Group:
         """Take part in a group.
 
         Raises:
-            PlanError: this process is no member of it.
+            PlanError: this process is no member of it, or it is no group.
         """
         import torch.distributed as dist
 
-        self._group = group
-        if not dist.is_initialized() or dist.get_rank(group) < 0:
+        is_outside = isinstance(group, type(dist.GroupMember.NON_GROUP_MEMBER))  # What torch gives to outsiders.
+        if not is_outside and not isinstance(group, dist.ProcessGroup):
+            what = f"group: {shown(group)}, expected a torch.distributed group, such as torch.distributed.group.WORLD"
+            raise PlanError(what, code="option")
+        if is_outside or not dist.is_initialized() or dist.get_rank(group) < 0:
             raise PlanError("group: this process is not a member", code="option")
+        self._group = group
         self.index: int = dist.get_rank(group)
         """The number of this member, from 0."""
         self.num_members: int = dist.get_world_size(group)

@@ -161,7 +161,7 @@ class Asked:
     """What a caller asks of a load, as given: nothing is checked or read yet. `relayout.load` explains the fields."""
 
     path: str | os.PathLike[str] | Store
-    rank: int | None
+    rank: int | None = None
     device: str | torch.device = "cpu"
     backend: str = "auto"
     names: Names = None
@@ -208,13 +208,15 @@ class Asked:
             FormatError, OSError: as `find_rank`, and `changed_rank` of deltas.
             PlanError: the same; or `verify` is set and the checkpoint is a plain one.
         """
-        if self.rank is None:
-            what = "rank: missing, expected a number such as 0; only loads into a model, or its state dict, need none"
-            raise PlanError(what, code="option")
+        rank, tp = self.rank, self.tp
+        if rank is None:  # Whole tensors are those of the one rank of degree 1.
+            if tp is not None and integer(tp, "tp") != 1:
+                raise PlanError(f"rank: missing, expected 0 to {integer(tp, 'tp') - 1}, as tp is given", code="option")
+            rank, tp = 0, 1
         cache = "" if self.is_shared else self.cache
-        found = find_rank(self.path, self.rank, tp=self.tp, cache=cache, progress=self.progress, trust=self.trust)
+        found = find_rank(self.path, rank, tp=tp, cache=cache, progress=self.progress, trust=self.trust)
         if self.deltas:
-            found = changed_rank(found, self.tp, self.deltas)
+            found = changed_rank(found, tp, self.deltas)
         if self.verify and found.is_plain:
             what = "cannot be verified: only converted checkpoints have digests"
             raise PlanError(what, path=str(found.store), code="unsupported")
@@ -252,7 +254,7 @@ def find_rank(
     rank = integer(rank, "rank")
     if tp is not None:
         tp = at_least_one(tp, "tp")
-    given = find_input(path) if isinstance(path, str | os.PathLike) else path
+    given = path if hasattr(path, "snapshot") else find_input(path)
     store = trusted(given.snapshot(), trust)
     blob = find_manifest_blob(store)
     if blob is None:
@@ -453,7 +455,7 @@ def find_tensors(path: str | os.PathLike[str] | Store, deltas: Paths = (), trust
     """
     from relayout.loader.sources.reshard import plain_rank, whole_pieces
 
-    given = find_input(path) if isinstance(path, str | os.PathLike) else path
+    given = path if hasattr(path, "snapshot") else find_input(path)
     store = trusted(given.snapshot(), trust)
     if deltas:
         store = _changed(store, deltas)
@@ -462,19 +464,3 @@ def find_tensors(path: str | os.PathLike[str] | Store, deltas: Paths = (), trust
         return WholeTensors(store, whole_pieces(store, manifest))
     source = plain_rank(store, 0, 1)
     return WholeTensors(store, source.pieces(), source.checkpoint)
-
-
-def find_whole(path: str | os.PathLike[str], deltas: Paths = (), trust: Trust = None) -> Pieces:
-    """The whole tensors of a converted checkpoint.
-
-    Raises:
-        FormatError, PlanError: as `find_tensors`; or the checkpoint was not converted.
-    """
-    found = find_tensors(path, deltas, trust)
-    if found.plain is not None:
-        raise PlanError(
-            f"not converted ({MANIFEST_NAME} is missing): safetensors.safe_open reads its files",
-            path=str(found.store),
-            code="missing",
-        )
-    return found.pieces

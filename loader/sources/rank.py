@@ -12,7 +12,7 @@ from relayout.checkpoint.converted import FileProof, Proven, proof_of
 from relayout.core.arguments import compile_glob, invalid_because, ranks_text
 from relayout.core.extents import Extent, align_up, split
 from relayout.core.slices import Slice, num_bytes
-from relayout.errors import FormatError, PlanError, did_you_mean
+from relayout.errors import FormatError, PlanError, did_you_mean, shown
 from relayout.format.index import ARENA_ALIGNMENT, Manifest, Read, place
 from relayout.storage.stores import LOCAL_COST, Access, ReadableFile, RequestCost, Store, unversioned
 from relayout.storage.system import resident_nbytes
@@ -222,9 +222,12 @@ def select(names: Sequence[str], patterns: Sequence[str] | str) -> list[int]:
     Raises:
         PlanError: a pattern is invalid, or matches no name.
     """
+    listed = [patterns] if isinstance(patterns, str) else list(patterns) if isinstance(patterns, Iterable) else None
+    if listed is None or not all(isinstance(pattern, str) for pattern in listed):
+        raise PlanError(f"names: {shown(patterns)}, expected a pattern, or a list of patterns", code="option")
     row_of = {name: row for row, name in enumerate(names)}
     selected: set[int] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for pattern in listed:
         rows = [row_of[pattern]] if pattern in row_of else []
         reason = invalid_because(pattern)
         if reason is None and any(character in pattern for character in "*#{"):

@@ -286,6 +286,8 @@ def cache_of(option: CacheOption) -> Cache | None:
     """The cache that was asked for, or else that of RELAYOUT_CACHE and RELAYOUT_CACHE_LIMIT; None: no cache."""
     if isinstance(option, Cache):
         return option
+    if not isinstance(option, str | os.PathLike | None):
+        raise PlanError(f"cache: {shown(option)}, expected a folder, or a relayout.Cache", code="option")
     folder = os.environ.get("RELAYOUT_CACHE") if option is None else option
     return Cache(folder, os.environ.get("RELAYOUT_CACHE_LIMIT") or None) if folder else None
 

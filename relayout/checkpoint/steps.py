@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relayout.errors import PlanError
 from relayout.format.steps import MAX_STEPS_NBYTES, STEPS_NAME, parse_steps
-from relayout.storage.stores import find_input, if_there
+from relayout.storage.stores import Kind, Store, find_input, if_there, why_missing
 
 
 def way_to(path: str, have: str | None, step: int | None) -> tuple[str, ...] | None:
@@ -28,6 +28,16 @@ def way_to(path: str, have: str | None, step: int | None) -> tuple[str, ...] | N
         return None
     chain = parse_steps(blob, store.location(STEPS_NAME)).chain(have, step)
     if chain is None:
-        raise PlanError("has no steps yet", path=path, code="missing")
+        raise no_steps(store)
     names = (*([] if chain.full is None else [chain.full]), *chain.deltas)
     return () if chain.content == have else tuple(f"{path.rstrip('/')}/{name}" for name in names)
+
+
+def no_steps(store: Store) -> PlanError:
+    """The error for a root without a step."""
+    what = f"has no steps yet ({STEPS_NAME} of relayout.Publisher is missing)"
+    if store.kind() is Kind.NOTHING:
+        what = f"has no steps yet: {why_missing(store)}"
+    elif store.stat(STEPS_NAME) is not None:
+        what = "has no steps yet"
+    return PlanError(what, path=str(store), code="missing")

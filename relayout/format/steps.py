@@ -119,6 +119,12 @@ class StepsIndex:
         """All names that entries have."""
         return frozenset(one.name for entry in self.entries for one in (entry.full, entry.delta) if one is not None)
 
+    @property
+    def last_names(self) -> frozenset[str]:
+        """The names of the last entry, and those that are pending: of the publisher that began last, if it is one."""
+        last = (one for entry in self.entries[-1:] for one in (entry.full, entry.delta) if one is not None)
+        return frozenset(one.name for one in last).union(self.pending)
+
     def announced(self, names: Iterable[str], now: int) -> StepsIndex:
         """With names that are about to be written. Those of another publisher are retired: its last move fails."""
         pending = tuple(names)

@@ -162,6 +162,9 @@ def holding(
 ) -> Callable[[bool], Held]:
     """What a process gives to a save of tensors by name, see `Saving.start`."""
     check_floating(dtype)
+    if not isinstance(tensors, Mapping):
+        advice = ", such as its state_dict()" if hasattr(tensors, "state_dict") else ""
+        raise PlanError(f"tensors is a {type(tensors).__name__}, expected tensors by name{advice}", code="option")
 
     def hold(is_first: bool) -> Held:
         files = files_of(config) if is_first and config is not None else {}

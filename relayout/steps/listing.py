@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from relayout.checkpoint.converted import check_intact, read_manifest_blob
 from relayout.checkpoint.delta import read_delta
+from relayout.checkpoint.steps import no_steps
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.steps import PublishedStep, Retired, StepsIndex, Stored
@@ -61,7 +62,7 @@ def list_steps(
     deleted = place.prune(grace_seconds) if prune else []
     index = place.read()
     if index == StepsIndex():
-        raise PlanError("has no steps yet", path=place.location, code="missing")
+        raise no_steps(find_store(place.location))
     differences = tuple(_differences(place, index)) if check else None
     return StepsListing(place.location, index.entries, index.pending, index.retired, tuple(deleted), differences)
 

@@ -32,7 +32,15 @@ from relayout.plans.planner import Unmatched
 from relayout.publish.output import Output, Replaceable, Work
 from relayout.publish.publishers import begin, begin_part
 from relayout.reporting import Progress
-from relayout.saving.api import DEFAULT_MEMORY, DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, holding
+from relayout.saving.api import (
+    DEFAULT_MEMORY,
+    DEFAULT_SHARD_NBYTES,
+    DEFAULT_THREADS,
+    Held,
+    Saving,
+    check_floating,
+    holding,
+)
 from relayout.saving.together import GroupSave, PlannedSave
 from relayout.steps.changing import Changing
 from relayout.steps.comparing import KeptStep, StepOutput
@@ -57,8 +65,8 @@ class Publisher:
     `full_every` steps, and whenever the deltas since the last folder are together as large as `full_share` of it, a
     folder is written, too. Readers see a step when all of it is there; what they can read never changes.
 
-    One publisher works at a root at a time: another one that begins takes over, and the older one's next step fails.
-    A publisher whose process was killed leaves a root from which the next one goes on. Not thread-safe.
+    One publisher works at a root at a time: another one takes over with its first step, and the older one's next step
+    fails, once. A publisher whose process was killed leaves a root from which the next one goes on. Not thread-safe.
 
     Example:
         >>> import relayout, torch
@@ -113,6 +121,7 @@ class Publisher:
         Raises:
             PlanError: an option has a value that it cannot have.
         """
+        check_floating(dtype)
         self._root = Root.at(root)
         self._config, self._dtype, self._group = config, dtype, group
         self._full_every = at_least_one(full_every, "full_every")
@@ -135,6 +144,9 @@ class Publisher:
         self._kept = KeptStep(None if keep_in is None else Path(keep_in))
         self._layout: object = None
         """What must be the same for a delta: the names, dtypes, shapes, cuts and places of all tensors."""
+        self._known: set[str] = set()
+        """Names that the index may end with: of the last step that this publisher has published, or else found when it
+        began, and all that it has announced since. Others are another publisher's."""
         self._since_full = 0
         """Steps since the last folder."""
         self._share = 0.0
@@ -146,15 +158,16 @@ class Publisher:
         Args:
             weights: a model of transformers, as for `relayout.transformers.save_pretrained`; or tensors by name, as
                 for `relayout.save`.
-            step: the number of the step, from 0.
+            step: the number of the step, from 0. A training that goes back publishes a number again: readers of this
+                number get the last one, and readers of the newest step what was published last.
 
         Returns:
             What readers see of it.
 
         Raises:
-            FormatError, PlanError, OSError: as `relayout.save`. Readers see the steps from before; the next step that
-                succeeds is a whole folder.
-            FileExistsError: another publisher has taken over this root.
+            FormatError, PlanError, OSError: as `relayout.save`; or the root is a file or a checkpoint. Readers see the
+                steps from before; the next step that succeeds is a whole folder.
+            FileExistsError: another publisher has taken over this root. This one may take it back, by the next call.
         """
         step, published = integer(step, "step"), list[_StepPlace]()
         if not 0 <= step <= MAX_SIZE:  # Else nobody could read the index.
@@ -212,19 +225,29 @@ class Publisher:
         Args:
             base: the content of the step that all members keep; None: there is none.
         """
-        token, names = os.urandom(4).hex(), dict[str, str]()
+        token, names, is_known = os.urandom(4).hex(), dict[str, str](), bool(self._known)
         is_due = self._since_full + 1 >= self._full_every or self._share >= self._full_share
 
         def announce(index: StepsIndex) -> StepsIndex:
+            if not is_known:
+                self._known.update(index.last_names)
+            elif not self._known.issuperset(index.last_names):
+                raise _taken_over(self._root)
             has_delta = base is not None and bool(index.entries) and index.entries[-1].content == base
             kinds = [*([DELTA] if has_delta else []), *([FULL] if is_due or not has_delta else [])]
             names.clear()
             names.update((kind, step_name(kind, step, token)) for kind in kinds)
+            self._known.update(names.values())  # Now: the answer to what is written may be lost.
             return index.announced(names.values(), int(time.time()))
 
         self._prune()  # Before anything is written: the step may need the space.
-        self._root.make()
-        self._root.move(announce)
+        if not is_known:
+            self._root.make()
+        try:
+            self._root.move(announce)
+        except FileExistsError:
+            self._known.clear()
+            raise
         return names
 
     def _move(self, done: _StepPlace) -> PublishedStep:
@@ -233,8 +256,9 @@ class Publisher:
         def move() -> PublishedStep:
             entry = done.entry()
             index = self._root.move(partial(_published, entry, done, self._retention))
-            if index.names.isdisjoint(done.names.values()):
-                raise FileExistsError(errno.EEXIST, "another publisher has taken over", str(done.root))
+            self._known = set(done.names.values()) & index.names
+            if not self._known:
+                raise _taken_over(done.root)
             return entry
 
         entry = _by_first(done.group, move)
@@ -250,6 +274,10 @@ class Publisher:
             self._root.prune(self._grace_seconds)
         except (RelayoutError, OSError) as error:  # A step can be published all the same.
             getLogger("relayout").warning("relayout: %s: not all that is retired was deleted: %s", self._root, error)
+
+
+def _taken_over(root: Root) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, "another publisher has taken over", str(root))
 
 
 def _by_first(group: Group, make: Callable[[], Made]) -> Made:

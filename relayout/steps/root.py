@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from relayout.checkpoint.converted import CONVERTED, read_manifest_blob
 from relayout.checkpoint.delta import DELTA_OUTPUT
+from relayout.checkpoint.folder import CONFIG_NAME
+from relayout.checkpoint.steps import no_steps
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import parse_delta
@@ -56,10 +58,20 @@ class Root:
         return find_store(self.location)
 
     def make(self) -> None:
-        """Make the folder of a local root, if it is not there."""
-        path = self._store().path("")
+        """Make the folder of a local root, if it is not there.
+
+        Raises:
+            PlanError: a file is there, or a checkpoint.
+        """
+        store = self._store()
+        path = store.path("")
+        if path is not None and os.path.lexists(path) and not path.is_dir():
+            raise PlanError("is no folder: a root of steps is one", path=self.location, code="exists")
         if path is not None:
             path.mkdir(exist_ok=True)
+        if store.stat(STEPS_NAME) is None and store.stat(CONFIG_NAME) is not None:
+            what = f"is a checkpoint, as {CONFIG_NAME} is in it: give steps a folder of their own"
+            raise PlanError(what, path=self.location, code="exists")
 
     def read(self) -> StepsIndex:
         """The index as it is now; that of a root without one is empty.
@@ -119,7 +131,7 @@ class Root:
     def _some_chain(self, have: int | str | None, step: int | str | None) -> Chain:
         chain = self.chain(have, step)
         if chain is None:
-            raise PlanError("has no steps yet", path=self.location, code="missing")
+            raise no_steps(self._store())
         return chain
 
     def check(self, chain: Chain) -> None:

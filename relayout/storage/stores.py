@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar
 
-from relayout.errors import FormatError, PlanError, about, did_you_mean
+from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
 
 Found = TypeVar("Found")
 
@@ -309,8 +309,10 @@ def find_store(path: str | os.PathLike[str]) -> Store:
     """The store for a path or URL. A URL must be a `str`, because `pathlib.Path` joins double slashes.
 
     Raises:
-        PlanError: the scheme is not registered, or its store refuses the URL.
+        PlanError: the scheme is not registered, or its store refuses the URL; or it is neither text nor a path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise PlanError(f"path: {shown(path)}, expected the path of a folder, or a URL as text", code="option")
     scheme = scheme_of(path)
     if scheme is None:
         _check_slashes(path)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.loader_fixtures import LITTLE, MIB, assert_equal, nothing_left_behind, whole_tensors
 from support.page_cache import without_residency
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,20 +62,68 @@ INTEGERS = ("rank", "tp", "threads", "memory")
         *(("load", argument, value) for argument in INTEGERS for value in WRONG),
         *((kind, argument, 1.0) for kind in CALLS if kind != "load" for argument in INTEGERS),
         *(("open", argument, 1.0) for argument in ("rank", "tp")),
-        *((kind, "rank", None) for kind in ("load", "open")),
     ],
 )
 def test_what_is_no_integer_is_named(converted: Path, kind: str, argument: str, value: Any) -> None:
     given = {"rank": 1, argument: value}
     # Text is a size, and this one too small.
     is_size = (argument, value) == ("memory", "1")
-    message = (
-        r"^memory: 1 bytes, expected"
-        if is_size
-        else rf"^{argument}: (.* is not an integer|missing, expected a number .*)$"
-    )
+    message = r"^memory: 1 bytes, expected" if is_size else rf"^{argument}: .* is not an integer$"
     with nothing_left_behind(), pytest.raises(PlanError, match=message):
         {**CALLS, "open": relayout.open}[kind](converted, given.pop("rank"), **given)
+
+
+@pytest.mark.parametrize("deltas", [(), "a delta"])
+def test_without_a_rank_all_tensors_are_whole(converted: Path, model: Path, tmp_path: Path, deltas: Any) -> None:
+    expected = load_file(model / "model.safetensors")
+    if deltas:
+        changed = {**expected, "model.norm.weight": expected["model.norm.weight"] + 1}
+        converted = tmp_path / "old"
+        relayout.save(expected, converted, config=model, tp=2)
+        relayout.save(changed, tmp_path / "new", config=model, tp=2)
+        relayout.delta(converted, tmp_path / "new", tmp_path / "delta")
+        expected, deltas = changed, tmp_path / "delta"
+    for call in (relayout.load, lambda *given, **options: dict(relayout.iter_load(*given, **options))):
+        assert_equal(call(converted, deltas=deltas), expected)
+        assert_equal(call(converted, tp=np.int64(1), deltas=deltas, verify=not deltas), expected)
+        with pytest.raises(PlanError, match=r"^rank: missing, expected 0 to 1, as tp is given$"):
+            call(converted, tp=2, deltas=deltas)
+    if deltas:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal(relayout.load(model), expected)
+        with relayout.open(model) as plain, relayout.safe_open(model) as safe, relayout.open(converted) as opened:
+            for view in (plain, safe, opened):
+                assert (view.rank, view.num_ranks) == (0, 1)
+                assert_equal({name: view[name] for name in view}, expected)
+
+
+ODD: list[tuple[dict[str, Any], str]] = [
+    ({"path": 5}, r"^path: 5, expected the path of a folder, or a URL as text$"),
+    ({"path": None}, r"^path: None, expected the path"),
+    ({"names": 3}, r"^names: 3, expected a pattern, or a list of patterns$"),
+    ({"names": [b"model.norm.weight"]}, r"^names: \[b'model.norm.weight'\], expected a pattern"),
+    ({"into": 5}, r"^into is a int, expected tensors by name$"),
+    ({"into": torch.nn.Linear(1, 1)}, r"^into is a model: leave out the rank"),
+    ({"cache": 5}, r"^cache: 5, expected a folder, or a relayout\.Cache$"),
+    ({"group": "x"}, r"^group: 'x', expected a torch\.distributed group, such as torch\.distributed\.group\.WORLD$"),
+]
+
+
+@pytest.mark.parametrize(("odd", "message"), ODD)
+def test_what_is_of_another_type_is_named(model: Path, converted: Path, odd: dict[str, Any], message: str) -> None:
+    path = model if "cache" in odd else converted
+    with nothing_left_behind(), pytest.raises(PlanError, match=message):
+        relayout.load(**{"path": path, "rank": 0, "tp": 2, **odd})
+
+
+def test_what_is_no_tensors_by_name_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"^tensors is a Linear, expected tensors by name, such as its state_dict\(\)$"):
+        relayout.save(torch.nn.Linear(1, 1), tmp_path / "out")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"^dtype is 'bfloat16', expected a floating-point dtype of torch$"):
+        relayout.Publisher(tmp_path / "out", dtype="bfloat16")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
 
 
 NO_SENSE: list[tuple[dict[str, Any], str, str]] = [

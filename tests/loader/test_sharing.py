@@ -242,5 +242,7 @@ def test_members_that_never_call_are_named(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_no_member_is_refused(converted: Path) -> None:
+    import torch
+
     with pytest.raises(PlanError, match="not a member"):
-        relayout.load(converted, 0, group=object())  # type: ignore[arg-type]
+        relayout.load(converted, 0, group=torch.distributed.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]

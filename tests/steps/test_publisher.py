@@ -149,6 +149,62 @@ def test_a_second_publisher_takes_over_and_the_first_is_told(root: str, monkeypa
     assert_is_step(late.tensors, weights_of(4), 0)
 
 
+@pytest.mark.parametrize("how", ["published", "was killed"])
+def test_one_whose_root_another_has_begun_to_use_is_told_once(
+    root: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (relayout.Publisher(root, config=CONFIG, tp=2) for _ in range(2))
+    first.publish(weights_of(1), 1)
+    first.publish(weights_of(2), 2)
+    if how == "published":
+        second.publish(weights_of(3), 3)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(relayout.Publisher, "_move", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                second.publish(weights_of(3), 3)
+    before = relayout.Steps(root).entries()
+    with pytest.raises(FileExistsError, match="another publisher has taken over"):
+        first.publish(weights_of(4), 4)
+    assert relayout.Steps(root).entries() == before
+    assert first.publish(weights_of(5), 5).full is not None
+    if how == "published":
+        with pytest.raises(FileExistsError, match="another publisher has taken over"):
+            second.publish(weights_of(6), 6)
+    follower = relayout.Follower(root, 0)
+    assert follower.update() == 5
+    assert_is_step(follower.tensors, weights_of(5), 0)
+
+
+def test_one_that_fails_at_its_first_step_on_anothers_root_has_not_lost_it(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relayout.Publisher(root, config=CONFIG, tp=2).publish(weights_of(1), 1)
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(relayout.Publisher, "_move", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(weights_of(2), 2)
+    assert publisher.publish(weights_of(2), 2).step == 2
+    assert [entry.step for entry in relayout.Steps(root).entries()] == [1, 2]
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_file_or_a_checkpoint_is_no_root_and_stays_as_it_is(tmp_path: Path) -> None:
+    relayout.save(weights_of(1), tmp_path / "converted", config=CONFIG, tp=2)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    before = files_of(str(tmp_path / "converted"))
+    for name, why in (("converted", "is a checkpoint"), ("file", "is no folder"), ("link", "is no folder")):
+        with pytest.raises(relayout.PlanError, match=f"{name}: {why}"):
+            relayout.Publisher(tmp_path / name, config=CONFIG, tp=2).publish(weights_of(2), 2)
+    assert files_of(str(tmp_path / "converted")) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"converted", "file", "link"}
+
+
 def test_what_one_writes_that_was_overtaken_and_stood_still_beyond_the_grace_is_deleted_by_the_next(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +292,12 @@ def test_masters_are_cast_while_they_are_copied(root: str) -> None:
 def test_an_empty_root_has_no_step(root: str) -> None:
     assert relayout.Steps(root).newest() is None
     assert relayout.Steps(root).chain() is None
-    with pytest.raises(relayout.PlanError, match="has no steps yet"):
+    with pytest.raises(
+        relayout.PlanError, match=r"has no steps yet: no (such file or folder|objects with this prefix)"
+    ):
+        relayout.Follower(root, 0).update()
+    put(root, "mine", b"mine")
+    with pytest.raises(relayout.PlanError, match=r"has no steps yet \(steps\.json of relayout\.Publisher is missing\)"):
         relayout.Follower(root, 0).update()
 
 

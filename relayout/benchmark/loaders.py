@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.core.slices import WHOLE, Slice
+from relayout.errors import how_to_install
 from relayout.plans.planner import plan_by, plan_for
 from relayout.storage.stores import find_store
 
@@ -117,7 +118,7 @@ class Loader:
     family: str
     """The name of its project; of several loaders of a family, the fastest counts."""
     package: str = ""
-    """What pip installs it by."""
+    """What pip installs it by; empty: an extra of relayout, which no index has."""
     modules: tuple[str, ...] = ()
     """Imported before the clock starts; without the first, the loader is not installed."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -134,7 +135,8 @@ class Loader:
     def absence(self) -> str | None:
         """The reason that it cannot be measured, or None."""
         if self.modules and util.find_spec(self.modules[0].partition(".")[0]) is None:
-            return f"not installed (pip install {self.package})"
+            how = f"pip install {self.package}" if self.package else how_to_install("torch")
+            return f"not installed ({how})"
         return None if self.needs() else "not in the installed version"
 
     def describe(self) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def runai(job: LoadJob) -> Tensors:
         return {name: job.owned(name, tensor.to(job.device)) for name, tensor in streamer.get_tensors()}
 
 
-_RELAYOUT, _STOCK = ("safetensors-relayout[torch]", ("relayout.loader.api",)), ("safetensors", ("safetensors.torch",))
+_RELAYOUT, _STOCK = ("", ("relayout.loader.api",)), ("safetensors", ("safetensors.torch",))
 
 LOADERS: dict[str, Loader] = {
     "relayout": Loader(relayout, "relayout, converted", "relayout", *_RELAYOUT, reads_converted=True),

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, Proven, StoreOver, index_of, names_of_index, proof_of
 from relayout.core.extents import BLOCK
-from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
+from relayout.errors import FormatError, PlanError, about, did_you_mean, how_to_install, shown
 from relayout.format.fields import decode, parse_toml
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
@@ -158,7 +158,7 @@ def trusted(store: Store, trust: Trust) -> Store:
 
 def package_missing() -> PlanError:
     """The error where what makes and verifies signatures is not installed."""
-    what = "signatures need the package model-signing: pip install 'safetensors-relayout[sign]'"
+    what = f"signatures need the package model-signing, which is not installed: {how_to_install('sign')}"
     return PlanError(what, code="unsupported")
 
 

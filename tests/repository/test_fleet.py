@@ -16,11 +16,13 @@ from support import pods
 from support.patience import PATIENCE
 from support.trees import content
 
+import relayout
 from relayout.engines import rank_weights
 
 pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parents[2]
+TRUST = "kubernetes_trust.yaml"
 PAGE, EXAMPLES = (ROOT / "docs" / "guides" / "FLEET.md").read_text(), ROOT / "tools" / "examples"
 MANIFEST, JOB, JOBS = (EXAMPLES / f"kubernetes_{name}.yaml" for name in ("fleet", "convert", "job"))
 IMAGES, *STEPS = re.findall(r"^```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -175,6 +177,43 @@ def test_a_pod_whose_copy_is_damaged_does_not_serve_and_its_log_names_the_file(c
     done = run(cluster, f"{again}; {status}")
     assert done.returncode == 0, done.stderr
     assert file.read_bytes() == whole
+
+
+def test_a_fleet_with_a_policy_serves_what_is_signed_and_nothing_else(cluster: Path) -> None:
+    pytest.importorskip("model_signing")
+    from support.signing import make_keys
+
+    deployment, patch = yaml.safe_load(MANIFEST.read_text()), yaml.safe_load((EXAMPLES / TRUST).read_text())
+    pod, more = deployment["spec"]["template"]["spec"], patch["spec"]["template"]["spec"]
+    for part in ("initContainers", "containers"):
+        ((container,), (added,)) = pod[part], more[part]
+        assert container["name"] == added["name"]
+        for name in ("env", "volumeMounts"):
+            container[name] = container.get(name, []) + added[name]
+    pod["volumes"] += more["volumes"]
+    manifest = cluster / "trusting.yaml"
+    manifest.write_text(yaml.safe_dump(deployment))
+    trust = cluster / "volumes" / "relayout-trust"
+    trust.mkdir()
+    keys, stranger = (make_keys(cluster, name) for name in ("release", "stranger"))
+    shutil.copy(keys.policy, trust / "trusted.toml")
+    shutil.copy(keys.public, trust)
+
+    convert = STEPS[0].partition("sed ")[0]
+    assert run(cluster, convert).returncode == 0
+    relayout.sign(cluster / "volumes" / "models" / "llama-tp8", key=keys.key)
+    status = "kubectl rollout status deployment/llama-relayout"
+    done = run(cluster, f"kubectl apply -f {manifest}; {status}")
+    assert done.returncode == 0, done.stderr
+
+    relayout.sign(cluster / "volumes" / "models" / "llama-tp8", key=stranger.key)
+    again = "kubectl scale deployment/llama-relayout --replicas 0; kubectl scale deployment/llama-relayout --replicas 1"
+    assert run(cluster, again).returncode == 0
+    refused = "until kubectl logs deployment/llama-relayout -c copy | grep model.sig; do sleep 0.2; done"
+    done = run(cluster, refused)
+    assert done.returncode == 0, done.stderr
+    assert "done" not in run(cluster, "kubectl logs deployment/llama-relayout -c copy").stdout
+    assert (cluster / "serving").read_text().split()[-1] == "2"  # Those of vLLM alone.
 
 
 def test_rules_and_dashboard_ask_for_what_loads_count() -> None:

@@ -154,6 +154,8 @@ def _root(pod: Path, spec: dict[str, Any]) -> list[str]:
         folder = pod / "volumes" / volume["name"]
         if "persistentVolumeClaim" in volume:
             folder = STATE / "volumes" / volume["persistentVolumeClaim"]["claimName"]
+        if "configMap" in volume:
+            folder = STATE / "volumes" / volume["configMap"]["name"]
         if "hostPath" in volume:
             folder = STATE / "nodes" / f"{pod.name}{volume['hostPath']['path']}"
         folder.mkdir(parents=True, exist_ok=True)

@@ -355,7 +355,7 @@ def diagnosis(result: Diagnosis) -> Iterator[Block]:
     kind = "converted" if result.is_converted else "plain, sliced at every load"
     yield Line(f"{result.path}: {kind}, {_count(len(result.ranks), 'rank')}")
     first = result.ranks[0]
-    for reason in {re.sub(r"\d+ %", "", rank.reason): rank.reason for rank in reversed(result.ranks)}.values():
+    for reason in {re.sub(r"[0-9.]+ (%|ms)", "", rank.reason): rank.reason for rank in reversed(result.ranks)}.values():
         yield Line(f"{first.device}: {reason}", "backend")
     places = Counter({file.name: _file_system(file) for rank in result.ranks for file in rank.files}.values())
     for place, count in places.items():

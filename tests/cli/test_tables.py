@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch
 from rich.console import Console
 
-from relayout.cli.command import Column, shortened, table
+import relayout
+from relayout.cli.command import Column, Line, shortened, table
+from relayout.cli.render import diagnosis
+from relayout.loader.diagnose import diagnose
 
 COLUMNS = [
     Column("name", "name"),
@@ -59,3 +66,16 @@ def test_names_are_shortened_in_the_middle() -> None:
     assert shortened("short", 5) == "short"
     assert len(shortened("x" * 50, 20)) == 20
     assert shortened("重" * 20, 11).count("重") == 4  # Each is two cells wide.
+
+
+def test_what_differs_between_ranks_by_a_measured_number_alone_is_said_once(tmp_path: Path) -> None:
+    tensors = {"model.norm.weight": torch.ones(64)}
+    relayout.save(tensors, tmp_path / "out", config={"model_type": "llama"}, tp=4)
+    found = diagnose(tmp_path / "out", device="cpu")
+    times = ("0.1 ms a huge page, 12 %", "0.24 ms a huge page, 3 %", "0.1 ms a huge page, 12 %", "no huge pages, 3 %")
+    ranks = tuple(replace(rank, reason=f"memory: {said}") for rank, said in zip(found.ranks, times, strict=True))
+    lines = [block.text for block in diagnosis(replace(found, ranks=ranks)) if isinstance(block, Line)]
+    assert [line for line in lines if "memory:" in line] == [
+        "cpu: memory: no huge pages, 3 %",
+        "cpu: memory: 0.1 ms a huge page, 12 %",
+    ]

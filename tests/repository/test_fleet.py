@@ -221,9 +221,54 @@ def test_rules_and_dashboard_ask_for_what_loads_count() -> None:
     rules = yaml.safe_load((EXAMPLES / "prometheus_rules.yaml").read_text())["groups"][0]["rules"]
     panels = json.loads((EXAMPLES / "grafana_dashboard.json").read_text())["panels"]
     asked = [rule["expr"] for rule in rules] + [one["expr"] for panel in panels for one in panel["targets"]]
-    assert len(asked) == 6
+    assert len(asked) == 8
     assert set(re.findall(r"relayout_\w+", " ".join(asked))) == counted
     assert set(re.findall(r"^\| `(relayout_\w+)`", PAGE, re.MULTILINE)) == counted
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_alerts_fire_on_what_they_name_and_compare_pods_of_one_model_alone(tmp_path: Path) -> None:
+    def pod(name: str, seconds: int, loads: int = 8, namespace: str = "a", label: str = "pod") -> list[dict[str, str]]:
+        labels = f'namespace="{namespace}", {label}="{name}"'
+        counted = f'{{{labels}, backend="read", cache="none"}}'
+        return [
+            {"series": f"up{{{labels}}}", "values": "1x30"},
+            *(
+                {"series": f"{what}{counted}", "values": f"{value}x30"}
+                for what, value in (("relayout_loads_total", loads), ("relayout_load_seconds_total", seconds * loads))
+                if loads
+            ),
+        ]
+
+    fleet = [one for number in range(4) for one in pod(f"llama-relayout-5d-{number}", 10)]
+    large = [one for number in range(2) for one in pod(f"mixtral-relayout-5d-{number}", 100)]
+    elsewhere = [one for number in range(4) for one in pod(f"llama-relayout-77-{number}", 90, namespace="b")]
+    slow, unused = pod("llama-canary-5d-0", 31), pod("llama-relayout-5d-9", 0, loads=0)
+    cases: list[tuple[list[dict[str, str]], dict[str, list[str]]]] = [
+        (fleet + large + elsewhere, {}),
+        (fleet + large + slow, {"RelayoutSlowLoad": ["llama-canary-5d-0"]}),
+        (fleet + pod("llama-relayout-5d-9", 10, loads=7), {"RelayoutNotUsed": ["llama-relayout-5d-9"]}),
+        (fleet + unused + pod("llama-relayout-5d-9", 10, namespace="b"), {"RelayoutNotUsed": ["llama-relayout-5d-9"]}),
+        (large, {"RelayoutPodsNotSeen": [""]}),
+        (pod("llama-relayout-5d-0", 10, loads=0, label="kubernetes_pod_name"), {"RelayoutPodsNotSeen": [""]}),
+    ]
+    tests = []
+    for series, fired in cases:
+        wanted = []
+        for alert in ("RelayoutPodsNotSeen", "RelayoutNotUsed", "RelayoutSlowLoad"):
+            asked = f'count by (alertname, pod) (ALERTS{{alertname="{alert}", alertstate="firing"}})'
+            samples = [
+                {"labels": "{" + f'alertname="{alert}"' + (f', pod="{one}"' if one else "") + "}", "value": 1}
+                for one in fired.get(alert, [])
+            ]
+            wanted.append({"expr": asked, "eval_time": "20m", "exp_samples": samples})
+        tests.append({"interval": "1m", "input_series": series, "promql_expr_test": wanted})
+    file = tmp_path / "rules_test.yaml"
+    rules = EXAMPLES / "prometheus_rules.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests}))
+    for words in (["check", "rules", str(rules)], ["test", "rules", str(file)]):
+        done = subprocess.run(["promtool", *words], capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_manifests_run_the_images_of_the_page_as_their_user() -> None:

@@ -279,6 +279,7 @@ def test_the_manifests_run_the_images_of_the_page_as_their_user() -> None:
     containers = [one for spec in specs for one in (*spec.get("initContainers", []), *spec["containers"])]
     assert {one["image"] for one in containers} == set(re.findall(r"-t (\S+)", IMAGES))
     assert {spec["securityContext"]["runAsUser"] for spec in specs} == {2001}
+    assert not any("fsGroup" in spec["securityContext"] for spec in specs)  # It changes modes of the source.
 
 
 def test_what_commands_of_the_page_name_is_in_the_manifests() -> None:

@@ -357,6 +357,7 @@ def use_golden(fresh: Fresh) -> None:
         if not written:
             raise SystemExit(f"{GOLDEN}/{layout}: has no rank files")
         shutil.rmtree(golden / "again")
+    fresh("relayout", "steps", golden / "steps", "--check")
 
 
 def git(*words: str) -> str:

@@ -64,12 +64,15 @@ def rebase() -> None:
 
 @app.command("golden")
 def make_golden() -> None:
-    """Write the golden source, what relayout makes of it, and what each rank then holds."""
+    """Write the golden source, what relayout makes of it, steps that begin with it, and what each rank then holds."""
     golden.write_source(golden.SOURCE)
     golden.PLAN.write_text(golden.PLAN_TEXT)
     for layout in golden.LAYOUTS:
         shutil.rmtree(golden.FOLDER / layout, ignore_errors=True)
         golden.convert(golden.SOURCE, golden.FOLDER / layout, layout)
+    shutil.rmtree(golden.STEPS, ignore_errors=True)
+    golden.publish(golden.STEPS)
+    (golden.STEPS / ".steps.json.relayout-lock").unlink()  # Of writers only.
     golden.LIST.write_text(json.dumps(golden.listed(), indent=1) + "\n")
 
 

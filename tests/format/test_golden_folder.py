@@ -18,8 +18,9 @@ from support import golden
 from support.models import as_integers
 
 import relayout
+from relayout.steps.listing import list_steps
 
-MAX_NBYTES = 60_000
+MAX_NBYTES = 80_000
 DTYPES = {"torch.float16": "F16", "torch.float32": "F32", "torch.int8": "I8", "torch.uint8": "U8"}
 
 
@@ -55,6 +56,33 @@ def test_relayout_reads_it(layout: str) -> None:
         assert rows(relayout.load(folder, rank)) == expected
         assert rows(relayout.load(folder, rank, verify=True)) == expected
     assert rows(relayout.load(folder, 0, tp=1, verify=True)) == listed["source"]
+
+
+@pytest.mark.parametrize("rank", range(golden.NUM_RANKS))
+def test_relayout_follows_its_steps(rank: int) -> None:
+    listed = golden.read_list()["steps"]
+    follower, steps = relayout.Follower(golden.STEPS, rank), relayout.Steps(golden.STEPS)
+    assert [(entry.full is None, entry.delta is None) for entry in steps.entries()] == [
+        (False, True),
+        (True, False),
+        (True, False),
+    ]
+    for step in (1, 2, 3, 1, 3):  # By a folder, by each delta, and by all.
+        assert follower.update(step) == step
+        assert rows(follower.tensors) == listed[str(step)][rank]
+    chain = steps.chain(step=3)
+    assert chain is not None
+    assert chain.full is not None
+    deltas = [golden.STEPS / name for name in chain.deltas]
+    loaded = relayout.load(golden.STEPS / chain.full, rank, deltas=deltas, verify=True)
+    assert rows(loaded) == listed["3"][rank]
+
+
+def test_its_steps_lead_where_the_index_says() -> None:
+    assert list_steps(golden.STEPS, check=True).differences == ()
+    listed = golden.read_list()
+    assert listed["steps"]["1"] == listed["ranks"]
+    assert len({one["embed.weight"]["sha256"] for one, _ in listed["steps"].values()}) == golden.NUM_STEPS
 
 
 @pytest.mark.parametrize("layout", golden.LAYOUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
+from support import golden
 from support.follower_example import Follower
+from support.models import as_integers
 from support.steps import CONFIG, assert_is_step, weights_of
 
 import relayout
@@ -55,6 +58,17 @@ def test_it_has_each_step_by_deltas_and_from_folders(root: Path, decoded: Callab
         follower.go(step)
         assert_is_step(tensors_of(follower), weights_of(step), rank)
     assert [name.split("-")[0] for name in Follower(root, rank, decoded).go()] == ["full"]
+
+
+@pytest.mark.parametrize("rank", range(golden.NUM_RANKS))
+def test_it_has_the_golden_steps(decoded: Callable[[bytes], bytes], rank: int) -> None:
+    follower = Follower(golden.STEPS, rank, decoded)
+    for step, ranks in golden.read_list()["steps"].items():
+        follower.go(int(step))
+        found = {name: as_integers(tensor).tobytes() for name, tensor in tensors_of(follower).items()}
+        assert {name: hashlib.sha256(blob).hexdigest() for name, blob in found.items()} == {
+            name: row["sha256"] for name, row in ranks[rank].items()
+        }
 
 
 def test_each_change_of_a_byte_that_it_reads_is_noticed(

@@ -1,7 +1,8 @@
 """The golden folder, for tests of other implementations: tests/format/golden, made by `tools/run vectors golden`.
 
-It has a source and its plan, what relayout makes of them for two ranks in both layouts, and golden.json: dtype, shape
-and SHA-256 of each tensor of each rank, which numpy cuts here by rules of its own.
+It has a source and its plan, what relayout makes of them for two ranks in both layouts, a root of three steps that
+begin with the source, and golden.json: dtype, shape and SHA-256 of each tensor of each rank, which numpy cuts here by
+rules of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from safetensors.numpy import save_file
 
 import relayout
@@ -20,7 +22,8 @@ import relayout
 FOLDER = Path(__file__).parents[1] / "format" / "golden"
 SOURCE, PLAN, LIST = FOLDER / "source", FOLDER / "plan.toml", FOLDER / "golden.json"
 LAYOUTS = ("ranks", "whole")
-NUM_RANKS, ALIGNMENT = 2, 512
+STEPS = FOLDER / "steps"
+NUM_RANKS, ALIGNMENT, NUM_STEPS = 2, 512, 3
 CONFIG = '{"model_type":"golden","num_attention_heads":4,"num_key_value_heads":2,"vocab_size":20}\n'
 PLAN_TEXT = """\
 [sizes]
@@ -66,6 +69,15 @@ def source_arrays() -> dict[str, Array]:
     }
 
 
+def step_arrays(step: int) -> dict[str, Array]:
+    """The tensors of a step: those of the source, of which each later step has changed every seventh element."""
+    arrays = source_arrays()
+    for later in range(2, step + 1):
+        for array in arrays.values():
+            array.reshape(-1)[later::7] += 1
+    return arrays
+
+
 def slice_array(name: str, array: Array, rank: int) -> Array:
     """What a rank holds."""
     for axis, cuts in enumerate((ROWS, COLUMNS)):
@@ -88,24 +100,37 @@ def convert(source: Path, out: Path, layout: str) -> None:
     relayout.convert(source, out, tp=NUM_RANKS, align=ALIGNMENT, plan=PLAN, layout=layout)
 
 
+def publish(root: Path) -> None:
+    """The steps: a folder, and two deltas."""
+    publisher = relayout.Publisher(root, config=SOURCE, plan=PLAN, tp=NUM_RANKS, align=ALIGNMENT)
+    for step in range(1, NUM_STEPS + 1):
+        publisher.publish({name: torch.from_numpy(array) for name, array in step_arrays(step).items()}, step)
+
+
 def listed() -> dict[str, Any]:
     """What golden.json has."""
     return {
         "num_ranks": NUM_RANKS,
         "layouts": list(LAYOUTS),
-        "ranks": [
-            {
-                name: row(DTYPES[array.dtype.name], list(part.shape), part.tobytes())
-                for name, array in source_arrays().items()
-                for part in [slice_array(name, array, rank)]
-            }
-            for rank in range(NUM_RANKS)
-        ],
+        "ranks": _ranks(source_arrays()),
         "source": {
             name: row(DTYPES[array.dtype.name], list(array.shape), array.tobytes())
             for name, array in source_arrays().items()
         },
+        "steps": {str(step): _ranks(step_arrays(step)) for step in range(1, NUM_STEPS + 1)},
     }
+
+
+def _ranks(arrays: dict[str, Array]) -> list[dict[str, Any]]:
+    """What each rank holds of tensors."""
+    return [
+        {
+            name: row(DTYPES[array.dtype.name], list(part.shape), part.tobytes())
+            for name, array in arrays.items()
+            for part in [slice_array(name, array, rank)]
+        }
+        for rank in range(NUM_RANKS)
+    ]
 
 
 def row(dtype: str, shape: list[int], blob: bytes) -> dict[str, Any]:

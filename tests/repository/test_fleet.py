@@ -68,8 +68,12 @@ def running(cluster: Path) -> list[str]:
     return sorted(path.name for path in (cluster / "pods").glob("llama*") if "convert" not in path.name)
 
 
+def behind_the_service(cluster: Path) -> list[str]:
+    return [pod.name for pod in pods.labelled(cluster, "app", "llama")]
+
+
 def test_the_page_is_followed_from_the_manifest_to_the_proof_and_back(cluster: Path) -> None:
-    start, look, prove, all_pods, back, _ = STEPS
+    start, look, prove, requests, all_pods, back, *_ = STEPS
     source = content(cluster / "volumes" / "models" / "llama")
 
     done = run(cluster, start)
@@ -89,6 +93,11 @@ def test_the_page_is_followed_from_the_manifest_to_the_proof_and_back(cluster: P
     assert done.returncode == 0, done.stderr
     assert re.search(r"verified \d+ slices of 8 ranks", done.stdout)
 
+    assert behind_the_service(cluster) == ["llama-0", "llama-1"]
+    done = run(cluster, requests)
+    assert done.returncode == 0, done.stderr
+    assert behind_the_service(cluster) == ["llama-0", "llama-1", "llama-canary-0"]
+
     done = run(cluster, all_pods)
     assert done.returncode == 0, done.stderr
     assert running(cluster) == ["llama-canary-0", "llama-relayout-0", "llama-relayout-1"]
@@ -102,7 +111,7 @@ def test_the_page_is_followed_from_the_manifest_to_the_proof_and_back(cluster: P
 
 
 def test_back_and_forth_again_never_leaves_no_pod_that_serves(cluster: Path) -> None:
-    start, _, _, all_pods, back, _ = STEPS
+    start, _, _, _, all_pods, back, *_ = STEPS
     done = run(cluster, start + (all_pods + back) * 2)
     assert done.returncode == 0, done.stderr
     assert running(cluster) == ["llama-0", "llama-1"]
@@ -124,17 +133,25 @@ def loads(text: str) -> list[str]:
 
 
 def test_new_weights_go_to_the_canary_and_then_to_as_many_pods_as_there_were(cluster: Path) -> None:
-    start, look, _, all_pods, _, new = STEPS
+    start, look, _, _, all_pods, _, new, follow, previous = STEPS
     assert run(cluster, start + all_pods).returncode == 0
     models = cluster / "volumes" / "models"
     shutil.copytree(models / "llama", models / "llama-2")
-    done = run(cluster, new)
+    done = run(cluster, new + follow)
     assert done.returncode == 0, done.stderr
     assert running(cluster) == ["llama-canary-0", "llama-relayout-0", "llama-relayout-1"]
     for copy in (cluster / "nodes").glob("llama-[cr]*/nvme/relayout"):
         assert sorted(path.name for path in copy.iterdir()) == ["llama-2-tp8", "llama-tp8"]
     done = run(cluster, look)
     assert loads(done.stdout) == ["8.0"], done.stderr
+    assert behind_the_service(cluster) == ["llama-relayout-0", "llama-relayout-1"]
+
+    done = run(cluster, previous)
+    assert done.returncode == 0, done.stderr
+    assert running(cluster) == ["llama-relayout-0", "llama-relayout-1"]
+    done = run(cluster, "for name in copy vllm; do kubectl logs deployment/llama-relayout -c $name; done")
+    assert "already there" in done.stdout
+    assert "llama-2" not in done.stdout
     # Applying again changes nothing; the Job of a folder cannot be changed.
     assert run(cluster, f"kubectl apply -f {JOB}").returncode == 0
     assert "field is immutable" in run(cluster, f"sed s/2Gi/4Gi/ {JOB} | kubectl apply -f -").stderr
@@ -302,7 +319,9 @@ def test_what_commands_of_the_page_name_is_in_the_manifests() -> None:
     many = {job["metadata"]["name"]: job for job in yaml.safe_load_all(JOBS.read_text())}
     assert "replicas" not in deployment["spec"]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert deployment["spec"]["selector"]["matchLabels"] == labels
+    selected = deployment["spec"]["selector"]["matchLabels"]
+    assert selected.items() <= labels.items()
+    assert "app" not in selected  # The canary's pod gets that label while it runs.
     for job in (one, many[one["metadata"]["name"]]):
         assert f"job/{job['metadata']['name']} -c {job['spec']['template']['spec']['containers'][0]['name']}" in PAGE
     for script in STEPS:

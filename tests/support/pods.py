@@ -105,7 +105,7 @@ def _apply(arguments: argparse.Namespace) -> None:
         if kind == "job" and is_new:
             if before is not None:
                 raise SystemExit(f"job/{name}: spec.template: field is immutable")
-            _start(f"{name}-0", one["spec"]["template"]["spec"])
+            _start(f"{name}-0", one["spec"]["template"])
         if kind == "deployment":  # What a file does not say stays as it was set.
             one["spec"].setdefault("replicas", 1 if before is None else before["spec"]["replicas"])
             if before is not None and is_new:
@@ -122,12 +122,13 @@ def _reconcile(deployment: dict[str, Any]) -> None:
         _stop(pod)
         shutil.rmtree(pod)
     for number in range(len(running), spec["replicas"]):
-        _start(f"{deployment['metadata']['name']}-{number}", spec["template"]["spec"])
+        _start(f"{deployment['metadata']['name']}-{number}", spec["template"])
 
 
-def _start(name: str, spec: dict[str, Any]) -> None:
-    pod = STATE / "pods" / name
+def _start(name: str, template: dict[str, Any]) -> None:
+    pod, spec = STATE / "pods" / name, template["spec"]
     pod.mkdir(parents=True)
+    (pod / "labels").write_text(json.dumps(template.get("metadata", {}).get("labels", {})))
     (pod / "run.sh").write_text("\n".join(["set -eu", *_root(pod, spec), *_containers(pod, spec)]) + "\n")
     namespaces = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     with (pod / "log").open("w") as log:
@@ -272,9 +273,23 @@ def _scale(arguments: argparse.Namespace) -> None:
     deployment["spec"]["replicas"] = arguments.replicas
     file.write_text(json.dumps(deployment))
     _reconcile(deployment)
-    serving = [pod for pod in _pods("deployment/llama*") if "canary" not in pod.name and _is_ready(pod)]
+    serving = [pod for pod in labelled(STATE, "app", "llama") if _is_ready(pod)]
     with (STATE / "serving").open("a") as numbers:
         numbers.write(f"{len(serving)}\n")
+
+
+def labelled(folder: Path, name: str, value: str) -> list[Path]:
+    """The pods with a label, as a Service selects them."""
+    pods = sorted((folder / "pods").glob("*"))
+    return [pod for pod in pods if json.loads((pod / "labels").read_text()).get(name) == value]
+
+
+def _label(arguments: argparse.Namespace) -> None:
+    name, _, value = arguments.name.partition("=")
+    for pod in labelled(STATE, *arguments.selector.split("=")):
+        file = pod / "labels"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+        print(f"pod/{pod.name} labeled")
 
 
 def main() -> None:
@@ -287,11 +302,13 @@ def main() -> None:
         (_logs, ("name", "-c")),
         (_exec, ("name", "-c")),
         (_scale, ("name", "--replicas")),
+        (_label, ("resource", "-l", "name", "--overwrite")),
     ):
         command = commands.add_parser({_status: "rollout"}.get(function, function.__name__[1:]))
         for word in words:
-            long = {"-f": ["--filename"], "-c": ["--container"]}.get(word, [])
-            command.add_argument(word, *long, **({"type": int} if word == "--replicas" else {}))
+            long = {"-f": ["--filename"], "-c": ["--container"], "-l": ["--selector"]}.get(word, [])
+            given: dict[str, Any] = {"--replicas": {"type": int}, "--overwrite": {"action": "store_true"}}.get(word, {})
+            command.add_argument(word, *long, **given)
         command.set_defaults(do=function)
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)

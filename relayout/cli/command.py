@@ -195,6 +195,11 @@ class Printing:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         return progress(what, as_json=self.as_json, quiet=self.quiet, verbose=self.verbose)
 
+    def tell(self, line: str) -> None:
+        """Print a line of progress on stderr."""
+        if not self.quiet:
+            tell(line)
+
     def show(self, result: R, text: Callable[[R], Iterable[Block]]) -> None:
         """Print a result. A closed stdout does not change the exit code, which reports the work."""
         try:

@@ -27,7 +27,6 @@ from relayout.cli.command import (
     examples,
     filled,
     output,
-    tell,
 )
 
 if TYPE_CHECKING:
@@ -225,9 +224,9 @@ def _made(out: Printing, path: str, size: str, tp: int | None, runs: int | None)
     """Measure a checkpoint that is made for it, and deleted afterwards."""
     from relayout.benchmark import measure
 
-    with measure.made_checkpoint(path, size, tp, tell) as source:
+    with measure.made_checkpoint(path, size, tp, out.tell) as source:
         plan = measure.plan_bench(source, tp=tp, runs=runs)
-        result = plan.run(drop_caches=True, tell=tell, partly=partial(_show_bench, out))
+        result = plan.run(drop_caches=True, tell=out.tell, partly=partial(_show_bench, out))
     return replace(result, source=None, converted=None)
 
 
@@ -239,7 +238,7 @@ def _measured(
 
     plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
     may_drop = may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes) if yes is None else yes
-    return plan.run(drop_caches=may_drop, tell=tell, partly=partial(_show_bench, out))
+    return plan.run(drop_caches=may_drop, tell=out.tell, partly=partial(_show_bench, out))
 
 
 def may_drop_caches(num_files: int, nbytes: int) -> bool:

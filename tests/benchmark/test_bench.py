@@ -436,6 +436,8 @@ def test_other_bytes_end_the_command_with_a_difference(
     done = CliRunner().invoke(app, ["bench", str(folders.source)])
     assert done.exit_code == 1
     assert "WRONG BYTES: rank 1 differs" in done.stdout
+    quiet = CliRunner().invoke(app, ["bench", str(folders.source), "-q"])
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, "", "")
 
 
 def test_a_loader_that_is_not_installed_is_named_with_what_installs_it() -> None:

@@ -24,6 +24,7 @@ NUM_LAYERS = 2
 NUM_TURNS = 5
 NUM_FIRST = 3
 Step = TypeVar("Step")
+CONVERTED, DAY_S = "is in the cache", 24 * 3600
 LOADED = r"Loading weights took ([\d.]+) seconds"
 
 
@@ -57,6 +58,14 @@ def first_loads(environment: Environment, work: Path, _only: str) -> Iterator[tu
         where, settings = ways[name]
         settings = settings | {"tensor_parallel_size": 2}
         starts[name].append(start(where, folder, settings, work / f"first, {name}.log", until="init engine"))
+    settings = {"load_format": "relayout", "tensor_parallel_size": 2}
+    converted = []
+    for _ in _cold([folder], [None] * NUM_FIRST):
+        shutil.rmtree(cache, ignore_errors=True)
+        run = start(cached, folder, settings, work / "first, converted.log", until=CONVERTED)
+        loaded, done = ([_clock(line) for line in run.lines if re.search(what, line)] for what in (LOADED, CONVERTED))
+        converted.append((done[-1] - loaded[-1]) % DAY_S)
+    yield "converted_after_last_load_s", converted
     yield "machine", machine(work)
     yield "nbytes", total_nbytes(folder)
     for name, runs in starts.items():
@@ -67,9 +76,16 @@ def first_loads(environment: Environment, work: Path, _only: str) -> Iterator[tu
                 "load_s": loads,
                 "load_median_s": median(loads),
                 "start_to_ready_s": [round(run.seconds, 2) for run in runs],
-                "converted_when_ready": [any("is in the cache" in line for line in run.lines) for run in runs],
             },
         )
+
+
+def _clock(line: str) -> int:
+    """The second of the day at which vLLM has logged a line."""
+    found = re.search(r"INFO [\d-]+ (\d+):(\d+):(\d+) ", line)
+    assert found, line
+    hours, minutes, seconds = map(int, found.groups())
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def reads(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -45,6 +45,9 @@ class Signer:
     content: frozenset[str]
     """SHA-256 of relayout.json, in hex, that it is good for; empty: any."""
 
+    def __str__(self) -> str:
+        return ", ".join(f"{key} {value}" for key, value in self.how.items())
+
     def is_for(self, store: Store) -> bool:
         """Whether it is good for what is at the store's path or URL."""
         place = _place(str(store))
@@ -84,6 +87,8 @@ class Signed:
     """SHA-256 in hex of each file that is signed, by its name."""
     signature: bytes
     """model.sig as stored."""
+    signer: str
+    """Whose signature it is, as the policy has it."""
 
 
 def policy_of(trust: Trust) -> Policy | None:
@@ -198,7 +203,7 @@ def prove(store: Store, policy: Policy) -> Signed:
             reasons.append(f"the content {content} is not one that the policy names")
         else:
             manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
-            return Signed(blob, manifest, digests, signature)
+            return Signed(blob, manifest, digests, signature, str(signer))
     what = f"no signature of a signer in {policy.path}: {'; '.join(reasons)}"
     raise FormatError(what, path=store.location(SIGNATURE_NAME), code="signature")
 

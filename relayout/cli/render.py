@@ -64,7 +64,11 @@ def summary(done: Summary) -> Iterator[Block]:
 
 def already_there(done: AlreadyThere) -> Iterator[Block]:
     """What `convert` and `copy` print with `--if-missing`, if the output is there."""
-    yield Line(f"{done.output}: already there, complete and the same: nothing to do", "done", "bold green")
+    yield Line(
+        f"{done.output}: already there, all files with their lengths: nothing to do (relayout verify compares bytes)",
+        "done",
+        "bold green",
+    )
 
 
 def copied(done: Copied) -> Iterator[Block]:
@@ -270,6 +274,10 @@ def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
         text += ", not compared with the source because of what differs"
     if result.ok:
         yield Line(text, "verified", "bold green")
+        if result.signer is not None:
+            yield Line(f"by {result.signer}: all that is signed is as it was", "signed", "bold green")
+        elif result.has_signature:
+            yield Line("its signature was not checked: --trust POLICY does that", "note", "yellow")
     else:
         yield Line(text, f"{_count(len(result.differences), 'difference')}:", "bold red")
     yield Listing([str(difference) for difference in result.differences], "differences", "differs", "red")

@@ -31,6 +31,8 @@ import relayout
 from relayout import FormatError, PlanError
 from relayout.checkpoint.trust import trusted
 from relayout.cli.app import app
+from relayout.cli.command import Line
+from relayout.cli.render import verification
 from relayout.engines.load import find_folder
 from relayout.errors import RelayoutError
 from relayout.storage.local.store import InputFile
@@ -88,6 +90,24 @@ WAYS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
         name: view.get_tensor(name) for view in [relayout.open(folder, 1, trust=policy)] for name in view.offset_keys()
     },
 }
+
+
+def test_verify_says_whose_signature_was_proven_and_that_one_was_not(
+    source: Path, signed: Path, keys: Keys, tmp_path: Path
+) -> None:
+    relayout.convert(source, tmp_path / "unsigned", tp=NUM_RANKS)
+    said = []
+    for folder, trust in ((signed, keys.policy), (signed, None), (tmp_path / "unsigned", None)):
+        found = relayout.verify(folder, trust=trust)
+        assert found.ok
+        lines = [block.text for block in verification(found, has_source=False) if isinstance(block, Line)]
+        said.append((found.signer, found.has_signature, lines[1:]))
+    signer = f"public_key {keys.public}"
+    assert said == [
+        (signer, True, [f"by {signer}: all that is signed is as it was"]),
+        (None, True, ["its signature was not checked: --trust POLICY does that"]),
+        (None, False, []),
+    ]
 
 
 @pytest.mark.parametrize("layout", ["ranks", "whole"])

@@ -495,7 +495,7 @@ def test_if_missing_what_is_there_is_success_and_what_is_another_an_error(here: 
     before = tree(work)
     again = here(*options, cwd=work)
     assert (again.returncode, again.stderr, tree(work)) == (0, "", before)
-    assert "already there, complete and the same" in again.stdout
+    assert "already there, all files with their lengths" in again.stdout
     assert one_object(here(*options, "--json", cwd=work))["already_there"]
     other = here(*options, "--ranks", "1", cwd=work)
     assert (other.returncode, tree(work)) == (2, before)

@@ -88,7 +88,7 @@ class Signed:
     signature: bytes
     """model.sig as stored."""
     signer: str
-    """Whose signature it is, as the policy has it."""
+    """The signer whose signature it is, as the policy has it."""
 
 
 def policy_of(trust: Trust) -> Policy | None:

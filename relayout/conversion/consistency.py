@@ -80,7 +80,7 @@ class Verification(Result):
     """Bytes of files that were read and hashed."""
     compared_with_source: bool = False
     signer: str | None = None
-    """Whose signature was proven, as the policy has it; None: there was no policy."""
+    """The signer whose signature was proven, as the policy has it; None: there was no policy."""
     has_signature: bool = False
     """Whether the folder has a signature, proven or not."""
     differences: list[Difference] = field(default_factory=list)

@@ -250,6 +250,18 @@ def sglang_pauses() -> str:
     return "\n".join(rows)
 
 
+def first_start() -> str:
+    """What a first start costs beside vLLM alone; `tools/run engines vllm --step first_loads`."""
+    found = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())["vllm"]["first_loads"]
+    rows = ["| s | load of the last rank | start to ready | last load to the end of the conversion |", "|---" * 4 + "|"]
+    converted = {"relayout, first start": found["converted_after_last_load_s"]}
+    for name in ("vLLM", "relayout, first start"):
+        columns = (found[name]["load_s"], found[name]["start_to_ready_s"], converted.get(name))
+        cells = ("" if all_s is None else f"{median(all_s):.3g} ({min(all_s)} to {max(all_s)})" for all_s in columns)
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def compatibility() -> str:
     """What an operator can rely on with each release, counted in what `tools/run engines` has recorded."""
     columns = (
@@ -490,6 +502,7 @@ def _release(versions: dict[str, str]) -> str:
 PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "seconds": (_ROOT / "README.md", seconds),
     "loads": (_ROOT / "docs" / "MEASURING.md", loads),
+    "first_start": (_ROOT / "docs" / "MEASURING.md", first_start),
     "gpu": (_ROOT / "docs" / "MEASURING.md", gpu),
     "compatibility": (_ROOT / "docs" / "guides" / "FLEET.md", compatibility),
     "clients": (_ROOT / "docs" / "guides" / "NFS.md", clients),

@@ -32,6 +32,11 @@ _REFERENCE = _ROOT / "docs" / "reference"
 _WIDTH = 120
 
 
+def _results(name: str) -> Any:
+    """What a tool has recorded."""
+    return json.loads((_ROOT / "tools" / "results" / f"{name}.json").read_text())
+
+
 def families() -> str:
     """The table of built-in plans. The first line of each plan file says what it is for."""
     rows = ["| plan | for | model types | experts |", "|---|---|---|---|"]
@@ -151,7 +156,7 @@ def engines() -> str:
     """What loads of each release gave, as `tools/run engines` has recorded it."""
     columns = "release, loads, all equal, parameters, refused, fail, fail without relayout too, equal starts"
     rows = [f"| {columns.replace(', ', ' | ')} |", "|---" * len(columns.split(", ")) + "|"]
-    results = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())
+    results = _results("engines")
     for result in sorted(results.values(), key=lambda result: _release(result["versions"])):
         loads, starts = list(result.get("parameters", {}).values()), list(result.get("tokens", {}).values())
         done = [load for load in loads if "parameters" in load]
@@ -190,7 +195,7 @@ class _Compared:
 
 def _all_compared() -> Iterator[_Compared]:
     folder = _ROOT / "tools" / "results"
-    results = json.loads((folder / "engines.json").read_text()).values()
+    results = _results("engines").values()
     for result in sorted(results, key=lambda one: _release(one["versions"])):
         for part, what in (("parameters", "forms of checkpoints"), ("hub", "counts of the hub's models")):
             loads = result.get(part, {}).items()
@@ -227,7 +232,7 @@ def hub() -> str:
         "| model | heads, KV heads | experts | vocabulary | ranks, all equal | vLLM does not load |",
         "|---" * 6 + "|",
     ]
-    found = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())["vllm"]["hub"]
+    found = _results("engines")["vllm"]["hub"]
     for case in hub_cases():
         model, loads = HUB[case.family], {tp: found[f"{case.name}, tp {tp}"] for tp in case.degrees}
         equal = ", ".join(str(tp) for tp, load in loads.items() if is_equal(load))
@@ -240,7 +245,7 @@ def hub() -> str:
 
 def sglang_pauses() -> str:
     """What an update of SGLang takes, by way; `tools/run engines sglang --step updates --only pauses`."""
-    results = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())["sglang"]["updates"]
+    results = _results("engines")["sglang"]["updates"]
     found = {name: one for name, one in results.items() if name.startswith("pause, ")}
     ways = list(next(iter(found.values()))["seconds"])
     rows = [f"| model | elements that change | {' | '.join(ways)} |", "|---|---|" + "---|" * len(ways)]
@@ -252,13 +257,16 @@ def sglang_pauses() -> str:
 
 def first_start() -> str:
     """What a first start costs beside vLLM alone; `tools/run engines vllm --step first_loads`."""
-    found = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())["vllm"]["first_loads"]
+    found = _results("engines")["vllm"]["first_loads"]
     rows = ["| s | load of the last rank | start to ready | last load to the end of the conversion |", "|---" * 4 + "|"]
     converted = {"relayout, first start": found["converted_after_last_load_s"]}
     for name in ("vLLM", "relayout, first start"):
         columns = (found[name]["load_s"], found[name]["start_to_ready_s"], converted.get(name))
         cells = ("" if all_s is None else f"{median(all_s):.3g} ({min(all_s)} to {max(all_s)})" for all_s in columns)
         rows.append(f"| {name} | {' | '.join(cells)} |")
+    own, first = found["vLLM"], found["relayout, first start"]
+    ratios = (median(first[key]) / median(own[key]) for key in ("load_s", "start_to_ready_s"))
+    rows.append(f"| the second as a part of the first | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | |")
     return "\n".join(rows)
 
 
@@ -273,7 +281,7 @@ def compatibility() -> str:
         "updates of a server",
     )
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    results = json.loads((_ROOT / "tools" / "results" / "engines.json").read_text())
+    results = _results("engines")
     for result in sorted(results.values(), key=lambda result: _release(result["versions"])):
         loads = [load for load in result.get("parameters", {}).values() if "parameters" in load]
         starts = [all(one[when]["same"] for when in _STARTS) for one in result.get("first_start", {}).values()]
@@ -299,7 +307,7 @@ _STATES = {"touched": "memory at hand", "idle": "memory taken back by the host"}
 
 def _cold_loads() -> Iterator[tuple[str, dict[str, Any], list[tuple[str, dict[str, Any]]]]]:
     """What `tools/run bench load` has recorded of cold loads: title, relayout, and peers by title, fastest first."""
-    results = json.loads((_ROOT / "tools" / "results" / "load.json").read_text())
+    results = _results("load")
     for scenario in (one for one in results["scenarios"] if one["state"] == "cold"):
         loads = dict(scenario["peers"])
         own = loads.pop("relayout")
@@ -367,7 +375,7 @@ def _gpu_rows(name: str) -> dict[str, Any]:
 
 def signing() -> str:
     """What a proven signature costs a load: `tools/run signing`."""
-    found = json.loads((_ROOT / "tools" / "results" / "signing.json").read_text())
+    found = _results("signing")
     rows = ["| load | seconds | with a proven signature | `model_signing verify`, then load |", "|---|---|---|---|"]
     cases: dict[tuple[str, int], dict[str, float]] = {}
     for row in found["rows"]:
@@ -381,7 +389,7 @@ def signing() -> str:
 
 def fills() -> str:
     """What filling a sharded model takes, and by whom: `tools/run fills`."""
-    found = json.loads((_ROOT / "tools" / "results" / "fills.json").read_text())
+    found = _results("fills")
     heads = ("processes", "way", "seconds", "read, of the model", "first, MiB", "others, MiB", "mapped files, MiB")
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     before = ""

@@ -210,8 +210,8 @@ class Asked:
         """
         rank, tp = self.rank, self.tp
         if rank is None:  # Whole tensors are those of the one rank of degree 1.
-            if tp is not None and integer(tp, "tp") != 1:
-                raise PlanError(f"rank: missing, expected 0 to {integer(tp, 'tp') - 1}, as tp is given", code="option")
+            if tp is not None and (num_ranks := at_least_one(tp, "tp")) > 1:
+                raise PlanError(f"rank: missing, expected 0 to {num_ranks - 1}, as tp is given", code="option")
             rank, tp = 0, 1
         cache = "" if self.is_shared else self.cache
         found = find_rank(self.path, rank, tp=tp, cache=cache, progress=self.progress, trust=self.trust)
@@ -254,8 +254,7 @@ def find_rank(
     rank = integer(rank, "rank")
     if tp is not None:
         tp = at_least_one(tp, "tp")
-    given = path if hasattr(path, "snapshot") else find_input(path)
-    store = trusted(given.snapshot(), trust)
+    store = _store_of(path, trust)
     blob = find_manifest_blob(store)
     if blob is None:
         return _plain(store, rank, tp, cache)
@@ -265,6 +264,12 @@ def find_rank(
     if store.cost.is_remote and (kept := _kept(store, manifest, blob, rank_of, cache, progress)) is not None:
         return kept
     return rank_of(store)
+
+
+def _store_of(path: str | os.PathLike[str] | Store, trust: Trust) -> Store:
+    """The store of a path or URL, or the given one, for one load; for errors see `find_input` and `trusted`."""
+    given = path if hasattr(path, "snapshot") else find_input(path)
+    return trusted(given.snapshot(), trust)
 
 
 def _plain(store: Store, rank: int, tp: int | None, option: CacheOption) -> RankSource:
@@ -455,8 +460,7 @@ def find_tensors(path: str | os.PathLike[str] | Store, deltas: Paths = (), trust
     """
     from relayout.loader.sources.reshard import plain_rank, whole_pieces
 
-    given = path if hasattr(path, "snapshot") else find_input(path)
-    store = trusted(given.snapshot(), trust)
+    store = _store_of(path, trust)
     if deltas:
         store = _changed(store, deltas)
     manifest = find_manifest(store)

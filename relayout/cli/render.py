@@ -181,7 +181,7 @@ def steps(listing: StepsListing) -> Iterator[Block]:
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(step.time)),
             "-" if step.full is None else decimal(step.full.nbytes),
             "-" if step.delta is None else decimal(step.delta.nbytes),
-            *[one.name for one in (step.full, step.delta) if one is not None][:1],
+            step.stored[0].name,
         )
         for step in listing.steps
     ]

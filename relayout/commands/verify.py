@@ -90,8 +90,9 @@ def verify(
     wanted = manifest.present if ranks is None else parse_ranks(ranks, manifest.num_ranks)
     check_present(folder, manifest, wanted)
     holders = [holder for holder in manifest.holders if holder in wanted or holder == manifest.num_ranks]
-    report = Verification(manifest.num_ranks, wanted, signer=None if signed is None else signed.signer)
-    report.has_signature = folder.stat(SIGNATURE_NAME) is not None
+    signer = None if signed is None else signed.signer
+    has_signature = signed is not None or folder.stat(SIGNATURE_NAME) is not None
+    report = Verification(manifest.num_ranks, wanted, signer=signer, has_signature=has_signature)
     found = report.differences
     record, usable = _check_small_files(folder, manifest, holders, found)
     report.num_tensors = sum(len(table.names) for table in usable.values())

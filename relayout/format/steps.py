@@ -60,6 +60,11 @@ class PublishedStep:
     time: int
     """When it was published: seconds since 1970, by the publisher's clock."""
 
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """The folder and the delta, if they are there; one of them is."""
+        return tuple(one for one in (self.full, self.delta) if one is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Retired:
@@ -117,13 +122,12 @@ class StepsIndex:
     @property
     def names(self) -> frozenset[str]:
         """All names that entries have."""
-        return frozenset(one.name for entry in self.entries for one in (entry.full, entry.delta) if one is not None)
+        return frozenset(one.name for entry in self.entries for one in entry.stored)
 
     @property
     def last_names(self) -> frozenset[str]:
         """The names of the last entry, and those that are pending: of the publisher that began last, if it is one."""
-        last = (one for entry in self.entries[-1:] for one in (entry.full, entry.delta) if one is not None)
-        return frozenset(one.name for one in last).union(self.pending)
+        return frozenset(one.name for entry in self.entries[-1:] for one in entry.stored).union(self.pending)
 
     def announced(self, names: Iterable[str], now: int) -> StepsIndex:
         """With names that are about to be written. Those of another publisher are retired: its last move fails."""
@@ -244,7 +248,7 @@ def parse_steps(blob: bytes, where: str) -> StepsIndex:
     retired = [Fields(one, where) for one in top.column("retired", dict)]
     pending = tuple(top.column("pending", str))
     gone = tuple(Retired(one.text("name"), one.size("since")) for one in retired)
-    names = [one.name for entry in entries for one in (entry.full, entry.delta) if one is not None]
+    names = [one.name for entry in entries for one in entry.stored]
     names += [*pending, *(one.name for one in gone)]
     for name in names:
         if not _NAME.fullmatch(name):

@@ -72,7 +72,7 @@ class RelayoutCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         newest = Steps(self._root).newest()
         step = global_steps if global_steps is not None else 0 if newest is None else newest.step + 1
         entry = await asyncio.to_thread(self._publisher.publish, tensors, step)
-        return {"relayout/nbytes": float(sum(one.nbytes for one in (entry.full, entry.delta) if one is not None))}
+        return {"relayout/nbytes": float(sum(one.nbytes for one in entry.stored))}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
         """The weights of the step that is published meanwhile, on this process's GPU, if it has one.
@@ -110,4 +110,4 @@ class RelayoutCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 def _names(entry: PublishedStep | None) -> tuple[str, ...]:
-    return () if entry is None else tuple(one.name for one in (entry.full, entry.delta) if one is not None)
+    return () if entry is None else tuple(one.name for one in entry.stored)

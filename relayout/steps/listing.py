@@ -36,7 +36,7 @@ class StepsListing(Result):
     @property
     def nbytes(self) -> int:
         """Bytes of all that leads to a step."""
-        return sum(one.nbytes for step in self.steps for one in (step.full, step.delta) if one is not None)
+        return sum(one.nbytes for step in self.steps for one in step.stored)
 
 
 def list_steps(

@@ -232,6 +232,7 @@ class Publisher:
             if not is_known:
                 self._known.update(index.last_names)
             elif not self._known.issuperset(index.last_names):
+                self._known.clear()  # The next call takes the root back.
                 raise _taken_over(self._root)
             has_delta = base is not None and bool(index.entries) and index.entries[-1].content == base
             kinds = [*([DELTA] if has_delta else []), *([FULL] if is_due or not has_delta else [])]
@@ -243,11 +244,7 @@ class Publisher:
         self._prune()  # Before anything is written: the step may need the space.
         if not is_known:
             self._root.make()
-        try:
-            self._root.move(announce)
-        except FileExistsError:
-            self._known.clear()
-            raise
+        self._root.move(announce)
         return names
 
     def _move(self, done: _StepPlace) -> PublishedStep:

@@ -26,7 +26,7 @@ from relayout.format.steps import (
     parse_steps,
 )
 from relayout.publish.publishers import remove, replace
-from relayout.storage.stores import Store, find_store, if_there
+from relayout.storage.stores import Kind, Store, find_store, if_there
 
 Result = TypeVar("Result")
 
@@ -65,9 +65,9 @@ class Root:
         """
         store = self._store()
         path = store.path("")
-        if path is not None and os.path.lexists(path) and not path.is_dir():
-            raise PlanError("is no folder: a root of steps is one", path=self.location, code="exists")
         if path is not None:
+            if store.kind() in (Kind.FILE, Kind.OTHER):
+                raise PlanError("is no folder: a root of steps is one", path=self.location, code="exists")
             path.mkdir(exist_ok=True)
         if store.stat(STEPS_NAME) is None and store.stat(CONFIG_NAME) is not None:
             what = f"is a checkpoint, as {CONFIG_NAME} is in it: give steps a folder of their own"

@@ -305,7 +305,11 @@ class _Handler(BaseHTTPRequestHandler):
         bucket, _, key = unquote(url.path).lstrip("/").partition("/")
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         headers = {name.lower(): value for name, value in self.headers.items()}
-        body = self.rfile.read(int(headers.get("content-length", 0)))
+        nbytes = int(headers.get("content-length", 0))
+        body = self.rfile.read(nbytes)
+        if len(body) < nbytes:  # The client is gone: what came is no part, as for every server of the protocol.
+            self.close_connection = True
+            return
         request = Request(self.command, bucket, key, query, headers, body)
         found = self.server.interfere(request) or answer(self.server, request)
         request.status, request.sent_nbytes = found.status, 0 if self.command == "HEAD" else len(found.body)

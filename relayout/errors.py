@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from reprlib import Repr
@@ -213,6 +213,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     of_letter = [each for each in words if each[:1].lower() == word[:1].lower()]
     similar = get_close_matches(word, of_letter, 1) or get_close_matches(word, words, 1, 0.9)
     return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def and_others(found: Sequence[object]) -> str:
+    """The first of what was found, and how many others there are."""
+    return f"{found[0]}, and {len(found) - 1} more" if len(found) > 1 else str(found[0])
 
 
 def how_to_install(extra: str) -> str:

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from relayout.checkpoint.converted import Proven, check_head
-from relayout.core.extents import BLOCK, Extent, align_down
+from relayout.checkpoint.converted import Proven, check_head, check_holes
+from relayout.core.extents import BLOCK, align_down
 from relayout.core.workers import each
 from relayout.errors import FormatError
 from relayout.loader.requests import local_world_size
-from relayout.loader.sources.rank import StoredFile, check_hole, cost_of
-from relayout.storage.local.store import holes
+from relayout.loader.sources.rank import StoredFile, cost_of
 from relayout.storage.stores import Access, Closable, ReadableFile, RequestError
 from relayout.storage.system import (
     Buffer,
@@ -258,11 +257,7 @@ def _check_content(file: StoredFile, opened: ReadableFile) -> None:
     view = Buffer().reserve(BLOCK)
     opened.read(0, view)
     check_head(view, file.proof.content, file.proof.data_start, file.where)
-    fd = opened.fileno()
-    if fd is None:
-        return
-    for hole in holes(fd, Extent(file.proof.data_start, file.nbytes - file.proof.data_start)):
-        check_hole(file, hole)
+    check_holes(opened.fileno(), partial(file.open_unproven, Access.BUFFERED), file.proof, file.where)
 
 
 def _mixed(file: StoredFile, opened: ReadableFile) -> ReadableFile:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from relayout.checkpoint.converted import FileProof, Proven, proof_of
 from relayout.core.arguments import compile_glob, invalid_because, ranks_text
-from relayout.core.extents import Extent, align_up, split
+from relayout.core.extents import align_up
 from relayout.core.slices import Slice, num_bytes
 from relayout.errors import FormatError, PlanError, did_you_mean, shown
 from relayout.format.index import ARENA_ALIGNMENT, Manifest, Read, place
@@ -20,9 +20,6 @@ from relayout.storage.system import resident_nbytes
 Value = TypeVar("Value")
 Names: TypeAlias = Sequence[str] | str | None
 """Patterns of names, or a single one; None: all."""
-
-_PIECE_NBYTES = 2**24
-"""Bytes of a hole that are compared with zeros at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +98,6 @@ def cached_nbytes(files: Iterable[StoredFile]) -> int | None:
             return None
         total += nbytes
     return total
-
-
-def check_hole(file: StoredFile, hole: Extent) -> None:
-    """Check that zeros belong where nothing was ever written to a file: its copy may be unfinished.
-
-    Raises:
-        FormatError: the digest of a chunk differs.
-        OSError: a read failed.
-    """
-    with file.proven().open(Access.BUFFERED) as opened:
-        for piece in split(hole, _PIECE_NBYTES):
-            try:
-                opened.read(piece.offset, memoryview(bytearray(piece.nbytes)))
-            except FormatError as error:
-                if error.code == "digest" and error.path == file.where:
-                    error.amend(what=f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?")
-                raise
 
 
 def cost_of(files: Sequence[StoredFile]) -> RequestCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,15 +13,16 @@ from typing import TYPE_CHECKING
 from relayout.checkpoint.folder import refuse_rank_files
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import proof_hex
-from relayout.core.extents import Extent, Grid, align_up
+from relayout.core.extents import Extent, Grid, align_up, split
 from relayout.core.workers import each
-from relayout.errors import FormatError, PlanError, about
+from relayout.errors import FormatError, PlanError, about, and_others
 from relayout.format.fields import Fields, parse_object
 from relayout.format.index import (
     CHUNKS_NAME,
     HUB_INDEX_NAME,
     MANIFEST_NAME,
     SIGNATURE_NAME,
+    IndexedFile,
     Manifest,
     RankTable,
     chunks_over,
@@ -37,7 +39,9 @@ from relayout.format.manifest import (
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
 from relayout.publish.output import Replaceable
+from relayout.storage.local.store import holes
 from relayout.storage.stores import (
+    Access,
     Closable,
     Entry,
     Kind,
@@ -54,6 +58,9 @@ if TYPE_CHECKING:
     from relayout.format.source_record import SourceRecord
 
 MAX_SIGNATURE_NBYTES = 2**26
+
+_PIECE_NBYTES = 2**24
+"""Bytes of a hole that are compared with zeros at once."""
 
 HEAD_NBYTES = 512
 """More than what `check_head` looks at, and less than any file has: its header fills at least one block."""
@@ -118,34 +125,92 @@ def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> No
 
 def check_lengths(folder: Store, manifest: Manifest, holders: Iterable[int]) -> None:
     """Raise FormatError if a file of these ranks and other holders is missing, or has another length."""
+    indices = sorted({index for holder in holders for index in manifest.holders[holder].files})
+    each(partial(_check_length, folder, manifest), indices, folder.cost.num_opens)
 
-    def check(index: int) -> None:
-        file = manifest.files[index]
-        status = folder.stat(file.name)
-        if status is None:
-            raise FormatError("is missing", path=folder.location(file.name), code="missing")
-        status.check(folder.location(file.name), file.nbytes)
 
-    each(
-        check, sorted({index for holder in holders for index in manifest.holders[holder].files}), folder.cost.num_opens
-    )
+def _check_length(folder: Store, manifest: Manifest, index: int) -> None:
+    file = manifest.files[index]
+    status = folder.stat(file.name)
+    if status is None:
+        raise FormatError("is missing", path=folder.location(file.name), code="missing")
+    status.check(folder.location(file.name), file.nbytes)
 
 
 def check_intact(folder: Store) -> None:
     """Check a converted checkpoint without reading its weights: that what its manifest lists is all there.
 
     Raises:
-        FormatError: the manifest is damaged; or a file is missing, or has another length, or another head or digest
-            than the manifest says.
+        FormatError: the manifest is damaged; or of the first file in which `find_faults` finds something.
         OSError: a file cannot be read.
     """
-    manifest = read_manifest(folder)
-    check_lengths(folder, manifest, manifest.holders)
-    for index in range(len(manifest.files)):
-        check_file(folder, manifest, index)
-    for name, digest in digests_of_small(manifest).items():
-        check_small(folder, manifest, name, digest)
-    folder.open(CHUNKS_NAME, chunks_nbytes(manifest)).close()
+    for fault in find_faults(folder, read_manifest(folder)):
+        raise fault
+
+
+def find_faults(folder: Store, manifest: Manifest) -> list[FormatError]:
+    """What is wrong with each file that a manifest lists, as far as one sees without reading the weights.
+
+    A file is missing, has another length, head or digest than the manifest says, or has a hole where there should be
+    other bytes than zeros.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+
+    def fault(check: Callable[[], None]) -> FormatError | None:
+        try:
+            check()
+        except FormatError as error:
+            return error
+        return None
+
+    checks: list[Callable[[], None]] = [
+        *(partial(_check_weights, folder, manifest, index) for index in range(len(manifest.files))),
+        *(partial(check_small, folder, manifest, *one) for one in digests_of_small(manifest).items()),
+        lambda: folder.open(CHUNKS_NAME, chunks_nbytes(manifest)).close(),
+    ]
+    return [found for found in each(fault, checks, folder.cost.num_opens) if found is not None]
+
+
+def _check_weights(folder: Store, manifest: Manifest, index: int) -> None:
+    _check_length(folder, manifest, index)
+    file, proof = manifest.files[index], proof_of(folder, manifest, index)
+    with folder.open(file.name, file.nbytes) as opened:
+        _check_start(folder, file, opened)
+        again = partial(folder.open, file.name, file.nbytes, access=Access.BUFFERED)
+        check_holes(opened.fileno(), again, proof, folder.location(file.name))
+
+
+def check_holes(fd: int | None, open_it: Callable[[], ReadableFile], proof: FileProof, where: str) -> None:
+    """Check that zeros belong where nothing was ever written to a file: its copy may be unfinished.
+
+    Only the chunks are read that have holes: of most files none, and for holes the system reads nothing from the drive.
+
+    Args:
+        fd: the file's descriptor; None if its store has none, and tells of no holes.
+        open_it: opens the file to read it through the page cache.
+        where: its name in messages.
+
+    Raises:
+        FormatError: the digest of a chunk differs.
+        OSError: a read failed.
+    """
+    if fd is None:
+        return
+    found = list(holes(fd, Extent(proof.data_start, os.fstat(fd).st_size - proof.data_start)))
+    if not found:
+        return
+    with open_it() as opened:
+        proven = Proven(opened, proof, where)
+        for hole in found:
+            for piece in split(hole, _PIECE_NBYTES):
+                try:
+                    proven.read(piece.offset, memoryview(bytearray(piece.nbytes)))
+                except FormatError as error:
+                    if error.code == "digest" and error.path == where:
+                        error.amend(what=f"bytes {hole.offset} to {hole.end} were never written: an unfinished copy?")
+                    raise
 
 
 def digests_of_small(manifest: Manifest) -> dict[str, str]:
@@ -245,11 +310,8 @@ def describe_output(folder: Store) -> str:
     model = f"model type {manifest.model_type}" if manifest.model_type else "a model"
     some = "" if manifest.has_all else f" (ranks {ranks_text(manifest.present)})"
     of = f"conversion of {model}, {manifest.source_nbytes:,} bytes, at TP {manifest.num_ranks}{some}"
-    try:
-        check_intact(folder)
-    except FormatError as error:
-        return f"a damaged {of} ({error})"
-    return f"a complete {of}"
+    faults = find_faults(folder, manifest)
+    return f"a damaged {of} ({and_others(faults)})" if faults else f"a complete {of}"
 
 
 CONVERTED = Replaceable(MANIFEST_NAME, describe_output, names_of_output)
@@ -276,9 +338,13 @@ def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
 def check_file(folder: Store, manifest: Manifest, index: int) -> None:
     """Raise FormatError unless a file's first bytes name the content that the manifest says: files may be mixed up."""
     file = manifest.files[index]
-    start = memoryview(bytearray(HEAD_NBYTES))
     with folder.open(file.name, file.nbytes) as opened:
-        opened.read(0, start)
+        _check_start(folder, file, opened)
+
+
+def _check_start(folder: Store, file: IndexedFile, opened: ReadableFile) -> None:
+    start = memoryview(bytearray(HEAD_NBYTES))
+    opened.read(0, start)
     check_head(start, file.content, file.data_start, folder.location(file.name))
 
 

@@ -8,12 +8,22 @@ from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support.bits import flip
+from safetensors.numpy import save_file
+from support.bits import flip, pattern
 from support.conversions import Conversions
+from support.holes import MIB, never_write
 
 import relayout
-from relayout.checkpoint.converted import check_intact, find_signature, names_of_index, names_of_output, read_manifest
+from relayout.checkpoint.converted import (
+    Proven,
+    check_intact,
+    find_signature,
+    names_of_index,
+    names_of_output,
+    read_manifest,
+)
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME
 from relayout.storage.stores import find_input
@@ -68,6 +78,39 @@ def test_a_weight_file_that_names_another_content_is_not_the_one_of_the_manifest
     (folder / file.name).write_bytes(blob.replace(file.content.encode(), file.content[::-1].encode()))
     with pytest.raises(FormatError, match="content in its header differs"):
         check_intact(find_input(folder))
+
+
+def test_a_weight_file_whose_end_was_never_written_is_refused(folder: Path) -> None:
+    for name in weights_of(folder):
+        blob = (folder / name).read_bytes()
+        never_write(folder / name, len(blob) // 2)
+        with pytest.raises(FormatError, match=rf"{name}: bytes \d+ to {len(blob)} were never written: an unfinished"):
+            check_intact(find_input(folder))
+        (folder / name).write_bytes(blob)
+    check_intact(find_input(folder))
+
+
+def test_zeros_may_be_a_hole_and_only_chunks_with_holes_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `cp --sparse=always`, and file systems that compress, store zeros."""
+    (tmp_path / "model").mkdir()
+    weights = {"a": pattern(8 * MIB), "zeros": np.zeros(4 * MIB, np.uint8)}
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    relayout.convert(tmp_path / "model", tmp_path / "out")
+    [file] = (tmp_path / "out").glob("*.safetensors")
+    stored = file.read_bytes()
+    start = file.stat().st_size - 4 * MIB
+    assert not any(stored[start:])
+    reads: list[int] = []
+    read = Proven.read
+    monkeypatch.setattr(Proven, "read", lambda self, offset, view: (reads.append(offset), read(self, offset, view))[1])
+    check_intact(find_input(tmp_path / "out"))
+    assert not reads
+    never_write(file, start)
+    check_intact(find_input(tmp_path / "out"))
+    assert reads
+    assert min(reads) >= start
 
 
 @pytest.mark.parametrize("shift", [-8, 8])

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from support import prestarted, toy_store
 from support.bits import flip
 from support.faults import environment
+from support.holes import never_write
 from support.models import as_integers, expected_slice, llama_files, read_tensors
 from support.mounts import mounted_tmpfs
 from support.profile import IS_LONG
@@ -537,3 +539,14 @@ def test_a_copy_is_known_by_its_manifest_and_files(source: Path, tmp_path: Path)
             assert not copy_module.is_copied(source / "ranks", out, ranks=ranks), file.name
             file.write_bytes(stored)
     assert copy_module.is_copied(source / "ranks", out, ranks=ranks)
+
+
+def test_a_copy_whose_end_was_never_written_is_damaged_and_not_there(source: Path, tmp_path: Path) -> None:
+    """As of a tool that reserved the length of the file, and was killed."""
+    out = tmp_path / "out"
+    relayout.copy(source / "ranks", out)
+    file = out / "model-rank-3-part-1.safetensors"
+    never_write(file, file.stat().st_size // 2)
+    done = CliRunner().invoke(app, ["copy", str(source / "ranks"), str(out), "--if-missing"])
+    assert done.exit_code == 2
+    assert re.search(rf"a damaged conversion .*\({file}: bytes \d+ to \d+ were never written", done.stderr)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.bits import flip
+from support.holes import has_holes
 from support.loader_fixtures import MIB, assert_equal, mlp_model
 
 import relayout
@@ -86,17 +87,6 @@ def test_digests_of_chunks_that_are_damaged_are_refused(folder: Path) -> None:
     with pytest.raises(FormatError, match=r"relayout.chunks: its part for model-rank-0-part-0.safetensors differs"):
         relayout.load(folder, 0, verify=True)
     assert relayout.load(folder, 0)
-
-
-def has_holes(folder: Path) -> bool:
-    """Whether the file system tells of holes."""
-    path = folder / "probe"
-    path.touch()
-    os.truncate(path, MIB)
-    with path.open("rb") as file:
-        found = list(holes(file.fileno(), Extent(0, MIB)))
-    path.unlink()
-    return found == [Extent(0, MIB)]
 
 
 @pytest.mark.parametrize("tp", [None, 2])

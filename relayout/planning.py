@@ -105,7 +105,7 @@ def plan_conversion(
             as for `convert`.
 
     Returns:
-        What `preview` shows, `carry_out` carries out, and `is_done` finds done.
+        What `preview` shows, `carry_out` carries out, and `is_carried_out` finds done.
 
     Raises:
         FormatError: the source is damaged.

@@ -30,7 +30,7 @@ from relayout.cli.command import (
     examples,
     output,
 )
-from relayout.errors import PlanError
+from relayout.errors import PlanError, and_others
 
 if TYPE_CHECKING:
     from relayout.conversion.layout import Conversion
@@ -171,11 +171,11 @@ class _Way:
 
         force, threads, memory, scratch = self.force, self.threads, self.memory, self.scratch
         progress = out.work("converting")
-        if self.if_missing and run.is_carried_out(planned, threads=threads, memory=memory):
-            from relayout.commands.copy import AlreadyThere
-
-            out.show(AlreadyThere(str(planned.output)), render.already_there)
-        elif self.ray is not None:
+        if self.if_missing and _is_there(
+            str(planned.output), run.differences(planned, threads=threads, memory=memory), out, force=force
+        ):
+            return
+        if self.ray is not None:
             from relayout.clusters import on_ray
 
             done = on_ray.convert(
@@ -200,6 +200,28 @@ class _Way:
                 planned, force=force, threads=threads, memory=memory, scratch=scratch, progress=progress
             )
             out.show(done, render.summary)
+
+
+def _is_there(output_folder: str, differences: list[str] | None, out: Printing, *, force: bool) -> bool:
+    """Whether `--if-missing` has found the output, and said so.
+
+    Args:
+        differences: how it differs from what would be made; None: it is not there, or damaged.
+        force: whether another one is to be replaced.
+
+    Raises:
+        PlanError: there is another one.
+    """
+    from relayout.cli import render
+    from relayout.commands.copy import AlreadyThere
+
+    if differences is None or (differences and force):
+        return False
+    if differences:
+        what = f"is not what this command makes: {and_others(differences)}; it stays as it is, --force replaces it"
+        raise PlanError(what, path=output_folder, code="exists")
+    out.show(AlreadyThere(output_folder), render.already_there)
+    return True
 
 
 @commands.command(epilog=examples("restore llama-3.1-8b-tp8 -o llama-3.1-8b"))
@@ -268,11 +290,12 @@ def copy(
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
-        from relayout.commands.copy import AlreadyThere, is_copied
+        from relayout.commands.copy import differences_from_copy
 
         progress = out.work("copying")
-        if if_missing and is_copied(path, output_folder, ranks=ranks, trust=trust):
-            out.show(AlreadyThere(output_folder), render.already_there)
+        if if_missing and _is_there(
+            output_folder, differences_from_copy(path, output_folder, ranks=ranks, trust=trust), out, force=force
+        ):
             return
         done = relayout.copy(
             path,

@@ -15,8 +15,8 @@ from relayout.checkpoint.converted import (
     CONVERTED,
     check_chunk,
     check_header,
-    check_intact,
     check_present,
+    find_faults,
     find_manifest_blob,
     find_signature,
     names_of,
@@ -29,13 +29,14 @@ from relayout.checkpoint.delta import DeltaStore, Paths, read_deltas, with_delta
 from relayout.checkpoint.trust import Trust, refuse_deltas, trusted
 from relayout.conversion.resume import Fingerprint, Journal, read_progress
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers_of, share_memory
-from relayout.conversion.sidecar import are_there, modes_of, put_index
+from relayout.conversion.sidecar import find_other_files, modes_of, put_index
 from relayout.conversion.steps import Written
 from relayout.core.arguments import ranks as parse_ranks
+from relayout.core.arguments import ranks_text
 from relayout.core.digests import PROOF_NBYTES, OrderedDigests, digest_hex, new_proof
 from relayout.core.extents import Extent, align_up, split
 from relayout.core.workers import Stop, Workers
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, shown
 from relayout.format.index import (
     MANIFEST_NAME,
     SIGNATURE_NAME,
@@ -181,13 +182,14 @@ def copy(
     return copy_from(source, [source], output, ranks, force, threads, memory, progress, scratch)
 
 
-def is_copied(
+def differences_from_copy(
     path: str | os.PathLike[str], output: str | os.PathLike[str], *, ranks: Ranks = None, trust: Trust = None
-) -> bool:
-    """Whether the output is there, complete, and what `copy` with these arguments would make.
+) -> list[str] | None:
+    """How the output differs from what `copy` with these arguments would make; None: it is not there, or damaged.
 
-    The proof: its manifest, which has the digests of all else, and its signature are those of the copy byte for byte;
-    and what they name is there (`check_intact`), side files with their digests. Weights are not read: `verify` does.
+    If there are no differences, this proves that: its manifest, which has the digests of all else, and its signature
+    are those of the copy byte for byte; and what they name is there (`find_faults`), side files with their digests.
+    Weights are not read: `verify` does.
 
     Raises:
         FormatError, PlanError, OSError: as `copy`, of `path`.
@@ -197,12 +199,43 @@ def is_copied(
     wanted = blob if kept is manifest else dump_manifest(kept)
     signature = find_signature(source, blob) if kept is manifest else None
     try:
-        if find_manifest_blob(target) != wanted or find_signature(target, wanted) != signature:
-            return False
-        check_intact(target)
-        return are_there(target, read_record(target, kept).side_files)
-    except FormatError:
-        return False
+        found = find_manifest_blob(target)
+        if found is None:
+            return None
+        other = parse_manifest(found, target.location(MANIFEST_NAME))
+    except FormatError:  # As below.
+        return None
+    if find_faults(target, other):  # Whoever is to replace it says so, see `describe_output`.
+        return None
+    if found != wanted:
+        return _other_fields(other, kept)
+    differences = find_other_files(target, read_record(target, kept).side_files)
+    if find_signature(target, wanted) != signature:
+        differences.append(f"{target.location(SIGNATURE_NAME)}: is not the signature that the source has")
+    return differences
+
+
+_FIELDS = ("model_type", "num_ranks", "plan", "expert_parallel", "alignment", "dcp", "chunk_nbytes", "source_nbytes")
+
+
+def _other_fields(found: Manifest, wanted: Manifest) -> list[str]:
+    """Where a manifest differs from another one: what a person decides, weight files, and only then what follows."""
+    differences = [
+        f"{name} is {shown(getattr(found, name))}, expected {shown(getattr(wanted, name))}"
+        for name in _FIELDS
+        if getattr(found, name) != getattr(wanted, name)
+    ]
+    if found.num_ranks == wanted.num_ranks and found.present != wanted.present:
+        differences.append(f"it has ranks {ranks_text(found.present)}, expected ranks {ranks_text(wanted.present)}")
+    there = {file.name: file for file in found.files}
+    for file in wanted.files:
+        other = there.pop(file.name, None)
+        if other is None:
+            differences.append(f"it lacks {file.name}")
+        elif other.content != file.content:
+            differences.append(f"{file.name} has other tensors")
+    differences += [f"it has {name}" for name in there]
+    return differences or [f"{MANIFEST_NAME}: differs"]
 
 
 def apply_deltas(

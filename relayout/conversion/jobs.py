@@ -19,7 +19,7 @@ from typing import Any
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import identity_of, read_source
 from relayout.conversion.layout import Conversion
-from relayout.conversion.resume import Fingerprint, check_unchanged, fingerprint_of, source_agrees
+from relayout.conversion.resume import Fingerprint, changed_shards, check_unchanged, fingerprint_of
 from relayout.conversion.run import (
     DEFAULT_MEMORY,
     DEFAULT_THREADS,
@@ -283,7 +283,7 @@ def commit_units(
             for name in set(output.names()) - {file.name for file in layout.files}:
                 output.remove(name)  # Of a commit that was interrupted.
         whole = merged(written.values())
-        if not source_agrees(planned, whole, DEFAULT_THREADS):
+        if changed_shards(planned, whole, DEFAULT_THREADS):
             raise FormatError("has changed since its units were converted", path=str(source.root), code="mismatch")
         complete_parts(output, conversion, whole)
         check_unchanged(planned, identity)

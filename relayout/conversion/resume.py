@@ -13,8 +13,9 @@ import errno
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import xxhash
@@ -22,17 +23,18 @@ import xxhash
 from relayout.checkpoint.converted import check_intact, read_manifest, read_record
 from relayout.checkpoint.source import SourceIdentity, SourceTensor, is_unchanged, max_samples
 from relayout.conversion.layout import Conversion, RankFile
-from relayout.conversion.sidecar import are_there, read_side_file, source_record
+from relayout.conversion.sidecar import find_other_files, read_side_file, source_record
 from relayout.conversion.steps import TensorDigests, Written
+from relayout.core.arguments import ranks_text
 from relayout.core.digests import PROOF_NBYTES, digest_hex
 from relayout.core.extents import BLOCK, Extent, Transfer
 from relayout.core.workers import each
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import dump_slice
-from relayout.format.index import FORMAT_VERSION
-from relayout.format.manifest import compact_json
+from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from relayout.format.manifest import SOURCE_RECORD_NAME, compact_json
 from relayout.format.safetensors import json_text
-from relayout.format.source_record import dump_record
+from relayout.format.source_record import SourceRecord, dump_record
 from relayout.publish.output import LocalOutput
 from relayout.storage.reading import HashedFile, hash_files
 from relayout.storage.stores import Access, Closable, Kind
@@ -152,8 +154,8 @@ def check_unchanged(conversion: Conversion, before: SourceIdentity) -> None:
         raise FormatError("has changed while it was read", path=str(conversion.source.root), code="mismatch")
 
 
-def source_agrees(conversion: Conversion, noted: Written, threads: int) -> bool:
-    """Whether the source still has the noted digests: of each file, one noted tensor is read again.
+def changed_shards(conversion: Conversion, noted: Written, threads: int) -> list[str]:
+    """The files of the source that no longer have the noted digests: of each, one noted tensor is read again.
 
     That is the largest one up to 64 MiB, or the smallest one.
     """
@@ -167,49 +169,72 @@ def source_agrees(conversion: Conversion, noted: Written, threads: int) -> bool:
     opens = [partial(open_one, file.name, file.nbytes, version=file.version) for file in files]
     extents = [[source.tensors[t].extent] for t in again.values()]
     found = hash_files([HashedFile(*one) for one in zip(opens, extents, strict=True)], threads)
-    return [[noted.tensors[t].source] for t in again.values()] == found
+    expected = [[noted.tensors[t].source] for t in again.values()]
+    return [file.name for file, one, other in zip(files, found, expected, strict=True) if one != other]
 
 
-def is_done(conversion: Conversion, threads: int) -> bool:
-    """Whether the output is what this conversion would make: if not, or if anything is wrong with it, it is not.
+def differences_from_conversion(conversion: Conversion, threads: int) -> list[str] | None:
+    """How the output differs from what this conversion would make; None: it is not there, or damaged.
 
-    The proof: all its files are there (`check_intact`); its record is the one that this source, plan and options have,
-    with the names, lengths and headers of shards, the index, and the digests of side files; of each shard a whole
-    tensor has the digest that is recorded; and of each slice, the first, middle and last bytes are those of the source.
-    Of very many slices, or from a server, not all are compared.
+    If there are no differences, this proves that: all its files are there (`check_intact`); its record is the one that
+    this source, plan and options have, with the names, lengths and headers of shards, the index, and the digests of
+    side files; of each shard a whole tensor has the digest that is recorded; and of each slice, the first, middle and
+    last bytes are those of the source. Of very many slices, or from a server, not all are compared.
     """
     output, source = conversion.output, conversion.source
     if output.kind() is not Kind.FOLDER:
-        return False
+        return None
     sides = [read_side_file(source.folder, name) for name in source.side_files]
     try:
         check_intact(output)
         manifest = read_manifest(output)
         record = read_record(output, manifest)
-        if not are_there(output, sides):
-            return False
-    except FormatError:
-        return False
-    expected = source_record(conversion, record.digests, sides)
+    except FormatError:  # Whoever is to replace it says so, see `describe_output`.
+        return None
+    if others := _other_fields(conversion, manifest, record) or find_other_files(output, sides):
+        return others
+    if dump_record(record) != dump_record(source_record(conversion, record.digests, sides)):
+        return [f"{output.location(SOURCE_RECORD_NAME)}: differs from the record of this conversion"]
     files = [(file.nbytes, file.data_start) for file in conversion.layout.files]
-    if (
-        manifest.present != conversion.ranks
-        or [(file.nbytes, file.data_start) for file in manifest.files] != files
-        or dump_record(record) != dump_record(expected)
-    ):
-        return False
+    if [(file.nbytes, file.data_start) for file in manifest.files] != files:
+        return [f"{output.location(MANIFEST_NAME)}: lists files of other lengths"]
     conversion = conversion.named([file.name for file in manifest.files])
     noted = Written({t: TensorDigests(digest, ()) for t, digest in enumerate(record.digests)})
-    return source_agrees(conversion, noted, threads) and _samples_agree(conversion, threads)
+    if changed := changed_shards(conversion, noted, threads):
+        return [f"{name} has other tensors than the one that was converted" for name in changed]
+    return _other_samples(conversion, threads)
 
 
-def _samples_agree(conversion: Conversion, threads: int) -> bool:
-    """Whether samples of the output are what the source has in their places."""
+def _other_fields(conversion: Conversion, manifest: Manifest, record: SourceRecord) -> list[str]:
+    """Where the options and the shards of a record differ from those of a conversion, each by its name."""
+    source, options = conversion.source, asdict(conversion.options)
+    differences = [
+        f"{name} is {shown(found)}, expected {shown(options[name])}"
+        for name, found in asdict(record.options).items()
+        if found != options[name]
+    ]
+    if conversion.options.num_ranks == manifest.num_ranks and manifest.present != conversion.ranks:
+        differences.append(
+            f"it has ranks {ranks_text(manifest.present)}, expected ranks {ranks_text(conversion.ranks)}"
+        )
+    there = {file.name: (file.nbytes, file.header) for file in record.files}
+    for file in source.files:
+        if file.name not in there:
+            differences.append(f"it was made without {file.name}")
+        elif there[file.name] != (file.nbytes, file.header):
+            differences.append(f"{file.name} has other tensors than the one that was converted")
+    ours = {file.name for file in source.files}
+    return differences + [f"it was made of {name}, too" for name in there if name not in ours]
+
+
+def _other_samples(conversion: Conversion, threads: int) -> list[str]:
+    """The tensors of which samples in the output are not what the source has in their places."""
     source, output = conversion.source, conversion.output
     samples = [sample for index in range(len(conversion.layout.files)) for sample in _samples(conversion, index)]
     samples = samples[:: -(-len(samples) // max_samples(source.folder, output)) or 1]
 
-    def agree(first: int) -> bool:
+    def others(first: int) -> list[str]:
+        found = []
         ours, theirs = bytearray(BLOCK), bytearray(BLOCK)
         for t, index, part in samples[first : first + _RUN]:
             shard, file = source.files[source.tensors[t].file], conversion.layout.files[index]
@@ -218,10 +243,10 @@ def _samples_agree(conversion: Conversion, threads: int) -> bool:
             with output.open(file.name, file.nbytes) as opened:
                 opened.read(part.target, memoryview(ours)[: part.nbytes])
             if ours[: part.nbytes] != theirs[: part.nbytes]:
-                return False
-        return True
+                found.append(f"{output.location(file.name)}: tensor {source.tensors[t].name!r} differs from the source")
+        return found
 
-    return all(each(agree, range(0, len(samples), _RUN), threads))
+    return [*dict.fromkeys(chain.from_iterable(each(others, range(0, len(samples), _RUN), threads)))]
 
 
 def _samples(conversion: Conversion, index: int) -> Iterator[tuple[int, int, Transfer]]:
@@ -251,12 +276,16 @@ def refuse_attempt(folder: LocalOutput, *, force: bool) -> None:
 
 
 def read_progress(
-    folder: LocalOutput, fingerprint: Fingerprint, *, force: bool, agrees: Callable[[Written], bool] = lambda _: True
+    folder: LocalOutput,
+    fingerprint: Fingerprint,
+    *,
+    force: bool,
+    changed: Callable[[Written], Sequence[str]] = lambda _: (),
 ) -> Written:
     """What an earlier attempt at the same conversion has noted. An attempt at another is deleted, or refused.
 
     Args:
-        agrees: whether what is noted is true of the source.
+        changed: the files of the source of which something else is noted.
 
     Raises:
         PlanError: the place holds an attempt at another conversion, and `force` is not set.
@@ -264,7 +293,7 @@ def read_progress(
     journal = read_journal(folder)
     if journal is not None and (journal[1].tensors or journal[1].chunks):
         earlier, written = journal
-        if earlier == fingerprint and agrees(written):
+        if earlier == fingerprint and not changed(written):
             return written
         if not force:
             change = "the source has changed since" if earlier.options == fingerprint.options else "with other options"

@@ -16,13 +16,13 @@ from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import (
     Fingerprint,
     Journal,
+    changed_shards,
     check_unchanged,
+    differences_from_conversion,
     fingerprint_of,
-    is_done,
     parse_journal,
     part_notes,
     read_progress,
-    source_agrees,
     verified_progress,
 )
 from relayout.conversion.sidecar import HeaderWriter, other_names, output_modes, write_sidecar
@@ -185,7 +185,12 @@ def is_carried_out(
         >>> relayout.is_carried_out(plan)
         False
     """
-    return is_done(conversion, num_readers_of(*share_memory(threads, memory, conversion.output)))
+    return differences(conversion, threads=threads, memory=memory) == []
+
+
+def differences(conversion: Conversion, *, threads: int, memory: int | str) -> list[str] | None:
+    """How the output differs from what a conversion makes, see `differences_from_conversion`."""
+    return differences_from_conversion(conversion, num_readers_of(*share_memory(threads, memory, conversion.output)))
 
 
 def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> Summary:
@@ -372,7 +377,7 @@ class _Making:
             unit: done for unit in range(len(units)) if (done := read_unit(self.output, conversion, fingerprint, unit))
         }
         resumed = merged(kept.values())
-        if kept and not source_agrees(conversion, resumed, self._num_readers):
+        if kept and changed_shards(conversion, resumed, self._num_readers):
             what = "has changed since its units were converted; --force starts again"
             raise FormatError(what, path=str(conversion.source.root), code="mismatch")
         self.resumed_nbytes = sum(conversion.nbytes_of(units[unit]) for unit in kept)
@@ -402,8 +407,8 @@ class _Making:
         """Make all in one folder, in which tensors of an earlier attempt may be."""
         conversion = self.conversion
         fingerprint = fingerprint_of(conversion, self.identity.here)
-        agrees = partial(source_agrees, conversion, threads=self._num_readers)
-        noted = read_progress(folder, fingerprint, force=force, agrees=agrees)
+        changed = partial(changed_shards, conversion, threads=self._num_readers)
+        noted = read_progress(folder, fingerprint, force=force, changed=changed)
         folder.check_space(needed_nbytes(conversion))
         with reporting(self.progress if noted.tensors else None, "checking finished work", conversion.nbytes_of()):
             done = verified_progress(folder, noted, conversion, self._num_readers)

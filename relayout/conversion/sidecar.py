@@ -508,9 +508,16 @@ def read_side_file(folder: Store, name: str) -> SideFile:
     return SideFile(name, status.nbytes, digest.hexdigest(), status.mode)
 
 
-def are_there(folder: Store, files: Iterable[SideFile]) -> bool:
-    """Whether a folder has these files, with these proofs."""
-    return all(read_side_file(folder, file.name).digest == file.digest for file in files)
+def find_other_files(folder: Store, files: Iterable[SideFile]) -> list[str]:
+    """Which of these files a folder lacks, or has with another proof, and what is wrong with each."""
+    others = []
+    for file in files:
+        try:
+            if read_side_file(folder, file.name).digest != file.digest:
+                others.append(f"{folder.location(file.name)}: differs from the source's")
+        except FormatError as error:
+            others.append(str(error))
+    return others
 
 
 def _status(folder: Store, name: str) -> FileStat:

@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 import relayout
 from relayout.cli.app import app
 from relayout.commands import copy as copy_module
+from relayout.commands.copy import differences_from_copy
 from relayout.core.extents import split
 from relayout.errors import FormatError, PlanError
 from relayout.loader.diagnose import diagnose
@@ -527,18 +528,40 @@ def test_a_plain_checkpoint_has_no_ranks_to_copy(source: Path, tmp_path: Path) -
 
 def test_a_copy_is_known_by_its_manifest_and_files(source: Path, tmp_path: Path) -> None:
     out, ranks = tmp_path / "out", "1-2"
-    assert not copy_module.is_copied(source / "ranks", out, ranks=ranks)
+    assert differences_from_copy(source / "ranks", out, ranks=ranks) is None
     relayout.copy(source / "ranks", out, ranks=ranks)
-    assert copy_module.is_copied(source / "ranks", out, ranks=ranks)
-    assert not copy_module.is_copied(source / "ranks", out)
-    assert not copy_module.is_copied(source / "whole", out, ranks=ranks)
+    assert differences_from_copy(source / "ranks", out, ranks=ranks) == []
     for file in [path for path in sorted(out.rglob("*")) if path.is_file()]:
         stored = file.read_bytes()
         for damage in (os.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)):
             damage(file)
-            assert not copy_module.is_copied(source / "ranks", out, ranks=ranks), file.name
+            assert differences_from_copy(source / "ranks", out, ranks=ranks) != [], file.name
             file.write_bytes(stored)
-    assert copy_module.is_copied(source / "ranks", out, ranks=ranks)
+    assert differences_from_copy(source / "ranks", out, ranks=ranks) == []
+
+
+def test_how_another_copy_differs_is_told_what_a_person_decides_first(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    relayout.copy(source / "ranks", out)
+    others = sorted(path.name for rank in (0, 3) for path in out.glob(f"model-rank-{rank}-*"))
+    first, *rest = differences_from_copy(source / "ranks", out, ranks="1-2") or []
+    assert (first, sorted(rest)) == ("it has ranks 0-3, expected ranks 1-2", [f"it has {name}" for name in others])
+    shutil.copytree(source / "model", tmp_path / "model")
+    [shard, *_] = sorted((tmp_path / "model").glob("*.safetensors"))
+    header_nbytes = int.from_bytes(shard.read_bytes()[:8], "little")
+    flip(shard, 8 + header_nbytes)  # In a tensor that is cut by rows: of rank 0.
+    relayout.convert(tmp_path / "model", tmp_path / "tuned", tp=TP, max_part_nbytes=2 * 10**6)
+    [tuned] = differences_from_copy(tmp_path / "tuned", out) or []
+    assert re.fullmatch(r"model-rank-0-part-\d\.safetensors has other tensors", tuned)
+    relayout.convert(source / "model", tmp_path / "two", tp=2, max_part_nbytes=10**9)
+    done = CliRunner().invoke(app, ["copy", str(tmp_path / "two"), str(out), "--if-missing"])
+    assert done.exit_code == 2
+    assert re.search(
+        rf"error: {out}: is not what this command makes: num_ranks is 4, expected 2, and \d+ more; ", done.stderr
+    )
+    with (out / "config.json").open("ab") as config:
+        config.write(b"\n")
+    assert differences_from_copy(source / "ranks", out) == [f"{out}/config.json: differs from the source's"]
 
 
 def test_a_copy_whose_end_was_never_written_is_damaged_and_not_there(source: Path, tmp_path: Path) -> None:

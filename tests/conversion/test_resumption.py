@@ -23,7 +23,7 @@ import relayout
 from relayout.checkpoint.source import identity_of, read_source
 from relayout.commands.convert import convert
 from relayout.conversion.layout import Conversion
-from relayout.conversion.resume import JOURNAL_NAME, Journal, fingerprint_of, read_journal
+from relayout.conversion.resume import JOURNAL_NAME, Journal, differences_from_conversion, fingerprint_of, read_journal
 from relayout.conversion.run import FileSink, Summary, carry_out, is_carried_out
 from relayout.conversion.steps import Written
 from relayout.core.extents import BLOCK
@@ -639,6 +639,31 @@ def test_a_model_of_equal_names_lengths_and_times_is_another(work: Path, layout:
     assert is_carried_out(planned(work, layout=layout))
     (source_of(work) / "config.json").write_text('{"a": 2}')
     assert not is_carried_out(planned(work, layout=layout))
+
+
+def told(work: Path, **options: Any) -> list[str] | None:
+    return differences_from_conversion(planned(work, **options), threads=2)
+
+
+def test_how_another_output_differs_is_told(work: Path) -> None:
+    go(work)
+    out = work / "out"
+    assert told(work) == []
+    assert told(work, align=512) == ["alignment is 4096, expected 512"]
+    assert told(work, ranks="1") == ["it has ranks 0-1, expected ranks 1"]
+    assert (told(work, tp=1) or [])[0] == "num_ranks is 2, expected 1"
+    config = (source_of(work) / "config.json").read_bytes()
+    (source_of(work) / "config.json").write_text('{"a": 2}')
+    assert told(work) == [f"{out}/config.json: differs from the source's"]
+    (source_of(work) / "config.json").write_bytes(config)
+    [shard, *_] = sorted(source_of(work).glob("*.safetensors"))
+    stored = shard.read_bytes()
+    start = 8 + int.from_bytes(stored[:8], "little")
+    shard.write_bytes(stored[:start] + bytes(255 - byte for byte in stored[start:]))
+    assert told(work) == [f"{shard.name} has other tensors than the one that was converted"]
+    shard.write_bytes(stored)
+    (out / "relayout.chunks").unlink()
+    assert told(work) is None
 
 
 @pytest.mark.parametrize("damage", [os.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)])

@@ -290,6 +290,7 @@ _NEXT = {
     "source": "the folder is intact: it was converted from another model, or from this one before it changed; name its"
     " own source, or convert this one into a folder of its own",
     "either": "the folder agrees with its own digests; without --ranks, verify tells whether it or the source is wrong",
+    "others": "the folder's own files are intact: move the others away",
 }
 """What to do, by what is wrong."""
 

@@ -108,13 +108,14 @@ def verify(
         if signed is not None:
             report_nbytes.begin("checking what is signed")
             needed = {file.name for holder in holders for file in manifest.holder_files(holder)}
-            found += _check_signed(folder, signed, needed, num_readers)
+            found += _check_signed(folder, signed, needed, {each.file for each in found}, num_readers)
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
             report_nbytes.begin("comparing with the source" if original is not None else "comparing the copies")
             compared = _Compared(folder, manifest.only(wanted), usable, record, original)
             found += compared.differences(threads, chunk_nbytes, report_nbytes.after(hash_nbytes))
             report.compared_with_source = original is not None and compared.has_same_tensors
+    found[:] = dict.fromkeys(found)  # What is wrong with one file may be found for each rank.
     return report
 
 
@@ -140,23 +141,30 @@ def _check_small_files(
     return checked.record, usable
 
 
-def _check_signed(folder: Store, signed: Signed, needed: Container[str], threads: int) -> Iterator[Difference]:
-    """Compare the SHA-256 of all signed files, but for weight files that are not needed; nothing else may be there."""
+def _check_signed(
+    folder: Store, signed: Signed, needed: Container[str], differing: Container[str], threads: int
+) -> Iterator[Difference]:
+    """Compare the SHA-256 of all signed files; nothing else may be there.
+
+    Weight files that are not needed are not compared, nor is what is known to differ.
+    """
     for entry in folder.walk():
-        if not entry.is_folder and entry.name not in signed.digests and entry.name != SIGNATURE_NAME:
-            yield difference(entry.name, "is not signed")
+        is_ours = entry.is_folder or entry.name in signed.digests or entry.name == SIGNATURE_NAME
+        if not is_ours and entry.name not in differing:
+            what = "is not signed; if it belongs there, relayout sign signs the folder again"
+            yield difference(entry.name, what, culprit="others")
     weights = {file.name for file in signed.manifest.files}
-    names = [name for name in signed.digests if name in needed or name not in weights]
+    names = [name for name in signed.digests if name not in differing and (name in needed or name not in weights)]
 
-    def sha256_of(name: str) -> str:
+    def compare(name: str) -> Difference | None:
         try:
-            return sha256_hex(folder.open(name, access=Access.ONCE))
+            digest = sha256_hex(folder.open(name, access=Access.ONCE))
         except (FormatError, OSError) as error:
-            return str(error)
+            return difference_of(name, error)
+        wanted = signed.digests[name]
+        return None if digest == wanted else difference(name, f"SHA-256 is {digest}, {wanted} is signed")
 
-    for name, digest in zip(names, each(sha256_of, names, threads), strict=True):
-        if digest != signed.digests[name]:
-            yield difference(name, f"SHA-256 is {digest}, {signed.digests[name]} is signed")
+    yield from (found for found in each(compare, names, threads) if found is not None)
 
 
 def _check_digests(

@@ -11,7 +11,7 @@ from itertools import pairwise, takewhile
 from typing import Any, Literal, TypeAlias
 
 from relayout.checkpoint.converted import check_file, read_record, read_table
-from relayout.checkpoint.folder import find_config
+from relayout.checkpoint.folder import CONFIG_NAME, find_config
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model_order, read_shard
 from relayout.conversion.layout import file_metadata, not_for_dcp_because
 from relayout.conversion.sidecar import read_side_file, recorded_source, rows_of_files
@@ -40,11 +40,13 @@ from relayout.plans.planner import proven_rules
 from relayout.reporting import Result
 from relayout.storage.stores import Store
 
+_OTHER = "is not part of this conversion"
 _ANY_LENGTH = -1
 """Stands in place of the length of a file of which only the digest is recorded."""
-Culprit: TypeAlias = Literal["folder", "source", "either"]
+Culprit: TypeAlias = Literal["folder", "source", "either", "others"]
 """What is wrong: the converted folder; the source that was named, while the folder agrees with its own digests and with
-its record of what it was converted from; or one of the two, as too little was read to tell which."""
+its record of what it was converted from; one of the two, as too little was read to tell which; or other files beside
+those of the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Verification(Result):
     def culprit(self) -> Culprit | None:
         """What is wrong; None if nothing is. One tensor that proves another source explains what could be either."""
         found = {difference.culprit for difference in self.differences}
-        order: tuple[Culprit, ...] = ("folder", "source", "either")
+        order: tuple[Culprit, ...] = ("folder", "source", "either", "others")
         return next((culprit for culprit in order if culprit in found), None)
 
     def as_json(self) -> dict[str, object]:
@@ -323,9 +325,10 @@ def check_record(folder: Store, manifest: Manifest) -> CheckedRecord:
         record = read_record(folder, manifest)
     except FormatError as error:
         return CheckedRecord([difference_of(SOURCE_RECORD_NAME, error)])
-    config, found = _config(folder)
+    found = [*_check_side_files(folder, manifest, record)]
+    # Of a config.json that is not the one that was copied, all that follows from it would differ, too.
+    config = None if any(each.file == CONFIG_NAME for each in found) else _config(folder, found)
     found += _check_facts(manifest, record, config)
-    found += _check_side_files(folder, manifest, record)
     found += _check_cuts(record)
     found += _check_order(record)
     try:
@@ -341,12 +344,13 @@ def check_record(folder: Store, manifest: Manifest) -> CheckedRecord:
     return CheckedRecord(found, record, source)
 
 
-def _config(folder: Store) -> tuple[Mapping[str, Any] | None, list[Difference]]:
-    """The content of config.json, or what is wrong with it."""
+def _config(folder: Store, found: list[Difference]) -> Mapping[str, Any] | None:
+    """The content of config.json; None if something is wrong with it, which is added to what is found."""
     try:
-        return find_config(folder).content, []
-    except FormatError as error:  # The comparison of side files reports links.
-        return None, [] if error.code == "unsafe" else [difference("config.json", str(error))]
+        return find_config(folder).content
+    except FormatError as error:
+        found.append(difference_of(CONFIG_NAME, error))
+        return None
 
 
 def _check_side_files(folder: Store, manifest: Manifest, record: SourceRecord) -> Iterator[Difference]:
@@ -451,10 +455,10 @@ def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, Ra
             yield difference(MANIFEST_NAME, f"{name} and {next_name} differ in case only")
     for name in sorted(entry.name for entry in folder.walk()):
         if name.endswith(".safetensors") and "/" not in name and name not in known:
-            yield difference(name, "is not part of this conversion")
+            yield difference(name, _OTHER, culprit="others")
     if manifest.hub_index_digest is None:
         if folder.stat(HUB_INDEX_NAME) is not None:
-            yield difference(HUB_INDEX_NAME, "is not part of this conversion")
+            yield difference(HUB_INDEX_NAME, _OTHER, culprit="others")
         return
     expected = SideFile(HUB_INDEX_NAME, _ANY_LENGTH, manifest.hub_index_digest, 0)
     yield from check_small_file(folder, expected, "differs from what was written")

@@ -401,6 +401,8 @@ def test_a_flipped_bit_is_refused_anywhere(
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "relayout.chunks", "relayout.source.json.zst"])
 def test_a_missing_file_is_refused(copy_of: Path, keys: Keys, tmp_path: Path, name: str) -> None:
     (copy_of / name).unlink()
+    found = relayout.verify(copy_of, trust=keys.policy).differences
+    assert [(each.file, each.what) for each in found] == [(name, "cannot be read: No such file or directory")]
     refused(copy_of, keys, tmp_path)
 
 
@@ -408,8 +410,10 @@ def test_a_file_that_was_added_is_not_there(copy_of: Path, source: Path, keys: K
     """It would say how weights are quantized, and another degree would be cut by it."""
     (copy_of / "quantize_config.json").write_text('{"bits": 4}')
     assert not stock_accepts(copy_of, keys)
-    found = relayout.verify(copy_of, trust=keys.policy).differences
-    assert [(each.file, each.what) for each in found] == [("quantize_config.json", "is not signed")]
+    report = relayout.verify(copy_of, trust=keys.policy)
+    says = "quantize_config.json: is not signed; if it belongs there, relayout sign signs the folder again"
+    assert [str(each) for each in report.differences] == [says]
+    assert report.culprit == "others"
     assert_rank(relayout.load(copy_of, 0, tp=1, trust=keys.policy), read_tensors(source), 0, 1)
 
 

@@ -20,6 +20,8 @@ from support.models import Array
 from support.rebuilding import rebuild
 
 import relayout
+from relayout.cli.command import Line
+from relayout.cli.render import verification
 from relayout.conversion.run import FileSink
 from relayout.conversion.steps import Target
 from relayout.core.slices import NOT_HELD, Cut, Slice
@@ -71,11 +73,33 @@ def test_a_rank_file_may_be_larger_than_the_memory(tmp_path: Path, monkeypatch: 
     assert json.loads(done.stdout)["nbytes"] == nbytes + 4096
 
 
-@pytest.mark.parametrize("name", [FILE, "relayout.rank-2.json.zst", "relayout.source.json.zst", "config.json"])
-def test_a_missing_file_is_found(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(FILE, "relayout.rank-2.json.zst", "relayout.source.json.zst", "config.json", "relayout.chunks"),
+        "model.safetensors.index.json",
+    ],
+)
+def test_a_missing_file_is_one_difference(folder: Path, name: str) -> None:
     (folder / name).unlink()
     report = relayout.verify(folder)
-    assert any(one.file == name for one in report.differences)
+    assert [(one.file, one.what) for one in report.differences] == [(name, "cannot be read: No such file or directory")]
+    assert report.culprit == "folder"
+
+
+def test_a_changed_config_is_one_difference_and_not_what_follows_from_it(folder: Path) -> None:
+    for content in ('{"model_type": "gpt2"}', "{}", "no JSON"):
+        (folder / "config.json").write_text(content)
+        found = relayout.verify(folder).differences
+        assert [str(one) for one in found] == ["config.json: differs from the file that was copied"]
+
+
+def test_a_file_beside_those_of_the_folder_leaves_these_intact(folder: Path) -> None:
+    (folder / "model-00001.safetensors").write_bytes((folder / FILE).read_bytes())
+    report = relayout.verify(folder)
+    assert [str(one) for one in report.differences] == ["model-00001.safetensors: is not part of this conversion"]
+    lines = [block.text for block in verification(report, has_source=False) if isinstance(block, Line)]
+    assert (report.culprit, lines[-1]) == ("others", "the folder's own files are intact: move the others away")
 
 
 @pytest.mark.parametrize(

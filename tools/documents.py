@@ -257,16 +257,18 @@ def sglang_pauses() -> str:
 
 def first_start() -> str:
     """What a first start costs beside vLLM alone; `tools/run engines vllm --step first_loads`."""
+    columns = ("s", "load of the last rank", "start to ready", "last load to the end of the conversion")
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     found = _results("engines")["vllm"]["first_loads"]
-    rows = ["| s | load of the last rank | start to ready | last load to the end of the conversion |", "|---" * 4 + "|"]
-    converted = {"relayout, first start": found["converted_after_last_load_s"]}
-    for name in ("vLLM", "relayout, first start"):
-        columns = (found[name]["load_s"], found[name]["start_to_ready_s"], converted.get(name))
-        cells = ("" if all_s is None else f"{median(all_s):.3g} ({min(all_s)} to {max(all_s)})" for all_s in columns)
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    own, first = found["vLLM"], found["relayout, first start"]
-    ratios = (median(first[key]) / median(own[key]) for key in ("load_s", "start_to_ready_s"))
-    rows.append(f"| the second as a part of the first | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | |")
+    for link, title in (("local", "local drive"), ("20 ms, 1 Gbit/s", "file system behind 20 ms and 1 Gbit/s")):
+        own, first = found[link]["vLLM"], found[link]["relayout, first start"]
+        converted = found[link]["converted_after_last_load_s"]
+        for name, start, last in (("vLLM", own, None), ("relayout, first start", first, converted)):
+            timed = (start["load_s"], start["start_to_ready_s"], last)
+            cells = ("" if all_s is None else f"{median(all_s):.3g} ({min(all_s)} to {max(all_s)})" for all_s in timed)
+            rows.append(f"| {title}: {name} | {' | '.join(cells)} |")
+        ratios = (median(first[key]) / median(own[key]) for key in ("load_s", "start_to_ready_s"))
+        rows.append(f"| the second as a part of the first | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | |")
     return "\n".join(rows)
 
 

@@ -251,7 +251,9 @@ def test_rules_and_dashboard_ask_for_what_loads_count() -> None:
     counted = {f"{counter._name}_total" for counter in rank_weights._counters()}
     rules = yaml.safe_load((EXAMPLES / "prometheus_rules.yaml").read_text())["groups"][0]["rules"]
     panels = json.loads((EXAMPLES / "grafana_dashboard.json").read_text())["panels"]
-    asked = [rule["expr"] for rule in rules] + [one["expr"] for panel in panels for one in panel["targets"]]
+    shown = [one["expr"] for panel in panels for one in panel["targets"]]
+    assert all(len(re.findall(r"relayout_\w+", one)) == one.count('{namespace=~"$namespace"}') for one in shown), shown
+    asked = [rule["expr"] for rule in rules] + shown
     assert len(asked) == 8
     assert set(re.findall(r"relayout_\w+", " ".join(asked))) == counted
     assert set(re.findall(r"^\| `(relayout_\w+)`", PAGE, re.MULTILINE)) == counted

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from ctypes.util import find_library
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -135,6 +136,8 @@ def _process(target: Any, *arguments: Any) -> Iterator[Any]:
 
 
 def _mount(folder: str, mount_point: str, link: Link, counter: Any) -> None:
+    if library := find_library("fuse3"):  # mfusepy takes version 2 where both are, and that knows not all options.
+        os.environ.setdefault("FUSE_LIBRARY_PATH", library)
     import mfusepy
 
     wire = _Wire(link, counter)

@@ -61,7 +61,7 @@ def compare_parameters(environment: Environment, work: Path, only: str) -> Itera
 
 
 def compare_hub(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
-    """Models with the hub's numbers of heads and experts; where a degree is refused, what vLLM says of it."""
+    """Models with the hub's numbers of heads and experts; where a degree is refused, what the engine says of it."""
     all_of_hub = [case for case in hub_cases() if fnmatch(case.name, only)]
     for first in range(0, len(all_of_hub), MODELS_AT_ONCE):
         cases = all_of_hub[first : first + MODELS_AT_ONCE]
@@ -203,7 +203,7 @@ STEPS: Mapping[str, Step] = {
     "reads": reads,
 }
 """What is recorded of vLLM; by default the first four."""
-OF_SGLANG: Mapping[str, Step] = {"parameters": compare_parameters, "updates": sglang_updates}
+OF_SGLANG: Mapping[str, Step] = {"parameters": compare_parameters, "hub": compare_hub, "updates": sglang_updates}
 """What is recorded of SGLang."""
 LABORATORY: Mapping[str, Callable[[Environment, Path], None]] = {
     "observe": laboratory.observe_registry,

@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 from typing import TypeAlias
@@ -28,6 +28,7 @@ from relayout.format.fields import Fields, parse_object
 from relayout.storage.local.descriptors import HeldLock, OpenFolder, Waiting, is_ours, locked_file, open_ours
 from relayout.storage.stores import Closable
 
+_LIMIT = "RELAYOUT_CACHE_LIMIT"
 _OWN = "relayout-cache-v1"
 _TAG = "CACHEDIR.TAG"
 _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
@@ -80,6 +81,17 @@ class Cache:
     """A folder on a local drive, made if it does not exist. Only the subfolder `relayout-cache-v1` is ever touched."""
     limit: int | str | None = None
     """The most bytes to keep, as a number or as text such as "2TB"; None: as much as the drive holds."""
+    limit_name: str = field(default="limit", repr=False, compare=False)
+    """Where the limit was given, for errors."""
+
+    def limit_nbytes(self) -> int | None:
+        """The limit as a number. PlanError: it is no size."""
+        return None if self.limit is None else size(self.limit, self.limit_name)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a cache in the folder."""
+        return (Path(self.folder) / _OWN).exists()
 
     def hold(self, name: str, check: Callable[[HeldEntry], object] = lambda entry: None) -> HeldEntry:
         """Hold the entry of this name, which is made if need be, and is not removed while it is held.
@@ -147,7 +159,7 @@ class Cache:
         Raises:
             PlanError: `limit` is no size.
         """
-        limit = None if self.limit is None else size(self.limit, "limit")
+        limit = self.limit_nbytes()
         own = self._own()
         with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
             self._sweep(own)
@@ -201,7 +213,7 @@ class Cache:
 
     def entries(self) -> list[CacheEntry]:
         """What is kept, the least recently used first."""
-        if not (Path(self.folder) / _OWN).exists():
+        if not self.exists:
             return []
         return [_described(entry) for entry in sorted(self._entries(self._own()), key=_last_use)]
 
@@ -289,7 +301,7 @@ def cache_of(option: CacheOption) -> Cache | None:
     if not isinstance(option, str | os.PathLike | None):
         raise PlanError(f"cache: {shown(option)}, expected a folder, or a relayout.Cache", code="option")
     folder = os.environ.get("RELAYOUT_CACHE") if option is None else option
-    return Cache(folder, os.environ.get("RELAYOUT_CACHE_LIMIT") or None) if folder else None
+    return Cache(folder, os.environ.get(_LIMIT) or None, _LIMIT) if folder else None
 
 
 class Reservation(Closable):

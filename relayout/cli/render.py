@@ -140,9 +140,9 @@ def warmed(done: Warmed) -> Iterator[Block]:
 def cache(listing: CacheListing) -> Iterator[Block]:
     """What `cache` prints."""
     held = f"{_count(len(listing.entries), 'checkpoint')}, {decimal(listing.nbytes)}" if listing.entries else "empty"
-    yield Line(f"{listing.folder}: {held}")
-    if listing.removed_nbytes:
-        yield Line(decimal(listing.removed_nbytes), "removed", "bold green")
+    yield Line(f"{listing.folder}: {held if listing.exists else 'there is no cache; relayout cache add makes one'}")
+    for entry in listing.removed:
+        yield Line(f"{entry.name[:_SHOWN_NAME]}: {entry.source or '-'}, {decimal(entry.nbytes)}", "removed", "yellow")
     for name in listing.in_use:
         yield Line(f"{name}: a process uses it", "kept", "yellow")
     rows = [

@@ -23,12 +23,17 @@ class CacheListing(Result):
     """What a cache keeps, after what was to be removed."""
 
     folder: str
+    exists: bool
+    """Whether there is a cache in the folder."""
     entries: tuple[CacheEntry, ...]
     """The least recently used first."""
     nbytes: int
     """Bytes of all entries."""
+    removed: tuple[CacheEntry, ...]
+    """What it no longer keeps: what was to be removed, or had to make room for what was added."""
     removed_nbytes: int
-    in_use: tuple[str, ...]
+    """Bytes of these entries."""
+    in_use: tuple[str, ...] = ()
     """Names of entries that were to be removed, and are used by a process."""
 
 
@@ -53,10 +58,16 @@ def cache(
     entries = kept.entries()
     names = [entry.name for entry in entries] if clear else [_name(entries, start, folder) for start in remove]
     in_use = tuple(name for name in names if not kept.remove(name))
-    left = kept.entries() if names else entries
-    nbytes = sum(entry.nbytes for entry in left)
-    removed_nbytes = max(sum(entry.nbytes for entry in entries) - nbytes, 0)  # Others may have filled it meanwhile.
-    return CacheListing(str(folder), tuple(left), nbytes, removed_nbytes, in_use)
+    return _listing(kept, entries, in_use)
+
+
+def _listing(kept: Cache, before: Sequence[CacheEntry], in_use: tuple[str, ...] = ()) -> CacheListing:
+    """What a cache keeps, and what of the entries before it no longer keeps."""
+    entries = kept.entries()
+    names = {entry.name for entry in entries}
+    removed = tuple(entry for entry in before if entry.name not in names)
+    nbytes, removed_nbytes = (sum(entry.nbytes for entry in each) for each in (entries, removed))
+    return CacheListing(str(kept.folder), kept.exists, tuple(entries), nbytes, removed, removed_nbytes, in_use)
 
 
 def add(
@@ -85,7 +96,7 @@ def add(
         behind_loads: wait while an engine of this machine loads a model that it would keep here, for 10 min at most.
 
     Returns:
-        What the cache keeps then.
+        What the cache keeps then, and what had to make room.
 
     Raises:
         FormatError: the source is damaged, or has changed while it was read.
@@ -94,6 +105,8 @@ def add(
     """
     found = _cache(folder)
     kept = found if limit is None else Cache(found.folder, limit)
+    kept.limit_nbytes()  # A wrong one is an error, also if the entry is there.
+    before = kept.entries()
 
     def plan_of(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
         found = observer if observe else None
@@ -102,9 +115,15 @@ def add(
     degree = integer(tp, "tp")
     some = None if ranks is None else ranks_of(ranks, degree)
     store = find_input(source).snapshot()
-    converted = kept_conversion(store, degree, kept, plan_of, ranks=some, progress=progress, behind_loads=behind_loads)
-    with converted.entry:
-        return cache(kept.folder)
+    try:
+        kept_conversion(
+            store, degree, kept, plan_of, ranks=some, progress=progress, behind_loads=behind_loads
+        ).entry.close()
+    except OSError as error:
+        for entry in _listing(kept, before).removed:
+            error.add_note(f"the cache removed {entry.name} to make room: {entry.source}, {entry.nbytes:,} bytes")
+        raise
+    return _listing(kept, before)
 
 
 def _cache(folder: str | os.PathLike[str] | None) -> Cache:

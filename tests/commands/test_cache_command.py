@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,59 @@ def test_the_command_prints_a_table_or_json(folder: Path, monkeypatch: pytest.Mo
     assert found["removed_nbytes"] > 0
 
 
-def test_a_cache_that_no_start_has_made_yet_is_empty(tmp_path: Path) -> None:
-    listing = cache(tmp_path / "none")
-    assert (listing.entries, listing.nbytes, list(tmp_path.iterdir())) == ((), 0, [])
+@pytest.mark.parametrize("name", ["none", "of another"])
+def test_a_cache_that_no_start_has_made_yet_is_said_not_to_exist(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    (tmp_path / "of another").mkdir()
+    for command in ("list", "clear"):
+        done = CliRunner().invoke(app, ["cache", command, "--folder", str(tmp_path / name)])
+        says = f"{tmp_path / name}: there is no cache; relayout cache add makes one\n"
+        assert (done.exit_code, done.stdout) == (0, says)
+    listing = cache(tmp_path / name)
+    assert (listing.exists, listing.entries, listing.nbytes) == (False, (), 0)
+    assert [path.name for path in tmp_path.rglob("*")] == ["of another"]
+
+
+def test_what_had_to_make_room_is_named_with_its_bytes(folder: Path, llama: Path, tmp_path: Path) -> None:
+    first, second = cache(folder).entries
+    shutil.copytree(llama, tmp_path / "other")
+    command = ["cache", "add", str(tmp_path / "other"), "--tp", "2", "--folder", str(folder)]
+    limit = str(first.nbytes + second.nbytes + first.nbytes // 2)
+    done = CliRunner().invoke(app, [*command, "--limit", limit, "--json"])
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
+    assert [(entry["name"], entry["nbytes"]) for entry in found["removed"]] == [(first.name, first.nbytes)]
+    assert found["removed_nbytes"] == first.nbytes
+    assert [entry["is_in_use"] for entry in found["entries"]] == [False, False]
+    done = CliRunner().invoke(app, ["cache", "remove", second.name, "--folder", str(folder)])
+    assert f"\nremoved {second.name[:12]}: {llama}, " in done.stdout
+    done = CliRunner().invoke(app, [*command, "--limit", limit])
+    assert "removed" not in done.stdout, "it was there"
+
+
+def test_what_made_room_in_vain_is_named_too(
+    folder: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [entry.name for entry in cache(folder).entries]
+    shutil.copytree(llama, tmp_path / "other")
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    with pytest.raises(OSError, match="the cache has no room") as caught:
+        add(tmp_path / "other", 2, folder)
+    assert [note.split(" to make room")[0] for note in caught.value.__notes__] == [
+        f"the cache removed {name}" for name in names
+    ]
+
+
+def test_a_limit_that_is_no_size_is_named_as_it_was_given(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RELAYOUT_CACHE_LIMIT", "abc")
+    with pytest.raises(PlanError, match=r"^RELAYOUT_CACHE_LIMIT: 'abc' is not a size"):
+        add(llama, 2, tmp_path)
+    with pytest.raises(PlanError, match=r"^limit: 'much' is not a size"):
+        add(llama, 2, tmp_path, limit="much")
+    assert not list(tmp_path.iterdir())
+    assert len(add(llama, 2, tmp_path, limit="1GB").entries) == 1

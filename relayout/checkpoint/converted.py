@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from relayout.checkpoint.folder import refuse_rank_files
+from relayout.checkpoint.folder import advice_on_snapshots, refuse_rank_files
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent, Grid, align_up, split
@@ -93,9 +93,12 @@ def read_manifest_blob(folder: Store) -> bytes:
     """Read relayout.json. FormatError: it is missing."""
     blob = if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     if blob is None:
+        advice = ""
         if not folder.cost.is_remote and folder.kind() is Kind.FOLDER:
-            refuse_rank_files(folder, (entry.name for entry in folder.walk()))
-        what = f"not a converted folder ({MANIFEST_NAME} is missing); relayout convert makes one"
+            entries = list(folder.walk())
+            refuse_rank_files(folder, (entry.name for entry in entries))
+            advice = advice_on_snapshots(entries)
+        what = f"not a converted folder ({MANIFEST_NAME} is missing){advice or '; relayout convert makes one'}"
         what = why_missing(folder) if folder.kind() is Kind.NOTHING else what
         raise FormatError(what, path=str(folder), code="missing")
     return blob

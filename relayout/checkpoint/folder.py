@@ -109,6 +109,8 @@ _MAX_HEAD_NBYTES = 64 * 2**20
 """The largest `.pt` file beside the shards that goes along, unread: some engines load a model's further layers from
 such, as vLLM does `sparse_linear.pt` and `colbert_linear.pt` of BGE-M3. What a training leaves is mostly larger."""
 _MAX_FOLDERS = 16
+_SNAPSHOT = re.compile(r"(.+/)?snapshots/[^/]+")
+"""The folder of a snapshot in the hub's cache, seen from a folder above it."""
 """The most folders that a message lists."""
 
 
@@ -177,6 +179,8 @@ def check_name(root: Store, name: str) -> None:
 
 def advice_without_shards(entries: Sequence[Entry]) -> str:
     """Advice if subfolders contain weights, as in a diffusers pipeline, or weights are stored otherwise."""
+    if snapshots := advice_on_snapshots(entries):
+        return snapshots
     converted = _converted_folders(entries)
     folders = sorted(
         {
@@ -190,8 +194,18 @@ def advice_without_shards(entries: Sequence[Entry]) -> str:
         suffixes = ((entry.name, PurePosixPath(entry.name).suffix) for entry in entries)
         found = next((f"; found {name}: {_ADVICE[suffix]}" for name, suffix in suffixes if suffix in _ADVICE), "")
         return found or "; `hf download ORG/MODEL --local-dir FOLDER` downloads a model"
-    more = " ..." if len(folders) > _MAX_FOLDERS else ""
-    return f"; convert its subfolders one by one: {', '.join(folders[:_MAX_FOLDERS])}{more}"
+    return f"; convert its subfolders one by one: {_first_of(folders)}"
+
+
+def advice_on_snapshots(entries: Iterable[Entry]) -> str:
+    """Advice for a folder above snapshots, as in the hub's cache: these are the checkpoints. Empty for another one."""
+    folders = {entry.name.rpartition("/")[0] for entry in entries if not entry.is_folder}
+    found = sorted(name for name in folders if _SNAPSHOT.fullmatch(name))
+    return f"; name a snapshot in it: {_first_of(found)}" if found else ""
+
+
+def _first_of(folders: Sequence[str]) -> str:
+    return ", ".join(folders[:_MAX_FOLDERS]) + (" ..." if len(folders) > _MAX_FOLDERS else "")
 
 
 def _converted_folders(entries: Sequence[Entry]) -> set[str]:

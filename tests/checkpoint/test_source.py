@@ -476,6 +476,20 @@ def test_of_a_pipeline_of_models_the_folders_that_can_be_converted_are_named(tmp
         read_source(tmp_path)
 
 
+def test_of_a_folder_of_the_hubs_cache_the_snapshots_are_named(tmp_path: Path) -> None:
+    model = tmp_path / "hub" / "models--org--name"
+    for revision, name in (("0123abcd", "model.safetensors"), ("4567cdef", "relayout.json")):
+        (model / "snapshots" / revision).mkdir(parents=True)
+        write(model / "blobs" / f"{revision}.safetensors", {"a": A})
+        (model / "snapshots" / revision / name).symlink_to(Path("../../blobs") / f"{revision}.safetensors")
+    for folder, prefix in ((model, ""), (tmp_path / "hub", "models--org--name/")):
+        names = ", ".join(f"{prefix}snapshots/{revision}" for revision in ("0123abcd", "4567cdef"))
+        with pytest.raises(PlanError, match=rf"contains no safetensors file; name a snapshot in it: {names}$"):
+            read_source(folder)
+        with pytest.raises(FormatError, match=rf"not a converted folder .*; name a snapshot in it: {names}$"):
+            relayout.copy(folder, tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["nothing", "nothing/below", "nothing.safetensors"])
 def test_a_missing_source_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises((PlanError, FormatError), match=f"{name}: .*[Nn]o such file"):

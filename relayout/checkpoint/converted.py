@@ -168,12 +168,13 @@ def find_faults(folder: Store, manifest: Manifest) -> list[FormatError]:
             return error
         return None
 
-    checks: list[Callable[[], None]] = [
-        *(partial(_check_weights, folder, manifest, index) for index in range(len(manifest.files))),
+    weights = [partial(_check_weights, folder, manifest, index) for index in range(len(manifest.files))]
+    others: list[Callable[[], None]] = [
         *(partial(check_small, folder, manifest, *one) for one in digests_of_small(manifest).items()),
         lambda: folder.open(CHUNKS_NAME, chunks_nbytes(manifest)).close(),
     ]
-    return [found for found in each(fault, checks, folder.cost.num_opens) if found is not None]
+    found = [*each(fault, weights, folder.cost.num_opens), *map(fault, others)]
+    return [one for one in found if one is not None]
 
 
 def _check_weights(folder: Store, manifest: Manifest, index: int) -> None:

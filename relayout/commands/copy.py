@@ -438,9 +438,10 @@ class _Copying:
 
     def _open_output(self, index: int) -> WritableFile:
         file = self._files[index]
+        opened = self._output.write(file.name, file.nbytes)
         if self._journal is not None:
             self._journal.add(Written(chunks={index: b""}))  # From now on there is something to resume.
-        return self._output.write(file.name, file.nbytes)
+        return opened
 
     def _copy(self, buffer: Buffer, item: tuple[int, Extent]) -> int:
         index, piece = item

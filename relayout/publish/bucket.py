@@ -107,7 +107,7 @@ def begin(
             output.stop()
             if work.is_resumable:
                 if output.has_parts:
-                    error.add_note(kept_note(str(prefix)))
+                    error.add_note(kept_note(str(prefix), error))
                 if made is not None and not output.has_sent:
                     with suppress(OSError, RelayoutError):
                         made.give_up(prefix)

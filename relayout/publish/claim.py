@@ -208,9 +208,10 @@ def _check_may_take_over(prefix: Prefix, earlier: Claim, work: Work, *, force: b
     num_there = len(set(earlier.names) & prefix.objects().keys())
     what = f"is claimed by {earlier.what}, of which {num_there} files are there"
     if work.weights:
-        advice = "the same command resumes that; --force takes over"
+        advice = "the command that began that resumes it; --force takes over"
     else:
-        advice = f"the same command resumes that; or, when no process writes there any more, delete all of {prefix}/"
+        advice = "the command that began that resumes it; or, when no process writes there any more,"
+        advice += f" delete all of {prefix}/"
     raise PlanError(f"{what}: {advice}", path=str(prefix), code="busy")
 
 

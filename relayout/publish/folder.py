@@ -162,7 +162,7 @@ def staging_folder(
                 if is_published or not (staging.has_notes or _shared(place)):
                     _remove(parent, place, output)
                 elif staging.notes:
-                    error.add_note(kept_note(staging.location))
+                    error.add_note(kept_note(staging.location, error))
                 raise
             finally:
                 staging.folder.close()

@@ -6,6 +6,7 @@ to it. Files and folders of other users there are refused, and never opened, del
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -21,6 +22,8 @@ from relayout.storage.local.store import InputFile, OutputFile, sync_and_drop_pa
 from relayout.storage.stores import Access, Closable, Modes, Store, WritableFile
 from relayout.storage.system import Buffer
 
+_IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
+"""Errors of the last rename if something else was created at the output meanwhile."""
 _NUM_SHOWN = 3
 """Files that an error names."""
 
@@ -77,9 +80,14 @@ def first_of(names: Collection[str]) -> str:
     return f"{first} ..." if len(names) > _NUM_SHOWN else first
 
 
-def kept_note(location: str) -> str:
-    """The note on the error of an attempt whose files are kept."""
-    return f"finished work is kept in {location}; the same command resumes it"
+def kept_note(location: str, error: BaseException) -> str:
+    """The note on the error of an attempt whose files are kept: what resumes it, and what must be done before."""
+    kept = f"finished work is kept in {location}"
+    if isinstance(error, FormatError):  # Of another source, or one that has changed, nothing is resumed.
+        return f"{kept}; once that is repaired, the same command resumes it, or says why it cannot"
+    if isinstance(error, PlanError) or (isinstance(error, OSError) and error.errno in _IN_THE_WAY):
+        return f"{kept}; once nothing is in the way of the output, the same command resumes it"
+    return f"{kept}; the same command resumes it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,12 +28,14 @@ from support.trees import content
 from typer.testing import CliRunner
 
 import relayout
+from relayout.checkpoint.converted import read_manifest
 from relayout.cli.app import app
 from relayout.commands import copy as copy_module
 from relayout.commands.copy import differences_from_copy
 from relayout.core.extents import split
 from relayout.errors import FormatError, PlanError
 from relayout.loader.diagnose import diagnose
+from relayout.storage.stores import find_input
 
 TP = 4
 PARTIAL = ".out.relayout-partial"
@@ -272,6 +274,41 @@ def test_a_strangers_folder_is_not_replaced(source: Path, tmp_path: Path) -> Non
     relayout.copy(source / "ranks", out, ranks="1-2", force=True)
     assert_copied(source, out)
     assert hidden(tmp_path) == []
+
+
+def note_of(error: BaseException) -> str:
+    [note] = error.__notes__
+    return note
+
+
+def test_what_was_copied_is_resumed_once_what_the_error_names_is_done(source: Path, tmp_path: Path) -> None:
+    """Of a damaged source, the same command alone would fail in the same way again."""
+    kept = f"finished work is kept in {tmp_path / PARTIAL}; "
+    damaged = Path(shutil.copytree(source / "ranks", tmp_path / "damaged"))
+    flip(damaged / "model-rank-2-part-1.safetensors", -1)
+    for _ in range(2):
+        with pytest.raises(FormatError, match="damaged") as raised:
+            relayout.copy(damaged, tmp_path / "out")
+        assert (
+            note_of(raised.value) == f"{kept}once that is repaired, the same command resumes it, or says why it cannot"
+        )
+    flip(damaged / "model-rank-2-part-1.safetensors", -1)
+    theirs = tmp_path / "out" / "thesis.tex"
+
+    def put_there(done: int, total: int) -> None:
+        theirs.parent.mkdir(exist_ok=True)
+        theirs.touch()
+
+    with pytest.raises(OSError, match="not empty") as met:
+        relayout.copy(damaged, tmp_path / "out", progress=put_there)
+    assert note_of(met.value) == f"{kept}once nothing is in the way of the output, the same command resumes it"
+    with pytest.raises(PlanError, match=r"is not empty: holds 'thesis\.tex'"):
+        relayout.copy(damaged, tmp_path / "out")
+    theirs.unlink()
+    done = relayout.copy(damaged, tmp_path / "out")
+    assert done.resumed_nbytes == done.nbytes - sum(
+        file.data_start for file in read_manifest(find_input(damaged)).files
+    )
 
 
 def test_attempts_at_something_else_are_not_mixed_or_discarded(source: Path, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ from relayout.storage.stores import (
     RequestCost,
     Store,
     if_there,
+    refuse_unfinished,
     why_missing,
 )
 from relayout.storage.system import Buffer
@@ -95,6 +96,7 @@ def read_manifest_blob(folder: Store) -> bytes:
     if blob is None:
         advice = ""
         if not folder.cost.is_remote and folder.kind() is Kind.FOLDER:
+            refuse_unfinished(folder)
             entries = list(folder.walk())
             refuse_rank_files(folder, (entry.name for entry in entries))
             advice = advice_on_snapshots(entries)

@@ -40,7 +40,7 @@ from relayout.format.fields import Fields, check_apart, check_path, parse_object
 from relayout.format.index import MANIFEST_NAME
 from relayout.format.manifest import compact_json
 from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
-from relayout.storage.stores import FileStat, Kind, ReadableFile, Store, check_exists, unversioned
+from relayout.storage.stores import FileStat, Kind, ReadableFile, Store, check_exists, refuse_unfinished, unversioned
 from relayout.storage.system import filesystem_of
 
 MAX_INDEX_NBYTES = 64 * 2**20
@@ -208,6 +208,7 @@ def _read_folder(root: Store) -> SourceCheckpoint:
             " another degree; or convert its source, which `relayout restore` writes"
         )
         raise PlanError(what, path=str(root), code="exists")
+    refuse_unfinished(root)
     refuse_rank_files(root, names)
     shards = [name for name in names if name.endswith(".safetensors")]
     index_name = find_index(root, names)

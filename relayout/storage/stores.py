@@ -373,6 +373,10 @@ def why_missing(store: Store) -> str:
     return f"no such file or folder{recovery_advice(path) or _under_way(path) or _similar(path)}"
 
 
+_PARTIAL = re.compile(r"\.(.+)\.relayout-partial", re.DOTALL)
+"""The name that `partial_folder` makes."""
+
+
 def older_folder(path: Path) -> Path:
     """The temporary name of a folder that --force replaces, if the two names cannot be exchanged atomically."""
     return path.parent / f".{path.name}.relayout-old"
@@ -387,6 +391,19 @@ def recovery_advice(path: Path) -> str:
 def partial_folder(path: Path) -> Path:
     """The folder beside an output in which it is assembled."""
     return path.with_name(f".{path.name}.relayout-partial")
+
+
+def refuse_unfinished(store: Store) -> None:
+    """Raise PlanError for a folder in which an output is assembled, or that is in one: no checkpoint yet."""
+    path = store.path("")
+    above = () if path is None else (path.absolute(), *path.absolute().parents)[:3]
+    for folder in above:
+        if match := _PARTIAL.fullmatch(folder.name):
+            what = (
+                f"is unfinished: relayout was making {folder.with_name(match[1])} there, or still is; the command that"
+                f" began it resumes it; or delete {folder}, if no process writes there any more"
+            )
+            raise PlanError(what, path=str(store), code="missing")
 
 
 def _under_way(path: Path) -> str:

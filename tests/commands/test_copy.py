@@ -311,6 +311,28 @@ def test_what_was_copied_is_resumed_once_what_the_error_names_is_done(source: Pa
     )
 
 
+def test_what_is_unfinished_is_called_so_whatever_is_to_be_done_with_it(source: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(source / "ranks", tmp_path / "damaged"))
+    flip(damaged / "model-rank-2-part-1.safetensors", -1)
+    with pytest.raises(FormatError):
+        relayout.copy(damaged, tmp_path / "out")
+    before = content(tmp_path / PARTIAL)
+    calls: list[Callable[[Path], object]] = [
+        lambda folder: relayout.copy(folder, tmp_path / "other"),
+        lambda folder: relayout.convert(folder, tmp_path / "other", tp=2),
+        lambda folder: relayout.load(folder, 0),
+        lambda folder: relayout.load(folder, 0, tp=2),
+        relayout.verify,
+    ]
+    for folder in (tmp_path / PARTIAL, tmp_path / PARTIAL / "output"):
+        says = rf"^{folder}: is unfinished: relayout was making {tmp_path / 'out'} there, or still is; .* delete"
+        for call in calls:
+            with pytest.raises(PlanError, match=says):
+                call(folder)
+    assert content(tmp_path / PARTIAL) == before
+    assert not (tmp_path / "other").exists()
+
+
 def test_attempts_at_something_else_are_not_mixed_or_discarded(source: Path, tmp_path: Path) -> None:
     """A copy, one of other ranks, and a conversion, to the same folder."""
     damaged = Path(shutil.copytree(source / "ranks", tmp_path / "damaged"))

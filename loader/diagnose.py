@@ -82,7 +82,7 @@ class Explanation(Result):
 
 def explain(
     path: str | os.PathLike[str],
-    rank: int,
+    rank: int | None = None,
     device: str | torch.device = "cpu",
     *,
     backend: str = "auto",
@@ -105,7 +105,8 @@ def explain(
     """
     with error_hints():
         asked = Asked(path=path, rank=rank, device=device, backend=backend, threads=threads, memory=memory, tp=tp)
-        options, plan = asked.options(), asked.source().arena()
+        options, source = asked.options(), asked.source()
+        plan = source.arena()
         chosen, budget = options.choose(plan.files)
         # Read nothing, not even headers: that would change what is in the page cache.
         with ReadableFiles([replace(file, proof=None) for file in plan.files], chosen.access) as opened:
@@ -115,7 +116,7 @@ def explain(
     direct = sum(request.nbytes for request in requests if request.arena_offset is not None)
     told = Explanation(
         path=str(path),
-        rank=integer(rank, "rank"),
+        rank=source.rank,
         device=str(options.device),
         backend="",
         reason="",

@@ -47,7 +47,7 @@ from relayout.loader.sources.rank import (
     select,
 )
 from relayout.reporting import Progress
-from relayout.storage.stores import Kind, Store, check_exists, find_input, scheme_of
+from relayout.storage.stores import Store, check_exists, find_input, scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -275,8 +275,6 @@ def _store_of(path: str | os.PathLike[str] | Store, trust: Trust) -> Store:
 def _plain(store: Store, rank: int, tp: int | None, option: CacheOption) -> RankSource:
     """The rank of a plain checkpoint: in its conversion that a cache keeps, or sliced while it is loaded."""
     check_exists(store)
-    if tp is None and store.kind() is Kind.FILE and find_manifest_blob(parent := store.parent()[0]) is not None:
-        raise PlanError(f"is a file of a converted folder: give the folder, {parent}", path=str(store), code="option")
     if tp is None:
         _check_source(store)
         raise PlanError(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from relayout.checkpoint.folder import advice_on_snapshots, refuse_rank_files
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
 
 MAX_SIGNATURE_NBYTES = 2**26
 
+_MAX_LISTED = 2000
+"""How much of a folder that is not converted is looked at, to say what it is instead."""
 _PIECE_NBYTES = 2**24
 """Bytes of a hole that are compared with zeros at once."""
 
@@ -97,7 +101,9 @@ def read_manifest_blob(folder: Store) -> bytes:
         advice = ""
         if not folder.cost.is_remote and folder.kind() is Kind.FOLDER:
             refuse_unfinished(folder)
-            entries = list(folder.walk())
+            entries: list[Entry] = []
+            with suppress(OSError):  # What cannot be listed below is not what is wrong.
+                entries.extend(islice(folder.walk(), _MAX_LISTED))
             refuse_rank_files(folder, (entry.name for entry in entries))
             advice = advice_on_snapshots(entries)
         what = f"not a converted folder ({MANIFEST_NAME} is missing){advice or '; relayout convert makes one'}"
@@ -121,9 +127,10 @@ def check_present(folder: Store, manifest: Manifest, ranks: Iterable[int]) -> No
     missing = [rank for rank in ranks if manifest.ranks[rank] is None]
     if missing:
         lacks, has = ranks_text(missing), ranks_text(manifest.present)
+        wanted = ranks_text(sorted({*missing, *manifest.present}))
         what = (
             f"of {manifest.num_ranks} ranks it has only {has}, and lacks {lacks}: `relayout copy FROM TO --ranks"
-            f" {lacks}` copies those from a folder that has them"
+            f" {wanted}` copies all of these from a folder that has them; where TO is this folder, with --force"
         )
         raise PlanError(what, path=str(folder), code="missing")
 

@@ -41,7 +41,10 @@ class Config:
 def refuse_rank_files(folder: Store, names: Iterable[str]) -> None:
     """Raise FormatError if some of these files have slices: without the manifest they would be taken for tensors."""
     if any(map(RANK_FILE.fullmatch, names)):
-        what = "is missing beside rank files: the copy of a converted folder is incomplete: delete it, and copy again"
+        what = (
+            "is missing beside rank files: copy all of the converted folder again; if these are vLLM's sharded state,"
+            " which has such names, too, give the checkpoint that it was made from"
+        )
         raise FormatError(what, path=folder.location(MANIFEST_NAME), code="missing")
 
 
@@ -109,9 +112,9 @@ _MAX_HEAD_NBYTES = 64 * 2**20
 """The largest `.pt` file beside the shards that goes along, unread: some engines load a model's further layers from
 such, as vLLM does `sparse_linear.pt` and `colbert_linear.pt` of BGE-M3. What a training leaves is mostly larger."""
 _MAX_FOLDERS = 16
+"""The most folders that a message lists."""
 _SNAPSHOT = re.compile(r"(.+/)?snapshots/[^/]+")
 """The folder of a snapshot in the hub's cache, seen from a folder above it."""
-"""The most folders that a message lists."""
 
 
 def choose_shards(root: Store, names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -37,7 +37,7 @@ from relayout.core.extents import BLOCK, Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, check_apart, check_path, parse_object
-from relayout.format.index import MANIFEST_NAME
+from relayout.format.index import MANIFEST_NAME, RANK_FILE
 from relayout.format.manifest import compact_json
 from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
 from relayout.storage.stores import FileStat, Kind, ReadableFile, Store, check_exists, refuse_unfinished, unversioned
@@ -143,6 +143,9 @@ def read_source(store: Store) -> SourceCheckpoint:
 
 def _read_file(store: Store, folder: Store, name: str) -> SourceCheckpoint:
     check_name(folder, name)
+    if RANK_FILE.fullmatch(name):
+        what = f"has slices of tensors, as its name says: give the converted folder, {folder}"
+        raise PlanError(what, path=str(store), code="option")
     config = find_config(folder)
     return _assemble(
         store,

@@ -275,7 +275,8 @@ def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
     if result.ok:
         yield Line(text, "verified", "bold green")
         if result.signer is not None:
-            yield Line(f"by {result.signer}: all that is signed is as it was", "signed", "bold green")
+            what = "all that is signed" if len(result.ranks) == result.num_ranks else f"what is signed of {who}"
+            yield Line(f"by {result.signer}: {what} is as it was", "signed", "bold green")
         elif result.has_signature:
             yield Line("its signature was not checked: --trust POLICY does that", "note", "yellow")
     else:

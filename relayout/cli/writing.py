@@ -213,14 +213,14 @@ def _is_there(output_folder: str, differences: list[str] | None, out: Printing, 
         PlanError: there is another one.
     """
     from relayout.cli import render
-    from relayout.commands.copy import AlreadyThere
+    from relayout.commands.copy import already_there
 
     if differences is None or (differences and force):
         return False
     if differences:
         what = f"is not what this command makes: {and_others(differences)}; it stays as it is, --force replaces it"
         raise PlanError(what, path=output_folder, code="exists")
-    out.show(AlreadyThere(output_folder), render.already_there)
+    out.show(already_there(output_folder), render.already_there)
     return True
 
 

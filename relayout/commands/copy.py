@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from relayout.checkpoint.converted import (
     CONVERTED,
@@ -50,11 +51,12 @@ from relayout.format.manifest import (
     dump_manifest,
     parse_manifest,
 )
+from relayout.publish.folder import remove_leftovers
 from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import HashedFile, OpenFiles, hash_files
-from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store
+from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store, scheme_of
 from relayout.storage.system import Buffer, peak_nbytes
 
 Ranks = str | Iterable[int] | None
@@ -110,6 +112,13 @@ class AlreadyThere(Result):
 
     output: str
     already_there: bool = True
+
+
+def already_there(output: str) -> AlreadyThere:
+    """Say that nothing is to be done, and delete what a replacement left that was killed at its end."""
+    if scheme_of(output) is None:
+        remove_leftovers(Path(output))
+    return AlreadyThere(output)
 
 
 def files(path: str | os.PathLike[str], *, ranks: Ranks = None) -> NeededFiles:

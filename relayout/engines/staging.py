@@ -164,7 +164,7 @@ class Staged:
         """Host memory that this takes."""
         return sum(one.nbytes for one in self.flips) + sum(tensor.nbytes for _, tensor in self.held or ())
 
-    def pin(self) -> bool:
+    def pin(self, device: torch.device) -> bool:
         """Pin what is held, from which a CUDA device is to copy; whether all of it is."""
         memory = [(array.ctypes.data, array.nbytes) for one in self.flips for array in (one.places, one.bits)]
         of_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
@@ -174,7 +174,7 @@ class Staged:
         for tensors in of_storage.values():  # CUDA refuses what is in part pinned already: neighbors share pages.
             start = min(tensor.data_ptr() for tensor in tensors)
             memory.append((start, max(tensor.data_ptr() + tensor.nbytes for tensor in tensors) - start))
-        return pin(self, memory)
+        return pin(self, memory, device)
 
     @property
     def left_nbytes(self) -> int:
@@ -259,7 +259,8 @@ class LiveWeights:
             OSError, MemoryError: as `relayout.iter_load`.
         """
         staged = self._stage_way(sources, before, memory, step, threads)
-        if kind_of(self._engine.device) == "cuda" and not staged.pin():
+        device = torch.device(self._engine.device)
+        if kind_of(device) == "cuda" and not staged.pin(device):
             self._engine.logger.warning("relayout: what is staged cannot be pinned: the commit takes longer")
         return staged
 

@@ -402,7 +402,7 @@ def _apply(kinds: Mapping[_CutKind, str], sizes: Sizes, num_ranks: int, scheme: 
             with about(tensor=name):
                 cuts[kind] = kind.apply(sizes, num_ranks, scheme)
     except PlanError as error:
-        degrees = list(range(1, max(_DEGREES_TO_TRY, 2 * num_ranks) + 1))
+        degrees = list(range(1, min(MAX_RANKS, max(_DEGREES_TO_TRY, 2 * num_ranks)) + 1))
         for other in (kind, *kinds):  # That which refuses first: it leaves few degrees to try with the others.
             degrees = [degree for degree in degrees if degree == 1 or other.can_be_cut(sizes, degree, scheme)]
         ranks = "rank" if len(degrees) == 1 else "ranks"

@@ -242,8 +242,7 @@ class Publisher:
             return index.announced(names.values(), int(time.time()))
 
         self._prune()  # Before anything is written: the step may need the space.
-        if not is_known:
-            self._root.make()
+        self._root.make()
         self._root.move(announce)
         return names
 

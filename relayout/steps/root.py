@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from relayout.checkpoint.converted import CONVERTED, read_manifest_blob
 from relayout.checkpoint.delta import DELTA_OUTPUT
-from relayout.checkpoint.folder import CONFIG_NAME
+from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME
 from relayout.checkpoint.steps import no_steps
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import parse_delta
-from relayout.format.index import MANIFEST_NAME
+from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
 from relayout.format.steps import (
     FULL,
     MAX_STEPS_NBYTES,
@@ -69,9 +69,11 @@ class Root:
             if store.kind() in (Kind.FILE, Kind.OTHER):
                 raise PlanError("is no folder: a root of steps is one", path=self.location, code="exists")
             path.mkdir(exist_ok=True)
-        if store.stat(STEPS_NAME) is None and store.stat(CONFIG_NAME) is not None:
-            what = f"is a checkpoint, as {CONFIG_NAME} is in it: give steps a folder of their own"
-            raise PlanError(what, path=self.location, code="exists")
+        if store.stat(STEPS_NAME) is None:
+            for name in (CONFIG_NAME, MANIFEST_NAME, HUB_INDEX_NAME, SINGLE_NAME):
+                if store.stat(name) is not None:
+                    what = f"is a checkpoint, as {name} is in it: give steps a folder of their own"
+                    raise PlanError(what, path=self.location, code="exists")
 
     def read(self) -> StepsIndex:
         """The index as it is now; that of a root without one is empty.

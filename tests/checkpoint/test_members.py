@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
-from relayout.errors import FormatError
-from relayout.storage.local.store import is_inside, resolve_inside
+from relayout.errors import FormatError, PlanError
+from relayout.storage.local.store import LocalStore, is_inside, resolve_inside
+from relayout.storage.stores import Entry
 
 RANK_FILE = "model-rank-0-part-0.safetensors"
 TABLE, RECORD, MANIFEST = "relayout.rank-0.json.zst", "relayout.source.json.zst", "relayout.json"
@@ -265,3 +267,54 @@ def test_what_is_no_file_is_not_opened(
     monkeypatch.undo()
     assert any(path.endswith(".json") or path.endswith(".zst") for path in opened) or name == MANIFEST
     assert str(folder / name) not in opened
+
+
+def test_a_file_of_slices_is_no_checkpoint(converted: Path, tmp_path: Path) -> None:
+    """Its tensors would be taken for whole ones."""
+    shutil.copytree(converted, tmp_path / "out")
+    (tmp_path / "sharded").mkdir()  # As vLLM's save_sharded_state writes it.
+    shutil.copy(converted / RANK_FILE, tmp_path / "sharded")
+    for file in (tmp_path / "out" / RANK_FILE, tmp_path / "sharded" / RANK_FILE):
+        for call in (
+            relayout.load,
+            lambda path: relayout.load(path, 0),
+            lambda path: relayout.load(path, 0, tp=1),
+            lambda path: dict(relayout.iter_load(path)),
+            relayout.open,
+            relayout.safe_open,
+            lambda path: relayout.convert(path, tmp_path / "new", tp=1),
+        ):
+            with pytest.raises(PlanError, match=f"{RANK_FILE}: has slices of tensors, as its name says: give the"):
+                call(file)
+    for call in (relayout.load, relayout.inspect, relayout.verify, relayout.safe_open):
+        with pytest.raises(FormatError, match=r"is missing beside rank files: copy all .*; if these are vLLM's"):
+            call(tmp_path / "sharded")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_is_not_converted_is_said_to_be_so_whatever_is_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walked = []
+
+    def walk(self: LocalStore) -> Iterator[Entry]:
+        for number in range(10**6):
+            walked.append(number)
+            yield Entry(f"{number}.txt")
+
+    calls = (relayout.verify, relayout.files, lambda path: relayout.copy(path, tmp_path / "new"))
+    for call in calls:
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, "walk", walk)
+            with pytest.raises(FormatError, match="not a converted folder"):
+                call(tmp_path)
+    assert len(walked) < 10**4
+
+    def fail(self: LocalStore) -> Iterator[Entry]:
+        raise PermissionError(errno.EACCES, "Permission denied", "private")
+
+    for call in calls:
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, "walk", fail)
+            with pytest.raises(FormatError, match="not a converted folder"):
+                call(tmp_path)

@@ -97,14 +97,17 @@ def test_verify_says_whose_signature_was_proven_and_that_one_was_not(
 ) -> None:
     relayout.convert(source, tmp_path / "unsigned", tp=NUM_RANKS)
     said = []
-    for folder, trust in ((signed, keys.policy), (signed, None), (tmp_path / "unsigned", None)):
-        found = relayout.verify(folder, trust=trust)
+    cases: list[tuple[Path, Path | None, list[int] | None]]
+    cases = [(signed, keys.policy, None), (signed, keys.policy, [1]), (signed, None, None)]
+    for folder, trust, ranks in [*cases, (tmp_path / "unsigned", None, None)]:
+        found = relayout.verify(folder, trust=trust, ranks=ranks)
         assert found.ok
         lines = [block.text for block in verification(found, has_source=False) if isinstance(block, Line)]
         said.append((found.signer, found.has_signature, lines[1:]))
     signer = f"public_key {keys.public}"
     assert said == [
         (signer, True, [f"by {signer}: all that is signed is as it was"]),
+        (signer, True, [f"by {signer}: what is signed of rank 1 of {NUM_RANKS} is as it was"]),
         (None, True, ["its signature was not checked: --trust POLICY does that"]),
         (None, False, []),
     ]

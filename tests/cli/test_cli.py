@@ -199,7 +199,7 @@ def test_of_a_copy_that_is_incomplete_each_command_says_so(here: Run, work: Path
     for command in ("inspect copied", "verify copied", "convert copied --tp 2 -o out"):
         result = here(*command.split(), cwd=work)
         assert result.returncode == 2
-        assert "copied/relayout.json: is missing beside rank files: the copy of a converted folder" in result.stderr
+        assert "copied/relayout.json: is missing beside rank files: copy all of the converted" in result.stderr
     (work / ".later.relayout-partial").mkdir()
     later = here("verify", "later", cwd=work)
     assert ".later.relayout-partial beside it says that it is being made" in later.stderr

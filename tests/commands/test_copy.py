@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -632,3 +633,29 @@ def test_a_copy_whose_end_was_never_written_is_damaged_and_not_there(source: Pat
     done = CliRunner().invoke(app, ["copy", str(source / "ranks"), str(out), "--if-missing"])
     assert done.exit_code == 2
     assert re.search(rf"a damaged conversion .*\({file}: bytes \d+ to \d+ were never written", done.stderr)
+
+
+def test_what_a_killed_replacement_left_is_deleted_also_where_nothing_is_to_be_done(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    relayout.copy(source / "ranks", out)
+    child = os.fork()
+    if not child:
+
+        def killed(path: Any, *args: Any, **options: Any) -> None:
+            if "model-rank" in os.fspath(path):
+                os.kill(os.getpid(), signal.SIGKILL)
+            unlink(path, *args, **options)
+
+        unlink, os.unlink = os.unlink, killed
+        with suppress(BaseException):
+            relayout.copy(source / "ranks", out, force=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    theirs = tmp_path / ".theirs.relayout-partial"
+    theirs.mkdir()
+    assert list(tmp_path.glob(".out.*/**/*.safetensors")), "it has replaced the folder, and deletes the older one"
+    done = CliRunner().invoke(app, ["copy", str(source / "ranks"), str(out), "--if-missing", "--force"])
+    assert "already there" in done.stdout
+    assert set(tmp_path.iterdir()) == {out, theirs}

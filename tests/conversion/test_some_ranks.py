@@ -72,10 +72,15 @@ def test_each_rank_loads_its_slices_and_others_are_missing(llama: Path, tmp_path
         for name, tensor in whole.items():
             assert np.array_equal(found[name], expected_slice(name, tensor, rank, TP)), (rank, name)
     lacks = "of 4 ranks it has only 1,3, and lacks"
-    for rank in (0, 2):
-        with pytest.raises(PlanError, match=f"{lacks} {rank}: `relayout copy FROM TO --ranks {rank}`") as raised:
+    for rank, wanted in ((0, "0-1,3"), (2, "1-3")):
+        with pytest.raises(PlanError, match=f"{lacks} {rank}: `relayout copy FROM TO --ranks {wanted}`") as raised:
             relayout.load(out, rank)
         assert raised.value.code == "missing"
+    relayout.convert(llama, tmp_path / "all", tp=TP)
+    relayout.copy(tmp_path / "all", out, ranks=wanted, force=True)  # As the last message says.
+    for rank in (1, 2, 3):
+        assert relayout.load(out, rank).keys() == whole.keys()
+    relayout.convert(llama, out, tp=TP, ranks="1,3", force=True)
     with pytest.raises(PlanError, match=f"{lacks} 0,2"):
         relayout.restore(out, tmp_path / "restored")
     with pytest.raises(PlanError, match=f"{lacks} 0,2"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,15 +192,35 @@ def test_another_folder_goes_where_the_first_one_went(
     assert weights.attest().difference is None
 
 
+FIRST_DEVICE, DEVICE = torch.device("cuda:0"), torch.device("cuda:5")
+"""That of a thread which has chosen none, and the engine's."""
+
+
 class Runtime:
     """What the CUDA runtime is asked to pin, and to let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_pinned: int) -> None:
         self.pinned: dict[int, int] = {}
+        self.devices: list[torch.device] = []
+        """That of each call's thread."""
         self._left = num_pinned
+        self._current = threading.local()
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", self._chosen)
+
+    @contextmanager
+    def _chosen(self, device: torch.device) -> Iterator[None]:
+        before = getattr(self._current, "device", FIRST_DEVICE)
+        self._current.device = device
+        yield
+        self._current.device = before
+
+    def _note(self) -> None:
+        self.devices.append(getattr(self._current, "device", FIRST_DEVICE))
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self._note()
+        self.thread = threading.current_thread()
         if self._left == 0 or address in self.pinned:
             return 2 if self._left == 0 else 712  # Out of memory; registered already.
         self._left -= 1
@@ -206,6 +228,7 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self._note()
         del self.pinned[address]
         return 0
 
@@ -219,7 +242,8 @@ def test_what_is_staged_for_a_device_is_pinned_until_it_is_gone(
     runtime = Runtime(monkeypatch, limit)
     staged = stage(weights, steps / source)
     assert not runtime.pinned, "a CPU copies from any memory"
-    assert staged.pin() is (limit == 100)
+    assert staged.pin(DEVICE) is (limit == 100)
+    assert runtime.thread is not threading.current_thread(), "an error of CUDA stays with the thread"
     if limit:
         assert staged.nbytes <= sum(runtime.pinned.values()) < staged.nbytes * 1.01
         assert {one.bits.ctypes.data for one in staged.flips} <= runtime.pinned.keys()
@@ -229,6 +253,7 @@ def test_what_is_staged_for_a_device_is_pinned_until_it_is_gone(
     del staged
     gc.collect()
     assert not runtime.pinned
+    assert set(runtime.devices) == {DEVICE}
 
 
 @NO_CUDA

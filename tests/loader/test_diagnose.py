@@ -333,3 +333,9 @@ def test_a_degree_of_no_ranks_is_refused(plain: Path, converted: Path, tp: int, 
     for folder in (plain, converted):
         with pytest.raises(PlanError, match=r"^tp: -?\d, expected 1 or more$|^tp: (True|1\.0) is not an integer$"):
             diagnose(folder, rank=rank, device="cpu", tp=tp)
+
+
+def test_without_a_rank_the_load_of_the_whole_model_is_explained(converted: Path, plain: Path) -> None:
+    for folder in (converted, plain):
+        told = relayout.explain(folder)
+        assert (told.rank, told.nbytes) == (0, sum(tensor.nbytes for tensor in relayout.load(folder).values()))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from blake3 import blake3
 from support.conversions import stock_tensors, stored_in
-from support.group_worker import NUM_MEMBERS, PIECE_NBYTES, digests, seen_by_members
+from support.group_worker import NUM_MEMBERS, PIECE_NBYTES, digests, load_together, seen_by_members
 from support.loader_fixtures import MIB, mlp_model
 from support.remote import HEAD
 from support.signing import make_keys
@@ -246,3 +246,15 @@ def test_a_process_that_is_no_member_is_refused(converted: Path) -> None:
 
     with pytest.raises(PlanError, match="not a member"):
         relayout.load(converted, 0, group=torch.distributed.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [{"message": True}, {"environment": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}], ids=str)
+def test_a_load_takes_no_message_of_the_application_and_leaves_it_the_group(
+    place: Path, tmp_path: Path, case: dict[str, Any]
+) -> None:
+    """In a group that is debugged, all members have to begin equally many operations."""
+    expected = digests(relayout.load(place / "out", 1))
+    for by in ("load", "iter_load"):
+        (tmp_path / by).mkdir()
+        have = load_together(tmp_path / by, path=str(place / "out"), rank=1, by=by, **case)
+        assert have == [expected] * NUM_MEMBERS

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import prestarted
 from support.mounts import mounted_tmpfs
 from support.steps import CONFIG, assert_is_step, delete, files_of, outputs_of, put, weights_of
@@ -195,14 +196,29 @@ def interrupt(*_: object) -> None:
 
 def test_a_file_or_a_checkpoint_is_no_root_and_stays_as_it_is(tmp_path: Path) -> None:
     relayout.save(weights_of(1), tmp_path / "converted", config=CONFIG, tp=2)
+    relayout.save(weights_of(1), tmp_path / "without", tp=1)  # Without a config.json.
+    (tmp_path / "plain").mkdir()
+    save_file(weights_of(1), tmp_path / "plain" / "model.safetensors")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to("nowhere")
-    before = files_of(str(tmp_path / "converted"))
-    for name, why in (("converted", "is a checkpoint"), ("file", "is no folder"), ("link", "is no folder")):
+    checkpoints = ("converted", "without", "plain")
+    before = [files_of(str(tmp_path / name)) for name in checkpoints]
+    others = [("file", "is no folder"), ("link", "is no folder")]
+    for name, why in [*((name, "is a checkpoint") for name in checkpoints), *others]:
         with pytest.raises(relayout.PlanError, match=f"{name}: {why}"):
             relayout.Publisher(tmp_path / name, config=CONFIG, tp=2).publish(weights_of(2), 2)
-    assert files_of(str(tmp_path / "converted")) == before
-    assert {path.name for path in tmp_path.iterdir()} == {"converted", "file", "link"}
+    assert [files_of(str(tmp_path / name)) for name in checkpoints] == before
+    assert {path.name for path in tmp_path.iterdir()} == {*checkpoints, "file", "link"}
+
+
+def test_a_root_whose_folder_somebody_has_deleted_is_made_again(tmp_path: Path) -> None:
+    publisher = relayout.Publisher(tmp_path / "root", config=CONFIG, tp=2)
+    publisher.publish(weights_of(1), 1)
+    shutil.rmtree(tmp_path / "root")
+    publisher.publish(weights_of(2), 2)
+    publisher.publish(weights_of(3), 3)
+    follower = relayout.Follower(tmp_path / "root", 0)
+    assert follower.update() == 3
 
 
 def test_what_one_writes_that_was_overtaken_and_stood_still_beyond_the_grace_is_deleted_by_the_next(

@@ -170,7 +170,8 @@ def _one_is_missing(folder: Path, number: int) -> None:
 def from_store() -> None:
     """One load by four processes: `FOLDER CASE`, the latter `{"path": ..., "rank": ..., "by": "load", ...}` as JSON.
 
-    Without a rank, each loads that of its own number. "environment" are more variables.
+    Without a rank, each loads that of its own number. "environment" are more variables. With "message", the application
+    has sent one from the first member to the second before they load, which receives it afterwards.
     """
     folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
     os.environ.update(case.pop("environment", {}))
@@ -179,14 +180,24 @@ def from_store() -> None:
 
 
 def _load_from_store(folder: Path, case: dict[str, Any], number: int) -> None:
+    import torch
     import torch.distributed as dist
 
     from relayout.loader import api
 
+    dist.set_debug_level_from_env()
     join(folder, number)
-    load = getattr(api, case.pop("by", "load"))
+    load, has_message = getattr(api, case.pop("by", "load")), case.pop("message", False)
     case.setdefault("rank", number)
+    message, received = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
+    sent = dist.isend(message, dst=1) if has_message and number == 0 else None
     found = digests(dict(load(group=dist.group.WORLD, **case)))
+    if has_message and number == 1:
+        dist.recv(received, src=0)
+        assert torch.equal(received, message)
+    if sent is not None:
+        sent.wait()
+    dist.all_reduce(message)  # The application goes on with its group.
     (folder / f"member-{number}.json").write_text(json.dumps(found))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.converted import check_present, check_rank
 from relayout.checkpoint.trust import refuse_deltas
-from relayout.core.arguments import integer
+from relayout.core.arguments import integer, path_text
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers, each
@@ -262,7 +262,7 @@ def apply(
 
     with error_hints():
         refuse_deltas()
-        [read] = read_deltas(os.fspath(delta))
+        [read] = read_deltas(path_text(delta, "delta"))
         store = read.link.store
         rank = integer(rank, "rank")
         check_rank(store, rank, read.new.num_ranks)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from relayout.checkpoint.folder import SINGLE_NAME
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
 from relayout.conversion.run import DEFAULT_MEMORY, Summary
-from relayout.core.arguments import integer, size
+from relayout.core.arguments import integer, path_text, size
 from relayout.engines.load import find_folder
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights, listed
 from relayout.errors import PlanError
@@ -70,7 +70,7 @@ def from_pretrained(
 
     from relayout.engines.global_tensor import GlobalTensor
 
-    path = os.fspath(folder)
+    path = path_text(folder, "folder")
     converted = find_folder(path, "transformers' own from_pretrained")
     if converted is None or converted.expert_parallel:
         state = "was not converted" if converted is None else "was converted with --expert-parallel"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, Proven, StoreOver, index_of, names_of_index, proof_of
+from relayout.core.arguments import path_text
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError, about, did_you_mean, how_to_install, shown
 from relayout.format.fields import decode, parse_toml
@@ -100,7 +101,7 @@ def policy_of(trust: Trust) -> Policy | None:
     """
     if trust is None and _VARIABLE not in os.environ:
         return None
-    path = os.fspath(os.environ[_VARIABLE] if trust is None else trust)
+    path = os.environ[_VARIABLE] if trust is None else path_text(trust, "trust", "the path of a policy")
     if not path:  # Of a variable that was meant to be set: no reason to trust everybody.
         raise PlanError(f"{_VARIABLE if trust is None else 'trust'} is empty, expected a policy file", code="option")
     try:

@@ -8,6 +8,7 @@ whole names.
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -67,6 +68,14 @@ def at_least_one(value: object, what: str) -> int:
     if number < 1:
         raise PlanError(f"{what}: {number}, expected 1 or more", code="option")
     return number
+
+
+def path_text(path: str | os.PathLike[str], what: str = "path", expected: str = "") -> str:
+    """A path or URL as text. PlanError: it is neither text nor a path; `what` it is, and what is `expected` of it."""
+    if not isinstance(path, str | os.PathLike):
+        expected = expected or "the path of a folder, or a URL as text"
+        raise PlanError(f"{what}: {shown(path)}, expected {expected}", code="option")
+    return os.fspath(path)
 
 
 def ranks(value: str | Iterable[int], num_ranks: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from relayout.checkpoint.converted import CONVERTED, read_manifest_blob
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME
 from relayout.checkpoint.steps import no_steps
+from relayout.core.arguments import path_text
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import parse_delta
@@ -44,7 +45,7 @@ class Root:
     @staticmethod
     def at(path: str | os.PathLike[str]) -> Root:
         """A path or URL, without a slash at the end."""
-        text = os.fspath(path)
+        text = path_text(path, "root")
         return Root(text.rstrip("/") or text)
 
     def __str__(self) -> str:

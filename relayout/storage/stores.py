@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar
 
-from relayout.errors import FormatError, PlanError, about, did_you_mean, shown
+from relayout.core.arguments import path_text
+from relayout.errors import FormatError, PlanError, about, did_you_mean
 
 Found = TypeVar("Found")
 
@@ -311,8 +312,7 @@ def find_store(path: str | os.PathLike[str]) -> Store:
     Raises:
         PlanError: the scheme is not registered, or its store refuses the URL; or it is neither text nor a path.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise PlanError(f"path: {shown(path)}, expected the path of a folder, or a URL as text", code="option")
+    text = path_text(path)
     scheme = scheme_of(path)
     if scheme is None:
         _check_slashes(path)
@@ -321,7 +321,7 @@ def find_store(path: str | os.PathLike[str]) -> Store:
         what = f"no store for {scheme}://, expected a path, or one of {known}"
         raise PlanError(what, path=_shown(path), code="option")
     with about(path=_shown(path)):
-        store: Store = import_module(_LOCAL if scheme is None else REGISTRY[scheme]).offer(os.fspath(path))
+        store: Store = import_module(_LOCAL if scheme is None else REGISTRY[scheme]).offer(text)
     return store
 
 

@@ -106,6 +106,7 @@ ODD: list[tuple[dict[str, Any], str]] = [
     ({"names": [b"model.norm.weight"]}, r"^names: \[b'model.norm.weight'\], expected a pattern"),
     ({"into": 5}, r"^into is a int, expected tensors by name$"),
     ({"into": torch.nn.Linear(1, 1)}, r"^into is a model: leave out the rank"),
+    ({"trust": 5}, r"^trust: 5, expected the path of a policy$"),
     ({"cache": 5}, r"^cache: 5, expected a folder, or a relayout\.Cache$"),
     ({"group": "x"}, r"^group: 'x', expected a torch\.distributed group, such as torch\.distributed\.group\.WORLD$"),
 ]
@@ -116,6 +117,20 @@ def test_what_is_of_another_type_is_named(model: Path, converted: Path, odd: dic
     path = model if "cache" in odd else converted
     with nothing_left_behind(), pytest.raises(PlanError, match=message):
         relayout.load(**{"path": path, "rank": 0, "tp": 2, **odd})
+
+
+def test_so_it_is_where_folders_are_called_otherwise() -> None:
+    calls: list[tuple[str, Callable[[Any], object]]] = [
+        ("root", relayout.Publisher),
+        ("root", relayout.Steps),
+        ("root", lambda odd: relayout.Follower(odd, 0)),
+        ("delta", lambda odd: relayout.apply(odd, 0, {})),
+        ("folder", relayout.transformers.from_pretrained),
+    ]
+    for what, call in calls:
+        for odd in (5, b"folder", None):
+            with pytest.raises(PlanError, match=rf"^{what}: {odd!r}, expected the path of a folder, or a URL as text$"):
+                call(odd)
 
 
 def test_what_is_no_tensors_by_name_is_not_saved(tmp_path: Path) -> None:

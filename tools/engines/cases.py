@@ -24,8 +24,10 @@ DRAFTS = ("deepseek_v3", "glm4_moe", "qwen3_next")
 _WIDE: dict[str, dict[str, int]] = {"deepseek_v2": {"KL": 512, "R": 64, "N": 128, "D": 128}}
 """The sizes of attention that vLLM has kernels for on a CPU; elsewhere heads of 32 elements, the fewest that it has."""
 
-WHOLE_IN_SGLANG = ("gemma3", "gemma3_text")
-"""Families whose embedding SGLang gives to each rank whole (Gemma3TextScaledWordEmbedding is an nn.Embedding)."""
+WHOLE_IN_SGLANG = ("gemma3", "gemma3_text", "Gemma-3-1B", "Gemma-3-27B", "Qwen2.5-VL-3B")
+"""Those of which SGLang's ranks need more than vLLM's, so that whole tensors are read: the embedding of Gemma 3
+(Gemma3TextScaledWordEmbedding is an nn.Embedding); the vision part's MLPs of 3420, which it pads to a multiple of 8
+before it cuts them (`qwen2_5_vl.py`, SGLang 0.5.23)."""
 
 SPLIT = "fp8_blocks_moe_split"
 """Experts with 192 or 96 rows for each rank, in blocks of 128 that share a scale."""

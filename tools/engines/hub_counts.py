@@ -137,7 +137,9 @@ def _moe(architecture: str, *sizes: int, experts: int, of_expert: int, **more: A
 
 def _multimodal(architecture: str, text: HubModel, **vision: Any) -> HubModel:
     """With a vision part, which has the hub's numbers of heads and of an MLP, and heads of 8."""
-    return HubModel(f"{architecture}ForConditionalGeneration", {"text_config": text.config, "vision_config": vision})
+    config = {"text_config": text.config, "vision_config": vision}
+    ties = {"tie_word_embeddings": text.config.get("tie_word_embeddings", False)}
+    return HubModel(f"{architecture}ForConditionalGeneration", config | ties)
 
 
 def _stored(form: str, family: str, *sizes: int, head_dim: int = 128, **more: Any) -> HubModel:
@@ -151,7 +153,7 @@ def _deepseek(version: str, *sizes: int, experts: int, of_expert: int, shared: i
     return _of(f"Deepseek{version}", *sizes, v_head_dim=128, **latent, **of_experts)
 
 
-_SIGLIP = {"hidden_size": 128, "intermediate_size": 4304, "num_attention_heads": 16}
+_SIGLIP = {"hidden_size": 128, "intermediate_size": 4304, "num_attention_heads": 16, "vision_use_head": False}
 _PIXTRAL = {"hidden_size": 128, "head_dim": 8, "intermediate_size": 4096, "num_attention_heads": 16}
 _QWEN2_5_VISION = {"hidden_size": 128, "num_heads": 16, "depth": 2}
 
@@ -180,7 +182,9 @@ HUB: dict[str, HubModel] = {
     "Phi-4": _of("Phi3", 5120, 17920, 40, 10, 100352),
     "Phi-3-mini": _of("Phi3", 3072, 8192, 32, 32, 32064),
     "Gemma-2B": _of("Gemma", 2048, 16384, 8, 1, 256000, head_dim=256, tie_word_embeddings=True),
-    "Gemma-2-27B": _of("Gemma2", 4608, 36864, 32, 16, 256000, head_dim=128, tie_word_embeddings=True),
+    "Gemma-2-27B": _of(
+        "Gemma2", 4608, 36864, 32, 16, 256000, head_dim=128, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"
+    ),
     "Gemma-3-1B": _of("Gemma3", 1152, 6912, 4, 1, 262144, head_dim=256, tie_word_embeddings=True),
     "Gemma-3-27B": _multimodal(
         "Gemma3", _of("", 5376, 21504, 32, 16, 262208, head_dim=128, tie_word_embeddings=True), **_SIGLIP

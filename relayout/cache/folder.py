@@ -82,7 +82,7 @@ class Cache:
     limit: int | str | None = None
     """The most bytes to keep, as a number or as text such as "2TB"; None: as much as the drive holds."""
     limit_name: str = field(default="limit", repr=False, compare=False)
-    """Where the limit was given, for errors."""
+    """The name of the option or variable that gives the limit, for errors."""
 
     def limit_nbytes(self) -> int | None:
         """The limit as a number. PlanError: it is no size."""

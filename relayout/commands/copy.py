@@ -228,7 +228,7 @@ _FIELDS = ("model_type", "num_ranks", "plan", "expert_parallel", "alignment", "d
 
 
 def _other_fields(found: Manifest, wanted: Manifest) -> list[str]:
-    """Where a manifest differs from another one: what a person decides, weight files, and only then what follows."""
+    """How a manifest differs from another one: what a person decides, weight files, and only then what follows."""
     differences = [
         f"{name} is {shown(getattr(found, name))}, expected {shown(getattr(wanted, name))}"
         for name in _FIELDS

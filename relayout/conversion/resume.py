@@ -206,7 +206,7 @@ def differences_from_conversion(conversion: Conversion, threads: int) -> list[st
 
 
 def _other_fields(conversion: Conversion, manifest: Manifest, record: SourceRecord) -> list[str]:
-    """Where the options and the shards of a record differ from those of a conversion, each by its name."""
+    """The options and shards of a record that differ from those of a conversion, each by its name."""
     source, options = conversion.source, asdict(conversion.options)
     differences = [
         f"{name} is {shown(found)}, expected {shown(options[name])}"

@@ -10,7 +10,7 @@ import hashlib
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import pytest
 from support.toy_store import Shelf
 
+from relayout.core import workers
 from relayout.errors import RelayoutError
 from relayout.publish import bucket, claim
 from relayout.storage.cloud.store import CLOUD_COST, Body, CloudStore, Version
@@ -279,6 +280,17 @@ class Serial:
         pass
 
 
+class SerialWorkers:
+    """The same in place of threads: of a writer's threads, the bucket's time knows one."""
+
+    def __init__(self, _: int, items: Iterable[Any], make_state: Callable[[], Any], work: Callable[[Any, Any], int]):
+        self._items, self._state, self._do = items, make_state(), work
+
+    def run(self) -> None:
+        for item in self._items:
+            self._do(self._state, item)
+
+
 @contextmanager
 def in_its_time() -> Iterator[Callable[..., World]]:
     """Let the product run in worlds that are made by what this yields."""
@@ -288,6 +300,7 @@ def in_its_time() -> Iterator[Callable[..., World]]:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        patch.setattr(workers, "Workers", SerialWorkers)  # Those of `each`.
         patch.setattr(claim, "ThreadPoolExecutor", Serial)
         patch.setattr(bucket, "ThreadPoolExecutor", Serial)
         yield make

@@ -136,8 +136,8 @@ def test_a_part_that_fails_is_sent_again_whole(server: Server, blob: Path, provi
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_an_endless_outage_ends(server: Server, blob: Path, monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
-    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.5)
-    monkeypatch.setattr(connect, "UPLOAD_SECONDS", 0.5)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(connect, "UPLOAD_SECONDS", 2.0)
     server.interfere = with_azure(refused(sends, 503, "SlowDown", times=10**9))
     with pytest.raises(RequestError, match=r"repeatedly throttled requests.*503.*models/x/y"):
         upload(provider, blob)
@@ -223,13 +223,13 @@ def test_a_proxy_and_its_exceptions_hold_for_reads_and_uploads(
     server: Server, slept: list[float], monkeypatch: pytest.MonkeyPatch, provider: str, blob: Path
 ) -> None:
     reach(monkeypatch, "http://127.0.0.1:9")
-    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(connect, "UPLOAD_SECONDS", 1.0)
     monkeypatch.setenv("HTTP_PROXY", server.url.replace("//", f"//me:{SECRET}@"))
     server.put("models", "x/a.txt", b"hello")
     server.interfere = with_azure(lambda request: None)
     assert find_store(f"{provider}://models/x").read("a.txt", 100) == b"hello"
     upload(provider, blob)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(connect, "UPLOAD_SECONDS", 1.0)
     before = len(server.requests)
     monkeypatch.setenv("NO_PROXY", "elsewhere.invalid,127.0.0.1")
     with pytest.raises(RequestError, match="models/x"):
@@ -278,8 +278,8 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 def test_a_stall_of_an_upload_ends_and_the_part_is_sent_again(
     server: Server, slept: list[float], monkeypatch: pytest.MonkeyPatch, provider: str, blob: Path
 ) -> None:
-    monkeypatch.setattr(connect, "UPLOAD_SECONDS", 0.4)
-    server.interfere = with_azure(stalled(sends, 1.0))
+    monkeypatch.setattr(connect, "UPLOAD_SECONDS", 2.0)
+    server.interfere = with_azure(stalled(sends, 4.0))
     upload(provider, blob)
     wait_for(lambda: len([one for one in server.requests if sends(one)]) > 2)
 

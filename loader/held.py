@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 _HASHED_NBYTES = 2**24
+_COMPILED, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
+"""The attributes in which torch.compile and activation checkpointing keep the module that they wrap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,3 +245,44 @@ def _taken(ranges: Sequence[Range], first: int, length: int) -> list[Range]:
         if low < high:
             found.append((start + low - position, high - low))
     return found
+
+
+def unwrapped(model: Any) -> tuple[Any, Callable[[str], str]]:
+    """Return the module inside DistributedDataParallel or torch.compile, and a function that strips its names.
+
+    Modules inside the model may be wrapped, too, such as layers that are compiled one by one. The function removes what
+    wrappers add to a name of the module's parameters, buffers or state, as `torch.distributed.checkpoint` does
+    (PyTorch 2.13, `state_dict.py`, `_get_fqns`).
+    """
+    while inside := _wrapped_in(model):
+        model = getattr(model, inside)
+    modules = model.named_modules(remove_duplicate=False) if hasattr(model, "named_modules") else ()
+    wrappers = [(path, inside) for path, module in modules if (inside := _wrapped_in(module))]
+    # A wrapper inside of another one comes first: the name still has the outer one's part then.
+    prefixes = [(f"{path}.{inside}.", f"{path}.") for path, inside in reversed(wrappers) if inside != _CHECKPOINTED]
+    # A state dict has the names without this one, parameters with it.
+    prefixes = [(_not_checkpointed(prefix), _not_checkpointed(plain)) for prefix, plain in prefixes]
+
+    def name_of(name: str) -> str:
+        name = _not_checkpointed(name)
+        for prefix, plain in prefixes:
+            if name.startswith(prefix):
+                name = plain + name[len(prefix) :]
+        return name
+
+    return model, name_of
+
+
+def _wrapped_in(module: Any) -> str | None:
+    """The attribute in which a wrapper has what it wraps; None: it is no wrapper."""
+    from torch.nn import DataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    children = getattr(module, "_modules", ())
+    return next((attribute for attribute in (_COMPILED, _CHECKPOINTED) if attribute in children), None)
+
+
+def _not_checkpointed(name: str) -> str:
+    return name.replace(f"{_CHECKPOINTED}.", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 from relayout.core.extents import Extent
 from relayout.core.slices import WHOLE, Cut
 from relayout.errors import PlanError
-from relayout.loader.held import HeldTensor, TensorHead, part_of
+from relayout.loader.held import HeldTensor, TensorHead, part_of, unwrapped
 from relayout.saving.together import MemberParts
 
 
@@ -91,3 +92,43 @@ def test_replicas_that_differ_in_one_element_are_found_and_named(
         assert caught.value.tensor == "x"
     else:
         check()
+
+
+def test_names_of_wrapped_modules_are_those_of_torchs_checkpoints() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    layers = [torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2)), checkpoint_wrapper(torch.nn.Linear(2, 2))]
+    layers.append(checkpoint_wrapper(torch.compile(torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2))))))
+    plain = torch.nn.Sequential(torch.nn.ModuleDict({"module": torch.nn.ModuleList(layers)}))
+    wrapped = torch.compile(plain)
+    model, name_of = unwrapped(wrapped)
+    assert model is plain
+    names = [name for name, _ in wrapped.named_parameters()]
+    assert len(names) == 8
+    for name in names:
+        found = name_of(name.removeprefix("_orig_mod."))
+        assert found.startswith("0.module.")
+        if ".3." not in name:  # torch itself leaves `_orig_mod` where activation checkpointing wraps a compiled layer.
+            assert {found} == _get_fqns(wrapped, name)
+    assert [name_of(name) for name in model.state_dict()] == [
+        f"0.module.{rest}.{kind}" for rest in ("0", "1", "2", "3.0") for kind in ("weight", "bias")
+    ]
+
+
+def test_a_model_inside_ddp_is_itself(tmp_path: Path) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
+        outer = torch.nn.ModuleDict({"part": DistributedDataParallel(inner)})
+        for wrapped in (DistributedDataParallel(inner), torch.compile(DistributedDataParallel(torch.compile(inner)))):
+            model, name_of = unwrapped(wrapped)
+            assert model is inner
+            assert list(map(name_of, model.state_dict())) == ["module.weight", "module.bias"]
+        model, name_of = unwrapped(outer)
+        assert model is outer
+        assert list(map(name_of, model.state_dict())) == ["part.module.weight", "part.module.bias"]
+    finally:
+        torch.distributed.destroy_process_group()

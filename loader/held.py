@@ -14,7 +14,7 @@ import xxhash
 from relayout.core.extents import Bytes, Extent, Transfer, align_down, align_up, copy_runs, split
 from relayout.core.slices import NOT_HELD, WHOLE, Range, Slice, merged, num_bytes, positions
 from relayout.errors import PlanError
-from relayout.loader.tensors import dtype_name, torch_dtype
+from relayout.loader.tensors import bytes_of, dtype_name, torch_dtype, view_of, why_not_plain
 
 if TYPE_CHECKING:
     import torch
@@ -58,30 +58,31 @@ class HeldTensor:
             floating: the dtype to save floating-point tensors as. Default: their own.
 
         Raises:
-            PlanError: it is no dense tensor, has a name or dtype that safetensors lacks, or is a DTensor whose elements
-                are partial sums, or are not where its placements say.
+            PlanError: it has no plain memory, or a name or dtype that safetensors lacks; it is FP4, and would be cast;
+                or it is a DTensor whose elements are partial sums, or are not where its placements say.
         """
-        import torch
-
         _check_name(name)
-        if not isinstance(tensor, torch.Tensor):
-            raise PlanError(f"a {type(tensor).__name__}, expected a tensor", tensor=name, code="unsupported")
-        shape = tuple(tensor.shape)
-        dtype = dtype_name(floating if floating is not None and tensor.is_floating_point() else tensor.dtype)
-        if dtype is None or dtype == "F4":
-            raise PlanError(f"{tensor.dtype} cannot be saved, or filled", tensor=name, code="unsupported")
         is_distributed = hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
-        part, local = _shard_of(name, tensor) if is_distributed else (WHOLE, tensor.detach())
-        if local.layout != torch.strided or local.device.type == "meta":
-            what = f"a tensor of layout {local.layout} on device {local.device.type}, expected one with memory"
-            raise PlanError(what, tensor=name, code="unsupported")
-        return HeldTensor(TensorHead(name, dtype, shape), part, local)
+        part, local = _shard_of(name, tensor) if is_distributed else (WHOLE, tensor)
+        if (why := why_not_plain(local)) is not None:
+            raise PlanError(why, tensor=name, code="unsupported")
+        dtype = dtype_name(floating if floating is not None and tensor.is_floating_point() else tensor.dtype)
+        if dtype is None:
+            raise PlanError(
+                f"{tensor.dtype}, which safetensors does not have: cast it before", tensor=name, code="unsupported"
+            )
+        shape = tuple(tensor.shape)
+        if "F4" in (dtype, dtype_name(tensor.dtype)):
+            if dtype != dtype_name(tensor.dtype):
+                what = f"cannot be cast from {tensor.dtype} to {floating}: save it without dtype"
+                raise PlanError(what, tensor=name, code="unsupported")
+            part, shape = _as_numbers(name, part, shape)
+        return HeldTensor(TensorHead(name, dtype, shape), part, local.detach())
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """Equal for tensors with the same elements in the same memory, as of tied weights; also if there are none."""
-        data = self.data
-        return (data.untyped_storage()._cdata, data.storage_offset(), data.stride(), self.head.shape, self.part)
+        """Equal for tensors with the same bytes in the same memory, as of tied weights; see `view_of`."""
+        return (view_of(self.data), self.head.dtype, self.head.shape, self.part)
 
     def on_host(self) -> HeldTensor:
         """A copy in host memory, pinned if it comes from a device."""
@@ -133,13 +134,11 @@ class HeldTensor:
 
     def _dense(self) -> Bytes | None:
         """The bytes as they lie in host memory; None if that has them in another way."""
-        import torch
-
         data = self.data
         is_plain = data.device.type == "cpu" and data.dtype == self._dtype
         if not is_plain or not data.is_contiguous() or data.is_conj() or data.is_neg():
             return None
-        found: Bytes = data.reshape(-1).view(torch.uint8).numpy()
+        found: Bytes = bytes_of(data).numpy()
         return found
 
     def copy(self, part: Transfer, memory: Bytes, target: int, stride: int) -> None:
@@ -159,6 +158,22 @@ def _check_name(name: object) -> None:
         name.encode()
     except UnicodeEncodeError:
         raise PlanError(f"the name of a tensor is {name!r}, which is not valid Unicode", code="option") from None
+
+
+def _as_numbers(name: str, part: Slice, shape: tuple[int, ...]) -> tuple[Slice, tuple[int, ...]]:
+    """The part and shape of an F4 tensor in numbers, as headers count; torch has two in an element of the last dim.
+
+    Raises:
+        PlanError: it has no dim.
+    """
+    if not shape:
+        raise PlanError("F4 without a dim, expected an even number of elements", tensor=name, code="unsupported")
+    last = len(shape) - 1
+    axes = {
+        axis: [(2 * start, 2 * length) for start, length in ranges] if axis == last else ranges
+        for axis, ranges in part.by_axis or ()
+    }
+    return Slice.of(axes) if part.is_held else part, (*shape[:-1], 2 * shape[-1])
 
 
 def _copy_elements(data: torch.Tensor, start: int, target: torch.Tensor) -> None:

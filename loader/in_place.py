@@ -24,7 +24,6 @@ from relayout.loader.requests import HOST_BUFFERS, Budget, plan_budget
 from relayout.loader.sources.rank import Names, TensorColumns, cost_of, pack, place_at, select
 from relayout.loader.stream import stream
 from relayout.loader.tensors import (
-    address_of,
     bump_versions,
     bytes_of,
     dtype_name,
@@ -33,6 +32,7 @@ from relayout.loader.tensors import (
     torch_dtype,
     torch_shape,
     view_of,
+    why_not_plain,
 )
 from relayout.reporting import Progress, reporting
 from relayout.storage.stores import Access
@@ -187,21 +187,16 @@ def _check_tensor(
 ) -> None:
     import torch
 
-    if not isinstance(tensor, torch.Tensor):
-        raise PlanError(f"{what} is a {type(tensor).__name__}, expected a torch.Tensor", code="option")
+    if (why := why_not_plain(tensor)) is not None:
+        raise PlanError(f"{what} is {why}", code="option")
     if (tensor.dtype, tuple(tensor.shape)) != expected:
         raise PlanError(
             f"{what} is {tensor.dtype} {list(tensor.shape)}, expected {expected[0]} {list(expected[1])}", code="option"
         )
     if device is not None and tensor.device != torch.device(device):
         raise PlanError(f"{what} is on {tensor.device}, expected {device}", code="option")
-    if tensor.layout != torch.strided:
-        raise PlanError(f"{what} is {tensor.layout}, expected torch.strided", code="option")
-    if not tensor.numel():
-        return
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if lazy or address_of(tensor) == 0 or not memory_of(tensor).is_simple:
-        raise PlanError(f"{what} is a lazy view, has no memory, or has overlapping elements", code="option")
+    if tensor.numel() and (tensor.is_conj() or tensor.is_neg() or not memory_of(tensor).is_simple):
+        raise PlanError(f"{what} is a lazy view, or has overlapping elements", code="option")
 
 
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:

@@ -235,8 +235,48 @@ def share(first: Strided, second: Strided) -> bool:
 
 
 def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the same view of the same memory."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    """Return a key that is equal for two tensors if they are the same view of the same memory.
+
+    Then all bytes that are read from them, or written to them, are the same, whatever dtype and signs the view has.
+    Tensors without elements have no address; they are the same only if they share a storage.
+    """
+    memory = address_of(tensor) or (tensor.untyped_storage()._cdata,)
+    return memory, tensor.device, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def why_not_plain(tensor: object) -> str | None:
+    """Say why bytes cannot be read from a tensor's memory or written to it, and what to do; None if they can.
+
+    Not for DTensors, whose shard is asked about.
+    """
+    import torch
+
+    kind = type(tensor).__name__
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {kind}, expected a tensor"
+    if kind == "ShardedTensor":
+        return "a ShardedTensor, as FSDP1 has, expected a tensor or a DTensor: shard the model by fully_shard (FSDP2)"
+    if torch.nn.parameter.is_lazy(tensor):
+        return f"a {kind}, which has no shape yet: run the model once before"
+    try:
+        if tensor.is_nested:
+            return "a nested tensor, expected a dense one: give its values() and offsets() as tensors"
+        if tensor.is_quantized:
+            return f"{tensor.dtype}, expected a plain dtype: dequantize() it, or give int_repr() and scales as tensors"
+        if tensor.layout != torch.strided:
+            return f"{tensor.layout}, expected torch.strided: call to_dense() before"
+        if tensor.is_meta:
+            return "on meta, expected cpu or another device with memory: call to_empty(device=...) of its model before"
+        if not tensor.numel():
+            return None
+        if address_of(tensor) == 0:
+            return f"a {kind} without memory of its own, expected a plain tensor: give the tensors that it is made of"
+        storage = tensor.untyped_storage()
+        if memory_of(tensor).end > address_of(storage) + storage.nbytes():
+            return "a tensor whose memory was freed in part: give it while its module holds it"
+    except (RuntimeError, TypeError, ValueError) as error:  # A class of tensors may refuse any operation.
+        return f"a {kind}, which has no memory as plain tensors have ({str(error).splitlines()[0]:.80})"
+    return None
 
 
 def memory_of(tensor: torch.Tensor) -> Strided:

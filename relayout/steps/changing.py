@@ -211,7 +211,7 @@ class Changing:
         return bool(self._routes[t]) and not has_all
 
     def _width(self, t: int) -> int:
-        return BITS[self._planned.cut[t].dtype] // 8
+        return max(1, BITS[self._planned.cut[t].dtype] // 8)
 
     def _routes_of(self, t: int) -> list[_Route]:
         """Where this member sends its part of a tensor."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate
+from safetensors.torch import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from relayout.core.extents import Extent
 from relayout.core.slices import WHOLE, Cut
 from relayout.errors import PlanError
-from relayout.loader.held import HeldTensor, TensorHead, part_of, unwrapped
+from relayout.loader.held import HeldTensor, TensorHead, _as_numbers, part_of, unwrapped
+from relayout.saving.api import Held
 from relayout.saving.together import MemberParts
 
 
@@ -31,6 +37,21 @@ def test_parts_are_those_that_torch_cuts(length: int, axes: list[tuple[int, int,
     ranges = part.ranges_along(0)
     found = range(length) if ranges is None else [n for start, size in ranges for n in range(start, start + size)]
     assert list(found) == expected.tolist()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("index", range(4))
+def test_parts_of_fp4_are_counted_in_numbers(axis: int, index: int) -> None:
+    packed = torch.arange(15).reshape(3, 5)
+    part = part_of("x", (3, 5), [4], [index], [Shard(axis)])
+    part, shape = _as_numbers("x", part, (3, 5))
+    assert shape == (3, 10)
+    numbers = torch.arange(30).reshape(3, 10)  # Those of element n are 2n and 2n + 1.
+    local = Shard(axis)._split_tensor(packed, 4, with_padding=False)[0][index]
+    ranges = part.ranges_along(axis)
+    along = torch.tensor([n for start, size in ranges or () for n in range(start, start + size)], dtype=torch.int64)
+    expected = torch.stack([2 * local, 2 * local + 1], -1).reshape(part.shape(shape))
+    assert torch.equal(numbers.index_select(axis, along), expected)
 
 
 @given(st.permutations(range(3)), st.integers(0, 119), st.integers(1, 120), st.sampled_from(["int32", "uint8"]))
@@ -49,6 +70,63 @@ def test_only_the_same_elements_of_one_memory_are_the_same() -> None:
     assert upper == again
     assert upper != lower
     assert upper != HeldTensor.of("x", whole[:2].t()).memory
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """A mesh of this process."""
+    place = tmp_path_factory.mktemp("meet") / "file"
+    torch.distributed.init_process_group("gloo", f"file://{place}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+KINDS = [torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float4_e2m1fn_x2]
+SIGNS = {"": lambda z: z, "conj": torch.conj, "imag": lambda z: z.imag, "neg": lambda z: z.conj().imag}
+AXES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=3)
+VIEWS = st.tuples(st.sampled_from([*KINDS, *SIGNS]), AXES, st.integers(0, 3), st.booleans())
+
+
+def viewed(memory: torch.Tensor, kind: torch.dtype | str, axes: list[tuple[int, int]], start: int) -> torch.Tensor:
+    """Elements of a memory, any of which may be seen several times."""
+    size, strides = [size for size, _ in axes], [stride for _, stride in axes]
+    base = memory.view(torch.complex64 if isinstance(kind, str) else kind)
+    view = base.as_strided(size, strides, start)
+    return SIGNS[kind](view) if isinstance(kind, str) else view
+
+
+@given(st.lists(VIEWS, min_size=2, max_size=6), st.randoms(use_true_random=False))
+def test_copies_on_the_host_have_the_bytes_that_safetensors_saves(
+    mesh: DeviceMesh, views: list[tuple[Any, list[tuple[int, int]], int, bool]], random: Random
+) -> None:
+    memory = torch.frombuffer(bytearray(random.randbytes(256)), dtype=torch.uint8)
+    tensors, held = {}, {}
+    for number, (kind, axes, start, is_distributed) in enumerate(views):
+        tensor, name = viewed(memory, kind, axes, start), str(number)
+        given = (
+            DTensor.from_local(tensor, mesh, [Replicate()]) if is_distributed and not isinstance(kind, str) else tensor
+        )
+        held[name] = HeldTensor.of(name, given)
+        tensors[name] = tensor.resolve_conj().resolve_neg().contiguous().clone()
+    blob = save(tensors)
+    length = int.from_bytes(blob[:8], "little")
+    copied = Held(held, {}).on_host().tensors
+    for name, entry in json.loads(blob[8 : 8 + length]).items():
+        start, end = entry["data_offsets"]
+        for one in (held[name], copied[name]):
+            assert (one.head.dtype, list(one.head.shape)) == (entry["dtype"], entry["shape"])
+            assert one.bytes_of(Extent(0, end - start)).tobytes() == blob[8 + length + start : 8 + length + end]
+
+
+def test_only_the_same_view_of_one_memory_is_the_same() -> None:
+    z = torch.arange(6.0).reshape(3, 2)
+    pair, imag = torch.view_as_complex(z), torch.view_as_complex(z).imag
+    different = [z, z.t(), z[:2], z[1:], z.expand(2, 3, 2), z.view(torch.int32), pair, pair.conj(), imag]
+    different += [torch.view_as_complex(z).conj().imag, z.clone(), torch.empty(0), torch.empty(0)]
+    assert len({HeldTensor.of("x", one).memory for one in different}) == len(different)
+    for one in different:
+        assert HeldTensor.of("x", one).memory == HeldTensor.of("y", one.detach()).memory
+    assert HeldTensor.of("x", z, torch.bfloat16).memory != HeldTensor.of("x", z).memory
 
 
 PLACEMENTS = st.sampled_from([Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)])
@@ -116,19 +194,15 @@ def test_names_of_wrapped_modules_are_those_of_torchs_checkpoints() -> None:
     ]
 
 
-def test_a_model_inside_ddp_is_itself(tmp_path: Path) -> None:
+def test_a_model_inside_ddp_is_itself(mesh: DeviceMesh) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
-        outer = torch.nn.ModuleDict({"part": DistributedDataParallel(inner)})
-        for wrapped in (DistributedDataParallel(inner), torch.compile(DistributedDataParallel(torch.compile(inner)))):
-            model, name_of = unwrapped(wrapped)
-            assert model is inner
-            assert list(map(name_of, model.state_dict())) == ["module.weight", "module.bias"]
-        model, name_of = unwrapped(outer)
-        assert model is outer
-        assert list(map(name_of, model.state_dict())) == ["part.module.weight", "part.module.bias"]
-    finally:
-        torch.distributed.destroy_process_group()
+    inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
+    outer = torch.nn.ModuleDict({"part": DistributedDataParallel(inner)})
+    for wrapped in (DistributedDataParallel(inner), torch.compile(DistributedDataParallel(torch.compile(inner)))):
+        model, name_of = unwrapped(wrapped)
+        assert model is inner
+        assert list(map(name_of, model.state_dict())) == ["module.weight", "module.bias"]
+    model, name_of = unwrapped(outer)
+    assert model is outer
+    assert list(map(name_of, model.state_dict())) == ["part.module.weight", "part.module.bias"]

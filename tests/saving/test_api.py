@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import prestarted
 from support.checkpoints import write_family
 from support.conversions import stock_tensors
@@ -21,6 +23,10 @@ from support.mounts import mounted_tmpfs
 from support.patience import PATIENCE
 from support.profile import sample
 from support.saving_worker import SHARD, model_of, models
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.masked import masked_tensor
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -128,6 +134,36 @@ def test_in_the_background_parts_of_one_memory_and_two_names_of_one_part_are_sav
     found = relayout.load(tmp_path / "out", 0)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def of_one_memory() -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors that lie in one memory, and are not the same."""
+    floats, z = torch.tensor([1.5, -2.0, 3.25, 1e6]), torch.complex(torch.ones(3), torch.arange(3.0) + 1)
+    numbers, halves = torch.arange(8, dtype=torch.uint8) + 48, torch.tensor([1.0, 2.0, 3.0]).bfloat16()
+    return {
+        "bits of FP32 as I32": {"a": floats, "b": floats.view(torch.int32)},
+        "U8 and FP8": {"a": numbers, "b": numbers.view(torch.float8_e4m3fn)},
+        "U8 and FP4": {"a": numbers, "b": numbers.view(torch.float4_e2m1fn_x2)},
+        "BF16 and F16": {"a": halves.view(torch.float16), "b": halves},
+        "a conjugate": {"a": z, "b": z.conj()},
+        "a negative": {"a": z.imag, "b": torch.conj(z).imag},
+        "a row and it again": {"a": floats.expand(3, 4), "b": floats.expand(4, 4).t()},
+    }
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("case", of_one_memory())
+def test_two_views_of_one_memory_are_two_tensors(tmp_path: Path, case: str, background: bool) -> None:
+    tensors = of_one_memory()[case]
+    dense = {name: tensor.resolve_conj().resolve_neg().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(dense, tmp_path / "stock.safetensors")
+    done = relayout.save(tensors, tmp_path / "out", background=background)
+    if isinstance(done, Future):
+        done.result(PATIENCE)
+    expected, found = load_file(tmp_path / "stock.safetensors"), relayout.load(tmp_path / "out")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {name: one.dtype for name, one in expected.items()}
+    for name, tensor in expected.items():
+        assert found[name].view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist(), name
 
 
 def test_saves_in_the_background_are_put_in_line(tmp_path: Path) -> None:
@@ -244,19 +280,124 @@ def test_an_interrupted_conversion_is_not_discarded_without_force(tmp_path: Path
 @pytest.mark.parametrize(
     ("tensors", "what"),
     [
-        ({"x": torch.ones(2, device="meta")}, "expected one with memory"),
-        ({"x": torch.ones(2, 2).to_sparse()}, "expected one with memory"),
-        ({"x": torch.ones(2, dtype=torch.complex128)}, "cannot be saved"),
-        ({"x": torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, "cannot be saved"),
+        ({"x": torch.ones(2, dtype=torch.complex128)}, "tensor 'x': torch.complex128, which safetensors does not have"),
+        ({"x": torch.ones((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, "tensor 'x': F4 without a dim"),
         ({}, "no tensors"),
         ({"\ud800": torch.ones(2)}, "not valid Unicode"),
         ({1: torch.ones(2)}, "expected text"),
     ],
 )
-def test_what_is_no_dense_tensor_is_refused(tmp_path: Path, tensors: dict[str, Any], what: str) -> None:
+def test_what_safetensors_does_not_have_is_refused(tmp_path: Path, tensors: dict[str, Any], what: str) -> None:
     with pytest.raises(PlanError, match=what):
         relayout.save(tensors, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that is made of another one, as those of torchao are."""
+
+    _inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Wrapper:
+        self: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)  # type: ignore[attr-defined]
+        self._inside = inside
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*[arg._inside if isinstance(arg, Wrapper) else arg for arg in args], **(kwargs or {}))
+
+
+def freed(nbytes: int) -> torch.Tensor:
+    """A tensor whose storage was made smaller, as FSDP does between two uses of a parameter."""
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():  # type: ignore[no-untyped-call]
+        return torch.ones(3)
+
+
+NOT_PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), r"nested.*values\(\)"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), r"nested.*values\(\)"),
+    "lazy": (torch.nn.UninitializedParameter, "has no shape yet: run the model once"),
+    "lazy buffer": (torch.nn.UninitializedBuffer, "has no shape yet: run the model once"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.quint8), r"torch.quint8.*dequantize"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), r"torch.sparse_coo, expected torch.strided: call to_dense\(\)"),
+    "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), "torch.sparse_csr, expected torch.strided"),
+    "mkldnn": (lambda: torch.ones(3, 3).to_mkldnn(), "torch._mkldnn, expected torch.strided"),
+    "meta": (lambda: torch.ones(3, device="meta"), r"on (the device )?meta.*to_empty"),
+    "fake": (fake, "a FakeTensor without memory of its own"),
+    "wrapper": (lambda: Wrapper(torch.ones(3)), "a Wrapper without memory of its own"),
+    "masked": (lambda: masked_tensor(torch.ones(3), torch.ones(3) > 0), "a MaskedTensor without memory of its own"),
+    "freed": (lambda: freed(0), "a Tensor without memory of its own"),
+    "freed in part": (lambda: freed(4), "memory was freed in part"),
+    "a list": (lambda: [1.0], "a list, expected a tensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", NOT_PLAIN)
+def test_what_has_no_plain_memory_is_neither_saved_nor_filled(tmp_path: Path, case: str) -> None:
+    make, what = NOT_PLAIN[case]
+    tensors = {"layer.odd": make()}
+    relayout.save({"layer.odd": torch.ones(3)}, tmp_path / "in")
+    for action in (
+        lambda: relayout.save(tensors, tmp_path / "out"),
+        lambda: relayout.load(tmp_path / "in", into=tensors),
+        lambda: relayout.load(tmp_path / "in", 0, into=tensors),
+    ):
+        with pytest.raises(PlanError, match=what) as caught:
+            action()
+        assert "layer.odd" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_sharded_tensor_of_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        spec = ChunkShardingSpec(0, ["rank:0/cpu"])
+        tensors = {"layer.odd": sharded_tensor.ones(spec, 4, 2)}
+        with pytest.raises(PlanError, match=r"'layer.odd': a ShardedTensor, as FSDP1 has.*fully_shard"):
+            relayout.save(tensors, tmp_path / "out")
+        with pytest.raises(PlanError, match=r"'layer.odd': a ShardedTensor, as FSDP1 has.*fully_shard"):
+            relayout.load(relayout.save({"layer.odd": torch.ones(4, 2)}, tmp_path / "in").output, into=tensors)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_subclass_with_memory_of_its_own_is_saved(tmp_path: Path) -> None:
+    class Named(torch.Tensor):
+        pass
+
+    values = torch.arange(6.0).reshape(2, 3)
+    relayout.save({"x": values.t().as_subclass(Named), "y": torch.nn.Buffer(values)}, tmp_path / "out")
+    found = relayout.load(tmp_path / "out")
+    assert torch.equal(found["x"], values.t())
+    assert torch.equal(found["y"], values)
+
+
+def test_fp4_is_saved_and_filled_as_safetensors_has_it_and_never_cast(tmp_path: Path) -> None:
+    numbers = torch.arange(96, dtype=torch.uint8).reshape(6, 16)
+    packed = numbers.view(torch.float4_e2m1fn_x2)
+    tensors = {"a": packed, "b": packed.t(), "c": packed[1:, 3:7], "empty": packed[:0]}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "stock.safetensors")
+    relayout.save(tensors, tmp_path / "out")
+    assert relayout.verify(tmp_path / "out").ok
+    for folder in (tmp_path / "out", tmp_path / "stock.safetensors"):
+        into = {name: torch.zeros_like(one.view(torch.uint8)).view(one.dtype) for name, one in tensors.items()}
+        assert not into["b"].is_contiguous()
+        relayout.load(folder, into=into)
+        for name, tensor in load_file(tmp_path / "stock.safetensors").items():
+            assert torch.equal(into[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    with pytest.raises(PlanError, match=r"'a': cannot be cast from torch.float4_e2m1fn_x2 to torch.bfloat16"):
+        relayout.save(tensors, tmp_path / "cast", dtype=torch.bfloat16)
+    with pytest.raises(PlanError, match=r"'x': cannot be cast from torch.float32 to torch.float4_e2m1fn_x2"):
+        relayout.save({"x": torch.ones(2)}, tmp_path / "cast", dtype=torch.float4_e2m1fn_x2)
 
 
 def test_the_config_may_be_the_file_itself(tmp_path: Path) -> None:

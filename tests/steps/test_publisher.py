@@ -305,6 +305,18 @@ def test_masters_are_cast_while_they_are_copied(root: str) -> None:
     assert_is_step(follower.tensors, {name: tensor.bfloat16() for name, tensor in masters.items()}, 0)
 
 
+def test_fp4_is_published_and_followed(tmp_path: Path) -> None:
+    packed = torch.arange(64 * 32, dtype=torch.uint8).reshape(64, 32)
+    publisher = relayout.Publisher(tmp_path / "steps", config={})
+    follower = relayout.Follower(tmp_path / "steps", 0)
+    for step in range(3):
+        packed[step, 3] ^= 0x1F
+        publisher.publish({"x": packed.view(torch.float4_e2m1fn_x2), "y": torch.arange(9.0) + step}, step)
+        follower.update()
+        assert follower.tensors["x"].dtype == torch.float4_e2m1fn_x2
+        assert torch.equal(follower.tensors["x"].view(torch.uint8), packed)
+
+
 def test_an_empty_root_has_no_step(root: str) -> None:
     assert relayout.Steps(root).newest() is None
     assert relayout.Steps(root).chain() is None

@@ -24,7 +24,7 @@ from relayout.core.arguments import integer, path_text, size
 from relayout.engines.load import find_folder
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights, listed
 from relayout.errors import PlanError
-from relayout.loader.held import HeldTensor
+from relayout.loader.held import HeldTensor, unwrapped
 from relayout.loader.models import check_model, checkpoint_of, storage_of
 from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
@@ -160,8 +160,10 @@ def save_pretrained(
     the files of a tokenizer are not.
 
     Args:
-        model: of transformers 5; not quantized, and without adapters. All processes give the same one, not stages.
-        dtype: the floating-point dtype to write, as if the model had been moved `to` it before; it keeps its own.
+        model: of transformers 5, also in DistributedDataParallel, and with compiled layers; not quantized, and without
+            adapters. All processes give the same one, not stages.
+        dtype: the floating-point dtype to write, as if the model had been loaded by `from_pretrained(dtype=...)`: what
+            its class keeps in FP32 at a dtype of 16 bits is FP32. The model keeps its own dtypes.
         group: the processes that hold the model. Default: the default group, if there is one.
 
     All other arguments (`output`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`, `unmatched`,
@@ -207,16 +209,37 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup | None:
 def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) -> Callable[[bool], Held]:
     """What a process gives to a save of a model, see `Saving.start` and `save_pretrained`."""
     check_floating(dtype)
-    model = getattr(model, "_orig_mod", model)  # Of torch.compile.
+    model, name_of = unwrapped(model)
 
     def hold(is_first: bool) -> Held:
-        whole = {name: HeldTensor.of(name, tensor, dtype) for name, tensor in _state_of(model).items()}
+        state, dtype_of = _state_of(model, name_of), _dtypes_at(model, dtype)
+        whole = {name: HeldTensor.of(name, tensor, dtype_of(name)) for name, tensor in state.items()}
         views, stand_ins = checkpoint_of(model, [one.head for one in whole.values()])
         index = _sharding(model, stand_ins, max_shard_nbytes)
         tensors = {name: view.of(name, whole[view.origin]) for name, view in views.items()}
         return Held(tensors, _small_files(model, dtype or model.dtype) if is_first else {}, index)
 
     return hold
+
+
+def _dtypes_at(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.dtype | None]:
+    """The dtype to save each floating-point tensor as, by the model's own name of it; None: its own.
+
+    Some stay in FP32 at a dtype of 16 bits, by names that the class lists, as `from_pretrained(dtype=...)` decides it
+    (transformers 5.24: `_get_dtype_plan` in `modeling_utils.py`, and its use in `core_model_loading.py`).
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    kept: dict[str, torch.dtype] = {} if dtype is None else model._get_dtype_plan(dtype)
+    if not kept:
+        return lambda _: dtype
+    pattern, key_of, _ = build_glob_alternation(list(kept))
+
+    def dtype_of(name: str) -> torch.dtype | None:
+        found = pattern.search(name)
+        return dtype if found is None else kept[key_of[str(found.lastgroup)]]
+
+    return dtype_of
 
 
 def _sharding(model: Any, stand_ins: dict[str, Any], max_shard_nbytes: int) -> Sharding:
@@ -234,28 +257,55 @@ def _sharding(model: Any, stand_ins: dict[str, Any], max_shard_nbytes: int) -> S
     return Sharding(list(split.filename_to_tensors.values()), totals)
 
 
-def _state_of(model: Any) -> dict[str, torch.Tensor]:
+def _state_of(model: Any, name_of: Callable[[str], str]) -> dict[str, torch.Tensor]:
     """The tensors that are saved, under the model's own names, as `save_pretrained` chooses them.
 
+    Args:
+        name_of: removes from a name what wrappers inside the model add, see `unwrapped`.
+
     Raises:
-        PlanError: it is of an older transformers, is quantized, or has adapters.
+        PlanError: it is no model of transformers, of an older one, quantized, or has adapters; or as `_check_scopes`.
     """
     import torch
 
-    check_model(model)
+    if isinstance(model, torch.nn.Module):
+        check_model(model)
+    from transformers import PreTrainedModel
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    state = model.state_dict()
+    if not isinstance(model, PreTrainedModel):
+        how = "give tensors to `relayout.save`, and shard a model by fully_shard (FSDP2)"
+        what = f"the model is a {type(model).__name__}, expected one of transformers: {how}"
+        raise PlanError(what, code="unsupported")
+    _check_scopes(model)
+    state = {name_of(name): tensor for name, tensor in model.state_dict().items()}
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
     # Tied tensors are one parameter. Stand-ins share memory where they do.
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    parameters |= dict(model.named_buffers(remove_duplicate=False))
+    own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    parameters = {name_of(name): tensor for name, tensor in own}
     shared: dict[int, torch.Tensor] = {}
     stand_ins = {
         name: shared.setdefault(id(parameters.get(name, tensor)), torch.empty(1)) for name, tensor in state.items()
     }
     return {name: state[name] for name in remove_tied_weights_from_state_dict(stand_ins, model)}
+
+
+def _check_scopes(model: Any) -> None:
+    """Check that transformers finds the tensors of models inside a model, whose names in a checkpoint may be others.
+
+    Raises:
+        PlanError: one of these was compiled, which changes the names that transformers looks for.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if getattr(model, "_weight_conversions", None) is not None:  # Of its from_pretrained, when nothing was compiled.
+        return
+    for conversion in get_model_conversion_mapping(model, add_legacy=False):
+        scope = getattr(conversion, "scope_prefix", None) or ""
+        if "_orig_mod" in scope.split("."):
+            what = f"the model has a compiled model inside, {scope.removesuffix('._orig_mod')!r}"
+            raise PlanError(f"{what}, of which transformers loses the names: call compile() on it", code="unsupported")
 
 
 def _small_files(model: Any, dtype: torch.dtype) -> dict[str, bytes]:

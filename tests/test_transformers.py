@@ -176,6 +176,82 @@ def test_the_names_are_those_of_a_model_that_is_not_compiled(tmp_path: Path) -> 
     assert names(tmp_path / "out") == set(model.state_dict())
 
 
+def wrapped(model: Any) -> Any:
+    """The same model with layers that are compiled, checkpointed, or both."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model.model.embed_tokens = checkpoint_wrapper(model.model.embed_tokens)
+    model.lm_head = torch.compile(model.lm_head)
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp = checkpoint_wrapper(layer.mlp)
+        model.model.layers[number] = torch.compile(layer)
+    return model
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_wrappers_leave_no_trace_in_names_and_files(tmp_path: Path, is_tied: bool, name: str) -> None:
+    import transformers as hf
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 4, "tie_word_embeddings": is_tied}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model_class = getattr(hf, name)
+    config = model_class.config_class(**sizes, **(experts if "Moe" in name else {}))
+    model = model_class(config)
+    model.save_pretrained(tmp_path / "stock")
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "stock").iterdir()}
+    model = wrapped(model)
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        for number, given in enumerate((model, DistributedDataParallel(model), torch.compile(model))):
+            relayout.transformers.save_pretrained(given, tmp_path / f"out-{number}")
+            relayout.Publisher(tmp_path / f"steps-{number}").publish(given, 1)
+            [step] = (tmp_path / f"steps-{number}").glob("full-*")
+            for place, folder in (("a", tmp_path / f"out-{number}"), ("b", step)):
+                relayout.restore(folder, tmp_path / f"restored-{number}-{place}")
+                found = (tmp_path / f"restored-{number}-{place}").iterdir()
+                assert {file.name: file.read_bytes() for file in found} == expected
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_compiled_model_inside_whose_experts_transformers_no_longer_finds_is_refused(tmp_path: Path) -> None:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    text = hf.MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=64, num_local_experts=4)
+    vision = hf.CLIPVisionConfig(**sizes, image_size=28, patch_size=14)
+    model = hf.LlavaForConditionalGeneration(hf.LlavaConfig(text_config=text, vision_config=vision))
+    model.save_pretrained(tmp_path / "stock")
+    inside = model.model.language_model
+    model.model.language_model = torch.compile(inside)
+    with pytest.raises(PlanError, match=r"'language_model', of which transformers loses the names: call compile\(\)"):
+        relayout.transformers.save_pretrained(model, tmp_path / "out")
+    model.model.language_model = inside
+    inside.compile()
+    relayout.transformers.save_pretrained(model, tmp_path / "out")
+    assert names(tmp_path / "out") == set(load_file(tmp_path / "stock" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["DataParallel", "ModuleDict", "dict", "function"])
+def test_what_is_no_model_of_transformers_is_refused_by_its_type(tmp_path: Path, kind: str) -> None:
+    plain = torch.nn.Linear(2, 2)
+    given: dict[str, tuple[Any, str]] = {
+        "DataParallel": (torch.nn.DataParallel(plain), "Linear"),
+        "ModuleDict": (torch.nn.ModuleDict({"x": plain}), "ModuleDict"),
+        "dict": (plain.state_dict(), "OrderedDict"),
+        "function": (torch.compile(plain.forward), "function"),
+    }
+    model, name = given[kind]
+    with pytest.raises(PlanError, match=rf"the model is a {name}, expected one of transformers: give tensors"):
+        relayout.transformers.save_pretrained(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def adapted(model: Any) -> None:
     model.model.layers[0].self_attn.q_proj.base_layer = torch.nn.Linear(32, 32)  # As PEFT does.
 
@@ -222,6 +298,70 @@ def test_weights_are_cast_as_by_the_model(tmp_path: Path, background: bool, is_t
     assert json.loads(stock["config.json"])["dtype"] == "bfloat16"
     with pytest.raises(PlanError, match="expected a floating-point dtype"):
         relayout.transformers.save_pretrained(model, tmp_path / "int", dtype=torch.int8, tp=1)
+
+
+def in_float32(name: str) -> Any:
+    """A small model of a class that keeps some tensors in FP32, all of whose tensors are FP32."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 4}
+    experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+    experts |= {"topk_group": 1, "first_k_dense_replace": 1}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    options: dict[str, dict[str, Any]] = {
+        "DeepseekV3": {**sizes, **experts, **latent},
+        "Glm4Moe": {**sizes, **experts},
+        "GptOss": {**sizes, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+        "T5": {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 1, "vocab_size": 64},
+        "Rwkv": {"hidden_size": 32, "vocab_size": 64, "num_hidden_layers": 2},
+    }
+    kind = "ForConditionalGeneration" if name == "T5" else "ForCausalLM"
+    config = getattr(hf, f"{name}Config")(**options[name])
+    model = getattr(hf, f"{name}{kind}")(config).float()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():  # Values that 16 bits do not hold.
+            tensor.copy_(torch.rand_like(tensor) + 6) if tensor.is_floating_point() else None
+    return model
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe", "GptOss", "T5", "Rwkv"])
+def test_what_a_class_keeps_in_float32_is_saved_so(
+    tmp_path: Path, name: str, dtype: torch.dtype, background: bool
+) -> None:
+    model = in_float32(name)
+    model.save_pretrained(tmp_path / "masters")
+    type(model).from_pretrained(tmp_path / "masters", dtype=dtype).save_pretrained(tmp_path / "stock")
+    saved = relayout.transformers.save_pretrained(model, tmp_path / "out", dtype=dtype, background=background)
+    if background:
+        saved.result()
+    relayout.restore(tmp_path / "out", tmp_path / "restored")
+    stock = {file.name: file.read_bytes() for file in (tmp_path / "stock").iterdir()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "restored").iterdir()} == stock
+    kinds = {tensor.dtype for tensor in load_file(tmp_path / "stock" / "model.safetensors").values()}
+    keeps = {
+        torch.bfloat16: ("DeepseekV3", "Glm4Moe"),
+        torch.float16: ("DeepseekV3", "Glm4Moe", "GptOss", "T5", "Rwkv"),
+    }
+    assert kinds == ({dtype, torch.float32} if name in keeps.get(dtype, ()) else {dtype})
+
+
+def test_a_model_that_was_cast_and_a_step_have_float32_again_where_the_class_keeps_it(tmp_path: Path) -> None:
+    model = in_float32("DeepseekV3").to(torch.bfloat16)
+    router = "model.layers.1.mlp.gate.weight"
+    publisher = relayout.Publisher(tmp_path / "steps", dtype=torch.bfloat16)
+    publisher.publish(model, 1)
+    follower = relayout.Follower(tmp_path / "steps", 0)
+    follower.update()
+    relayout.transformers.save_pretrained(model, tmp_path / "own")
+    relayout.transformers.save_pretrained(model, tmp_path / "at", dtype=torch.bfloat16)
+    assert relayout.load(tmp_path / "own", 0)[router].dtype == torch.bfloat16
+    for found in (relayout.load(tmp_path / "at", 0), follower.tensors):
+        assert found["model.norm.weight"].dtype == torch.bfloat16
+        assert torch.equal(found[router], model.get_parameter(router).float())
 
 
 def test_pipeline_stages_are_refused_as_no_whole_model(tmp_path: Path) -> None:

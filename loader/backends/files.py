@@ -16,7 +16,7 @@ from functools import partial
 
 from relayout.checkpoint.converted import Proven, check_head, check_holes
 from relayout.core.extents import BLOCK, align_down
-from relayout.core.workers import each
+from relayout.core.workers import ADVICE_ON_THREADS, each
 from relayout.errors import FormatError
 from relayout.loader.requests import local_world_size
 from relayout.loader.sources.rank import StoredFile, cost_of
@@ -335,9 +335,9 @@ def _hint(code: int | None) -> str | None:
         case errno.ESTALE:
             return "the network file system has replaced the file: mount it again, or load again"
         case errno.ENOMEM:
-            return "the system has no memory for the request: load with fewer threads, or raise ulimit -l"
+            return "the system has no memory for the request: use fewer threads, or raise ulimit -l"
         case errno.EAGAIN:
-            return "a limit of this process or user is reached: load with fewer threads, or raise ulimit -u or -l"
+            return ADVICE_ON_THREADS
     return "the network file system does not answer" if code in _NO_ANSWER else None
 
 

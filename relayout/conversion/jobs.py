@@ -287,7 +287,7 @@ def commit_units(
             raise FormatError("has changed since its units were converted", path=str(source.root), code="mismatch")
         complete_parts(output, conversion, whole)
         check_unchanged(planned, identity)
-    return summary_of(planned, 0, time.monotonic() - started)
+    return summary_of(planned, work, 0, time.monotonic() - started)
 
 
 def complete_parts(output: Output, conversion: Conversion, written: Written) -> None:

@@ -137,7 +137,7 @@ def carry_out(
             if isinstance(output, LocalOutput):
                 output.clear()
             raise
-    return summary_of(conversion, making.resumed_nbytes, time.monotonic() - started)
+    return summary_of(conversion, work, making.resumed_nbytes, time.monotonic() - started)
 
 
 def work_of(
@@ -193,8 +193,8 @@ def differences(conversion: Conversion, *, threads: int, memory: int | str) -> l
     return differences_from_conversion(conversion, num_readers_of(*share_memory(threads, memory, conversion.output)))
 
 
-def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> Summary:
-    """The summary of a conversion that is done."""
+def summary_of(conversion: Conversion, work: Work, resumed_nbytes: int, seconds: float) -> Summary:
+    """Return the summary of a conversion that was published as `work`, without looking at the source again."""
     source, layout = conversion.source, conversion.layout
     return Summary(
         output=str(conversion.output),
@@ -212,7 +212,7 @@ def summary_of(conversion: Conversion, resumed_nbytes: int, seconds: float) -> S
         left_out=source.left_out,
         unmatched=conversion.plan.unmatched,
         unused=conversion.plan.unused,
-        is_private=scheme_of(str(conversion.output)) is None and not output_modes(source).file & 0o044,
+        is_private=scheme_of(str(conversion.output)) is None and not work.modes.file & 0o044,
     )
 
 

@@ -22,6 +22,10 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 Child: TypeAlias = subprocess.Popen[bytes]
 PIPE, QUIET, WITH_STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT
+ADVICE_ON_THREADS = (
+    "a limit of this process, user or container is reached: use fewer threads, or raise ulimit -u or -l, or pids.max"
+)
+"""What to do if the system cannot start another thread, or lock more memory (EAGAIN)."""
 _LOG_POLL_SECONDS = 0.5
 
 
@@ -268,7 +272,7 @@ class Workers(Generic[Item, State]):
         except RuntimeError as error:  # Python raises RuntimeError if pthread_create fails.
             with self._lock:
                 self._num_running -= 1
-            raise OSError(errno.EAGAIN, str(error)) from None
+            raise OSError(errno.EAGAIN, f"{error}; {ADVICE_ON_THREADS}") from None
         self._threads.append(thread)
         return True
 

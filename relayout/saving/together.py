@@ -378,7 +378,7 @@ class GroupSave:
             except BaseException as error:
                 group.fail(error)  # Before what the others are writing is deleted.
                 raise
-        return summary_of(planned, 0, time.monotonic() - started)
+        return summary_of(planned, work, 0, time.monotonic() - started)
 
     def _begin(self, work: Work, publishing: ExitStack) -> Output:
         """Begin the output, of the first member; it is published when `publishing` is closed."""

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from support.models import as_integers, expected_slice, read_tensors
 from support.profile import sample
 
 import relayout
+import relayout.publish.folder as publishing
+from relayout.conversion.jobs import commit_units, run_job, unit_jobs
 from relayout.errors import FormatError
 from relayout.format.manifest import SOURCE_RECORD_NAME, decompress
 from relayout.format.source_record import ConversionOptions, RecordedPlan, parse_record
@@ -105,6 +108,32 @@ def test_the_index_of_slices_names_their_files_and_one_that_is_missing_so_that_o
         assert file.startswith(f"model-rank-{first}-")
         with safe_open(out / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("way", ["whole", "units"])
+def test_a_source_that_is_gone_after_the_output_is_published_is_no_failure(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    source, publish = shutil.copytree(llama, tmp_path / "source"), publishing._publish
+    for shard in source.glob("*.safetensors"):
+        shard.chmod(0o644)
+    planned = relayout.plan_conversion(source, tmp_path / "out", tp=2)
+
+    def publish_and_delete_the_source(*args: Any) -> None:
+        publish(*args)
+        shutil.rmtree(source)
+
+    monkeypatch.setattr(publishing, "_publish", publish_and_delete_the_source)
+    if way == "units":
+        for job in unit_jobs(planned):
+            run_job(job)
+        done = commit_units(planned)
+    else:
+        done = relayout.carry_out(planned)
+    assert done.num_ranks == 2
+    assert not done.is_private
+    assert not source.exists()
+    assert relayout.verify(tmp_path / "out").ok
 
 
 @pytest.mark.parametrize(("mode", "is_private"), [(0o600, True), (0o640, False), (0o644, False)])

@@ -154,10 +154,10 @@ def test_a_thread_that_does_not_start_ends_the_load(
 
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start)
-            error = assert_fails(call, BlockingIOError, "can't start new thread; .*: load with fewer threads, or raise")
+            error = assert_fails(call, BlockingIOError, "can't start new thread; .*: use fewer threads, or raise")
         assert isinstance(error, OSError)
         assert error.errno == errno.EAGAIN
-        assert str(error).count("load with fewer threads") == 1
+        assert str(error).count("use fewer threads") == 1
     assert_equal(relayout.load(place / "out", 0, backend=way), expected)
 
 

@@ -430,6 +430,27 @@ def test_of_a_save_to_a_full_drive_nothing_is_left(tmp_path: Path) -> None:
         assert list(drive.iterdir()) == []
 
 
+@pytest.mark.parametrize("action", ["save", "convert", "load"])
+def test_where_no_thread_can_be_started_the_error_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    save_file({"x": torch.ones(4)}, tmp_path / "in.safetensors")
+    actions: dict[str, Callable[[], Any]] = {
+        "save": lambda: relayout.save({"x": torch.ones(4)}, tmp_path / "out"),
+        "convert": lambda: relayout.convert(tmp_path / "in.safetensors", tmp_path / "out", tp=1),
+        "load": lambda: relayout.load(tmp_path / "in.safetensors", 0, tp=1, backend="direct"),
+    }
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match=r"can't start new thread; a limit of .* is reached: use fewer threads") as caught:
+        actions[action]()
+    assert str(caught.value).count("use fewer threads") == 1
+    assert not (tmp_path / "out").exists()
+
+
 _SAVES = """
 import sys
 from saving.test_api import CONFIG, llama

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,25 @@ def torch_dtype(name: str, dtype: str) -> torch.dtype:
         raise PlanError(f"torch {torch.__version__} has no dtype for {dtype}", tensor=name, code="unsupported")
     assert isinstance(torch_type, torch.dtype)
     return torch_type
+
+
+def numpy_dtype(name: str, dtype: str) -> np.dtype[Any]:
+    """numpy's dtype for a tensor of that name: its own, or one that `ml_dtypes` has registered.
+
+    Raises:
+        PlanError: numpy has no such dtype.
+    """
+    try:
+        return np.dtype(_TORCH_NAMES.get(dtype, ""))
+    except TypeError:
+        what = f"numpy has no dtype for {dtype}: import ml_dtypes (or jax) first, or use framework 'pt'"
+        raise PlanError(what, tensor=name, code="unsupported") from None
+
+
+def to_numpy(tensor: torch.Tensor, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The memory of a tensor on the CPU as an array of the same bits and of that dtype; a copy if not contiguous."""
+    array: npt.NDArray[Any] = bytes_of(tensor.contiguous()).numpy().view(dtype).reshape(tensor.shape)
+    return array
 
 
 def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -24,11 +24,12 @@ from relayout.loader.requests import HOST_BUFFERS, plan_budget
 from relayout.loader.sources.checkpoint import Asked, find_tensors, warn_if_slow
 from relayout.loader.sources.rank import ArenaPlan, Names, Pieces, RankSource, StoredFile, pack, parts_of
 from relayout.loader.stream import stream
-from relayout.loader.tensors import check_mode, make_views, to_device
+from relayout.loader.tensors import check_mode, make_views, numpy_dtype, to_device, to_numpy
 from relayout.storage.stores import Access, Closable
 from relayout.storage.system import map_file
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from relayout.cache.folder import CacheOption
@@ -65,6 +66,9 @@ class _Reader(Protocol):
     def part(self, row: int, index: Any) -> torch.Tensor:
         """The elements that a valid index selects, in new memory."""
 
+    def all(self) -> list[torch.Tensor]:
+        """All tensors, whole, in the order of their rows."""
+
 
 class TensorSlice:
     """A tensor that can be read in parts; returned by `get_slice`.
@@ -97,7 +101,7 @@ class TensorSlice:
         return self._dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The elements that torch's basic indexing selects, in new memory.
+        """The elements that torch's basic indexing selects, in new memory; for framework "np" too.
 
         With integers, slices and `...`, only the elements selected along dim 0 and along the dim of the cut are read.
 
@@ -153,7 +157,12 @@ class CheckpointView(Closable):
         return f"<CheckpointView {self.path!r}: {what}, {len(self._pieces.columns.names):,} tensors{state}>"
 
     def keys(self) -> list[str]:
-        """The names of the tensors, in file order."""
+        """The names of the tensors, in file order.
+
+        Raises:
+            PlanError: the checkpoint was closed, as for all methods.
+        """
+        self._opened()
         return list(self._pieces.columns.names)
 
     def offset_keys(self) -> list[str]:
@@ -166,6 +175,7 @@ class CheckpointView(Closable):
         Raises:
             FormatError: a header is damaged.
         """
+        self._opened()
         return dict(self._pieces.metadata()) or None
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -188,6 +198,13 @@ class CheckpointView(Closable):
         with error_hints():
             return reader.tensor(row)
 
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, in file order; for errors see `get_tensor`."""
+        check_mode()
+        reader, _ = self._opened()
+        with error_hints():
+            return dict(zip(self._pieces.columns.names, reader.all(), strict=True))
+
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor that can be read in part.
 
@@ -207,12 +224,16 @@ class CheckpointView(Closable):
         _, row = self._find(name)
         return Place(tuple(columns.source_shapes[row]), columns.parts[row])
 
-    def _find(self, name: str) -> tuple[_Reader, int]:
-        """The reader, and the tensor's row."""
+    def _opened(self) -> tuple[_Reader, Mapping[str, int]]:
+        """The reader, and the row of each name. PlanError: they were released."""
         state = self._open  # Another thread may close this meanwhile.
         if state is None:
             raise PlanError("is closed", path=self.path)
-        reader, rows = state
+        return state
+
+    def _find(self, name: str) -> tuple[_Reader, int]:
+        """The reader, and the tensor's row."""
+        reader, rows = self._opened()
         if name not in rows:
             whose = "" if self._is_whole else f"rank {self.rank} "
             raise PlanError(f"{whose}has no tensor {name!r}{did_you_mean(name, rows)}", path=self.path, code="missing")
@@ -235,6 +256,9 @@ class _Mapped:
 
     def part(self, row: int, index: Any) -> torch.Tensor:
         return to_device(self._tensors[row][index].clone(), self._device)
+
+    def all(self) -> list[torch.Tensor]:
+        return [self.tensor(row) for row in range(len(self._tensors))]
 
 
 class _OnDemand:
@@ -261,8 +285,41 @@ class _OnDemand:
                 start, length = bounds(selected[axis], shape[axis])
                 wanted = _narrowed(wanted, axis, columns.source_shapes[row][axis], start, length)
                 selected[axis] = within(selected[axis], length)
-        [tensor] = load_arena(pack(parts_of(self._pieces, {row: wanted})), self._options).values()
+        [tensor] = self._read({row: wanted})
         return tensor[index if selected is None else tuple(selected)]
+
+    def all(self) -> list[torch.Tensor]:
+        return self._read(dict(enumerate(self._pieces.columns.parts)))
+
+    def _read(self, wanted: Mapping[int, Slice]) -> list[torch.Tensor]:
+        """Read parts of the whole tensors, by row, into one allocation."""
+        return list(load_arena(pack(parts_of(self._pieces, wanted)), self._options).values())
+
+
+class _AsNumpy:
+    """Tensors of another reader as numpy arrays, which share their memory."""
+
+    def __init__(self, reader: _Reader, pieces: Pieces) -> None:
+        self._reader = reader
+        self._columns = pieces.columns
+
+    def tensor(self, row: int) -> Any:
+        return self._array(row, self._reader.tensor)
+
+    def part(self, row: int, index: Any) -> Any:
+        return self._array(row, lambda row: self._reader.part(row, index))
+
+    def all(self) -> list[Any]:
+        rows = range(len(self._columns.names))
+        dtypes = [self._dtype(row) for row in rows]  # Before anything is read.
+        return list(map(to_numpy, self._reader.all(), dtypes))
+
+    def _array(self, row: int, read: Callable[[int], torch.Tensor]) -> Any:
+        dtype = self._dtype(row)
+        return to_numpy(read(row), dtype)
+
+    def _dtype(self, row: int) -> np.dtype[Any]:
+        return numpy_dtype(self._columns.names[row], self._columns.dtypes[row])
 
 
 Selection: TypeAlias = list[int | slice]
@@ -366,8 +423,9 @@ def _reader(source: RankSource, names: Names, pieces: Pieces, options: Options) 
 def safe_open(
     path: str | os.PathLike[str],
     framework: str = "pt",
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = "cpu",
     *,
+    backend: str = "mmap",
     deltas: Paths = (),
     trust: Trust = None,
 ) -> CheckpointView:
@@ -377,15 +435,18 @@ def safe_open(
     manifest and the source record are read now, of a plain one the headers. Threads may share the result.
 
     Args:
-        path, device, deltas, trust: as for `load`.
-        framework: "pt".
+        path, deltas, trust: as for `load`.
+        framework: "pt" for tensors of torch, or "np" for numpy arrays, for jax and others. numpy has bfloat16 and
+            8-bit floating-point dtypes once `ml_dtypes` is imported, which jax does. Both need torch.
+        device: as for `load`; None is the CPU, the only device of numpy.
+        backend: "mmap" or "pread", as `safetensors.safe_open` has them. Either reads a tensor when it is requested.
 
     Returns:
         The whole tensors; see `open`.
 
     Raises:
         FormatError: the manifest or the source record, or a header, is damaged.
-        PlanError: `path` does not exist, or `framework` is not torch ("pt").
+        PlanError: `path` does not exist (then also a FileNotFoundError), or another argument has no such value.
 
     Example:
         >>> import relayout
@@ -393,12 +454,23 @@ def safe_open(
         ...     whole.get_slice("lm_head.weight").get_shape()
         [1000, 128]
     """
-    if framework not in ("pt", "torch", "pytorch"):
-        raise PlanError(f"framework {framework!r}, expected 'pt'", code="option")
+    if framework not in (*_TORCH, *_NUMPY):
+        raise PlanError(f"framework {framework!r}, expected 'pt' or 'np'", code="option")
+    if backend not in ("mmap", "pread"):
+        raise PlanError(f"backend {backend!r}, expected 'mmap' or 'pread', as safetensors has them", code="option")
     with error_hints():
-        options = Asked(path=path, device=device).options()
+        options = Asked(path=path, device="cpu" if device is None else device).options()
+        if framework in _NUMPY and options.kind != "cpu":
+            raise PlanError(f"device {str(device)!r}: arrays of numpy are on the CPU", code="option")
         pieces = find_tensors(path, deltas, trust).pieces
-        return CheckpointView(os.fspath(path), 0, 1, pieces, _OnDemand(pieces, options), is_whole=True)
+        reader: _Reader = _OnDemand(pieces, options)
+        reader = _AsNumpy(reader, pieces) if framework in _NUMPY else reader
+        return CheckpointView(os.fspath(path), 0, 1, pieces, reader, is_whole=True)
+
+
+_TORCH = ("pt", "torch", "pytorch")
+_NUMPY = ("np", "numpy")
+"""Names of frameworks, as safetensors has them."""
 
 
 def can_map(files: Iterable[StoredFile]) -> bool:

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from errno import ENOENT
 from os import PathLike
 from reprlib import Repr
 from typing import Literal, TypeAlias
@@ -178,6 +179,35 @@ class PlanError(RelayoutError, ValueError):
         code: PlanCode = "invalid",
     ) -> None:
         super().__init__(what, path=path, tensor=tensor, offset=offset, code=code)
+
+
+class MissingPathError(PlanError, FileNotFoundError):
+    """Nothing exists at the path that the caller named, of which Python's `open` raises a FileNotFoundError."""
+
+    def __init__(self, what: str, *, path: Where) -> None:
+        super().__init__(what, path=path, code="missing")
+
+    @property
+    def errno(self) -> int:  # type: ignore[override]
+        """ENOENT, as for every FileNotFoundError."""
+        return ENOENT
+
+    @property
+    def strerror(self) -> str:  # type: ignore[override]
+        """The text without the path."""
+        return self.what
+
+    @property
+    def filename(self) -> str | None:
+        """The path."""
+        return None if self.path is None else str(self.path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _missing_path, (self.what, self.path), self.__dict__
+
+
+def _missing_path(what: str, path: Where) -> MissingPathError:
+    return MissingPathError(what, path=path)
 
 
 @contextmanager

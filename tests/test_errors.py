@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import json
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -26,6 +29,41 @@ def test_the_text_says_where_then_what() -> None:
 def test_an_error_that_travels_between_processes_keeps_its_fields() -> None:
     error = pickle.loads(pickle.dumps(PlanError("no", path="p", tensor="t", code="option")))
     assert (type(error), str(error), error.code, error.tensor) == (PlanError, "p: tensor 't': no", "option", "t")
+
+
+MISSING: dict[str, Callable[[str], object]] = {
+    "load": relayout.load,
+    "load a rank": lambda path: relayout.load(path, 0),
+    "load a rank of a degree": lambda path: relayout.load(path, 0, tp=2),
+    "iter_load": lambda path: list(relayout.iter_load(path, 0)),
+    "open": relayout.open,
+    "safe_open": relayout.safe_open,
+    "explain": lambda path: relayout.explain(path, 0),
+    "warm": lambda path: relayout.warm(path, rank=0),
+    "inspect": relayout.inspect,
+    "verify": relayout.verify,
+    "restore": lambda path: relayout.restore(path, f"{path}-restored"),
+    "convert": lambda path: relayout.convert(path, tp=1),
+    "copy": lambda path: relayout.copy(path, f"{path}-copy"),
+    "files": relayout.files,
+    "report": lambda path: relayout.report(path, f"{path}.html"),
+    "delta": lambda path: relayout.delta(path, path, f"{path}-delta"),
+    "apply_deltas": lambda path: relayout.apply_deltas(path, path, f"{path}-new"),
+    "plan_bench": relayout.plan_bench,
+    "trust": lambda path: relayout.load(Path(path).parent, trust=path),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_path_that_does_not_exist_is_one_error_everywhere(name: str, tmp_path: Path) -> None:
+    """And what Python's own `open` and safetensors raise."""
+    path = str(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=r"nothing: .*(no such file or folder|does not exist)") as caught:
+        MISSING[name](path)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value)), copy.copy(caught.value)):
+        assert isinstance(error, PlanError)
+        assert (error.code, error.path, error.errno, error.filename) == ("missing", path, errno.ENOENT, path)
+        assert str(error) == str(caught.value)
 
 
 def test_what_an_error_names_already_is_not_named_again() -> None:

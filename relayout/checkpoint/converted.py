@@ -51,9 +51,9 @@ from relayout.storage.stores import (
     ReadOnlyStore,
     RequestCost,
     Store,
+    check_exists,
     if_there,
     refuse_unfinished,
-    why_missing,
 )
 from relayout.storage.system import Buffer
 
@@ -90,14 +90,15 @@ def find_manifest_blob(folder: Store) -> bytes | None:
 
 
 def read_manifest(folder: Store) -> Manifest:
-    """Read and check relayout.json. FormatError: it is missing or damaged."""
+    """Read and check relayout.json. FormatError: it is missing or damaged. MissingPathError: the folder is missing."""
     return parse_manifest(read_manifest_blob(folder), folder.location(MANIFEST_NAME))
 
 
 def read_manifest_blob(folder: Store) -> bytes:
-    """Read relayout.json. FormatError: it is missing."""
+    """Read relayout.json. FormatError: it is missing. MissingPathError: so is the folder."""
     blob = if_there(lambda: folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     if blob is None:
+        check_exists(folder)
         advice = ""
         if not folder.cost.is_remote and folder.kind() is Kind.FOLDER:
             refuse_unfinished(folder)
@@ -107,7 +108,6 @@ def read_manifest_blob(folder: Store) -> bytes:
             refuse_rank_files(folder, (entry.name for entry in entries))
             advice = advice_on_snapshots(entries)
         what = f"not a converted folder ({MANIFEST_NAME} is missing){advice or '; relayout convert makes one'}"
-        what = why_missing(folder) if folder.kind() is Kind.NOTHING else what
         raise FormatError(what, path=str(folder), code="missing")
     return blob
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, Proven, StoreOver, index_of, names_of_index, proof_of
 from relayout.core.arguments import path_text
 from relayout.core.extents import BLOCK
-from relayout.errors import FormatError, PlanError, about, did_you_mean, how_to_install, shown
+from relayout.errors import FormatError, MissingPathError, PlanError, about, did_you_mean, how_to_install, shown
 from relayout.format.fields import decode, parse_toml
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
@@ -108,7 +108,7 @@ def policy_of(trust: Trust) -> Policy | None:
         with open(path, "rb") as file:
             text = file.read(_MAX_POLICY_NBYTES + 1)
     except FileNotFoundError:
-        raise PlanError("the trust policy does not exist", path=path, code="missing") from None
+        raise MissingPathError("the trust policy does not exist", path=path) from None
     with about(path=path):
         if len(text) > _MAX_POLICY_NBYTES:
             raise PlanError(f"more than {_MAX_POLICY_NBYTES} bytes", code="limit")

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar
 
 from relayout.core.arguments import path_text
-from relayout.errors import FormatError, PlanError, about, did_you_mean
+from relayout.errors import FormatError, MissingPathError, PlanError, about, did_you_mean
 
 Found = TypeVar("Found")
 
@@ -360,9 +360,9 @@ def find_input(path: str | os.PathLike[str]) -> Store:
 
 
 def check_exists(store: Store) -> None:
-    """Raise PlanError if there is nothing at the store's own path or prefix."""
+    """Raise MissingPathError if there is nothing at the store's own path or prefix."""
     if store.kind() is Kind.NOTHING:
-        raise PlanError(why_missing(store), path=str(store), code="missing")
+        raise MissingPathError(why_missing(store), path=str(store))
 
 
 def why_missing(store: Store) -> str:

@@ -122,6 +122,81 @@ def test_scalars_vectors_and_odd_types_are_those_of_the_stock_reader(tmp_path: P
                 opened.get_slice("scalar")[0]
 
 
+# As arrays of numpy.
+
+
+@pytest.mark.parametrize("framework", ["np", "numpy"])
+def test_arrays_of_numpy_are_those_of_the_stock_reader(framework: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "scalar": torch.tensor(-2.5, dtype=torch.float64),
+        "half": torch.randn(6, 5).half(),
+        "empty": torch.zeros(0, 3),
+        "thin": torch.zeros(3, 0, 2, dtype=torch.bool),
+        "true": torch.randint(2, (6, 2)).bool(),
+        "wide": torch.randint(2**40, (4, 3, 5, 7)),
+        "complex": torch.randn(6, 3, dtype=torch.complex64),
+        **{
+            str(dtype): torch.randint(100, (6, 4)).to(dtype)
+            for dtype in (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.uint64)
+        },
+    }
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "llama"}')
+    relayout.convert(tmp_path / "source", tmp_path / "out", tp=3, unmatched="replicate")
+    for folder in ("source", "out"):
+        with (
+            safe_open(tmp_path / "source" / "model.safetensors", framework=framework) as stock,
+            relayout.safe_open(tmp_path / folder, framework, None, backend="pread") as opened,
+        ):
+            expected, found = stock.get_tensors(), opened.get_tensors()
+            assert found.keys() == expected.keys() == tensors.keys()
+            for name, array in expected.items():
+                index = a_box(array.shape)
+                for one, other in (
+                    (found[name], array),
+                    (opened.get_tensor(name), array),
+                    (opened.get_slice(name)[index], array[index] if array.ndim else array),
+                ):
+                    assert type(one) is np.ndarray
+                    assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+                    np.testing.assert_array_equal(one, other, err_msg=name)
+            assert opened.get_slice("wide")[1, 1:, -2, ::3].tolist() == tensors["wide"][1, 1:, -2, ::3].tolist()
+
+
+READ_NARROW = """
+import json, sys
+import relayout
+from safetensors import safe_open
+
+said = []
+for opened in (safe_open(sys.argv[1] + "/model.safetensors", "np"), relayout.safe_open(sys.argv[1], "np")):
+    said.append(opened.get_tensor("norm").tolist())
+    calls = [lambda: opened.get_tensor("brain"), lambda: opened.get_tensor("eight"), opened.get_tensors]
+    for call in [*calls, lambda: opened.get_slice("brain")[:2]]:
+        try:
+            said.append(str(call()))
+        except (TypeError, AttributeError, relayout.PlanError) as error:
+            said.append([type(error).__name__, str(error)])
+print(json.dumps(said))
+"""
+
+
+def test_dtypes_that_numpy_lacks_are_refused_as_the_stock_reader_does(tmp_path: Path) -> None:
+    """In a process of its own: another package may have registered them here."""
+    narrow = {"brain": torch.bfloat16, "eight": torch.float8_e4m3fn}
+    tensors = {name: torch.arange(12.0).reshape(4, 3).to(dtype) for name, dtype in narrow.items()}
+    save_file({**tensors, "norm": torch.arange(3.0)}, tmp_path / "model.safetensors")
+    norm, *stock = [0.0, 1.0, 2.0], ["TypeError", "data type 'bfloat16' not understood"]
+    eight = ["AttributeError", "module 'numpy' has no attribute 'float8_e4m3fn'"]
+    text = "tensor '{}': numpy has no dtype for {}: import ml_dtypes (or jax) first, or use framework 'pt'"
+    brain, other = (["PlanError", text.format(*each)] for each in (("brain", "BF16"), ("eight", "F8_E4M3")))
+    said = child(READ_NARROW, tmp_path)
+    assert said[:5] == [norm, *stock, eight, *stock, *stock]
+    assert said[5:] == [norm, brain, other, brain, brain]
+
+
 # Slices.
 
 
@@ -269,8 +344,12 @@ def test_what_is_not_there_is_named(conversions: Conversions, opened: Checkpoint
         with pytest.raises(PlanError, match=f"{path.name}: {says}") as caught:
             relayout.safe_open(path)
         assert (caught.value.code, str(caught.value.path)) == (code, str(path))
-    with pytest.raises(PlanError, match=r"framework 'np', expected 'pt'"):
-        relayout.safe_open(opened.path, framework="np")
+    with pytest.raises(PlanError, match=r"^framework 'tf', expected 'pt' or 'np'$"):
+        relayout.safe_open(opened.path, framework="tf")
+    with pytest.raises(PlanError, match=r"^backend 'direct', expected 'mmap' or 'pread'"):
+        relayout.safe_open(opened.path, backend="direct")
+    with pytest.raises(PlanError, match=r"^device 'meta': arrays of numpy are on the CPU$"):
+        relayout.safe_open(opened.path, "np", "meta")
     with pytest.raises(PlanError, match=r"device 'cuda:77'"):
         relayout.safe_open(opened.path, device="cuda:77")
 

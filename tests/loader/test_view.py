@@ -63,6 +63,14 @@ def test_what_a_slice_gives_has_memory_of_its_own(converted: Path) -> None:
         assert_equal({name: opened.get_tensor(name)}, {name: before})
 
 
+def test_all_tensors_at_once_are_the_tensors_one_by_one(model: Path, converted: Path) -> None:
+    for opened in (relayout.open(converted, 0), relayout.open(model, 1, tp=2), relayout.safe_open(converted)):
+        with opened:
+            found = opened.get_tensors()
+            assert list(found) == opened.keys()
+            assert_equal(found, {name: opened.get_tensor(name) for name in opened})
+
+
 def test_what_is_written_to_a_tensor_does_not_reach_the_files(converted: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "copy"))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -88,6 +96,9 @@ def test_a_closed_one_answers_no_more_and_what_it_gave_stays(converted: Path, tm
         for call in (opened.get_tensor, opened.get_slice, opened.place):
             with pytest.raises(PlanError, match="is closed"):
                 call("lm_head.weight")
+        for ask in (opened.keys, opened.offset_keys, opened.metadata, opened.get_tensors, lambda: list(opened)):
+            with pytest.raises(PlanError, match="is closed"):
+                ask()
         opened.close()
     shutil.rmtree(folder)
     assert_equal(kept, stored)

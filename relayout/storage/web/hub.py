@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from relayout.errors import FormatError, PlanError, RelayoutError, how_to_install, shown
+from relayout.errors import FormatError, MissingPathError, PlanError, RelayoutError, how_to_install, shown
 from relayout.format.fields import Fields, is_plain_path, parse_object
 from relayout.storage.cloud import connect
 from relayout.storage.cloud.failures import persistent, replaced, request_error, seconds_of, texts_of
@@ -119,7 +119,7 @@ class HubClient:
                 raise
             what = str(error.strerror)
         what = f"no such file or folder; as a repository of the hub: {what}"
-        raise PlanError(what, path=self.repo, code="missing")
+        raise MissingPathError(what, path=self.repo)
 
     def _request_commit(self, *, is_expected: bool) -> tuple[str, Mapping[str, FileStat]]:
         """What the hub says. Without `is_expected`, the request is not repeated if the hub cannot be reached."""
@@ -367,7 +367,7 @@ def offer_model(path: str, not_found_message: Callable[[], str]) -> Store | None
         return None
     if find_spec("huggingface_hub") is None or find_spec("urllib3") is None:
         what = f"{not_found_message()}; for a repository of the hub, {how_to_install('hub')}"
-        raise PlanError(what, path=path, code="missing")
+        raise MissingPathError(what, path=path)
     return HubStore(HubClient(path, None, is_guess=True), "")
 
 

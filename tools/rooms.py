@@ -1,4 +1,4 @@
-"""Counts rooms: the modules of the product in which a function runs, for each walk that a user or an engine makes.
+"""Counts the modules in which a function runs, for each call path of a user or an engine.
 
 Modules that are only imported do not count. Each walk is made in a process of its own, with a small Llama; the store is
 the tests' server of S3, and vLLM the tests' stand-in for it.

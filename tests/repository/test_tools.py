@@ -41,8 +41,9 @@ def test_each_module_of_a_tool_can_be_imported(tool: str) -> None:
 
 
 def test_tools_run_names_every_tool() -> None:
-    [listed] = re.findall(r'^tools="(bench .*)"', (ROOT / "tools" / "run").read_text(), re.MULTILINE)
-    assert set(listed.split()) == TOOLS - {"fuzzing"}
+    done = subprocess.run([ROOT / "tools" / "run"], capture_output=True, text=True, timeout=PATIENCE)
+    listed = dict(re.findall(r"^(\w+) +([A-Z`].{20,})$", done.stderr, re.MULTILINE))
+    assert listed.keys() == TOOLS - {"fuzzing"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["nosuch"], ["--help"], ["bench demo"]])
@@ -50,6 +51,56 @@ def test_tools_run_says_what_there_is(arguments: list[str]) -> None:
     done = subprocess.run([ROOT / "tools" / "run", *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: tools/run TOOL")
+
+
+def test_tools_test_says_how_it_is_used_without_an_environment(tmp_path: Path) -> None:
+    """A copy has none, and makes none."""
+    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("*.py", "results"))
+    for tool, option, code in (("test", "--help", 0), ("test", "-h", 0), ("run", "--help", 2)):
+        done = subprocess.run([tmp_path / "tools" / tool, option], capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == code
+        assert (done.stdout or done.stderr).startswith(f"usage: tools/{tool}")
+    assert not (tmp_path / ".venv").exists()
+
+
+OF_SAFETENSORS = """
+import unittest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+class TestCase(unittest.TestCase):
+    def test_right(self):
+        save_file({"a": torch.arange(6.0)}, "./tests/data/a.safetensors")
+        with safe_open("./tests/data/a.safetensors", "pt") as opened:
+            self.assertTrue(type(opened).__module__.startswith("relayout."))
+        with self.assertRaises(SafetensorError):
+            opened.keys()
+        self.assertEqual(load_file("./tests/data/a.safetensors")["a"][1:3].tolist(), [1, 2])
+
+    def test_of_something_else(self):
+        pass
+"""
+WRONG = """
+    def test_wrong(self):
+        safe_open("./nothing", "pt")
+"""
+
+
+@pytest.mark.documents
+def test_the_suite_of_safetensors_runs_on_our_safe_open(tmp_path: Path) -> None:
+    """On a suite of ours: the true one is not here."""
+    tests = tmp_path / "bindings" / "python" / "tests"
+    tests.mkdir(parents=True)
+    (tests / "test_one.py").write_text(OF_SAFETENSORS)
+    done = run_tool("dropin", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 tests call safe_open: 1 passed" in done.stdout
+    (tests / "test_one.py").write_text(OF_SAFETENSORS + WRONG)
+    done = run_tool("dropin", str(tmp_path))
+    assert done.returncode == 1
+    assert "2 tests call safe_open: 1 failed, 1 passed" in done.stdout
+    assert "nothing: no such file or folder" in done.stdout
 
 
 def test_only_tests_of_tools_import_tools() -> None:

@@ -12,8 +12,6 @@ PANEL_TOP, ROW_HEIGHT = 1.4, 0.62
 OURS, THEIRS = "#0f766e", "#64748b"
 OURS_LIGHT, THEIRS_LIGHT = "#8ccfc6", "#cbd5e1"
 INK, PALE, GRID, LIMIT = "#0f172a", "#64748b", "#e2e8f0", "#dc2626"
-LOG_SPAN = 12
-"""Where the slowest takes so many times as long as the fastest, the axis is logarithmic."""
 
 States = dict[str, dict[str, Any]]
 """Results of one scenario: "cold", "warm"."""
@@ -42,7 +40,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             _panel(axes, title, states, rows[title], halo)
         figure.text(0.02, 1 - 0.3 / height, _title(results), fontsize=14, fontweight="bold", va="center")
         figure.text(0.02, 1 - 0.6 / height, _subtitle(results), fontsize=9.5, color=PALE, va="center")
-        drive = Line2D([], [], color=LIMIT, linewidth=1, linestyle=(0, (4, 3)), label="bytes needed / drive")
+        drive = Line2D([], [], color=LIMIT, linewidth=1, linestyle=(0, (4, 3)), label="bytes needed / drive (fio)")
         figure.legend(
             handles=[Patch(color=THEIRS, label="cold cache"), Patch(color=THEIRS_LIGHT, label="warm cache"), drive],
             loc="upper right",
@@ -92,46 +90,38 @@ def _rows(states: States, peers: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _panel(axes: Any, title: str, states: States, rows: list[dict[str, Any]], halo: list[Any]) -> None:
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import MaxNLocator
 
-    times = [seconds for row in rows for seconds in row["seconds"].values()] or [1.0]
-    low, high = min(times), max(times)
-    if high > LOG_SPAN * low:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        left = low / 2
-        axes.set_xlim(left, high * (high / left) ** 0.2)
-    else:
-        left = 0.0
-        axes.set_xlim(left, high * 1.2)
+    # Linear from 0, whatever the span: a bar on a logarithmic axis has a length that means nothing.
+    axes.set_xlim(0, 1.2 * max((seconds for row in rows for seconds in row["seconds"].values()), default=1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     for place, row in enumerate(rows):
-        _bars(axes, place, row, [state for state in ("cold", "warm") if state in states], left, halo)
+        _bars(axes, place, row, [state for state in ("cold", "warm") if state in states], halo)
     _limit_line(axes, states, len(rows), halo)
     axes.set_title(title[0].upper() + title[1:], loc="left", fontsize=11, fontweight="bold", pad=20)
     axes.set_ylim(len(rows) - 0.6, -0.62)
     axes.set_yticks([])
     axes.tick_params(axis="x", which="both", length=0, labelsize=8, labelcolor=PALE)
     axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds:g} s")
-    axes.xaxis.set_minor_formatter(lambda seconds, _: "")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in axes.spines.values():
         side.set_visible(False)
 
 
-def _bars(axes: Any, place: int, row: dict[str, Any], states: list[str], left: float, halo: list[Any]) -> None:
+def _bars(axes: Any, place: int, row: dict[str, Any], states: list[str], halo: list[Any]) -> None:
     ours = row["family"] == "relayout"
     text = {"va": "center", "path_effects": halo, "zorder": 5}
     bold = "bold" if ours else "normal"
-    axes.text(left, place - 0.35, row["family"], fontsize=9, fontweight=bold, color=OURS if ours else INK, **text)
+    axes.text(0, place - 0.35, row["family"], fontsize=9, fontweight=bold, color=OURS if ours else INK, **text)
     colors = {"cold": OURS if ours else THEIRS, "warm": OURS_LIGHT if ours else THEIRS_LIGHT}
     for state, middle in zip(states, (-0.09, 0.15), strict=False):
         seconds = row["seconds"].get(state)
         if seconds is None:
             failed = f" {state}: {row['failures'].get(state, 'not measured')}"
-            axes.text(left, place + middle, failed, fontsize=7.5, color=LIMIT, **text)
+            axes.text(0, place + middle, failed, fontsize=7.5, color=LIMIT, **text)
             continue
-        axes.barh(place + middle, seconds - left, left=left, height=0.22, color=colors[state], linewidth=0)
+        axes.barh(place + middle, seconds, height=0.22, color=colors[state], linewidth=0)
         label = f" {seconds:.2f}" if seconds < 9.995 else f" {seconds:.1f}"
         axes.text(seconds, place + middle, label, fontsize=8, color=OURS if ours else INK, fontweight=bold, **text)
 

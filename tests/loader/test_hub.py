@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import hub_server
@@ -166,6 +169,39 @@ def test_offline_without_a_cache_it_says_what_to_do(hub: Hub, monkeypatch: pytes
     with pytest.raises(RequestError, match=r"HF_HUB_OFFLINE is set.*hf download org/out"):
         relayout.load("hf://org/out", 1)
     assert not hub.hub.requests
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (socket.EAI_NONAME, "the server's name is unknown: check the URL, the endpoint and the network"),
+        (socket.EAI_AGAIN, "the server's name cannot be looked up: there is no network, or no resolver"),
+    ],
+)
+def test_without_a_network_the_first_request_ends_soon_and_says_why(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
+) -> None:
+    waited: list[float] = []
+
+    def look_up(*args: object, **options: object) -> None:
+        text = {
+            socket.EAI_NONAME: "Name or service not known",
+            socket.EAI_AGAIN: "Temporary failure in name resolution",
+        }
+        raise socket.gaierror(number, text[number])
+
+    hub_server.point_to("http://no-such-host.invalid", monkeypatch, tmp_path)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(connect, "RETRY_SECONDS", 90.0)
+    monkeypatch.setattr(failures, "pause", waited.append)
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: sum(waited)))
+    monkeypatch.setattr(failures, "_answered", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RequestError) as caught:
+            relayout.inspect("hf://org/model")
+    assert (caught.value.strerror, caught.value.filename) == (says, "hf://org/model")
+    assert sum(waited) <= 4
 
 
 def test_commit_and_files_are_of_one_answer(hub: Hub, model: Path, tmp_path: Path) -> None:

@@ -30,13 +30,16 @@ _TELL_SECONDS = 5.0
 _TELL_AGAIN_SECONDS = 60.0
 
 _REFUSED_SECONDS = 4.0
-"""A server that refuses connections, and that has not answered this process before, is asked for so long: it may just
-be starting, but more likely its name or port is wrong."""
+"""Seconds for which a server is asked that refuses connections or whose name cannot be looked up, and that has not
+answered this process before: it may just be starting, but more likely name or port is wrong, or there is no network."""
 
 _TRANSIENT = frozenset(
-    {errno.EAGAIN, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENETUNREACH}
+    {errno.EAGAIN, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENETUNREACH, errno.ENETDOWN}
 )
 """Errors that may pass, so that the request is repeated."""
+_UNKNOWN_NAME, _NO_LOOKUP = errno.EHOSTUNREACH, errno.ENETDOWN
+"""Errors of looking up a server's name: it does not exist; or it cannot be looked up now, as without a network. The
+first is repeated only if the server has answered before: then the network has failed, and not the caller."""
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>")
@@ -65,13 +68,14 @@ class Patience:
         now = time.monotonic()
         if error.status is not None:
             _answered.add(_server(error.filename))
-        limit = connect.RETRY_SECONDS
-        if _server(error.filename) not in _answered:
+        limit, has_answered = connect.RETRY_SECONDS, _server(error.filename) in _answered
+        if not has_answered:
             # Whichever file was asked for first: none can be.
             error.filename = error.filename.rpartition("/")[0] if error.filename.count("/") > 3 else error.filename
-            limit = min(limit, _REFUSED_SECONDS) if error.errno == errno.ECONNREFUSED else limit
+            limit = min(limit, _REFUSED_SECONDS) if error.errno in (errno.ECONNREFUSED, _NO_LOOKUP) else limit
         left = self._start + limit - now
-        if error.errno not in _TRANSIENT or left <= 0:
+        may_pass = error.errno in _TRANSIENT or (error.errno == _UNKNOWN_NAME and has_answered)
+        if not may_pass or left <= 0:
             raise error
         if now - self._start > _TELL_SECONDS:
             _warn(error, left)
@@ -217,9 +221,9 @@ def _meaning(text: str, status: int | None, code: str) -> tuple[int, str]:
 
 
 _REFUSED = errno.EINVAL, "the store refuses the request: check region, endpoint and credentials"
-_UNKNOWN = errno.EIO, "the request failed repeatedly: check the network and the endpoint, or retry later"
-_BUSY = errno.EAGAIN, "the store repeatedly throttled requests: retry later, or with fewer threads"
-_SLOW = errno.ETIMEDOUT, "the store repeatedly timed out waiting for a request: check the network"
+_UNKNOWN = errno.EIO, "the request failed: check the network and the endpoint, or retry later"
+_BUSY = errno.EAGAIN, "the store throttles requests: retry later, or with fewer threads"
+_SLOW = errno.ETIMEDOUT, "the store timed out waiting for a request: check the network"
 _DENIED = (
     errno.EACCES,
     "access denied: check that the credentials are valid and permit this request"
@@ -242,9 +246,10 @@ _NO_PROXY = (
     "the proxy is unreachable or refuses the request: check HTTPS_PROXY and NO_PROXY",
 )
 _NO_ANSWER = "the server's answer cannot be read: check the endpoint"
-_BROKEN = "the connection broke repeatedly: check the network, or retry later"
+_BROKEN = "the connection broke: check the network, or retry later"
 _UNREACHABLE = "the server cannot be reached"
 _CHECK = "check the URL, the endpoint and the network"
+_NETWORK = "there is no network, or no resolver"
 _WRONG_RANGE = errno.EPROTO, "the server did not return the requested range: it does not support ranges correctly"
 _REDIRECTED = (
     errno.EINVAL,
@@ -268,10 +273,10 @@ _STATUSES = {
     405: _UNSUPPORTED,
     407: (errno.EACCES, "the proxy requires credentials: check HTTPS_PROXY"),
     408: _SLOW,
-    409: (errno.EAGAIN, "the store repeatedly reported conflicting requests for this object: retry later"),
+    409: (errno.EAGAIN, "the store reports conflicting requests for this object: retry later"),
     416: (errno.EINVAL, "range beyond the end of the object: it is truncated"),
     429: _BUSY,
-    5: (errno.EIO, "the store repeatedly returned server errors: retry later"),
+    5: (errno.EIO, "the store returns server errors: retry later"),
     501: _UNSUPPORTED,
     503: _BUSY,
 }
@@ -286,13 +291,19 @@ _TEXTS = {
     r"ProxyError|ProxyConnectionError|[Tt]unnel": _NO_PROXY,
     r"ResponseParserError|ParseError|DecodeError": (errno.EPROTO, _NO_ANSWER),
     r"BadScheme": (errno.EPROTO, "http:// is refused: an endpoint that is named with http:// permits it"),
-    r"TimedOut|timed out": (errno.ETIMEDOUT, "requests repeatedly timed out: check the network, or retry later"),
+    r"TimedOut|timed out": (errno.ETIMEDOUT, "requests timed out: check the network, or retry later"),
     r"ConnectionReset|ConnectionAborted|ConnectionClosed|RemoteDisconnected|BrokenPipe|UnexpectedEof"
     r"|Incomplete(Body|Message|Read)|Connection (aborted|broken)": (errno.ECONNRESET, _BROKEN),
+    r"[Tt]emporary failure in name resolution": (_NO_LOOKUP, f"the server's name cannot be looked up: {_NETWORK}"),
+    r"dns error|failed to lookup|Failed to resolve|gaierror": (
+        _UNKNOWN_NAME,
+        f"the server's name is unknown: {_CHECK}",
+    ),
     r"ConnectionRefused": (errno.ECONNREFUSED, f"{_UNREACHABLE}, it refuses connections: check URL and endpoint"),
-    r"Unreachable|NetworkDown|NewConnectionError|ServiceRequestError|\bConnect\b"
-    r"|[Tt]emporary failure in name resolution": (errno.ENETUNREACH, f"{_UNREACHABLE}: {_CHECK}"),
-    r"dns error|failed to lookup|Failed to resolve": (errno.EHOSTUNREACH, f"the server's name is unknown: {_CHECK}"),
+    r"Unreachable|NetworkDown|NewConnectionError|ServiceRequestError|\bConnect\b": (
+        errno.ENETUNREACH,
+        f"{_UNREACHABLE}: {_CHECK}",
+    ),
     r"Requested \d+\.\.\d+, got \d+\.\.\d+|RangeNotSupported|ContentRange|content-range": _WRONG_RANGE,
 }
 """The kind of failure by what the client says of a request without an answer; the first that fits."""

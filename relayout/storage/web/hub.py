@@ -129,7 +129,7 @@ class HubClient:
                 return self._asked(self._info, self.root)
             except RequestError as error:
                 if error.status is None and not is_expected:
-                    raise RequestError(errno.EHOSTUNREACH, str(error.strerror), self.root) from None
+                    raise RequestError(errno.ENOTCONN, str(error.strerror), self.root) from None
                 raise
 
         location = f"{self.root}: the hub's answer"
@@ -272,7 +272,7 @@ def _translated(error: Exception, location: str, repo: str) -> Exception:
             "HF_HUB_OFFLINE is set, and the hub's cache on this machine does not have it: download it where there is"
             f" a network (hf download {repo}), or unset HF_HUB_OFFLINE"
         )
-        return RequestError(errno.EHOSTUNREACH, what, location)
+        return RequestError(errno.ENOTCONN, what, location)
     if isinstance(error, errors.HfHubHTTPError):
         status, wait = error.response.status_code, seconds_of(error.response.headers.get("retry-after"))
         number, what = _STATUS.get(status, (errno.EIO, "the hub returned a server error: retry later"))

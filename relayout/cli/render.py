@@ -291,6 +291,8 @@ _NEXT = {
     "source": "the folder is intact: it was converted from another model, or from this one before it changed; name its"
     " own source, or convert this one into a folder of its own",
     "either": "the folder agrees with its own digests; without --ranks, verify tells whether it or the source is wrong",
+    "side files": "the weights are equal: only these small files of the source are missing or have changed; the folder"
+    " has those of the conversion",
     "others": "the folder's own files are intact: move the others away",
 }
 """What to do, by what is wrong."""

@@ -302,7 +302,11 @@ def _compare_files(record: SourceRecord, source: SourceCheckpoint) -> Iterator[D
     if source.index != record.index:
         yield difference(str(source.root), f"its index {_CHANGED}", culprit="source")
     for side in record.side_files:
-        yield from check_small_file(source.folder, side, _CHANGED, "source")
+        if source.folder.stat(side.name) is None:
+            where = source.folder.location(side.name)
+            yield difference(where, "is missing in the source, the folder has it", culprit="side files")
+        else:
+            yield from check_small_file(source.folder, side, _CHANGED, "side files")
 
 
 def _whole_source(folder: Store, manifest: Manifest, table: RankTable) -> SourceCheckpoint:

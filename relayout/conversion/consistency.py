@@ -43,10 +43,10 @@ from relayout.storage.stores import Store
 _OTHER = "is not part of this conversion"
 _ANY_LENGTH = -1
 """Stands in place of the length of a file of which only the digest is recorded."""
-Culprit: TypeAlias = Literal["folder", "source", "either", "others"]
+Culprit: TypeAlias = Literal["folder", "source", "either", "side files", "others"]
 """What is wrong: the converted folder; the source that was named, while the folder agrees with its own digests and with
-its record of what it was converted from; one of the two, as too little was read to tell which; or other files beside
-those of the folder."""
+its record of what it was converted from; one of the two, as too little was read to tell which; only the source's small
+files, while all slices are equal; or other files beside those of the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Verification(Result):
     def culprit(self) -> Culprit | None:
         """What is wrong; None if nothing is. One tensor that proves another source explains what could be either."""
         found = {difference.culprit for difference in self.differences}
-        order: tuple[Culprit, ...] = ("folder", "source", "either", "others")
+        order: tuple[Culprit, ...] = ("folder", "source", "either", "side files", "others")
         return next((culprit for culprit in order if culprit in found), None)
 
     def as_json(self) -> dict[str, object]:

@@ -250,7 +250,24 @@ def test_a_tensor_that_only_the_header_names_is_found(mixtral: Path, tmp_path: P
 def test_a_side_file_that_has_changed_in_the_source_is_found(pristine: Path, llama: Path, tmp_path: Path) -> None:
     source = shutil.copytree(llama, tmp_path / "source")
     (source / "config.json").write_text((source / "config.json").read_text() + " ")
-    assert {one.file for one in relayout.verify(pristine, source=source).differences} == {"config.json"}
+    report = relayout.verify(pristine, source=source)
+    assert [(one.file, one.what) for one in report.differences] == [
+        ("config.json", "has changed in the source since the conversion")
+    ]
+    assert (report.culprit, report.compared_with_source) == ("side files", True)
+
+
+def test_a_source_that_lacks_a_side_file_is_not_another_model(pristine: Path, llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    (source / "config.json").unlink()
+    report = relayout.verify(pristine, source=source)
+    assert [(one.file, one.what) for one in report.differences] == [
+        (str(source / "config.json"), "is missing in the source, the folder has it")
+    ]
+    assert (report.culprit, report.compared_with_source) == ("side files", True)
+    lines = "\n".join(block.text for block in verification(report, has_source=True) if isinstance(block, Line))
+    assert "the weights are equal" in lines
+    assert "another model" not in lines
 
 
 def _changed_copy(llama: Path, folder: Path, change: str) -> Path:

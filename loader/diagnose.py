@@ -262,6 +262,8 @@ class Diagnosis(Result):
     """The version of torch; None if it is not installed."""
     gpus: tuple[str, ...]
     """Name and memory of each CUDA device, and whether that is the host's."""
+    num_ranks: int
+    """The tensor-parallel degree of the loads."""
     ranks: tuple[Explanation, ...]
     network: Network | None = None
     """How fast the store or file system answers; None for files of this machine."""
@@ -302,6 +304,7 @@ def diagnose(
         local_world_size=local_world_size(),
         torch=version,
         gpus=gpus,
+        num_ranks=tp,
         ranks=explained,
         network=None if _is_on_drive(explained[0]) else _network(path, explained[0], tp),
     )

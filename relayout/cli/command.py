@@ -28,6 +28,7 @@ from relayout.errors import RelayoutError, escape_controls
 if TYPE_CHECKING:  # rich is imported when something is printed by it: --help and errors need none of it.
     from rich.console import Console
     from rich.table import Table as RichTable
+    from rich.text import Text
 
     from relayout.reporting import Progress
 
@@ -200,6 +201,11 @@ class Printing:
         if not self.quiet:
             tell(line)
 
+    def begin(self, line: str) -> None:
+        """Print on stderr what begins, for a person who waits: on a terminal, or with `verbose`."""
+        if not self.as_json and progress(line, quiet=self.quiet, verbose=self.verbose) is True:
+            tell(line)
+
     def show(self, result: R, text: Callable[[R], Iterable[Block]]) -> None:
         """Print a result. A closed stdout does not change the exit code, which reports the work."""
         try:
@@ -256,7 +262,7 @@ def errors(as_json: bool = False) -> Iterator[None]:
         _fail(str(error), EXIT_BAD_INPUT, error, as_json)
     except signals.Signalled as error:
         signals.ignore()
-        _fail(str(error), error.exit_code, error, as_json)
+        _fail(str(error), error.exit_code, error, as_json, label="")
 
 
 def tell(line: str) -> None:
@@ -293,13 +299,13 @@ def _warnings(quiet: bool, as_json: bool) -> Iterator[None]:
         yield
 
 
-def _fail(message: str, code: int, error: BaseException, as_json: bool) -> NoReturn:
+def _fail(message: str, code: int, error: BaseException, as_json: bool, label: str = "error: ") -> NoReturn:
     notes = getattr(error, "__notes__", [])
     try:
         if as_json:
             typer.echo(json.dumps(_error_event(message, code, error) | ({"notes": notes} if notes else {})), err=True)
         else:
-            print_error(f"relayout: error: {_one_line(message)}")
+            print_error(f"relayout: {label}{_one_line(message)}")
             for note in notes:
                 print_error(f"relayout: note: {_one_line(note)}")
     except OSError:
@@ -351,7 +357,9 @@ def show(blocks: Iterable[Block], *, verbose: bool = False) -> None:
         limit = num_lines if verbose else _MAX_ROWS if isinstance(block, Table) else _MAX_LINES
         if isinstance(block, Table):
             cells = [list(map(escape_controls, row)) for row in block.rows[:limit]]
-            console.print(table(block.columns, cells, console.width))
+            drawn = table(block.columns, cells, console.width)
+            for line in [drawn] if drawn is not None else _lines_of(block.columns, cells):
+                console.print(line)
         else:
             for text in block.texts[:limit]:
                 _print_line(console, block.label, block.style, text)
@@ -404,8 +412,11 @@ def _print_line(console: Console, label: str, style: str, text: str) -> None:
     console.print(line.append(" " if label and text else "").append(escape_controls(text)))
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> RichTable:
-    """A table of at most `width` cells, if possible: names are shortened, words wrapped, then columns dropped."""
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> RichTable | None:
+    """A table of at most `width` cells: names are shortened, words wrapped, then columns dropped; None: impossible.
+
+    Numbers are never shortened.
+    """
     from rich.box import Box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -416,6 +427,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
         name_width = _name_width([(columns[i].kind, cells[i]) for i in kept], width)
         if name_width is not None:
             break
+    else:
+        return None
     shown = RichTable(box=Box(_RULE, ascii=True), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for i in kept:
         kind = columns[i].kind
@@ -427,12 +440,18 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
         )
     for n in range(1, len(rows) + 1):
         shown.add_row(
-            *(
-                Text(shortened(cells[i][n], name_width or _LEAST_NAME) if columns[i].kind == "name" else cells[i][n])
-                for i in kept
-            )
+            *(Text(shortened(cells[i][n], name_width) if columns[i].kind == "name" else cells[i][n]) for i in kept)
         )
     return shown
+
+
+def _lines_of(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Iterator[Text]:
+    """Each row as a line that ends between words, for a terminal on which its table has no room."""
+    from rich.text import Text
+
+    for row in rows:
+        cells = [f"{column.heading} {cell}".strip() for column, cell in zip(columns, row, strict=True) if cell]
+        yield Text(", ".join(cells))
 
 
 def _name_width(columns: Sequence[tuple[str, Sequence[str]]], width: int) -> int | None:

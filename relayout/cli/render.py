@@ -47,12 +47,13 @@ def summary(done: Summary) -> Iterator[Block]:
     overhead = f" ({more:+.2f} %)" if len(done.ranks) == done.num_ranks else ""
     yield Line(f"{done.output}: {_tensors_of_ranks(done)}", "done", "bold green")
     yield Line(_rank_sizes(done))
+    now_nbytes = done.source_nbytes - done.resumed_nbytes
     yield Line(
-        f"{decimal(done.source_nbytes)} read, {decimal(done.written_nbytes)} written{overhead} in "
-        f"{_time(done.source_nbytes - done.resumed_nbytes, done.seconds)}, peak memory {decimal(done.peak_nbytes)}"
+        f"{decimal(now_nbytes)} read in {_time(now_nbytes, done.seconds)}, peak memory {decimal(done.peak_nbytes)};"
+        f" {decimal(done.written_nbytes)} written{overhead}"
     )
     if done.resumed_nbytes:
-        yield Line(f"{decimal(done.resumed_nbytes)} of it resumed from an interrupted conversion, after verification")
+        yield Line(f"{decimal(done.resumed_nbytes)} of it by an interrupted conversion, and verified")
     if done.num_ranks == 1:
         yield Line("1 rank: no tensor is cut, stock loaders read the folder too")
     if done.is_private:
@@ -75,9 +76,10 @@ def copied(done: Copied) -> Iterator[Block]:
     """What `copy` and `apply` print."""
     ranks, what = _ranks(done.ranks, done.num_ranks), _count(done.num_files, "file")
     yield Line(f"{done.output}: {what} for {ranks}, every byte compared with its digest", "done", "bold green")
-    yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes - done.resumed_nbytes, done.seconds)}")
+    now_nbytes = done.nbytes - done.resumed_nbytes
+    yield Line(f"{decimal(now_nbytes)} in {_time(now_nbytes, done.seconds)}")
     if done.resumed_nbytes:
-        yield Line(f"{decimal(done.resumed_nbytes)} of it resumed from an interrupted attempt, after verification")
+        yield Line(f"{decimal(done.resumed_nbytes)} by an interrupted attempt, and verified")
 
 
 def units(done: ConvertedUnits) -> Iterator[Block]:
@@ -321,8 +323,9 @@ def inspection(result: Inspection) -> Iterator[Block]:
         rows = [(str(rank), f"{count:,}", decimal(nbytes), *map(str, more)) for rank, count, nbytes, *more in numbers]
         yield Table(_numbers("rank", "tensors", "bytes", "files", "reads to load"), rows, "ranks")
     if result.amplification:
-        headings = ("tp", "a rank needs", "reads by slices", "reads whole shards", "output", "layout whole")
-        yield Table(_numbers(*headings), list(_amplification(result)), "degrees")
+        columns = [*_numbers("tp", "a rank needs", "reads slicing rows"), Column("reads whole shards", "number", 3)]
+        columns += [Column("output", "number", 2), Column("layout whole", "number", 1)]
+        yield Table(columns, list(_amplification(result)), "degrees")
     whose = f"tensors of rank {result.ranks[0].rank}" if result.ranks else "tensors"
     columns = [Column(whose, "name"), Column("count", "number"), Column("dtype", drop=1), Column("shape", "words")]
     groups = []
@@ -365,10 +368,10 @@ def _amplification(result: Inspection) -> Iterator[Sequence[str]]:
 def diagnosis(result: Diagnosis) -> Iterator[Block]:
     """What `doctor` prints."""
     kind = "converted" if result.is_converted else "plain, sliced at every load"
-    yield Line(f"{result.path}: {kind}, {_count(len(result.ranks), 'rank')}")
     first = result.ranks[0]
+    yield Line(f"{result.path}: {kind}, {_ranks([rank.rank for rank in result.ranks], result.num_ranks)}")
     for reason in {re.sub(r"[0-9.]+ (%|ms)", "", rank.reason): rank.reason for rank in reversed(result.ranks)}.values():
-        yield Line(f"{first.device}: {reason}", "backend")
+        yield Line(f"to {first.device}, {reason}", "backend")
     places = Counter({file.name: _file_system(file) for rank in result.ranks for file in rank.files}.values())
     for place, count in places.items():
         yield Line(f"{_count(count, 'file')} on {place}", "files")
@@ -391,7 +394,9 @@ def diagnosis(result: Diagnosis) -> Iterator[Block]:
     if not result.is_converted:
         yield Line("relayout convert writes a folder that loads without copies", "note", "yellow")
     for threads, memory in sorted({(rank.threads, rank.memory) for rank in result.ranks}):
-        yield Line(f"each rank uses at most {_count(threads, 'thread')} and {decimal(memory)} of buffers", "budget")
+        yield Line(
+            f"each rank uses at most {_count(threads, 'thread')} and {memory / 2**20:.0f} MiB of buffers", "budget"
+        )
     rows = [
         (
             str(rank.rank),

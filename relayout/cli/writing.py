@@ -122,6 +122,7 @@ def convert(
     """
     with output(quiet, verbose, as_json) as out:
         way = _Way(dry_run, force, if_missing, threads, memory, scratch, unit, commit, ray)
+        out.begin(f"reading the headers of {source}")
         planned = relayout.plan_conversion(
             source,
             output_folder,

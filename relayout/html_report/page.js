@@ -381,7 +381,7 @@
     const rank = ranks[rankNow()];
     const ways = [
       [content.converted ? "relayout.load, converted" : "relayout.load, after the conversion", rank.nbytes],
-      ["a loader that slices dim 0 only, plain checkpoint", rank.by_rows_nbytes],
+      ["a loader that slices rows, plain checkpoint", rank.by_rows_nbytes],
       ["a loader that reads whole shards", content.whole_nbytes],
     ];
     const most = d3.max(ways, (way) => way[1]) || 1;

@@ -100,7 +100,21 @@ def test_at_80_columns_no_line_is_longer_and_no_word_is_cut(command: str, folder
     piped = prestarted.run(*command.split(), cwd=folder, env=ENVIRONMENT, imports=prestarted.LOADER)
     known = {word for line in (piped.stdout + piped.stderr).splitlines() for word in line.split()}
     seen = {word for line in lines for word in line.split() if re.fullmatch(r"[A-Za-z_.*/'`:-]{2,}", word)}
-    of_progress = {"converting", "verifying", "restoring", "warming", "comparing", "with", "the", "source", "-:--:--"}
+    of_progress = {
+        "reading",
+        "headers",
+        "of",
+        "llama",
+        "converting",
+        "verifying",
+        "restoring",
+        "warming",
+        "comparing",
+        "with",
+        "the",
+        "source",
+        "-:--:--",
+    }
     of_progress |= {"GB", "MB", "kB", "bytes", "MB/s", "GB/s", "kB/s"}
     assert [word for word in seen - of_progress if not is_word_of(word, known)] == []
     assert len(seen) > 3
@@ -148,6 +162,14 @@ def test_names_that_the_encoding_lacks_are_escaped(command: str, tmp_path: Path)
     assert (done.returncode, done.stderr) == (0, "")
     if "verify" not in command:
         assert r"gr\xf6\xdfe.\u91cd\u307f" in done.stdout
+
+
+def test_a_conversion_says_at_once_what_it_does(folder: Path) -> None:
+    code, text = in_terminal("convert llama --tp 2 -o first", folder)
+    assert code == 0
+    assert ESCAPES.sub("", text).lstrip().startswith("reading the headers of llama")
+    in_a_pipe = prestarted.run(*["convert", "llama", "--tp", "2", "-o", "second"], cwd=folder, env=ENVIRONMENT)
+    assert in_a_pipe.stderr == ""
 
 
 def test_a_pipe_is_as_wide_as_columns_says(folder: Path) -> None:

@@ -131,6 +131,9 @@ def plan_conversion(
     store = find_input(source)
     target = find_store(default_output(source, options.tp) if output is None else output)
     checkpoint = read_source(store)
+    if _ADAPTER_CONFIG in checkpoint.side_files and {file.name for file in checkpoint.files} == {_ADAPTER_WEIGHTS}:
+        what = f"an adapter of PEFT ({_ADAPTER_CONFIG}): engines load it as it is, beside the converted model"
+        raise PlanError(what, path=str(source), code="unsupported")
     if checkpoint.is_file and output is None:
         what = "a single file: name the folder to write with -o OUT, or convert the file's folder"
         raise PlanError(what, path=str(source), code="option")
@@ -141,6 +144,10 @@ def plan_conversion(
         what = "a hidden file, which could not be restored: rename it"
         raise PlanError(what, path=str(source), code="option")
     return options.lay_out(checkpoint, target)
+
+
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Names of files of an adapter, as PEFT writes them (`peft/utils/constants.py`)."""
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:

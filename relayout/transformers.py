@@ -63,10 +63,18 @@ def from_pretrained(
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`; or the folder was not converted, or
             owns experts whole, which transformers does otherwise.
+        ModuleNotFoundError: transformers 5 is not installed.
     """
-    import transformers
     from torch import distributed
-    from transformers.distributed.configuration_utils import DistributedConfig
+
+    try:
+        import transformers
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("transformers"):
+            raise
+        what = "relayout.transformers needs transformers 5: pip install -U transformers"
+        raise ModuleNotFoundError(what, name=error.name) from None
 
     from relayout.engines.global_tensor import GlobalTensor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,12 @@ def test_one_process_has_the_whole_model(folders: Path) -> None:
     assert own.state_dict().keys() == ours.state_dict().keys()
     for name, tensor in own.state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[name]), name
+
+
+def test_without_transformers_what_to_install_is_said(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs transformers 5: pip install -U transformers$"):
+        relayout.transformers.from_pretrained(folders / "llama-tp2")
 
 
 def test_a_weight_that_the_checkpoint_lacks_is_an_error_where_transformers_only_warns(folders: Path) -> None:

@@ -197,7 +197,7 @@ def advice_without_shards(entries: Sequence[Entry]) -> str:
         suffixes = ((entry.name, PurePosixPath(entry.name).suffix) for entry in entries)
         found = next((f"; found {name}: {_ADVICE[suffix]}" for name, suffix in suffixes if suffix in _ADVICE), "")
         return found or "; `hf download ORG/MODEL --local-dir FOLDER` downloads a model"
-    return f"; convert its subfolders one by one: {_first_of(folders)}"
+    return f"; name one of its subfolders: {_first_of(folders)}"
 
 
 def advice_on_snapshots(entries: Iterable[Entry]) -> str:

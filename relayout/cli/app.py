@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -88,9 +89,17 @@ def main() -> None:
 def _in_one_line(usage: str) -> str:
     """An error of usage as one sentence that begins as all other errors do."""
     text = " ".join(usage.split()).rstrip(".").replace(". Did", "; did")
-    for said in ("Invalid value for ", "Value error, "):  # The latter where pydantic is installed.
-        text = text.replace(said, "")
+    for said, instead in _SAID.items():
+        text = re.sub(said, instead, text)
     return f"{text[:1].lower()}{text[1:]}"
+
+
+_SAID = {
+    r"^Invalid value for |Value error, ": "",
+    r"Input should be a valid integer.*|'.*' is not a valid int(eger)?": "expected a whole number, such as 8",
+    r"^(Missing option '--tp'.*)": r"\1; `relayout inspect SRC` lists what a rank reads at each degree",
+}
+"""What is said instead of words of typer, and of pydantic, where that is installed."""
 
 
 def _show_version(wanted: bool) -> None:

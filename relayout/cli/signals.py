@@ -98,7 +98,7 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     # No exception: raised during an import, it could be swallowed.
     with suppress(OSError):
         if sys.stderr is not None:
-            os.write(sys.stderr.fileno(), f"relayout: error: {_word(signum)}\n".encode())
+            os.write(sys.stderr.fileno(), f"relayout: {_word(signum)}\n".encode())
     os._exit(128 + signum)
 
 

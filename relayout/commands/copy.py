@@ -28,7 +28,7 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.delta import DeltaStore, Paths, read_deltas, with_deltas
 from relayout.checkpoint.trust import Trust, refuse_deltas, trusted
-from relayout.conversion.resume import Fingerprint, Journal, read_progress
+from relayout.conversion.resume import Fingerprint, Journal, other_option, read_progress
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers_of, share_memory
 from relayout.conversion.sidecar import find_other_files, modes_of, put_index
 from relayout.conversion.steps import Written
@@ -37,7 +37,7 @@ from relayout.core.arguments import ranks_text
 from relayout.core.digests import PROOF_NBYTES, OrderedDigests, digest_hex, new_proof
 from relayout.core.extents import Extent, align_up, split
 from relayout.core.workers import Stop, Workers
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, PlanError
 from relayout.format.index import (
     MANIFEST_NAME,
     SIGNATURE_NAME,
@@ -230,7 +230,7 @@ _FIELDS = ("model_type", "num_ranks", "plan", "expert_parallel", "alignment", "d
 def _other_fields(found: Manifest, wanted: Manifest) -> list[str]:
     """How a manifest differs from another one: what a person decides, weight files, and only then what follows."""
     differences = [
-        f"{name} is {shown(getattr(found, name))}, expected {shown(getattr(wanted, name))}"
+        other_option(name, getattr(found, name), getattr(wanted, name))
         for name in _FIELDS
         if getattr(found, name) != getattr(wanted, name)
     ]

@@ -205,11 +205,16 @@ def differences_from_conversion(conversion: Conversion, threads: int) -> list[st
     return _other_samples(conversion, threads)
 
 
+def other_option(name: str, found: object, expected: object) -> str:
+    """How an output differs from a wanted one in a field of the manifest, for a person."""
+    return f"{'TP' if name == 'num_ranks' else name} is {shown(found)}, expected {shown(expected)}"
+
+
 def _other_fields(conversion: Conversion, manifest: Manifest, record: SourceRecord) -> list[str]:
     """The options and shards of a record that differ from those of a conversion, each by its name."""
     source, options = conversion.source, asdict(conversion.options)
     differences = [
-        f"{name} is {shown(found)}, expected {shown(options[name])}"
+        other_option(name, found, options[name])
         for name, found in asdict(record.options).items()
         if found != options[name]
     ]

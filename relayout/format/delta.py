@@ -330,15 +330,17 @@ def parse_delta(blob: bytes, where: str) -> DeltaManifest:
 def layout_difference(old: Manifest, new: Manifest) -> str | None:
     """What keeps a delta between two checkpoints from being possible, for a person; None: nothing."""
     pairs = {
-        "tensor-parallel degree": (old.num_ranks, new.num_ranks),
-        "layout": (old.whole is None, new.whole is None),
-        "size of chunks": (old.chunk_nbytes, new.chunk_nbytes),
-        "files": tuple([(file.name, file.nbytes, file.data_start) for file in side.files] for side in (old, new)),
-        "ranks": tuple(
+        "tensor-parallel degree differs": (old.num_ranks, new.num_ranks),
+        "layout differs": (old.whole is None, new.whole is None),
+        "size of chunks differs": (old.chunk_nbytes, new.chunk_nbytes),
+        "files differ": tuple(
+            [(file.name, file.nbytes, file.data_start) for file in side.files] for side in (old, new)
+        ),
+        "ranks differ": tuple(
             {holder: replace(entry, table_digest="") for holder, entry in side.holders.items()} for side in (old, new)
         ),
     }
-    return next((f"the {what} differ" for what, (ours, theirs) in pairs.items() if ours != theirs), None)
+    return next((f"the {what}" for what, (ours, theirs) in pairs.items() if ours != theirs), None)
 
 
 def are_alike(old: RankTable, new: RankTable) -> bool:

@@ -196,6 +196,9 @@ def _choose(checkpoint: PlannedCheckpoint, plan: str | Path | None, num_ranks: i
 
 def _advice(checkpoint: PlannedCheckpoint, what: str) -> str:
     """Why there is no built-in plan, and the ways on."""
+    if "_diffusers_version" in checkpoint.config:
+        component = shown(checkpoint.config.get("_class_name"))
+        return f"a component of a diffusers pipeline ({component}), for which there are no plans: use --tp 1"
     if not checkpoint.config:
         return (
             "config.json, which names the model type and its sizes, is missing or empty: it belongs beside the weights,"

@@ -57,7 +57,7 @@ class Replaceable:
         if self.marker not in there:
             what = (
                 f"is not empty: holds {first_of(there)}, and no {self.marker}, so nothing proves that relayout wrote"
-                " it; delete it if it is an interrupted copy, or choose another output"
+                " it; choose another output"
             )
             raise PlanError(what, path=str(store), code="exists")
         try:

@@ -461,7 +461,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_safetensors_files_in_subfolders_are_no_model(tmp_path: Path) -> None:
     write(tmp_path / "sub" / "model.safetensors", {"a": A})
-    with pytest.raises(PlanError, match=r"contains no safetensors file; convert its subfolders one by one: sub$"):
+    with pytest.raises(PlanError, match=r"contains no safetensors file; name one of its subfolders: sub$"):
         read_source(tmp_path)
 
 

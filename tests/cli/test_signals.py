@@ -83,7 +83,7 @@ def test_a_signal_while_modules_are_imported_is_one_line(work: Path) -> None:
         interrupts = which in (1, num_imports)
         number, code, word = (signal.SIGINT, 130, "interrupted") if interrupts else (signal.SIGTERM, 143, "terminated")
         done = python(AT_AN_IMPORT, str(which), str(int(number)), *words, cwd=work)
-        assert (done.returncode, done.stderr) == (code, f"relayout: error: {word}\n"), which
+        assert (done.returncode, done.stderr) == (code, f"relayout: {word}\n"), which
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_several_signals_stop_a_conversion_as_one_and_keep_what_is_done(big: Pat
     assert child.returncode in (128 + signal.SIGHUP, 128 + signal.SIGTERM)
     assert stdout == ""
     note = f"finished work is kept in {big / PARTIAL}; the same command resumes it"
-    assert stderr.splitlines() == ["relayout: error: terminated", f"relayout: note: {note}"]
+    assert stderr.splitlines() == ["relayout: terminated", f"relayout: note: {note}"]
     assert {name: entry for name, entry in tree(big).items() if not name.startswith(PARTIAL)} == before
     kept = kept_nbytes(big)
     assert 0 < kept < NBYTES

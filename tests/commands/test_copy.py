@@ -616,9 +616,7 @@ def test_how_another_copy_differs_is_told_what_a_person_decides_first(source: Pa
     relayout.convert(source / "model", tmp_path / "two", tp=2, max_part_nbytes=10**9)
     done = CliRunner().invoke(app, ["copy", str(tmp_path / "two"), str(out), "--if-missing"])
     assert done.exit_code == 2
-    assert re.search(
-        rf"error: {out}: is not what this command makes: num_ranks is 4, expected 2, and \d+ more; ", done.stderr
-    )
+    assert re.search(rf"error: {out}: is not what this command makes: TP is 4, expected 2, and \d+ more; ", done.stderr)
     with (out / "config.json").open("ab") as config:
         config.write(b"\n")
     assert differences_from_copy(source / "ranks", out) == [f"{out}/config.json: differs from the source's"]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import save_file
 from support.conversions import stock_tensors
 from support.local_stores import read_manifest, read_record
 from support.models import as_integers, expected_slice, read_tensors
@@ -21,7 +22,7 @@ from support.profile import sample
 import relayout
 import relayout.publish.folder as publishing
 from relayout.conversion.jobs import commit_units, run_job, unit_jobs
-from relayout.errors import FormatError
+from relayout.errors import FormatError, PlanError
 from relayout.format.manifest import SOURCE_RECORD_NAME, decompress
 from relayout.format.source_record import ConversionOptions, RecordedPlan, parse_record
 
@@ -258,3 +259,21 @@ def test_the_record_has_the_options_and_is_refused_without_one(llama: Path, tmp_
         for wrong in ({key: value for key, value in top.items() if key != name}, top | {name: None}):
             with pytest.raises(FormatError, match=f"x: .*'{name}'.* missing or not"):
                 parse_record(json.dumps(wrong).encode(), 2, "x")
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_an_adapter_is_left_to_the_engine(tp: int, tmp_path: Path) -> None:
+    """As PEFT's `save_pretrained` writes it."""
+    source = tmp_path / "adapter"
+    source.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: np.arange(32, dtype=np.float32).reshape(4, 8)}, source / "adapter_model.safetensors")
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    with pytest.raises(PlanError, match=r"adapter: an adapter of PEFT .*: engines load it as it is") as caught:
+        relayout.convert(source, tp=tp)
+    assert caught.value.code == "unsupported"
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    # A whole model with such a file beside it is one.
+    save_file({"model.norm.weight": np.arange(8, dtype=np.float32)}, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    assert relayout.convert(source, tp=tp).num_tensors == 1

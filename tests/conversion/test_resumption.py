@@ -651,7 +651,7 @@ def test_how_another_output_differs_is_told(work: Path) -> None:
     assert told(work) == []
     assert told(work, align=512) == ["alignment is 4096, expected 512"]
     assert told(work, ranks="1") == ["it has ranks 0-1, expected ranks 1"]
-    assert (told(work, tp=1) or [])[0] == "num_ranks is 2, expected 1"
+    assert (told(work, tp=1) or [])[0] == "TP is 2, expected 1"
     config = (source_of(work) / "config.json").read_bytes()
     (source_of(work) / "config.json").write_text('{"a": 2}')
     assert told(work) == [f"{out}/config.json: differs from the source's"]

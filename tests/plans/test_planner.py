@@ -64,6 +64,11 @@ LLAMA = {
             {"model_type": "mine"},
             "'mine'; no built-in plan matches all tensors: supply your own with --plan FILE.*--tp 1",
         ),
+        (
+            {"x.y.weight": (8, 8)},
+            {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.35.0"},
+            r"a component of a diffusers pipeline \('FluxTransformer2DModel'\), .*: use --tp 1$",
+        ),
         ({"model.norm.weight": (8,)}, {"model_type": "mine"}, "; no built-in plan matches"),  # All would hold it whole.
     ],
 )

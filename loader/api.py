@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from relayout.core.arguments import check_named
 from relayout.errors import FormatError, PlanError, warn
 from relayout.loader.backends.base import Options, load_arena
 from relayout.loader.backends.files import error_hints
@@ -131,6 +132,8 @@ def load(
         trust=trust,
         is_shared=group is not None,
     )
+    if isinstance(into, Mapping):
+        check_named(into, "into")
     with error_hints():
         if rank is None and into is not None:
             from relayout.loader.sharded import load_held

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.converted import check_present, check_rank
 from relayout.checkpoint.trust import refuse_deltas
-from relayout.core.arguments import integer, path_text
+from relayout.core.arguments import check_named, integer, path_text
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers, each
@@ -262,7 +262,9 @@ def apply(
         rank = integer(rank, "rank")
         check_rank(store, rank, read.new.num_ranks)
         check_present(store, read.new, [rank])
-        budget = plan_budget(threads, None, HOST_BUFFERS, store.cost)
+        check_named(tensors, "tensors")
+        num_threads = None if threads is None else integer(threads, "threads")
+        budget = plan_budget(num_threads, None, HOST_BUFFERS, store.cost)
         changes = RankChanges.of([read], rank, tensors)
         _check(changes.new, tensors)
         flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}

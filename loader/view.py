@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from relayout.core.extents import Transfer, align_down, align_up
 from relayout.core.slices import Range, Slice
-from relayout.errors import FormatError, PlanError, did_you_mean
+from relayout.errors import FormatError, PlanError, did_you_mean, shown
 from relayout.format.index import Read
 from relayout.loader.backends.base import Options, ReadJob, load_arena
 from relayout.loader.backends.files import ReadableFiles, error_hints
@@ -234,6 +234,8 @@ class CheckpointView(Closable):
     def _find(self, name: str) -> tuple[_Reader, int]:
         """The reader, and the tensor's row."""
         reader, rows = self._opened()
+        if not isinstance(name, str):
+            raise PlanError(f"name: {shown(name)}, expected the name of a tensor", path=self.path, code="option")
         if name not in rows:
             whose = "" if self._is_whole else f"rank {self.rank} "
             raise PlanError(f"{whose}has no tensor {name!r}{did_you_mean(name, rows)}", path=self.path, code="missing")
@@ -400,6 +402,7 @@ def open(  # noqa: A001 (`relayout.open`)
         torch.Size([128])
     """
     with error_hints():
+        names = list(names) if isinstance(names, Iterator) else names  # They are asked for twice.
         asked = Asked(path=path, rank=rank, device=device, verify=verify, tp=tp, cache=cache, trust=trust)
         options, source = asked.options(), asked.source()
         pieces = source.pieces(names)

@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from relayout.checkpoint.source import SourceCheckpoint, read_source
-from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion, check_alignment
-from relayout.core.arguments import collapse_numbers, integer, size
+from relayout.conversion.layout import (
+    DEFAULT_ALIGNMENT,
+    DEFAULT_MAX_PART_NBYTES,
+    Conversion,
+    check_alignment,
+    check_planned,
+)
+from relayout.core.arguments import collapse_numbers, integer, path_text, size
 from relayout.core.slices import Cut, CutTensor
 from relayout.errors import PlanError
 from relayout.format.index import RANKS, WHOLE_TENSORS
@@ -216,6 +222,8 @@ def find_plan(
         return observed_plan(
             checkpoint, num_ranks, expert_parallel=expert_parallel, trust_remote_code=trust_remote_code
         )
+    if plan is not None:
+        path_text(plan, "plan", "a plan file, the name of a built-in plan, 'transformers' or 'vllm'")
     named = Path(plan) if isinstance(plan, os.PathLike) else plan
     return plan_for(checkpoint, num_ranks, named, expert_parallel=expert_parallel, unmatched=unmatched)
 
@@ -285,6 +293,7 @@ def preview(conversion: Conversion) -> Preview:
         >>> relayout.preview(relayout.plan_conversion("llama-3.1-8b", tp=4)).num_files
         4
     """
+    check_planned(conversion)
     source, plan, layout = conversion.source, conversion.plan, conversion.layout
     options, rank_nbytes = conversion.options, conversion.rank_nbytes
     counts = Counter(conversion.cut)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from relayout.core.extents import Grid
 from relayout.core.workers import Stop
-from relayout.errors import PlanError
+from relayout.errors import PlanError, shown
 from relayout.format.index import Read
 from relayout.loader.requests import HOST_BUFFERS, Budget, Request, plan_budget, plan_requests
 from relayout.loader.sources.rank import ArenaPlan, StoredFile, cost_of
@@ -217,7 +217,7 @@ _AUTO = {"cuda": ("gds", "pinned")}
 
 def check_name(name: str) -> None:
     """Raise PlanError unless there is a backend of that name."""
-    if name not in REGISTRY:
+    if not isinstance(name, str) or name not in REGISTRY:
         raise PlanError(f"backend {name!r}, expected one of {', '.join(REGISTRY)}", code="option")
 
 
@@ -267,6 +267,8 @@ def resolve_device(device: str | torch.device) -> str | torch.device:
 
     try:
         resolved: torch.device = torch.empty(0, device=device).device
+    except TypeError:
+        raise PlanError(f"device: {shown(device)}, expected a torch device, or its name", code="option") from None
     except (RuntimeError, AssertionError) as error:
         raise PlanError(f"device {str(device)!r}: {str(error).splitlines()[0]}", code="option") from None
     return "cpu" if resolved.type == "cpu" else resolved

@@ -27,7 +27,7 @@ from relayout.benchmark.verdict import RankLoads, verdict, warnings_of
 from relayout.checkpoint.converted import check_present, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert
-from relayout.core.arguments import at_least_one, integer, size
+from relayout.core.arguments import at_least_one, folder_text, integer, size
 from relayout.core.slices import num_bytes
 from relayout.errors import PlanError, how_to_install
 from relayout.format.index import MANIFEST_NAME
@@ -376,7 +376,8 @@ def write_checkpoint(
 
 
 def _find_folders(path: str | os.PathLike[str], tp: int | None, against: str | os.PathLike[str] | None) -> Folders:
-    store, folder, other = find_store(path), Path(path), None if against is None else Path(against)
+    beside = folder_text(against, "against")
+    store, folder, other = find_store(path), Path(path), None if beside is None else Path(beside)
     if store.path("") is None:
         raise PlanError("not on a local file system, whose page cache can be dropped", path=path, code="option")
     check_exists(store)

@@ -22,7 +22,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import TypeAlias
 
-from relayout.core.arguments import size
+from relayout.core.arguments import path_text, size
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
 from relayout.storage.local.descriptors import HeldLock, OpenFolder, Waiting, is_ours, locked_file, open_ours
@@ -83,6 +83,11 @@ class Cache:
     """The most bytes to keep, as a number or as text such as "2TB"; None: as much as the drive holds."""
     limit_name: str = field(default="limit", repr=False, compare=False)
     """The name of the option or variable that gives the limit, for errors."""
+
+    def __post_init__(self) -> None:
+        path_text(self.folder, "folder", "the path of a folder")
+        if self.limit_name == "limit":  # A variable is checked where the cache is used, which can go on without it.
+            self.limit_nbytes()
 
     def limit_nbytes(self) -> int | None:
         """The limit as a number. PlanError: it is no size."""

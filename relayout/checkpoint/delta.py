@@ -23,7 +23,7 @@ from relayout.checkpoint.converted import (
 )
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
-from relayout.errors import FormatError, PlanError, about
+from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.delta import (
     NEW,
     OLD,
@@ -177,7 +177,9 @@ def is_delta(path: str | os.PathLike[str]) -> bool:
 
 def read_deltas(paths: Paths) -> Iterator[Delta]:
     """Read the manifests of deltas, one after the other; for errors see `read_delta`."""
-    found = [paths] if isinstance(paths, str | os.PathLike) else paths
+    found = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Iterable) else None
+    if found is None:
+        raise PlanError(f"deltas: {shown(paths)}, expected the path of a delta, or a list of paths", code="option")
     before = None
     for number, path in enumerate(found, 1):
         position = number if len(found) > 1 else 0

@@ -32,8 +32,8 @@ from relayout.conversion.resume import Fingerprint, Journal, other_option, read_
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers_of, share_memory
 from relayout.conversion.sidecar import find_other_files, modes_of, put_index
 from relayout.conversion.steps import Written
+from relayout.core.arguments import folder_text, ranks_text
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.arguments import ranks_text
 from relayout.core.digests import PROOF_NBYTES, OrderedDigests, digest_hex, new_proof
 from relayout.core.extents import Extent, align_up, split
 from relayout.core.workers import Stop, Workers
@@ -315,7 +315,7 @@ def copy_from(
         fingerprint=digest_hex(compact_json([fingerprint.source, fingerprint.options])),
         others=[*names_of(kept, record), SIGNATURE_NAME],
         modes=modes_of(inputs, [file.name for file in kept.files]),
-        scratch=None if scratch is None else os.fspath(scratch),
+        scratch=folder_text(scratch, "scratch"),
     )
     with begin(target, CONVERTED, work, force=force) as made:
         copying = _Copying(source, manifest, kept, made)

@@ -26,6 +26,7 @@ from relayout.conversion.changes import UNCHANGED, widths_in, write_pieces
 from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import modes_of, put_index, put_tables
+from relayout.core.arguments import folder_text
 from relayout.core.digests import PROOF_NBYTES, digest_hex, proof_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import each
@@ -153,7 +154,7 @@ def delta(
         ],
         modes=modes_of([before.store, after.store], [file.name for file in files]),
         is_resumable=False,
-        scratch=None if scratch is None else os.fspath(scratch),
+        scratch=folder_text(scratch, "scratch"),
     )
     with begin(target, DELTA_OUTPUT, work, force=force) as made:
         if isinstance(made, LocalOutput):

@@ -21,6 +21,7 @@ from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import as_one_rank, copy_side_file, modes_of, recorded_source, stored_conversion
 from relayout.conversion.steps import CopyPlan, Loaded, SourceRange, Span, Step, join_ranges
+from relayout.core.arguments import folder_text
 from relayout.core.digests import OrderedDigests, digest_hex
 from relayout.core.extents import Extent, copy_runs
 from relayout.core.slices import num_bytes
@@ -105,7 +106,7 @@ def restore(
         others=[*(file.name for file in record.files), *index, *(side.name for side in record.side_files)],
         modes=modes_of([folder], [file.name for file in manifest.files]),
         is_resumable=False,
-        scratch=None if scratch is None else os.fspath(scratch),
+        scratch=folder_text(scratch, "scratch"),
     )
     with begin(target, CONVERTED, work, force=force) as made:
         if isinstance(made, LocalOutput):

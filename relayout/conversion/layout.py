@@ -27,7 +27,7 @@ from relayout.checkpoint.source import SourceCheckpoint, SourceTensor
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.core.extents import Extent, natural_alignment
 from relayout.core.slices import WHOLE, Cut, CutTensor
-from relayout.errors import PlanError
+from relayout.errors import PlanError, shown
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     DIGESTED_NBYTES,
@@ -136,6 +136,12 @@ def by_holder(files: Sequence[RankFile], num_holders: int) -> tuple[tuple[int, .
     for number, file in enumerate(files):
         numbers[file.holder].append(number)
     return tuple(map(tuple, numbers))
+
+
+def check_planned(conversion: object) -> None:
+    """Raise PlanError unless this is a planned conversion."""
+    if not isinstance(conversion, Conversion):
+        raise PlanError(f"conversion: {shown(conversion)}, expected what plan_conversion returns", code="option")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from functools import partial
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import SourceIdentity, identity_of
-from relayout.conversion.layout import Conversion
+from relayout.conversion.layout import Conversion, check_planned
 from relayout.conversion.resume import (
     Fingerprint,
     Journal,
@@ -27,11 +27,11 @@ from relayout.conversion.resume import (
 )
 from relayout.conversion.sidecar import HeaderWriter, other_names, output_modes, write_sidecar
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, Step, Target, TensorDigests, Written, run_steps
-from relayout.core.arguments import at_least_one, size
+from relayout.core.arguments import at_least_one, folder_text, size
 from relayout.core.digests import OrderedDigests, new_proof
 from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.core.workers import Stop
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, shown
 from relayout.format.index import DIGESTED_NBYTES, chunks_of, chunks_over
 from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import Destination, Place
@@ -117,7 +117,10 @@ def carry_out(
         4
     """
     started = time.monotonic()
+    check_planned(conversion)
     threads, chunk_nbytes = share_memory(threads, memory, conversion.output)
+    if destination is not None and not hasattr(destination, "begin_part"):
+        raise PlanError(f"destination: {shown(destination)}, expected one of relayout.publish", code="option")
     to = Place(conversion.output, CONVERTED, force) if destination is None else destination
     to.check(conversion.source.root)
     identity = identity_of(conversion.source)
@@ -161,7 +164,7 @@ def work_of(
         modes=output_modes(conversion.source),
         is_resumable=is_resumable,
         is_live=is_live,
-        scratch=None if scratch is None else os.fspath(scratch),
+        scratch=folder_text(scratch, "scratch"),
     )
 
 
@@ -185,6 +188,7 @@ def is_carried_out(
         >>> relayout.is_carried_out(plan)
         False
     """
+    check_planned(conversion)
     return differences(conversion, threads=threads, memory=memory) == []
 
 

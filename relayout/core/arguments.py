@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby, pairwise, zip_longest
 
@@ -78,6 +78,19 @@ def path_text(path: str | os.PathLike[str], what: str = "path", expected: str = 
     return os.fspath(path)
 
 
+def folder_text(path: str | os.PathLike[str] | None, what: str) -> str | None:
+    """The path of a folder as text, or None. PlanError: it is neither text nor a path; `what` it is."""
+    return None if path is None else path_text(path, what, "the path of a folder")
+
+
+def check_named(value: object, what: str) -> None:
+    """Raise PlanError unless the value is a mapping by names; `what` it is."""
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{what} is a {type(value).__name__}, expected tensors by name", code="option")
+    if odd := [name for name in value if not isinstance(name, str)]:
+        raise PlanError(f"{what}: {shown(odd[0])}, expected the name of a tensor", code="option")
+
+
 def ranks(value: str | Iterable[int], num_ranks: int) -> tuple[int, ...]:
     """Ranks, rising and each once, given as integers or as text such as "0-3,8" (ends are included).
 
@@ -89,6 +102,8 @@ def ranks(value: str | Iterable[int], num_ranks: int) -> tuple[int, ...]:
         pairs = [(int(match[1]), int(match[2] or match[1])) for match in bounds if match]
         if len(pairs) < len(bounds) or any(first > last for first, last in pairs):
             raise PlanError(f"ranks: {shown(value)}, expected a list such as 0-3,8", code="option")
+    elif not isinstance(value, Iterable):
+        raise PlanError(f"ranks: {shown(value)}, expected numbers, or a list such as 0-3,8", code="option")
     else:
         pairs = [(rank, rank) for rank in (integer(item, "ranks") for item in value)]
     # Before they are listed: the text may name any number.

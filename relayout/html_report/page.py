@@ -32,7 +32,7 @@ from relayout.checkpoint.converted import (
 from relayout.checkpoint.source import read_source
 from relayout.conversion.layout import Conversion
 from relayout.conversion.sidecar import recorded_source, stored_conversion
-from relayout.core.arguments import collapse_numbers, integer
+from relayout.core.arguments import collapse_numbers, integer, path_text
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.slices import CutTensor, num_bytes
 from relayout.errors import PlanError
@@ -123,7 +123,8 @@ def report(
         tp = integer(tp, "tp")
         content, digests = of_conversion(plan_conversion(path, default_output(path, tp), tp=tp, plan=plan)), b""
     text = render(content, digests)
-    target = Path(f"{_name(content)}-report.html" if output is None else output)
+    page = None if output is None else path_text(output, "output", "the path of a file")
+    target = Path(f"{_name(content)}-report.html" if page is None else page)
     _check_new(store, target)
     _write(target, text, _whose(content) if output is None else None)
     return PageWritten(

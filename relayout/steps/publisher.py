@@ -18,9 +18,9 @@ from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, Conversion
 from relayout.conversion.run import Summary
 from relayout.conversion.sidecar import other_names
-from relayout.core.arguments import at_least_one, integer, size
+from relayout.core.arguments import at_least_one, folder_text, integer, size
 from relayout.core.digests import digest_hex
-from relayout.errors import PlanError, RelayoutError
+from relayout.errors import PlanError, RelayoutError, shown
 from relayout.format.delta import NEW, OLD, delta_name
 from relayout.format.fields import MAX_SIZE
 from relayout.format.index import MANIFEST_NAME
@@ -125,6 +125,8 @@ class Publisher:
         self._root = Root.at(root)
         self._config, self._dtype, self._group = config, dtype, group
         self._full_every = at_least_one(full_every, "full_every")
+        if isinstance(full_share, bool) or not isinstance(full_share, int | float):
+            raise PlanError(f"full_share: {shown(full_share)} is not a number", code="option")
         self._full_share = full_share
         self._retention = Retention(at_least_one(keep, "keep"), integer(keep_seconds, "keep_seconds"))
         self._grace_seconds = integer(grace_seconds, "grace_seconds")
@@ -141,7 +143,8 @@ class Publisher:
             layout="ranks",
             ranks=None,
         )
-        self._kept = KeptStep(None if keep_in is None else Path(keep_in))
+        kept_in = folder_text(keep_in, "keep_in")
+        self._kept = KeptStep(None if kept_in is None else Path(kept_in))
         self._layout: object = None
         """What must be the same for a delta: the names, dtypes, shapes, cuts and places of all tensors."""
         self._known: set[str] = set()

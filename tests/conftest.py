@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support.conversions import conversions
 from support.faults import shim
 from support.models import SIZES, save_pretrained
 from support.profile import PROFILE
+from support.skips import reason_of
 
 from relayout.storage.stores import REGISTRY
 
@@ -36,6 +38,16 @@ def pytest_collection_finish() -> None:
     """What is there before the first test stays: no collection of garbage need look at a million objects again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say why tests were skipped: what is missing here by mistake, a reader sees."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(reason_of(str(report.longrepr[2] if report.longrepr else "")) for report in skipped)
+    if reasons:
+        terminalreporter.write_sep("-", f"{reasons.total()} skipped, by reason")
+        for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+            terminalreporter.write_line(f"{count:5} {reason}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -63,6 +63,26 @@ def test_tools_test_says_how_it_is_used_without_an_environment(tmp_path: Path) -
     assert not (tmp_path / ".venv").exists()
 
 
+SKIPPING = """
+import pytest
+
+@pytest.mark.parametrize("number", range(5))
+def test_one(number, tmp_path):
+    pytest.skip(f"no drive in {tmp_path}" if number else "no network")
+"""
+
+
+def test_skipped_tests_are_summed_up_by_reason(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "test_some.py").write_text(SKIPPING)
+    done = run_tool(
+        "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    _, _, summary = done.stdout.partition(" 5 skipped, by reason ")
+    assert summary.splitlines()[1:3] == ["    4 no drive in PATH", "    1 no network"]
+
+
 OF_SAFETENSORS = """
 import unittest
 import torch

@@ -113,10 +113,75 @@ def test_the_blobs_of_a_cache_may_lie_on_another_drive(tmp_path: Path) -> None:
     repository = tmp_path / "models--a--b"
     root = repository / "snapshots" / "1"
     root.mkdir(parents=True)
-    (tmp_path / "drive").mkdir()
-    (repository / "blobs").symlink_to(tmp_path / "drive")
-    (root / "x").symlink_to("../../blobs/0")
-    assert is_inside(root, root / "x")
+    drive = tmp_path / "drive" / "models--a--b" / "blobs"
+    drive.mkdir(parents=True)
+    (repository / "blobs").symlink_to(drive)
+    (root / "sub").mkdir()
+    for number, nbytes in enumerate((40, 64)):
+        (drive / ("0a" * (nbytes // 2))).write_text("1")
+        (root / f"x{number}").symlink_to(f"../../blobs/{'0a' * (nbytes // 2)}")
+        (root / "sub" / f"x{number}").symlink_to(f"../../../blobs/{'0a' * (nbytes // 2)}")
+        assert is_inside(root, root / f"x{number}")
+        assert is_inside(root, root / "sub" / f"x{number}")
+
+
+HASH = "0a" * 32
+
+
+@pytest.mark.parametrize(
+    ("blobs", "name"),
+    [
+        ("home/.ssh", "id_rsa"),
+        ("home/.ssh", HASH),  # Named as a blob, in a folder that is not one of blobs.
+        ("home/blobs", HASH),
+        ("home/models--c--d/blobs", "id_rsa"),
+        ("home/models--c--d/blobs", HASH[:-1]),
+        ("home/models--c--d/blobs", HASH.upper()),
+        ("home/models--c--d/blobs", f"{HASH[:2]}/{HASH}"),
+        ("home/models--c--d/blobs", "link"),  # To a file elsewhere, by a name of a blob.
+    ],
+)
+def test_a_link_in_place_of_the_blobs_leads_to_nothing_but_blobs(
+    llama: Path, tmp_path: Path, blobs: str, name: str
+) -> None:
+    snapshot = tmp_path / "download" / "models--a--b" / "snapshots" / "1"
+    shutil.copytree(llama, snapshot)
+    secret = tmp_path / blobs / name
+    if name == "link":
+        (tmp_path / "home" / "secret").parent.mkdir(parents=True)
+        (tmp_path / "home" / "secret").write_text("PRIVATE")
+        secret = secret.with_name(HASH)
+        secret.parent.mkdir(parents=True)
+        secret.symlink_to(tmp_path / "home" / "secret")
+    else:
+        secret.parent.mkdir(parents=True)
+        secret.write_text("PRIVATE")
+    (snapshot.parents[1] / "blobs").symlink_to(tmp_path / blobs)
+    (snapshot / "sub").mkdir()
+    for file, below in (("notes.txt", "blobs"), ("sub/notes.txt", "../blobs"), ("around.txt", "blobs/../blobs")):
+        (snapshot / file).symlink_to(f"../../{below}/{secret.relative_to(tmp_path / blobs)}")
+    done = relayout.convert(snapshot, tmp_path / "out", tp=2)
+    left_out = {f"{file}: a link that leads out of the checkpoint" for file in ("notes.txt", "sub/notes.txt")}
+    assert left_out <= set(done.left_out)
+    assert not any(b"PRIVATE" in path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(snapshot / "notes.txt")
+    with pytest.raises(FormatError, match=r"config\.json: a symbolic link that leads out of the checkpoint"):
+        relayout.inspect(snapshot)
+
+
+def test_links_from_a_snapshot_reach_nothing_around_its_blobs(tmp_path: Path) -> None:
+    root = tmp_path / "models--a--b" / "snapshots" / "1"
+    root.mkdir(parents=True)
+    (tmp_path / "models--a--b" / "blobs").mkdir()
+    (tmp_path / HASH).write_text("PRIVATE")
+    (root / "x").symlink_to(f"../../blobs/../../{HASH}")
+    (root / "y").symlink_to(f"../../../{HASH}")
+    (tmp_path / "models--c--d" / "snapshots").mkdir(parents=True)
+    (tmp_path / "models--c--d" / "snapshots" / "1").symlink_to(tmp_path)  # A snapshot that is itself a link.
+    other = tmp_path / "models--c--d" / "snapshots" / "1"
+    (tmp_path / "z").symlink_to(tmp_path.parent / HASH)
+    assert [is_inside(root, root / "x"), is_inside(root, root / "y"), is_inside(other, other / "z")] == [False] * 3
 
 
 def test_who_trusts_links_may_say_so(

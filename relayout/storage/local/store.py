@@ -144,6 +144,7 @@ FOLLOW_LINKS = "RELAYOUT_FOLLOW_LINKS"
 """Environment variable: "1" permits links to any file, for folders that a person assembled from links."""
 
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHARED_BLOB = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 
 
@@ -169,6 +170,9 @@ def is_inside(folder: Path, path: Path) -> bool:
     The files of a snapshot in a Hugging Face cache are links to blobs of its repository (huggingface_hub 2.4,
     `file_download.py`: `models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH`). Those may be links to blobs
     that all repositories of the cache share (`utils/_shared_blobs.py`: `blobs/HA/HASH`). Both count as inside.
+
+    A `blobs` folder may itself be a link, to another drive. An archive could contain such a link to any folder of the
+    person who unpacks it, so what it leads to must have the form of blobs: `models--ORG--NAME/blobs/HASH`.
     """
     home = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(path))
@@ -179,9 +183,16 @@ def is_inside(folder: Path, path: Path) -> bool:
     repository = next((parent.parent for parent in home.parents if parent.name == "snapshots"), None)
     if repository is None or not _REPOSITORY.match(repository.name):
         return False
-    own, shared = (Path(os.path.realpath(folder / "blobs")) for folder in (repository, repository.parent))
-    return real.parent == own or (
-        real.is_relative_to(shared) and _SHARED_BLOB.fullmatch(real.relative_to(shared).as_posix()) is not None
+    if real.parent == repository / "blobs":  # `repository` has no links: this `blobs` is a folder in it.
+        return True
+    own, shared = (Path(os.path.realpath(above / "blobs")) for above in (repository, repository.parent))
+    if real.parent == own:
+        is_of_hub = own.name == "blobs" and _REPOSITORY.match(own.parent.name) is not None
+        return is_of_hub and _BLOB.fullmatch(real.name) is not None
+    return (
+        shared.name == "blobs"
+        and real.is_relative_to(shared)
+        and _SHARED_BLOB.fullmatch(real.relative_to(shared).as_posix()) is not None
     )
 
 

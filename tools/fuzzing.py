@@ -204,7 +204,7 @@ def _model(config: Mapping[str, Any], *, quantized: bool = False) -> SourceCheck
         SourceTensor(name, dtype, shape, 0, Extent(0, prod(shape) * BITS[dtype] // 8))
         for name, (dtype, shape) in _shapes(quantized).items()
     )
-    return SourceCheckpoint(LocalStore(Path("x")), (), tensors, {}, config, None, (), ())
+    return SourceCheckpoint(LocalStore(Path("x")), (), tensors, {}, config)
 
 
 def _check_plan(source: SourceCheckpoint, plan: Plan) -> None:

@@ -34,12 +34,14 @@ from relayout.storage.local.store import LocalStore, OutputFile
 from relayout.storage.stores import (
     LOCAL_COST,
     Access,
+    Enter,
     Entry,
     FileStat,
     ReadableFile,
     ReadOnlyStore,
     RequestCost,
     Store,
+    everywhere,
     if_there,
 )
 from relayout.storage.system import Buffer
@@ -86,8 +88,8 @@ class CopyingStore(ReadOnlyStore):
     def parent(self) -> tuple[Store, str]:
         return self.remote.parent()
 
-    def walk(self) -> Iterator[Entry]:
-        return self.copies.walk()
+    def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
+        return self.copies.walk(enter)
 
     def stat(self, name: str) -> FileStat | None:
         if name in self.weights and not self._has(name):

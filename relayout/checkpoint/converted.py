@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from relayout.checkpoint.folder import advice_on_snapshots, refuse_rank_files
+from relayout.checkpoint.folder import advice_on_snapshots, glance, refuse_rank_files
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent, Grid, align_up, split
@@ -45,6 +43,7 @@ from relayout.storage.local.store import holes
 from relayout.storage.stores import (
     Access,
     Closable,
+    Enter,
     Entry,
     Kind,
     ReadableFile,
@@ -52,6 +51,7 @@ from relayout.storage.stores import (
     RequestCost,
     Store,
     check_exists,
+    everywhere,
     if_there,
     refuse_unfinished,
 )
@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 
 MAX_SIGNATURE_NBYTES = 2**26
 
-_MAX_LISTED = 2000
-"""How much of a folder that is not converted is looked at, to say what it is instead."""
 _PIECE_NBYTES = 2**24
 """Bytes of a hole that are compared with zeros at once."""
 
@@ -102,9 +100,7 @@ def read_manifest_blob(folder: Store) -> bytes:
         advice = ""
         if not folder.cost.is_remote and folder.kind() is Kind.FOLDER:
             refuse_unfinished(folder)
-            entries: list[Entry] = []
-            with suppress(OSError):  # What cannot be listed below is not what is wrong.
-                entries.extend(islice(folder.walk(), _MAX_LISTED))
+            entries = glance(folder)
             refuse_rank_files(folder, (entry.name for entry in entries))
             advice = advice_on_snapshots(entries)
         what = f"not a converted folder ({MANIFEST_NAME} is missing){advice or '; relayout convert makes one'}"
@@ -547,5 +543,5 @@ class StoreOver(ReadOnlyStore):
     def parent(self) -> tuple[Store, str]:
         return self.base.parent()
 
-    def walk(self) -> Iterator[Entry]:
-        return self.base.walk()
+    def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
+        return self.base.walk(enter)

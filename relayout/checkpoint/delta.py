@@ -48,11 +48,14 @@ from relayout.publish.output import Replaceable
 from relayout.storage.stores import (
     Access,
     Closable,
+    Enter,
     Entry,
     FileStat,
     ReadableFile,
     Store,
     check_exists,
+    entered,
+    everywhere,
     find_input,
 )
 
@@ -312,8 +315,8 @@ class DeltaStore(StoreOver):
         store, there = self._place(name)
         return store.location(there)
 
-    def walk(self) -> Iterator[Entry]:
-        return map(Entry, names_of_output(self))
+    def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
+        return entered(names_of_output(self), enter)
 
     def stat(self, name: str) -> FileStat | None:
         store, there = self._place(name)

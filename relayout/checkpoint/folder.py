@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,7 +17,7 @@ from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import decode
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, RANK_FILE
 from relayout.format.safetensors import check_depth, refuse_surrogates
-from relayout.storage.stores import Entry, Store
+from relayout.storage.stores import Entry, Store, if_there
 
 _MAX_CONFIG_NBYTES = 16 * 2**20
 CONFIG_NAME = "config.json"
@@ -108,13 +109,26 @@ _WEIGHT_SUFFIXES = frozenset(
     | {".tflite", ".mlmodel", ".ot"}
 )
 _INDEX_SUFFIX = ".index.json"
-_MAX_HEAD_NBYTES = 64 * 2**20
-"""The largest `.pt` file beside the shards that goes along, unread: some engines load a model's further layers from
-such, as vLLM does `sparse_linear.pt` and `colbert_linear.pt` of BGE-M3. What a training leaves is mostly larger."""
 _MAX_FOLDERS = 16
 """The most folders that a message lists."""
 _SNAPSHOT = re.compile(r"(.+/)?snapshots/[^/]+")
 """The folder of a snapshot in the hub's cache, seen from a folder above it."""
+_TO_SNAPSHOTS = re.compile(r"([^/]+/)?snapshots(/[^/]+)?")
+"""The folders between a hub cache, or a repository in it, and the files of its snapshots."""
+_MAX_GLANCED = 2000
+"""How much of a folder that is no checkpoint is looked at, to say what it is instead."""
+
+
+def glance(root: Store) -> list[Entry]:
+    """Return some entries of a folder that is no checkpoint, of its subfolders, and of snapshots of the hub in it."""
+
+    def is_near(folder: str) -> bool:
+        return folder != "blobs" and ("/" not in folder or _TO_SNAPSHOTS.fullmatch(folder) is not None)
+
+    entries: list[Entry] = []
+    with suppress(OSError):  # What cannot be listed is not what is wrong.
+        entries.extend(islice(root.walk(is_near), _MAX_GLANCED))
+    return entries
 
 
 def choose_shards(root: Store, names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -216,6 +230,28 @@ def _converted_folders(entries: Sequence[Entry]) -> set[str]:
     return {entry.name.rpartition("/")[0] for entry in entries if entry.name.endswith("/" + MANIFEST_NAME)}
 
 
+WEIGHTS_OF_TRANSFORMERS = "transformers_weights"
+"""The field of config.json by which transformers 5 selects the file or index (`modeling_utils.py`)."""
+
+
+def chosen_by_transformers(root: Store, names: Sequence[str], config: Mapping[str, Any]) -> str | None:
+    """The file or index of a folder that transformers loads; None if that is what engines load, too.
+
+    transformers takes the file that config.json names, else model.safetensors, and only then the index, with which
+    engines begin (vLLM and SGLang, `filter_duplicate_safetensors_files`).
+
+    Raises:
+        FormatError: config.json names something else than a safetensors file of the folder or an index.
+    """
+    named = config.get(WEIGHTS_OF_TRANSFORMERS)
+    if named is None:
+        return SINGLE_NAME if SINGLE_NAME in names else None
+    if isinstance(named, str) and re.fullmatch(r"[^./\\\0][^/\\\0]*\.safetensors(\.index\.json)?", named):
+        return named
+    what = f"{WEIGHTS_OF_TRANSFORMERS} is {shown(named)}, expected a .safetensors file of the folder, or an index"
+    raise FormatError(f"{what}; to load another file, give its path", path=root.location(CONFIG_NAME), code="field")
+
+
 def find_index(root: Store, names: list[str]) -> str | None:
     """The name of the index, or None. PlanError: there are several, none of them with the usual name."""
     if HUB_INDEX_NAME in names:
@@ -229,30 +265,130 @@ def find_index(root: Store, names: list[str]) -> str | None:
     return None
 
 
-def find_side_files(root: Store, entries: Sequence[Entry]) -> tuple[tuple[str, ...], list[str]]:
-    """Files that a conversion copies, and texts for those that it does not copy."""
-    kept, left_out = [], []
-    for entry in _without_converted([entry for entry in entries if not entry.is_folder]):
-        name, reason = entry.name, entry.refusal
-        suffix = PurePosixPath(name).suffix
-        is_part = "/" not in name and (suffix == ".safetensors" or name.endswith(_INDEX_SUFFIX))
-        if reason is None and not entry.is_readable:
-            raise FormatError(f"cannot be read: {os.strerror(errno.EACCES)}", path=root.location(name))
-        is_weights = suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)
-        if reason is None and is_weights and not _is_head(root, name):
-            reason = "weights that are not part of the model"
-        elif reason is None and name.startswith("relayout."):
-            reason = "a name reserved for relayout"
-        if reason is None:
-            kept.append(name)
-        elif not is_part:
-            left_out.append(f"{name}: {reason}")
-    return tuple(kept), left_out
+@dataclass(frozen=True, slots=True)
+class SideFiles:
+    """What lies beside and below the weights of a checkpoint folder."""
+
+    kept: tuple[str, ...] = ()
+    """Files that a conversion copies unread, as paths relative to the folder."""
+    left_out: tuple[str, ...] = ()
+    """Files and folders that it does not copy, each with the reason, as text for the user."""
 
 
-def _is_head(root: Store, name: str) -> bool:
-    status = root.stat(name) if name.endswith(".pt") and "/" not in name else None
-    return status is not None and status.nbytes <= _MAX_HEAD_NBYTES
+def find_side_files(root: Store) -> SideFiles:
+    """List what lies beside the weights, also in subfolders.
+
+    Raises:
+        FormatError: a file cannot be read; or there are more files, or deeper folders, than a listing may have.
+        PlanError: a file that goes along names one that does not.
+    """
+    entries = sorted(root.walk(lambda folder: _why_folder_stays(folder) is None), key=lambda one: one.name.split("/"))
+    kept, left_out = [], dict[str, str]()
+    for entry in _without_converted(entries):
+        name = entry.name
+        reason = _why_folder_stays(name) if entry.is_folder else entry.refusal or _why_file_stays(name)
+        if reason is not None:
+            left_out[name] = reason
+        elif not entry.is_folder:
+            if _is_readable(root, name):
+                kept.append(name)
+            else:
+                left_out[name] = "vanished while the folder was listed"
+    _check_named(root, kept, left_out)
+    texts = (f"{name}: {_with_size(root, name, why)}" for name, why in left_out.items() if not _is_part(name))
+    return SideFiles(tuple(kept), tuple(texts))
+
+
+_OTHER_FORMAT = "the model's weights in another format"
+_TRAINING_STATE = "the state of a training"
+_FOLDERS_THAT_STAY = {
+    **dict.fromkeys(("original", "onnx", "openvino", "coreml"), _OTHER_FORMAT),
+    **dict.fromkeys(("wandb", "runs", "mlruns", "lightning_logs", "tensorboard"), "the logs of a training"),
+    "__pycache__": "compiled from the .py files",
+}
+"""Folders at the top level whose files do not go along. `original` is that of Meta's repositories on the hub."""
+_CHECKPOINT_OF_TRAINING = re.compile(r"(checkpoint-|global_step)[0-9]+")
+"""The names of transformers' Trainer and of DeepSpeed."""
+_OWN_WEIGHTS = re.compile(
+    r"((diffusion_)?pytorch_model|model|tf_model|flax_model|rust_model|openvino_model|consolidated)([-_.].*)?"
+)
+"""Weight files that are the model itself in another format or precision."""
+_OTHER_FORMATS = frozenset({".gguf", ".ggml", ".h5", ".msgpack", ".ot", ".tflite", ".mlmodel"})
+"""Formats in which only whole models are published."""
+_TRAINING_FILES = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args)([-_.].*)?")
+
+
+def _why_folder_stays(name: str) -> str | None:
+    """Why no file of a folder goes along with the model; None if its files do."""
+    if "/" in name:
+        return None
+    return _TRAINING_STATE if _CHECKPOINT_OF_TRAINING.fullmatch(name) else _FOLDERS_THAT_STAY.get(name)
+
+
+def _why_file_stays(name: str) -> str | None:
+    """Why a file does not go along with the model; None if it does.
+
+    What lies in a subfolder is a part of the model that its own code or another file names: the modules of
+    sentence-transformers, adapters, a speech tokenizer. At the top level the model's weights are often published, or
+    left by a training, a second time.
+    """
+    suffix = PurePosixPath(name).suffix
+    if name.startswith("relayout."):
+        return "a name reserved for relayout"
+    if "/" in name or not (suffix in _WEIGHT_SUFFIXES or name.endswith(_INDEX_SUFFIX)):
+        return None
+    if suffix == ".safetensors":  # FORMAT.md, section 2: there is no other at the top level of an output.
+        return "weights that are not part of the model"
+    if name.endswith(_INDEX_SUFFIX) or suffix in _OTHER_FORMATS or _OWN_WEIGHTS.fullmatch(name):
+        return _OTHER_FORMAT
+    return _TRAINING_STATE if _TRAINING_FILES.fullmatch(name) else None
+
+
+def _is_part(name: str) -> bool:
+    """Whether reading the checkpoint itself already decides about a file."""
+    return "/" not in name and name.endswith((".safetensors", _INDEX_SUFFIX))
+
+
+def _is_readable(root: Store, name: str) -> bool:
+    """Check that a local file can be opened; False if it does not exist any more."""
+    if root.cost.is_remote:
+        return True
+    file = if_there(lambda: root.open(name))
+    if file is not None:
+        file.close()
+    return file is not None
+
+
+def _with_size(root: Store, name: str, reason: str) -> str:
+    """A reason, with the size of a weight file that is left out."""
+    is_weights = reason in (_OTHER_FORMAT, _TRAINING_STATE) and PurePosixPath(name).suffix in _WEIGHT_SUFFIXES
+    status = root.stat(name) if is_weights else None
+    return reason if status is None else f"{reason} ({status.nbytes:,} bytes)"
+
+
+def _check_named(root: Store, kept: Sequence[str], left_out: Mapping[str, str]) -> None:
+    """Raise PlanError if a file that goes along names one that does not."""
+    named = {"adapter_config.json": {"adapter_model.safetensors"}}
+    if _MODULES_NAME in kept:
+        named[_MODULES_NAME] = _module_folders(root)
+    for file, places in named.items():
+        for name, reason in left_out.items() if file in kept else ():
+            if any(name == place or name.startswith(f"{place}/") or place.startswith(f"{name}/") for place in places):
+                what = f"does not go along ({reason}), but {file} names it: move one of the two out of the folder"
+                raise PlanError(what, path=root.location(name), code="unsupported")
+
+
+_MODULES_NAME = "modules.json"
+
+
+def _module_folders(root: Store) -> set[str]:
+    """The folders of the modules of a sentence-transformers model; empty if the file is not a list of modules."""
+    try:
+        modules = json.loads(decode(root.read(_MODULES_NAME, _MAX_CONFIG_NBYTES)))
+    except (FormatError, ValueError, RecursionError):  # An engine that reads the file says what is wrong with it.
+        return set()
+    places = (one.get("path") for one in modules if isinstance(one, dict)) if isinstance(modules, list) else ()
+    return {place.strip("/") for place in places if isinstance(place, str) and place.strip("/")}
 
 
 def _without_converted(entries: Sequence[Entry]) -> Iterator[Entry]:
@@ -261,7 +397,7 @@ def _without_converted(entries: Sequence[Entry]) -> Iterator[Entry]:
     reported: set[str] = set()
     for entry in entries:
         parents = (str(parent) for parent in reversed(PurePosixPath(entry.name).parents))
-        outermost = next((parent for parent in parents if parent in converted), None)
+        outermost = entry.name if entry.name in converted else next((one for one in parents if one in converted), None)
         if outermost is None:
             yield entry
         elif outermost not in reported:

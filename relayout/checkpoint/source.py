@@ -21,13 +21,17 @@ from typing import Any
 import xxhash
 
 from relayout.checkpoint.folder import (
+    SINGLE_NAME,
     Config,
+    SideFiles,
     advice_without_shards,
     check_name,
     choose_shards,
+    chosen_by_transformers,
     find_config,
     find_index,
     find_side_files,
+    glance,
     other_shards,
     refuse_rank_files,
 )
@@ -40,7 +44,16 @@ from relayout.format.fields import Fields, check_apart, check_path, parse_object
 from relayout.format.index import MANIFEST_NAME, RANK_FILE
 from relayout.format.manifest import compact_json
 from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
-from relayout.storage.stores import FileStat, Kind, ReadableFile, Store, check_exists, refuse_unfinished, unversioned
+from relayout.storage.stores import (
+    FileStat,
+    Kind,
+    ReadableFile,
+    Store,
+    check_exists,
+    nowhere,
+    refuse_unfinished,
+    unversioned,
+)
 from relayout.storage.system import filesystem_of
 
 MAX_INDEX_NBYTES = 64 * 2**20
@@ -94,19 +107,51 @@ class SourceCheckpoint:
     """config.json; empty if there is none. Its quantization_config may come from another file."""
     index: tuple[str, bytes] | None = None
     """Name and bytes of the index.json; None if there is none."""
-    side_files: tuple[str, ...] = ()
-    """Files other than weights that a conversion copies, as paths relative to the folder."""
-    left_out: tuple[str, ...] = ()
-    """Files that a conversion does not copy, each with the reason, as text for the user."""
+    side: SideFiles | None = field(default_factory=SideFiles)
+    """What lies beside the weights, as far as it is known; None: a listing of all folders tells, see `side_files`."""
+    skipped: tuple[str, ...] = ()
+    """Files and tensors at the top level that are not of the model, each with the reason, as text for the user."""
     is_file: bool = False
     """Whether `root` is a single file; its side files are beside it."""
     identities: list[SourceIdentity] = field(init=False, default_factory=list, compare=False, repr=False)
     """What `identity_of` has found, once: it costs many small reads."""
+    sides: list[SideFiles] = field(init=False, default_factory=list, compare=False, repr=False)
+    """What `_side` has found, once."""
 
     @property
     def folder(self) -> Store:
         """The folder of all files."""
         return self.root.parent()[0] if self.is_file else self.root
+
+    @property
+    def side_files(self) -> tuple[str, ...]:
+        """Files beside the weights that a conversion copies, as paths relative to the folder.
+
+        All folders are listed for it, once: nothing but a conversion asks. For errors see `find_side_files`.
+        """
+        return self._side.kept
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What a conversion does not copy, each with the reason, as text for the user; lists as `side_files` does."""
+        return (*self.skipped, *self._side.left_out)
+
+    @property
+    def _side(self) -> SideFiles:
+        if self.side is not None:
+            return self.side
+        if not self.sides:
+            self.sides.append(self._find_side())
+        return self.sides[0]
+
+    def _find_side(self) -> SideFiles:
+        found = find_side_files(self.folder)
+        names = [*(file.name for file in self.files), *found.kept, *([] if self.index is None else [self.index[0]])]
+        with about(path=str(self.root)):
+            for name in found.kept:
+                check_path(name)  # Before a byte is copied: a store may list names that no folder can have.
+            check_apart(names)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -120,8 +165,14 @@ class SourceCheckpoint:
         return value if isinstance(value, str) else None
 
 
-def read_source(store: Store) -> SourceCheckpoint:
+def read_source(store: Store, *, by_transformers: bool = False) -> SourceCheckpoint:
     """Read a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
+
+    Of a folder, the names in the folder itself are listed, and nothing below it.
+
+    Args:
+        by_transformers: of several models in a folder, select the one that transformers loads instead of the one that
+            engines load; see `chosen_by_transformers`.
 
     Raises:
         FormatError: a file is missing, unreadable, damaged, or contradicts the index.
@@ -130,9 +181,10 @@ def read_source(store: Store) -> SourceCheckpoint:
     try:
         kind = store.kind()
         if kind is Kind.FOLDER:
-            return _read_folder(store)
+            return _read_folder(store, by_transformers)
     except PermissionError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", path=str(store)) from None
+        failed = str(store) if error.filename is None else os.fsdecode(error.filename)
+        raise FormatError(f"cannot be read: {error.strerror}", path=failed) from None
     folder, name = store.parent()
     # Blobs of a hub cache have no suffix.
     if name.endswith(".safetensors") or (kind is Kind.FILE and "." not in name):
@@ -152,8 +204,8 @@ def _read_file(store: Store, folder: Store, name: str) -> SourceCheckpoint:
         [read_shard(folder, name)],
         config=config,
         # Planning used these files. Loading the output at another degree needs them again.
-        side_files=tuple(sorted(config.names)),
-        left_out=other_shards(name),
+        side=SideFiles(tuple(sorted(config.names))),
+        skipped=other_shards(name),
         is_file=True,
     )
 
@@ -201,10 +253,9 @@ def model_order(name: str) -> str:
     return _NUMBER.sub(lambda match: f"\1{len(digits := match[1].lstrip('0')):04}{digits}", words)
 
 
-def _read_folder(root: Store) -> SourceCheckpoint:
-    entries = sorted(root.walk(), key=lambda entry: entry.name.split("/"))
+def _read_folder(root: Store, by_transformers: bool) -> SourceCheckpoint:
     # Including folders, which may have the name of a file.
-    names = [entry.name for entry in entries if "/" not in entry.name]
+    names = sorted(entry.name for entry in root.walk(nowhere))
     if MANIFEST_NAME in names:
         what = (
             f"is already a converted checkpoint (contains {MANIFEST_NAME}): relayout.load(..., tp=N) loads it at"
@@ -214,10 +265,16 @@ def _read_folder(root: Store) -> SourceCheckpoint:
     refuse_unfinished(root)
     refuse_rank_files(root, names)
     shards = [name for name in names if name.endswith(".safetensors")]
-    index_name = find_index(root, names)
+    config = find_config(root)
+    chosen = chosen_by_transformers(root, names, config.content) if by_transformers else None
+    index_name = find_index(root, names) if chosen is None else None
+    if chosen is not None and not chosen.endswith(".safetensors"):
+        index_name = chosen
     index: tuple[str, bytes] | None = None
     named: dict[str, str] | None = None
-    if index_name is None:
+    if index_name is None and chosen is not None:
+        used, left_out = [chosen], [f"{name}: {chosen} is the model" for name in shards if name != chosen]
+    elif index_name is None:
         used, left_out = choose_shards(root, shards)
     else:
         check_name(root, index_name)
@@ -225,26 +282,33 @@ def _read_folder(root: Store) -> SourceCheckpoint:
         named = parse_index(index[1], root.location(index_name))
         used_names = set(named.values())
         used = sorted(used_names)
-        left_out = [f"{name}: not named by {index_name}" for name in shards if name not in used_names]
+        left_out = [
+            f"{name}: not named by {index_name}{_OF_TRANSFORMERS if name == SINGLE_NAME else ''}"
+            for name in shards
+            if name not in used_names
+        ]
     if not used:
-        raise PlanError(f"contains no safetensors file{advice_without_shards(entries)}", path=str(root), code="missing")
+        what = f"contains no safetensors file{advice_without_shards(glance(root))}"
+        raise PlanError(what, path=str(root), code="missing")
     for name in used:
         check_name(root, name)
-    side_files, not_copied = find_side_files(root, entries)
-    names_in_use = [*used, *side_files, *([] if index_name is None else [index_name])]
+    names_in_use = [*used, *([] if index_name is None else [index_name])]
     with about(path=str(root)):
         for name in names_in_use:
-            check_path(name)  # Before a byte is copied: a store may list names that no folder can have.
+            check_path(name)
         check_apart(names_in_use)
     return _assemble(
         root,
         each(partial(_read_shard, root, index_name=index_name), used, root.cost.num_opens),
         named=named,
-        config=find_config(root),
+        config=config,
         index=index,
-        side_files=side_files,
-        left_out=left_out + not_copied,
+        side=None,
+        skipped=left_out,
     )
+
+
+_OF_TRANSFORMERS = ", which engines load; transformers loads this file instead"
 
 
 def parse_index(text: bytes, where: str) -> dict[str, str]:
@@ -268,17 +332,17 @@ def _assemble(
     shards: list[tuple[SourceFile, Header]],
     *,
     config: Config,
-    side_files: tuple[str, ...],
+    side: SideFiles | None,
     named: Mapping[str, str] | None = None,
     index: tuple[str, bytes] | None = None,
-    left_out: Sequence[str] = (),
+    skipped: Sequence[str] = (),
     is_file: bool = False,
 ) -> SourceCheckpoint:
     folder = root.parent()[0] if is_file else root
     for shard, _ in shards:
         if shard.version == "":
             raise unversioned(folder.location(shard.name))
-    tensors, skipped = _collect_tensors(folder, shards, named)
+    tensors, elsewhere = _collect_tensors(folder, shards, named, index)
     return SourceCheckpoint(
         root=root,
         files=tuple(shard for shard, _ in shards),
@@ -286,8 +350,8 @@ def _assemble(
         metadata=agreed_metadata([header.metadata for _, header in shards]),
         config=config.content,
         index=index,
-        side_files=side_files,
-        left_out=(*left_out, *skipped),
+        side=side,
+        skipped=(*skipped, *elsewhere),
         is_file=is_file,
     )
 
@@ -299,7 +363,10 @@ def agreed_metadata(shards: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _collect_tensors(
-    folder: Store, shards: list[tuple[SourceFile, Header]], named: Mapping[str, str] | None
+    folder: Store,
+    shards: list[tuple[SourceFile, Header]],
+    named: Mapping[str, str] | None,
+    index: tuple[str, bytes] | None,
 ) -> tuple[Iterable[SourceTensor], list[str]]:
     """The tensors of all shards; and a text for each shard with tensors that the index `named` assigns elsewhere."""
     tensors: dict[str, SourceTensor] = {}
@@ -321,9 +388,10 @@ def _collect_tensors(
             skipped.append(f"{shard.name}: the index assigns {elsewhere} of its tensors to other files")
     for name, file in (named or {}).items():
         if name not in tensors:
-            raise FormatError(
-                "is named by the index, but not in the file", path=folder.location(file), tensor=name, code="mismatch"
-            )
+            what = "is named by the index, but not in the file"
+            if index is not None:
+                what += f": download the file again, or, if the model has no such tensor, remove it from {index[0]}"
+            raise FormatError(what, path=folder.location(file), tensor=name, code="mismatch")
     return tensors.values(), skipped
 
 

@@ -100,7 +100,8 @@ class Inspection(Result):
     amplification: tuple[Amplification, ...] = ()
     """Empty for a converted checkpoint."""
     left_out: tuple[str, ...] = ()
-    """Files that a conversion would not copy, each with the reason."""
+    """Weights at the top level that are not of the model, each with the reason. `convert --dry-run` names all files
+    that a conversion would not copy."""
 
 
 def inspect(path: str | os.PathLike[str], *, rank: int | None = None, tp: int | None = None) -> Inspection:
@@ -182,7 +183,7 @@ def _inspect_plain(store: Store, source: SourceCheckpoint, degrees: Sequence[int
         nbytes=source.nbytes,
         groups=_groups((tensor.name, tensor.dtype, tensor.shape, None) for tensor in source.tensors),
         amplification=tuple(_amplification(source, tp) for tp in degrees),
-        left_out=source.left_out,
+        left_out=source.skipped,
     )
 
 

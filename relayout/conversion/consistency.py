@@ -38,7 +38,7 @@ from relayout.plans.family import VLLM
 from relayout.plans.plan import Plan, check_all_held
 from relayout.plans.planner import proven_rules
 from relayout.reporting import Result
-from relayout.storage.stores import Store
+from relayout.storage.stores import Store, nowhere
 
 _OTHER = "is not part of this conversion"
 _ANY_LENGTH = -1
@@ -453,8 +453,8 @@ def check_other_files(folder: Store, manifest: Manifest, tables: Mapping[int, Ra
     for name, next_name in pairwise(sorted(known, key=str.lower)):
         if name.lower() == next_name.lower():
             yield difference(MANIFEST_NAME, f"{name} and {next_name} differ in case only")
-    for name in sorted(entry.name for entry in folder.walk()):
-        if name.endswith(".safetensors") and "/" not in name and name not in known:
+    for name in sorted(entry.name for entry in folder.walk(nowhere)):
+        if name.endswith(".safetensors") and name not in known:
             yield difference(name, _OTHER, culprit="others")
     if manifest.hub_index_digest is None:
         if folder.stat(HUB_INDEX_NAME) is not None:

@@ -36,7 +36,7 @@ from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, shown
 from relayout.publish.output import Replaceable, Work, first_of, marked
 from relayout.storage.cloud.store import Version, WritableClient
-from relayout.storage.stores import RequestError, Store, if_there
+from relayout.storage.stores import RequestError, Store, if_there, limited
 
 HIDDEN = ".relayout/"
 CLAIM = f"{HIDDEN}claim"
@@ -281,9 +281,8 @@ class Prefix:
 
     def objects(self) -> dict[str, str]:
         """The versions of all objects below the prefix, including hidden ones."""
-        return {
-            full.removeprefix(f"{self.prefix}/"): version for full, version in self.client.list_objects(self.prefix)
-        }
+        listed = limited(self.client.list_objects(self.prefix), str(self))
+        return {full.removeprefix(f"{self.prefix}/"): version for full, version in listed}
 
     def load(self, name: str, limit: int) -> tuple[bytes, Version] | None:
         """A small object and its version; None if it does not exist. FormatError: it is larger than `limit` bytes."""

@@ -17,7 +17,7 @@ from typing import Any
 from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME, find_side_files, parse_config
 from relayout.checkpoint.source import MAX_INDEX_NBYTES
 from relayout.core.extents import Extent
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, warn
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.manifest import MAX_TABLE_NBYTES
 from relayout.format.safetensors import LENGTH_NBYTES, entries_text, entry_head, join_header, json_text
@@ -26,6 +26,7 @@ from relayout.loader.tensors import torch_dtype
 from relayout.storage.stores import (
     LOCAL_COST,
     Access,
+    Enter,
     Entry,
     FileStat,
     Kind,
@@ -34,6 +35,8 @@ from relayout.storage.stores import (
     ReadOnlyStore,
     RequestCost,
     Store,
+    entered,
+    everywhere,
     find_input,
     read_whole,
 )
@@ -162,9 +165,8 @@ class MemoryFolder(ReadOnlyStore):
     def parent(self) -> tuple[Store, str]:
         return self, ""
 
-    def walk(self) -> Iterator[Entry]:
-        for name in (*self.files, *self.shards):
-            yield Entry(name)
+    def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
+        return entered((*self.files, *self.shards), enter)
 
     def stat(self, name: str) -> FileStat | None:
         if name in self.files:
@@ -219,7 +221,7 @@ class _MemoryFile(ReadableFile):
 
 
 def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, bytes]:
-    """The small files beside the weights, by name.
+    """The small files beside the weights, by name. Warns about larger ones, such as weights in subfolders.
 
     Raises:
         FormatError: one cannot be read.
@@ -234,9 +236,17 @@ def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, by
     if folder.kind() is Kind.FILE:
         beside, name = folder.parent()
         return {CONFIG_NAME: beside.read(name, MAX_TABLE_NBYTES)}
-    entries = sorted(folder.walk(), key=lambda entry: entry.name.split("/"))
-    names, _ = find_side_files(folder, entries)
-    return {name: read_whole(folder.open(name), folder.location(name), MAX_TABLE_NBYTES) for name in names}
+    return {name: content for name in find_side_files(folder).kept if (content := _small(folder, name)) is not None}
+
+
+def _small(folder: Store, name: str) -> bytes | None:
+    """The content of a small file; None, with a warning, for one that is too large to be held in memory."""
+    with folder.open(name) as file:
+        if file.nbytes <= MAX_TABLE_NBYTES:
+            return read_whole(file, folder.location(name), MAX_TABLE_NBYTES)
+        what = f"{file.nbytes:,} bytes, limit {MAX_TABLE_NBYTES:,} for a file that is saved beside the weights"
+        warn(f"{folder.location(name)}: {what}: it is left out")
+        return None
 
 
 def check_names(

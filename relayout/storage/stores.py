@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
@@ -135,10 +136,71 @@ class Entry:
     name: str
     refusal: str | None = None
     """Why it is not a file of the store, for example a link to a file elsewhere; None for files and folders."""
-    is_readable: bool = True
-    """Whether this process may read it."""
     is_folder: bool = False
-    """Whether it is a folder; only some stores have folders."""
+    """True for a folder. A store without folders lists only those that a walk does not enter."""
+
+
+MAX_LISTED = 100_000
+"""The most names of one listing."""
+LISTING_SECONDS = 300.0
+"""The longest time of one listing, its reader's work included."""
+
+
+def limited(listing: Iterable[Found], location: str | Path) -> Iterator[Found]:
+    """Yield what a listing has, up to its limits.
+
+    Raises:
+        FormatError: the listing has more than `MAX_LISTED` names, or takes longer than `LISTING_SECONDS`.
+    """
+    check_time = listing_timer(location)
+    for count, found in enumerate(listing):
+        check_time()
+        if count >= MAX_LISTED:
+            raise _beyond(f"has more than {MAX_LISTED:,} names", location)
+        yield found
+
+
+def listing_timer(location: str | Path) -> Callable[[], None]:
+    """Return a function that raises FormatError when `LISTING_SECONDS` have passed since now."""
+    end = time.monotonic() + LISTING_SECONDS
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise _beyond(f"takes more than {LISTING_SECONDS:g} s", location)
+
+    return check
+
+
+def _beyond(limit: str, location: str | Path) -> FormatError:
+    what = f"its listing {limit}, the limit; name a folder that contains only the checkpoint"
+    return FormatError(what, path=location, code="limit")
+
+
+Enter = Callable[[str], bool]
+"""Selects the folders that a walk enters, by their relative names."""
+
+
+def everywhere(folder: str) -> bool:
+    """Enter each folder."""
+    return True
+
+
+def nowhere(folder: str) -> bool:
+    """Enter no folder: a walk then lists only what is directly in the folder of the store."""
+    return False
+
+
+def entered(names: Iterable[str], enter: Enter) -> Iterator[Entry]:
+    """The entries of a walk over the files with these names, for a store without folders."""
+    closed: set[str] = set()
+    for name in names:
+        ends = (match.start() for match in re.finditer("/", name))
+        folder = next((name[:end] for end in ends if not enter(name[:end])), None)
+        if folder is None:
+            yield Entry(name)
+        elif folder not in closed:
+            closed.add(folder)
+            yield Entry(folder, is_folder=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +321,15 @@ class Store(Protocol):
         whose files cost nothing to open returns itself.
         """
 
-    def walk(self) -> Iterator[Entry]:
-        """Every file and folder, recursively, in any order. Skips names that begin with a dot, and all below them."""
+    def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
+        """Every file and folder, recursively, in any order. Skips names that begin with a dot, and all below them.
+
+        A folder that `enter` does not select is listed, and nothing below it. A folder below the store's own that
+        cannot be listed, or has vanished, is an entry with a refusal.
+
+        Raises:
+            FormatError: there are more entries, or deeper ones, than the limits allow; see `limited`.
+        """
 
     def stat(self, name: str) -> FileStat | None:
         """A file's metadata; None if it does not exist.

@@ -210,8 +210,19 @@ class StoreLaws:
         place.filled("model2", beside=b"7")
         entries = [entry for entry in store.walk() if not entry.is_folder]
         assert sorted(entry.name for entry in entries) == ["a", "sub/b", "sub/deep/c"]
-        assert all(entry.refusal is None and entry.is_readable for entry in entries)
+        assert all(entry.refusal is None for entry in entries)
         assert store.read("sub/deep/c", 1) == b"3"
+
+    @law
+    def test_a_walk_enters_only_the_folders_that_it_is_asked_to(self, place: StorePlace) -> None:
+        """A folder that `enter` does not select is listed as a folder, once, and nothing below it."""
+        if not place.is_listed:
+            pytest.skip("this store tells only files whose names are known")
+        store = place.filled("model", a=b"1", sub__b=b"2", sub__deep__c=b"3", sub__deep__d=b"4", other__e=b"5")
+        found = sorted(store.walk(lambda folder: folder == "sub"), key=lambda entry: entry.name)
+        folders = [entry.name for entry in found if entry.is_folder and entry.name != "sub"]
+        assert [entry.name for entry in found if not entry.is_folder] == ["a", "sub/b"]
+        assert folders == ["other", "sub/deep"]
 
     @law
     @pytest.mark.parametrize("name", ["with space", "grüße-模型.safetensors", "a+b%20c#d?e", "x" * 200])

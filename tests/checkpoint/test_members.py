@@ -362,7 +362,7 @@ def test_a_folder_that_is_not_converted_is_said_to_be_so_whatever_is_below_it(
 ) -> None:
     walked = []
 
-    def walk(self: LocalStore) -> Iterator[Entry]:
+    def walk(self: LocalStore, enter: object) -> Iterator[Entry]:
         for number in range(10**6):
             walked.append(number)
             yield Entry(f"{number}.txt")
@@ -375,7 +375,7 @@ def test_a_folder_that_is_not_converted_is_said_to_be_so_whatever_is_below_it(
                 call(tmp_path)
     assert len(walked) < 10**4
 
-    def fail(self: LocalStore) -> Iterator[Entry]:
+    def fail(self: LocalStore, enter: object) -> Iterator[Entry]:
         raise PermissionError(errno.EACCES, "Permission denied", "private")
 
     for call in calls:

@@ -111,6 +111,16 @@ Indices = dict[str, dict[str, str]]
             "a",
             ["x.safetensors: model.safetensors is the model"],
         ),
+        (
+            MODEL_AND_OTHERS | XY,
+            {INDEX: {"a": "x.safetensors"}},
+            "ab",
+            [
+                f"consolidated.safetensors: not named by {INDEX}",
+                f"model.safetensors: not named by {INDEX}, which engines load; transformers loads this file instead",
+                *(f"{name}.safetensors: not named by {INDEX}" for name in ("y", "zzz")),
+            ],
+        ),
         # Of a tensor in two files the index decides.
         *(
             (
@@ -355,19 +365,6 @@ def test_with_a_single_file_goes_what_it_would_be_planned_by(
     assert read_source(tmp_path / "one.safetensors").side_files == expected
 
 
-def test_small_pt_files_beside_the_shards_go_along_and_other_pickles_do_not(tmp_path: Path) -> None:
-    write(tmp_path / "model.safetensors", {"a": A})
-    (tmp_path / "sub").mkdir()
-    limit = 64 * 2**20
-    sizes = {"head.pt": limit, "optimizer.pt": limit + 1, "training_args.bin": 9, "rng.pth": 9, "sub/head.pt": 9}
-    for name, nbytes in sizes.items():
-        with (tmp_path / name).open("wb") as file:  # No pickle: nothing opens it.
-            file.truncate(nbytes)
-    found = read_source(tmp_path)
-    assert found.side_files == ("head.pt",)
-    assert sorted(text.partition(":")[0] for text in found.left_out) == sorted(sizes.keys() - {"head.pt"})
-
-
 @pytest.mark.parametrize("indexed", [False, True])
 def test_a_dangling_link_in_the_place_of_a_shard_is_refused(tmp_path: Path, indexed: bool) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
@@ -496,27 +493,17 @@ def test_a_missing_source_is_refused(tmp_path: Path, name: str) -> None:
         read_source(tmp_path / name)
 
 
-def test_side_files_go_along_and_other_weights_get_a_word(tmp_path: Path) -> None:
+def test_side_files_go_along_but_for_hidden_and_reserved_names(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"a": A})
     kept = ["config.json", "chat_template.jinja", "LICENSE", "tokenizer.json", "sub/deep/vocab.txt", "sub/modeling.py"]
-    weights = [
-        "pytorch_model.bin",
-        "model.gguf",
-        "tf_model.h5",
-        "flax_model.msgpack",
-        "onnx/model.onnx",
-        "original/consolidated.00.pth",
-        "sub/model.safetensors",
-        "sub/pytorch_model.bin.index.json",
-    ]
     reserved = ["relayout.rank-0.json.zst"]
     hidden = [".gitattributes", ".git/config", "sub/.cache/blob"]
-    for name in [*kept, *weights, *reserved, *hidden]:
+    for name in [*kept, *reserved, *hidden]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     source = read_source(tmp_path)
     assert source.side_files == tuple(sorted(kept))
-    assert sorted(word.partition(": ")[0] for word in source.left_out) == sorted([*weights, *reserved])
+    assert sorted(word.partition(": ")[0] for word in source.left_out) == sorted(reserved)
 
 
 def test_a_converted_folder_inside_the_source_does_not_go_along_in_part(tmp_path: Path) -> None:
@@ -603,7 +590,8 @@ def test_folders_nested_very_deep_are_an_error(tmp_path: Path) -> None:
         fd = inner
     os.close(fd)
     try:
-        with pytest.raises(FormatError, match="holds folders nested too deep"):
-            read_source(tmp_path)
+        assert_holds(read_source(tmp_path), {"w": np.arange(4, dtype=np.uint8)})
+        with pytest.raises(FormatError, match="holds folders nested too deep: more than 64, such as "):
+            relayout.convert(tmp_path, tmp_path.with_name("out"))
     finally:
         subprocess.run(["rm", "-rf", tmp_path / "d"], check=True)

@@ -17,7 +17,8 @@ from support.remote import expect
 from support.s3_server import Answer, Request, Server
 
 import relayout
-from relayout.errors import RelayoutError
+from relayout.errors import FormatError, RelayoutError
+from relayout.storage import stores
 from relayout.storage.cloud import connect, failures
 from relayout.storage.stores import RequestError, find_store
 from relayout.storage.web import http
@@ -319,6 +320,48 @@ def test_a_listing_without_end_is_an_error(server: Server) -> None:
     server.interfere = interfere
     with pytest.raises(RelayoutError, match="the listing of the store repeats names"):
         list(find_store("s3://models/many").walk())
+
+
+ENDLESS: dict[str, Callable[[str, Path], object]] = {
+    "inspect": lambda url, path: relayout.inspect(url),
+    "convert": lambda url, path: relayout.convert(url, path / "out", tp=2),
+    "load": lambda url, path: relayout.load(url),
+    "output": lambda url, path: relayout.convert(path / "model", url, tp=2),
+    "copy to it": lambda url, path: relayout.copy(path / "converted", url),
+}
+
+
+@pytest.mark.parametrize("call", ENDLESS)
+def test_a_listing_of_ever_new_names_ends_at_its_limit(
+    server: Server, model: Path, converted: Path, tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "MAX_LISTED", 2500)
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "converted").symlink_to(converted)
+    pages = []
+
+    def endless(request: Request) -> Answer | None:
+        if request.method != "GET" or "list-type" not in request.query:
+            return None
+        pages.append(request)
+        prefix, number = request.query.get("prefix", ""), len(pages)
+        rows = "".join(
+            f"<Contents><Key>{prefix}{number:06}-{row:04}.txt</Key><LastModified>2023-11-14T22:13:20.000Z</LastModified>"
+            "<ETag>&quot;x&quot;</ETag><Size>1</Size></Contents>"
+            for row in range(1000)
+        )
+        text = (
+            '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>models</Name>'
+            f"<IsTruncated>true</IsTruncated><NextContinuationToken>{number}</NextContinuationToken>"
+            f"<KeyCount>1000</KeyCount>{rows}</ListBucketResult>"
+        )
+        return Answer(200, text.encode(), {"content-type": "application/xml"})
+
+    server.interfere = endless
+    with pytest.raises(FormatError, match="its listing has more than 2,500 names, the limit") as caught:
+        ENDLESS[call]("s3://models/endless", tmp_path)
+    assert caught.value.code == "limit"
+    assert len(pages) <= 10
 
 
 @pytest.mark.parametrize(

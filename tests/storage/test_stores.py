@@ -194,7 +194,7 @@ def test_all_files_below_are_listed_but_hidden_ones(listed: Ground) -> None:
     listed.write(store, a=b"1", sub__b=b"2", sub__deep__c=b"3", **{".hidden": b"4", ".cache__d": b"5", "sub__.e": b"6"})
     listed.write(listed.store("model2"), beside=b"7")
     assert names(store.walk()) == ["a", "sub/b", "sub/deep/c"]
-    assert all(entry.refusal is None and entry.is_readable for entry in store.walk())
+    assert all(entry.refusal is None for entry in store.walk())
     assert content(store, "sub/deep/c") == b"3"
 
 

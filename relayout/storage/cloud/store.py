@@ -25,6 +25,7 @@ from relayout.storage.cloud.failures import Patience, replaced, request_error
 from relayout.storage.stores import (
     Access,
     Closable,
+    Enter,
     Entry,
     FileStat,
     HeadFile,
@@ -33,7 +34,10 @@ from relayout.storage.stores import (
     RequestCost,
     RequestError,
     Store,
+    entered,
+    everywhere,
     if_there,
+    limited,
     read_whole,
 )
 
@@ -231,11 +235,10 @@ class CloudStore:
     def snapshot(self) -> CloudStore:
         return replace(self, opened={})
 
-    def walk(self) -> Iterator[Entry]:
-        for full, _ in self.client.list_objects(self.prefix):
-            name = full.removeprefix(self.prefix).lstrip("/")
-            if not any(part.startswith(".") for part in name.split("/")):
-                yield Entry(name)
+    def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
+        listed = limited(self.client.list_objects(self.prefix), str(self))
+        names = (full.removeprefix(self.prefix).lstrip("/") for full, _ in listed)
+        yield from entered((name for name in names if not re.match(r"\.|.*/\.", name, re.DOTALL)), enter)
 
     def stat(self, name: str) -> FileStat | None:
         if self.opened is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from relayout.core.extents import BLOCK, Extent, align_down, align_up
-from relayout.errors import FormatCode, FormatError, RelayoutError
+from relayout.errors import FormatCode, FormatError, RelayoutError, shown
 from relayout.storage.local.descriptors import (
     OpenFolder,
     restrict,
@@ -32,11 +32,14 @@ from relayout.storage.stores import (
     LOCAL_COST,
     Access,
     Closable,
+    Enter,
     Entry,
     FileStat,
     Kind,
     RequestCost,
     Store,
+    everywhere,
+    limited,
     read_whole,
 )
 from relayout.storage.system import Buffer, allocate, sync_range
@@ -73,19 +76,31 @@ class LocalStore:
     def snapshot(self) -> LocalStore:
         return self
 
-    def walk(self) -> Iterator[Entry]:
-        for name, entry in entries(self.folder):
-            if not _is_utf8(entry.name):
-                yield Entry(name, "its name is not UTF-8")
-            elif entry.is_dir(follow_symlinks=False):
-                yield Entry(name, is_folder=True)
-            elif entry.is_symlink() and not is_inside(self.folder, self.folder / name):
-                yield Entry(name, "a link that leads out of the checkpoint")
-            elif not (self.folder / name).is_file():  # Also False for a cycle of links.
-                what = "a link to a folder, or a broken link" if entry.is_symlink() else "not a regular file"
-                yield Entry(name, what)
-            else:
-                yield Entry(name, is_readable=os.access(self.folder / name, os.R_OK))
+    def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
+        closed: list[Entry] = []
+
+        def note(name: str, error: OSError) -> None:
+            closed.append(Entry(name, f"a folder that cannot be listed: {error.strerror}"))
+
+        for name, entry in entries(self.folder, enter=enter, on_closed=note):
+            yield self._entry(name, entry)
+        yield from closed
+
+    def _entry(self, name: str, entry: os.DirEntry[str]) -> Entry:
+        """An entry of a listing. Only links cost system calls: the listing has the type of everything else."""
+        if not _is_utf8(entry.name):
+            return Entry(name, "its name is not UTF-8")
+        if entry.is_dir(follow_symlinks=False):
+            return Entry(name, is_folder=True)
+        if not entry.is_symlink():
+            return Entry(name, None if entry.is_file(follow_symlinks=False) else "not a regular file")
+        if not is_inside(self.folder, self.folder / name):
+            return Entry(name, "a link that leads out of the checkpoint")
+        try:
+            is_file = (self.folder / name).is_file()  # Also False for a cycle of links.
+        except OSError as error:
+            return Entry(name, f"a link that cannot be followed: {error.strerror}")
+        return Entry(name, None if is_file else "a link to a folder, or a broken link")
 
     def stat(self, name: str) -> FileStat | None:
         path = self._resolve(name)
@@ -114,22 +129,58 @@ def offer(path: str) -> LocalStore:
     return LocalStore(Path(path))
 
 
-def entries(folder: Path, *, hidden: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every entry below a folder, by its relative name; `hidden`: also those whose names begin with a dot."""
+_MAX_DEPTH = 64
+"""The most folders that lie in each other below a folder that is listed."""
+_CLOSED = frozenset(
+    {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENAMETOOLONG}
+)
+"""Errors of a folder that this process may not list, or that has vanished."""
+
+
+def entries(
+    folder: Path,
+    *,
+    hidden: bool = False,
+    enter: Enter = everywhere,
+    on_closed: Callable[[str, OSError], None] | None = None,
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Every entry below a folder, by its relative name.
+
+    Args:
+        hidden: include those whose names begin with a dot.
+        enter: selects the folders whose entries are listed, too.
+        on_closed: called with the name of a folder below that cannot be listed or has vanished, and the error; None:
+            raise the error.
+
+    Raises:
+        FormatError: there are more entries, or deeper ones, than the limits allow.
+        OSError: a folder cannot be listed.
+    """
+    return limited(_entries(folder, hidden, enter, on_closed), folder)
+
+
+def _entries(
+    folder: Path, hidden: bool, enter: Enter, on_closed: Callable[[str, OSError], None] | None
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
     pending = [""]
     while pending:
         prefix = pending.pop()
+        if prefix.count("/") > _MAX_DEPTH:
+            what = f"holds folders nested too deep: more than {_MAX_DEPTH}, such as {shown(prefix)}"
+            raise FormatError(what, path=folder, code="limit")
         try:
-            with os.scandir(folder / prefix) as entries:
-                listed = [entry for entry in entries if hidden or not entry.name.startswith(".")]
+            with os.scandir(folder / prefix) as listed:
+                for entry in listed:
+                    if not hidden and entry.name.startswith("."):
+                        continue
+                    name = prefix + entry.name
+                    yield name, entry
+                    if entry.is_dir(follow_symlinks=False) and _is_utf8(entry.name) and enter(name):
+                        pending.append(f"{name}/")
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
+            if on_closed is None or not prefix or error.errno not in _CLOSED:
                 raise
-            raise FormatError("holds folders nested too deep", path=folder, code="limit") from None
-        for entry in listed:
-            yield prefix + entry.name, entry
-            if entry.is_dir(follow_symlinks=False) and _is_utf8(entry.name):
-                pending.append(f"{prefix}{entry.name}/")
+            on_closed(prefix[:-1], error)
 
 
 def _is_utf8(name: str) -> bool:

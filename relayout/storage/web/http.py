@@ -22,7 +22,7 @@ from relayout.storage.cloud import connect
 from relayout.storage.cloud.bucket import check_answer, is_comparable
 from relayout.storage.cloud.failures import persistent, replaced, request_error, texts_of
 from relayout.storage.cloud.store import CLOUD_COST, Body, CloudStore, check_url
-from relayout.storage.stores import FileStat, RequestCost, RequestError, Store, if_there
+from relayout.storage.stores import FileStat, RequestCost, RequestError, Store, if_there, limited, listing_timer
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, PoolManager
@@ -250,7 +250,8 @@ class WebClient:
         if _INDEX in versions:
             shards = self._shards(above)
             if "relayout.json" in versions:  # The index of a folder with slices only names a file that is not there.
-                found = each(lambda name: self.stat(above + name), shards, self.cost.num_opens)
+                check_time = listing_timer(f"{self.root}/{above}")
+                found = each(lambda name: (check_time(), self.stat(above + name))[1], shards, self.cost.num_opens)
                 shards = [name for name, stat in zip(shards, found, strict=True) if stat is not None]
             versions |= dict.fromkeys(shards, "")
         yield from ((above + name, version) for name, version in versions.items())
@@ -261,7 +262,7 @@ class WebClient:
         content = self.get(above + _INDEX, 0, None, None).content(_MAX_INDEX_NBYTES)
         named = parse_object(content, location).get("weight_map")
         values = named.values() if isinstance(named, dict) else ()
-        return sorted({name for name in values if isinstance(name, str)} - set(_KNOWN))
+        return sorted(limited({name for name in values if isinstance(name, str)} - set(_KNOWN), location))
 
 
 def offer(url: str) -> Store:

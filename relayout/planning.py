@@ -13,6 +13,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from relayout.checkpoint.folder import CONFIG_NAME, WEIGHTS_OF_TRANSFORMERS
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.layout import (
     DEFAULT_ALIGNMENT,
@@ -23,8 +24,8 @@ from relayout.conversion.layout import (
 )
 from relayout.core.arguments import collapse_numbers, integer, path_text, size
 from relayout.core.slices import Cut, CutTensor
-from relayout.errors import PlanError
-from relayout.format.index import RANKS, WHOLE_TENSORS
+from relayout.errors import PlanError, shown
+from relayout.format.index import HUB_INDEX_NAME, RANKS, WHOLE_TENSORS
 from relayout.plans.family import TRANSFORMERS, VLLM
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched, matching_plans, plan_for, without_rule
@@ -76,7 +77,7 @@ class PlanOptions:
             unmatched=self.unmatched,
             trust_remote_code=self.trust_remote_code,
         )
-        return Conversion.lay_out(
+        planned = Conversion.lay_out(
             output,
             checkpoint,
             plan,
@@ -85,6 +86,27 @@ class PlanOptions:
             layout=self.layout,
             ranks=self.ranks,
         )
+        _check_opened_by_transformers(planned)
+        return planned
+
+
+def _check_opened_by_transformers(planned: Conversion) -> None:
+    """Raise PlanError if config.json names weights that the output would not have: transformers could not open it.
+
+    A folder that has slices only is not for transformers, so that the model itself may be named.
+    """
+    source, options = planned.source, planned.options
+    # Listed in any case: what cannot go along is an error before a byte is written.
+    others = (HUB_INDEX_NAME, *source.side_files)
+    named = source.config.get(WEIGHTS_OF_TRANSFORMERS)
+    if not isinstance(named, str) or named in others:
+        return
+    is_model = named in (source.index and source.index[0], *(file.name for file in source.files))
+    if is_model and options.num_ranks > 1 and options.layout == RANKS:
+        return
+    which = "which the output would have under other names" if is_model else "which engines do not load"
+    what = f"{WEIGHTS_OF_TRANSFORMERS} is {shown(named)}, {which}: remove the entry from a copy of the folder"
+    raise PlanError(what, path=source.folder.location(CONFIG_NAME), code="unsupported")
 
 
 def plan_conversion(
@@ -143,8 +165,8 @@ def plan_conversion(
     if checkpoint.is_file and output is None:
         what = "a single file: name the folder to write with -o OUT, or convert the file's folder"
         raise PlanError(what, path=str(source), code="option")
-    if checkpoint.is_file and checkpoint.left_out:
-        what = f"a part of a model, without {checkpoint.left_out[0]}"
+    if checkpoint.is_file and checkpoint.skipped:
+        what = f"a part of a model, without {checkpoint.skipped[0]}"
         raise PlanError(what, path=str(source), code="option")
     if checkpoint.is_file and store.parent()[1].startswith("."):
         what = "a hidden file, which could not be restored: rename it"

@@ -449,8 +449,13 @@ class WholeTensors:
         return digest_hex(repr(named).encode())
 
 
-def find_tensors(path: str | os.PathLike[str] | Store, deltas: Paths = (), trust: Trust = None) -> WholeTensors:
+def find_tensors(
+    path: str | os.PathLike[str] | Store, deltas: Paths = (), trust: Trust = None, *, by_transformers: bool = False
+) -> WholeTensors:
     """The whole tensors of a checkpoint; those of a converted one are assembled from all ranks.
+
+    Args:
+        by_transformers: of several models in a plain folder, select the one that transformers loads.
 
     Raises:
         FormatError: the manifest or the source record, or the plain checkpoint, is damaged.
@@ -464,5 +469,5 @@ def find_tensors(path: str | os.PathLike[str] | Store, deltas: Paths = (), trust
     manifest = find_manifest(store)
     if manifest is not None:
         return WholeTensors(store, whole_pieces(store, manifest))
-    source = plain_rank(store, 0, 1)
+    source = plain_rank(store, 0, 1, by_transformers=by_transformers)
     return WholeTensors(store, source.pieces(), source.checkpoint)

@@ -492,8 +492,8 @@ class PlainRank(RankSource):
         return tuple(StoredFile(folder, file.name, file.nbytes, version=file.version) for file in self.checkpoint.files)
 
 
-def plain_rank(store: Store, rank: int, num_ranks: int) -> PlainRank:
-    """Read the headers, and plan.
+def plain_rank(store: Store, rank: int, num_ranks: int, *, by_transformers: bool = False) -> PlainRank:
+    """Read the headers, and plan; `by_transformers` as for `read_source`.
 
     Raises:
         FormatError: the checkpoint is damaged.
@@ -501,6 +501,6 @@ def plain_rank(store: Store, rank: int, num_ranks: int) -> PlainRank:
     """
     from relayout.plans.planner import plan_by, plan_for
 
-    checkpoint = read_source(store)
+    checkpoint = read_source(store, by_transformers=by_transformers)
     plan = plan_for(checkpoint, num_ranks) if num_ranks > 1 else plan_by(checkpoint, num_ranks, None)
     return PlainRank(store, rank, num_ranks, checkpoint, [plan.cuts[cut] for cut in plan.cut_of])

@@ -19,10 +19,12 @@ from support.rights import drop_superuser_rights
 from support.trees import tree
 
 import relayout
+from relayout.checkpoint.source import read_source as source_of
 from relayout.conversion.run import needed_nbytes
 from relayout.errors import FormatError, PlanError
 from relayout.planning import check_plan
 from relayout.storage import stores
+from relayout.storage.local.store import LocalStore
 
 DENSE = {"linear.weight": np.arange(24 * 8, dtype=np.float32).reshape(24, 8)}
 NUM_FOLDERS = 40
@@ -317,3 +319,112 @@ def test_an_adapter_beside_the_model_is_refused(model: Path, tmp_path: Path) -> 
     (model / "adapter_config.json").write_text("{}")
     with pytest.raises(PlanError, match=r"adapter_model\.safetensors: does not go along .* adapter_config\.json names"):
         relayout.convert(model, tmp_path / "out", tp=2)
+
+
+# Which file is the model: transformers itself is the judge.
+
+
+def save_model(folder: Path, seed: int, **options: Any) -> dict[str, Any]:
+    """Let transformers write a small model, and return its tensors."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=80))
+    model.save_pretrained(folder, **options)
+    return dict(model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A folder with an index of shards and with model.safetensors of other values; the tensors of each."""
+    folder = tmp_path_factory.mktemp("two")
+    sharded = save_model(folder / "both", 1, max_shard_size="60KB")
+    single = save_model(folder / "single", 2)
+    (folder / "both" / "model.safetensors").write_bytes((folder / "single" / "model.safetensors").read_bytes())
+    return folder / "both", sharded, single
+
+
+def loaded_by_transformers(folder: Path) -> dict[str, Any]:
+    from transformers import LlamaForCausalLM
+
+    return dict(LlamaForCausalLM.from_pretrained(folder).state_dict())
+
+
+def filled(folder: Path) -> dict[str, Any]:
+    """What `load` fills a model of transformers with."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    relayout.load(folder, into=model)
+    return dict(model.state_dict())
+
+
+def are_equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_a_model_of_transformers_is_filled_from_the_file_that_transformers_takes(
+    two_models: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, sharded, single = two_models
+    assert are_equal(loaded_by_transformers(folder), single)
+    assert are_equal(filled(folder), single)
+    assert are_equal(relayout.load(folder), sharded), "as engines"
+    state = {name: tensor.clone() for name, tensor in single.items()}
+    assert are_equal(dict(relayout.load(folder, into=state)), sharded), "a state dict has no loader of its own"
+    done = relayout.convert(folder, tmp_path / "out", tp=1)
+    assert are_equal(relayout.load(tmp_path / "out", 0), sharded)
+    says = "model.safetensors: not named by model.safetensors.index.json, which engines load; transformers loads this"
+    assert done.left_out == (f"{says} file instead",)
+
+
+@pytest.mark.parametrize("kind", ["file", "index"])
+def test_the_weights_that_config_json_names_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "model"
+    other = save_model(folder, 1)
+    named = save_model(tmp_path / "named", 2, **({"max_shard_size": "60KB"} if kind == "index" else {}))
+    for file in (tmp_path / "named").glob("*.safetensors*"):
+        (folder / file.name.replace("model", "custom", 1)).write_bytes(file.read_bytes())
+    entry = "custom.safetensors" if kind == "file" else "custom.safetensors.index.json"
+    if kind == "index":
+        index = (tmp_path / "named" / "model.safetensors.index.json").read_text()
+        (folder / entry).write_text(index.replace('"model-', '"custom-'))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": entry}))
+    assert are_equal(loaded_by_transformers(folder), named)
+    assert are_equal(filled(folder), named)
+    assert are_equal(relayout.load(folder), other)
+    for tp in (1, 2):
+        with pytest.raises(PlanError, match=rf"config\.json: transformers_weights is '{entry}', which engines do not"):
+            relayout.convert(folder, tmp_path / "out", tp=tp)
+    (folder / "model.safetensors").unlink()
+    if kind == "file":
+        for options in ({"tp": 1}, {"tp": 2, "layout": "whole"}):
+            with pytest.raises(PlanError, match="which the output would have under other names: remove the entry"):
+                relayout.convert(folder, tmp_path / "out", **options)
+        relayout.convert(folder, tmp_path / "out", tp=2)  # Slices, which transformers opens in no case.
+        assert are_equal(relayout.load(tmp_path / "out", 0, tp=1), named)
+    (folder / "config.json").write_text(json.dumps(config))
+    relayout.convert(folder, tmp_path / "out1", tp=1)
+    assert are_equal(loaded_by_transformers(tmp_path / "out1"), named)
+
+
+@pytest.mark.parametrize("entry", ["../x.safetensors", "sub/x.safetensors", "x.bin", 5, ".x.safetensors"])
+def test_config_json_names_no_other_file_as_weights(model: Path, entry: object) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "transformers_weights": entry}))
+    assert len(relayout.load(model)) > 0
+    with pytest.raises(
+        FormatError, match=r"config\.json: transformers_weights is .*, expected a \.safetensors file of"
+    ):
+        source_of(LocalStore(model), by_transformers=True)
+
+
+def test_weights_in_a_subfolder_that_config_json_names_go_along(model: Path, tmp_path: Path) -> None:
+    (model / "hf").mkdir()
+    save_file(DENSE, model / "hf" / "x.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"transformers_weights": "hf/x.safetensors"}))
+    relayout.convert(model, tmp_path / "out", tp=1)
+    assert (tmp_path / "out" / "hf" / "x.safetensors").read_bytes() == (model / "hf" / "x.safetensors").read_bytes()

@@ -10,12 +10,14 @@ import errno
 import mmap
 import os
 import resource
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from relayout.checkpoint.converted import Proven, check_head, check_holes
-from relayout.core.extents import BLOCK, align_down
+from relayout.core.extents import BLOCK, Grid, align_down
 from relayout.core.workers import ADVICE_ON_THREADS, each
 from relayout.errors import FormatError
 from relayout.loader.requests import local_world_size
@@ -97,8 +99,18 @@ class MixedFile(Closable):
         self._cached.close()
 
 
+def _max_open() -> int:
+    """The most local files that one job keeps open, so that two jobs can open each file twice."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**20 if soft == resource.RLIM_INFINITY else max(1, soft // 4)
+
+
 class ReadableFiles(Closable):
-    """Open files. Reads are thread-safe."""
+    """Open files. Reads are thread-safe.
+
+    Of more local files than a process may open (`ulimit -n`), the least recently used ones are closed, and opened and
+    checked again when they are read.
+    """
 
     def __init__(self, files: Sequence[StoredFile], access: Access) -> None:
         """Open them, remote ones at the same time.
@@ -111,20 +123,29 @@ class ReadableFiles(Closable):
         self._stored = files
         self._is_alone = local_world_size() == 1
         self._is_mappable = access is not Access.DIRECT and not self._is_alone
+        self._access = access
+        self._max_open = len(files) if any(file.folder.cost.is_remote for file in files) else _max_open()
         self._files: dict[int, ReadableFile] = {}
+        """The open files, the least recently used first if not all can be open."""
+        self._alignments: dict[int, int] = {}
+        """Alignments of the files that were closed to open others."""
+        self._num_users: Counter[int] = Counter()
+        """The number of calls that use each open file, if not all can be open."""
+        self._unused = threading.Condition()
+        self.grids: list[Grid | None] = [None] * len(files)
+        """The borders of the chunks of each file that is proven, if reads can begin and end there."""
         try:
-            each(partial(self._open, access=access), range(len(files)), cost_of(files).num_opens)
-            opened = [self._files[index] for index in range(len(files))]
-            self.grids = [file.grid if isinstance(file, Proven) else None for file in opened]
-            """The borders of the chunks of each file that is proven, if reads can begin and end there."""
+            each(self._open, range(len(files)), cost_of(files).num_opens)
             self._chunk_nbytes = max((grid.step for grid in self.grids if grid is not None), default=1)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, index: int, access: Access) -> None:
+    def _open(self, index: int) -> None:
         """Open a file, and check that it is the right one, unless this would be a round trip."""
-        file = self._stored[index]
+        file, access = self._stored[index], self._access
+        if len(self._files) >= self._max_open:
+            self._close_one()
         opened = file.open_unproven(access)
         try:
             if access is Access.AUTO and self._is_cold(file, opened):
@@ -134,10 +155,44 @@ class ReadableFiles(Closable):
                 opened = _mixed(file, opened)
             if not file.folder.cost.is_remote:
                 _check_content(file, opened)
-            self._files[index] = file.proving(opened)
+            proven = file.proving(opened)
         except BaseException:
             opened.close()
             raise
+        self._files[index] = proven
+        self._alignments.pop(index, None)
+        self.grids[index] = proven.grid if isinstance(proven, Proven) else None
+
+    def _close_one(self) -> None:
+        """Close the least recently used file that no call uses; there is one."""
+        oldest = next(index for index in self._files if not self._num_users[index])
+        self._alignments[oldest] = self._files[oldest].alignment
+        self._files.pop(oldest).close()
+
+    @contextmanager
+    def _using(self, index: int) -> Iterator[ReadableFile]:
+        """A file that stays open inside the block, in which no other file may be asked for.
+
+        If as many files as may be open are in use, wait until a call has ended, each of which only reads.
+        """
+        if len(self._stored) <= self._max_open:
+            yield self._files[index]
+            return
+        with self._unused:
+            self._unused.wait_for(lambda: index in self._files or self._has_room())
+            if index not in self._files:
+                self._open(index)
+            file = self._files[index] = self._files.pop(index)  # Now the most recently used one.
+            self._num_users[index] += 1
+        try:
+            yield file
+        finally:
+            with self._unused:
+                self._num_users[index] -= 1
+                self._unused.notify_all()
+
+    def _has_room(self) -> bool:
+        return len(self._files) < self._max_open or any(not self._num_users[index] for index in self._files)
 
     @property
     def unchecked(self) -> list[int]:
@@ -156,7 +211,8 @@ class ReadableFiles(Closable):
     @property
     def alignment(self) -> int:
         """What offset, length and address of a read must be multiples of, in bytes."""
-        return max((file.alignment for file in self._files.values()), default=1)
+        with self._unused:
+            return max((*(file.alignment for file in self._files.values()), *self._alignments.values()), default=1)
 
     def whole_chunks(self, nbytes: int) -> int:
         """About `nbytes`, as a number of whole chunks of files that are proven."""
@@ -164,11 +220,10 @@ class ReadableFiles(Closable):
 
     def pieces(self, file: int, offset: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
         """The parts to divide a request into, as (offset, nbytes, whether to read through the page cache)."""
-        opened = self._files[file]
-        if isinstance(opened, MixedFile):
-            yield from opened.pieces(offset, nbytes)
-        else:
-            yield offset, nbytes, opened.alignment == 1
+        with self._using(file) as opened:
+            whole = (offset, nbytes, opened.alignment == 1)
+            pieces = list(opened.pieces(offset, nbytes)) if isinstance(opened, MixedFile) else [whole]
+        yield from pieces
 
     def read(self, file: int, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes at `offset`, up to the end of the file.
@@ -177,7 +232,8 @@ class ReadableFiles(Closable):
             FormatError: the file has become shorter; or its bytes are proven, and a digest differs.
             OSError: the read failed.
         """
-        self._files[file].read(offset, view)
+        with self._using(file) as opened:
+            opened.read(offset, view)
 
     @contextmanager
     def mapped(self, file: int, offset: int, nbytes: int) -> Iterator[memoryview | None]:
@@ -193,16 +249,13 @@ class ReadableFiles(Closable):
         What cannot be read when the block begins is None. Inside the block, using a page that was truncated since then,
         or evicted from the cache and cannot be read again, kills the process.
         """
-        opened = self._files[file]
-        fd = opened.fileno() if self._is_mappable and self._stored[file].proof is None else None
         start = align_down(offset, mmap.PAGESIZE)
-        length = min(offset + nbytes, opened.nbytes) - start
-        if fd is None or length <= 0:
-            yield None
-            return
-        try:
-            address = map_file(fd, start, length, flags=mmap.MAP_SHARED)
-        except OSError:
+        address = None
+        if self._is_mappable and self._stored[file].proof is None:
+            with self._using(file) as opened, suppress(OSError):
+                fd, length = opened.fileno(), min(offset + nbytes, opened.nbytes) - start
+                address = map_file(fd, start, length, flags=mmap.MAP_SHARED) if fd is not None and length > 0 else None
+        if address is None:
             yield None
             return
         try:
@@ -215,12 +268,14 @@ class ReadableFiles(Closable):
 
     def resident_nbytes(self, file: int, offset: int, nbytes: int) -> int | None:
         """How many of these bytes are in the page cache; None where the system does not tell."""
-        fd = self._files[file].fileno()
-        return None if fd is None else resident_nbytes(fd, offset, nbytes)
+        with self._using(file) as opened:
+            fd = opened.fileno()
+            return None if fd is None else resident_nbytes(fd, offset, nbytes)
 
     def fd(self, file: int) -> int:
-        """The descriptor of a file, of a store that has descriptors."""
-        return _fd(self._files[file])
+        """The descriptor of a file, of a store that has descriptors. It is valid until another file is asked for."""
+        with self._using(file) as opened:
+            return _fd(opened)
 
     def check_not_replaced(self, file: int) -> None:
         """Check that the file is still at its path, after other code has opened that path, too.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ from relayout.errors import FormatError, MissingPathError, PlanError, about, did
 from relayout.format.fields import decode, parse_toml
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
+from relayout.storage.reading import sha256_hex
 from relayout.storage.stores import Access, FileStat, HeadFile, ReadableFile, Store, if_there, scheme_of
 from relayout.storage.system import resident_nbytes
 
@@ -29,7 +31,7 @@ Trust: TypeAlias = str | os.PathLike[str] | None
 _VARIABLE = "RELAYOUT_TRUST"
 _MAX_POLICY_NBYTES = 2**20
 _MAX_SMALL_NBYTES = 2**30
-"""The largest file that is proven whole, in memory: all but weight files."""
+"""The largest file that is proven whole, in memory, before it is read: all but weight files."""
 _KINDS = ({"public_key"}, {"certificates"}, {"identity", "issuer"})
 """The sets of keys that a signer may have; it has one of them."""
 _OPTIONAL = {"prefixes", "content"}
@@ -274,7 +276,11 @@ class TrustedStore(StoreOver):
         """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves."""
         own = {*names_of_index(self.signed.manifest), *(file.name for file in self.signed.manifest.files)}
         for name in self.signed.digests.keys() - own:
-            self.read(name, _MAX_SMALL_NBYTES)
+            opened = if_there(partial(self.base.open, name))
+            if opened is None:
+                raise self._missing(name)
+            if sha256_hex(opened) != self.signed.digests[name]:
+                raise self._other(name)
 
     def stat(self, name: str) -> FileStat | None:
         if name not in self.signed.digests:
@@ -293,7 +299,7 @@ class TrustedStore(StoreOver):
         if blob is None:
             raise self._missing(name)
         if sha256(blob).hexdigest() != self.signed.digests[name]:
-            raise FormatError("is not the file that was signed", path=self.location(name), code="digest")
+            raise self._other(name)
         return blob
 
     def open(
@@ -326,6 +332,9 @@ class TrustedStore(StoreOver):
     def _check_listed(self, name: str) -> None:
         if name not in self.signed.digests:
             raise FormatError("is not signed", path=self.location(name), code="missing")
+
+    def _other(self, name: str) -> FormatError:
+        return FormatError("is not the file that was signed", path=self.location(name), code="digest")
 
     def _missing(self, name: str) -> FormatError:
         return FormatError("is missing, and was signed", path=self.location(name), code="mismatch")

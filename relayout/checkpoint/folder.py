@@ -315,11 +315,15 @@ _OWN_WEIGHTS = re.compile(
 """Weight files that are the model itself in another format or precision."""
 _OTHER_FORMATS = frozenset({".gguf", ".ggml", ".h5", ".msgpack", ".ot", ".tflite", ".mlmodel"})
 """Formats in which only whole models are published."""
+_HUB_CACHE = re.compile(r"(.*/)?(models|datasets|spaces)--[^/]+")
+"""A repository in a cache of the hub."""
 _TRAINING_FILES = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args)([-_.].*)?")
 
 
 def _why_folder_stays(name: str) -> str | None:
     """Why no file of a folder goes along with the model; None if its files do."""
+    if _HUB_CACHE.fullmatch(name):
+        return "a repository in a cache of the hub"
     if "/" in name:
         return None
     return _TRAINING_STATE if _CHECKPOINT_OF_TRAINING.fullmatch(name) else _FOLDERS_THAT_STAY.get(name)

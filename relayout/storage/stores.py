@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar
@@ -481,10 +482,16 @@ def _under_way(path: Path) -> str:
     return f"; {left.name} beside it says that it is being made, or that this was interrupted" if left.exists() else ""
 
 
+_MAX_SIMILAR = 2000
+"""The most names that are compared with one that does not exist."""
+
+
 def _similar(path: Path) -> str:
     """The end of a message about a path that does not exist: a name beside it that is like it."""
     try:
-        return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir() if entry.name[0] != "."])
+        with os.scandir(path.parent) as listed:
+            names = [entry.name for entry in islice(listed, _MAX_SIMILAR) if entry.name[0] != "."]
+        return did_you_mean(path.name, names)
     except OSError:
         return ""
 

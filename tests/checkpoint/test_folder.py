@@ -259,7 +259,17 @@ STAYS = (
     "rng_state_0.pth",
     "training_args.bin",
 )
-FOLDERS_THAT_STAY = ("original", "onnx", "openvino", "checkpoint-500", "global_step12", "wandb", "runs", "__pycache__")
+FOLDERS_THAT_STAY = (
+    "models--a--b",
+    "original",
+    "onnx",
+    "openvino",
+    "checkpoint-500",
+    "global_step12",
+    "wandb",
+    "runs",
+    "__pycache__",
+)
 
 
 def test_all_that_is_not_the_model_a_second_time_goes_along(model: Path, tmp_path: Path) -> None:

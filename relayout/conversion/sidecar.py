@@ -448,9 +448,6 @@ def _put_proven(source: Store, output: Output, proofs: Mapping[str, str], to: st
         output.put(to + name, [blob])
 
 
-_COPY_NBYTES = 2**20
-
-
 def modes_of(folders: Iterable[Store], files: Collection[str], *, with_folders: bool = True) -> Modes:
     """What all of the files grant, and the folders, to others than the owner, who may always read and write.
 
@@ -530,8 +527,9 @@ def _status(folder: Store, name: str) -> FileStat:
 def _pieces(folder: Store, name: str, version: str, digest: Hash) -> Iterator[bytes]:
     """The bytes of a file, in order, which pass once and are hashed."""
     with folder.open(name, access=Access.BUFFERED, version=version) as file:
-        for offset in range(0, file.nbytes, _COPY_NBYTES):
-            piece = bytearray(min(_COPY_NBYTES, file.nbytes - offset))
+        step = folder.cost.request_nbytes
+        for offset in range(0, file.nbytes, step):
+            piece = bytearray(min(step, file.nbytes - offset))
             file.read(offset, memoryview(piece))
             digest.update(piece)
             yield bytes(piece)

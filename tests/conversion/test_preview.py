@@ -20,7 +20,7 @@ def stored(shapes: Shapes, config: Mapping[str, Any]) -> SourceCheckpoint:
     """A checkpoint of BF16 tensors with extents of their true lengths."""
     source = make_source(shapes, **config)
     sized = (replace(tensor, extent=Extent(0, 2 * prod(tensor.shape))) for tensor in source.tensors)
-    return replace(source, tensors=tuple(sized), left_out=("pytorch_model.bin: weights",))
+    return replace(source, tensors=tuple(sized), skipped=("pytorch_model.bin: weights",))
 
 
 def previewed(

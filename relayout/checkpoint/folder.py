@@ -372,11 +372,13 @@ def _with_size(root: Store, name: str, reason: str) -> str:
 
 def _check_named(root: Store, kept: Sequence[str], left_out: Mapping[str, str]) -> None:
     """Raise PlanError if a file that goes along names one that does not."""
-    named = {"adapter_config.json": {"adapter_model.safetensors"}}
-    if _MODULES_NAME in kept:
-        named[_MODULES_NAME] = _module_folders(root)
+    named = {_MODULES_NAME: _module_folders(root)} if _MODULES_NAME in kept else {}
+    for file in kept:
+        above, _, name = file.rpartition("adapter_config.json")
+        if not name and (not above or above.endswith("/")):
+            named[file] = {f"{above}adapter_model{suffix}" for suffix in (".safetensors", ".bin")}
     for file, places in named.items():
-        for name, reason in left_out.items() if file in kept else ():
+        for name, reason in left_out.items():
             if any(name == place or name.startswith(f"{place}/") or place.startswith(f"{name}/") for place in places):
                 what = f"does not go along ({reason}), but {file} names it: move one of the two out of the folder"
                 raise PlanError(what, path=root.location(name), code="unsupported")

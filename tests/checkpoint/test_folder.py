@@ -323,6 +323,17 @@ def test_a_module_that_would_not_go_along_is_refused(
     assert len(relayout.load(model)) > 0
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_an_adapter_that_is_a_link_elsewhere_is_refused(model: Path, tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"x")
+    (model / "voice-lora").mkdir()
+    (model / "voice-lora" / f"adapter_model{suffix}").symlink_to(tmp_path / "elsewhere")
+    relayout.convert(model, tmp_path / "out", tp=2)
+    (model / "voice-lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(PlanError, match=r"voice-lora/adapter_model.*: does not go along .* voice-lora/adapter_config"):
+        relayout.convert(model, tmp_path / "out2", tp=2)
+
+
 def test_an_adapter_beside_the_model_is_refused(model: Path, tmp_path: Path) -> None:
     save_file(DENSE, model / "adapter_model.safetensors")
     assert "adapter_model.safetensors" not in read_source(model).side_files

@@ -21,7 +21,6 @@ from relayout.errors import FormatError, MissingPathError, PlanError, about, did
 from relayout.format.fields import decode, parse_toml
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
-from relayout.storage.reading import sha256_hex
 from relayout.storage.stores import Access, FileStat, HeadFile, ReadableFile, Store, if_there, scheme_of
 from relayout.storage.system import resident_nbytes
 
@@ -274,6 +273,8 @@ class TrustedStore(StoreOver):
 
     def prove_side_files(self) -> None:
         """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves."""
+        from relayout.storage.reading import sha256_hex  # Imported here: a load of a rank needs no such module.
+
         own = {*names_of_index(self.signed.manifest), *(file.name for file in self.signed.manifest.files)}
         for name in self.signed.digests.keys() - own:
             opened = if_there(partial(self.base.open, name))

@@ -7,7 +7,6 @@ checkpoint then is known as a view of one of the model's, which a process holds 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,12 +19,6 @@ from relayout.loader.tensors import torch_dtype
 
 if TYPE_CHECKING:
     import torch
-
-
-def is_of_transformers(model: Any) -> bool:
-    """Whether an object is a model of transformers, compiled or not."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(getattr(model, "_orig_mod", model), transformers.PreTrainedModel)
 
 
 def check_model(model: Any) -> None:

@@ -32,7 +32,7 @@ from relayout.loader.group.plan import Divided, Division
 from relayout.loader.group.sharing import check_same
 from relayout.loader.held import HeldTensor
 from relayout.loader.in_place import check_into, is_as_stored, load_into
-from relayout.loader.models import check_model, checkpoint_of, is_of_transformers
+from relayout.loader.models import check_model, checkpoint_of
 from relayout.loader.requests import MAX_IN_FLIGHT, NODE_IN_FLIGHT, local_world_size
 from relayout.loader.sources.checkpoint import Asked, WholeTensors, find_tensors
 from relayout.loader.sources.rank import StoredFile, TensorColumns, batches, cost_of, pack, parts_of, select
@@ -153,7 +153,7 @@ class Wanted:
         Raises:
             PlanError: the checkpoint lacks one, or has one of another dtype or shape.
         """
-        whole = find_tensors(asked.path, asked.deltas, asked.trust, by_transformers=is_of_transformers(asked.into))
+        whole = find_tensors(asked.path, asked.deltas, asked.trust, by_transformers=_is_of_transformers(asked.into))
         if asked.verify and whole.plain is not None:
             what = "cannot be verified: only converted checkpoints have digests"
             raise PlanError(what, path=str(whole.store), code="unsupported")
@@ -483,3 +483,13 @@ class _Together:
                 row_of.append(row)
                 divided.append(Divided(file, start, divisions[slices]))
         return files, row_of, divided
+
+
+def _is_of_transformers(into: Any) -> bool:
+    """Whether what is filled is a model of transformers, which torch.compile or DDP may wrap."""
+    transformers, model = sys.modules.get("transformers"), into
+    while transformers is not None and model is not None:
+        if isinstance(model, transformers.PreTrainedModel):
+            return True
+        model = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    return False

@@ -19,6 +19,8 @@ from support.rights import drop_superuser_rights
 from support.trees import tree
 
 import relayout
+from relayout.cache.conversions import find_conversion
+from relayout.cache.folder import Cache
 from relayout.checkpoint.source import read_source as source_of
 from relayout.conversion.run import needed_nbytes
 from relayout.errors import FormatError, PlanError
@@ -79,6 +81,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "inspect": relayout.inspect,
     "explain": relayout.explain,
     "plans check": check_plan,
+    "start of an engine": lambda path: find_conversion(LocalStore(path), 2, Cache(path.parent / "cache")),
 }
 
 

@@ -3,14 +3,18 @@
 transformers 5 may keep a model in another form than its checkpoint: experts in one tensor, for example. Its own reverse
 conversion is called with tensors that have no memory, and what it does to them is recorded. Each tensor of the
 checkpoint then is known as a view of one of the model's, which a process holds a part of.
+
+A checkpoint may have other names than transformers writes: of another head, of an older release. `read_by` finds what
+`from_pretrained` reads them as, by the renaming that transformers itself does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relayout.core.slices import NOT_HELD, Range, Slice, positions
 from relayout.errors import PlanError
@@ -52,9 +56,17 @@ class View:
     starts: tuple[int, ...]
     """Where the part begins along each axis of the model's tensor."""
 
+    @staticmethod
+    def whole(origin: TensorHead) -> View:
+        """All of a tensor of the model."""
+        axes = tuple(axis if length > 1 else None for axis, length in enumerate(origin.shape))
+        return View(origin.name, origin.shape, axes, (0,) * len(axes))
+
     def of(self, name: str, held: HeldTensor) -> HeldTensor:
         """What a process holds of it, from what it holds of the origin."""
         head = TensorHead(name, held.head.dtype, self.shape)
+        if not prod(self.shape):  # Only a whole tensor may be empty, see `_view_of`.
+            return HeldTensor(head, held.part, held.data)
         sizes = {axis: length for axis, length in zip(self.axes, self.shape, strict=True) if axis is not None}
         box, cut = list[slice](), dict[int, list[Range]]()
         for axis, (first, whole) in enumerate(zip(self.starts, held.head.shape, strict=True)):
@@ -70,7 +82,7 @@ class View:
         part = Slice.of(cut)
         kept = [axis for axis in self.axes if axis is not None]
         others = [axis for axis in range(len(self.starts)) if axis not in kept]
-        return HeldTensor(head, part, held.data[tuple(box)].permute(*kept, *others).reshape(part.shape(self.shape)))
+        return HeldTensor(head, part, held.data[tuple(box)].permute((*kept, *others)).reshape(part.shape(self.shape)))
 
 
 def _met(ranges: Sequence[Range], first: int, length: int) -> list[tuple[int, int, int]]:
@@ -123,6 +135,116 @@ def checkpoint_of(model: Any, heads: Sequence[TensorHead]) -> tuple[dict[str, Vi
     return {name: _view_of(name, tensor, copies, origins, fakes) for name, tensor in reverted.items()}, reverted
 
 
+@dataclass(frozen=True, slots=True)
+class ReadNames:
+    """What the names of a checkpoint are for a model."""
+
+    views: Mapping[str, View]
+    """What part of the model's tensors each is."""
+    lacking: Mapping[str, View]
+    """The parts that the checkpoint lacks, by the names that transformers would write."""
+    ignored: frozenset[str]
+    """Names that are none of the model's, and that transformers expects."""
+
+
+def read_by(model: Any, heads: Sequence[TensorHead], names: Iterable[str]) -> ReadNames:
+    """Find what part of a model's tensors each tensor of a checkpoint is, as transformers' own `from_pretrained` does.
+
+    transformers gives each name a parameter, and a pattern where the parameter is made of several tensors. These are
+    taken in the order of their names. The names that transformers would write are renamed in the same way, so that the
+    first of the checkpoint's names for a pattern is what the first of them is, and so on.
+
+    Args:
+        heads: the model's own tensors.
+
+    Raises:
+        PlanError: as `checkpoint_of`.
+    """
+    known = {one.name: one for one in heads}
+    saved, _ = checkpoint_of(model, heads)
+    written = saved if getattr(model, "_weight_conversions", None) is None else checkpoint_of(_Unused(model), heads)[0]
+    parts, asked = _by_pattern(_targets(model, written, known)), _targets(model, names, known)
+    views = dict[str, View]()
+    for (target, pattern), same in _by_pattern(asked).items():
+        mine = parts.get((target, pattern), [])
+        if target not in known:  # Unless the model was loaded with a renaming of the caller's, `key_mapping`.
+            views |= {name: saved[name] for name in same if name in saved}
+        elif pattern is None:
+            views |= {name: View.whole(known[target]) for name in same}
+        elif len(same) == len(mine):
+            views |= {name: written[part] for name, part in zip(same, mine, strict=True)}
+        else:
+            views |= {name: written[name] for name in same if name in mine}
+    taken = set(views.values())
+    whole = {view.origin for view in taken if view == View.whole(known[view.origin])}
+    lacking = {name: view for name, view in written.items() if view not in taken and view.origin not in whole}
+    rest = {name: target for name, (target, _) in asked.items() if name not in views}
+    return ReadNames(views, lacking, _ignored_by(model, asked, rest))
+
+
+class _Unused:
+    """A model of transformers as if `from_pretrained` had not made it: without the conversions that it used then."""
+
+    _weight_conversions = None
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+_Targets: TypeAlias = Mapping[str, tuple[str, str | None]]
+"""The parameter, and the pattern if it is made of several tensors, by the names of a checkpoint in natural order."""
+
+
+def _targets(model: Any, names: Iterable[str], known: dict[str, TensorHead]) -> _Targets:
+    """The parameters that `from_pretrained` gives names to.
+
+    That is the first part of `convert_and_load_state_dict_in_model` of transformers 5.24.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    prefix, targets = model.base_model_prefix, dict[str, tuple[str, str | None]]()
+    for name in sorted(names, key=dot_natural_key):
+        targets[name] = rename_source_key(name, renamings, converters, prefix, known)
+        if targets[name][0] not in known and name in known:
+            targets[name] = rename_source_key(name, [], [], prefix, known)
+    return targets
+
+
+def _by_pattern(targets: _Targets) -> dict[tuple[str, str | None], list[str]]:
+    """The names of each parameter and pattern, in their order."""
+    found = dict[tuple[str, str | None], list[str]]()
+    for name, target in targets.items():
+        found.setdefault(target, []).append(name)
+    return found
+
+
+def _ignored_by(model: Any, asked: _Targets, rest: Mapping[str, str]) -> frozenset[str]:
+    """What a checkpoint may have beside, of `rest`: names that are none of the model's, and what transformers reads.
+
+    That is what its `_adjust_missing_and_unexpected_keys` decides; and, for a model without a head, the head.
+    """
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    ignored = {name for name, target in rest.items() if any(re.search(one, target) for one in patterns)}
+    prefix = f"{model.base_model_prefix}."
+    if len(prefix) > 1 and model.base_model is model:
+        plain = {name: target for name, (target, _) in _targets(model, asked, {}).items()}
+        if any(target.startswith(prefix) for target in plain.values()):
+            ignored |= {name for name in rest if not plain[name].startswith(prefix)}
+    return frozenset(ignored)
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Equal for tensors that share a storage."""
     identity: int = tensor.untyped_storage()._cdata
@@ -149,9 +271,13 @@ def _view_of(
         tensor=name,
         code="unsupported",
     )
-    if origin is None or tensor.dtype != fakes[origin].dtype or not prod(shape):
+    if origin is None or tensor.dtype != fakes[origin].dtype:
         raise refused
     whole = tuple(fakes[origin].shape)
+    if not prod(shape):
+        if shape != whole:
+            raise refused
+        return View.whole(TensorHead(origin, "", shape))
     dense = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
     axis_of = {stride: axis for axis, (stride, length) in enumerate(zip(dense, whole, strict=True)) if length > 1}
     axes = tuple(axis_of.get(step) if length > 1 else None for step, length in zip(steps, shape, strict=True))

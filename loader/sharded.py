@@ -7,7 +7,6 @@ whose page cache they share, each reads its own of a folder: that has no byte re
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,9 +29,9 @@ from relayout.loader.group.collectives import Group
 from relayout.loader.group.exchange import Exchange, RunningExchange
 from relayout.loader.group.plan import Divided, Division
 from relayout.loader.group.sharing import check_same
-from relayout.loader.held import HeldTensor
+from relayout.loader.held import HeldTensor, unwrapped
 from relayout.loader.in_place import check_into, is_as_stored, load_into
-from relayout.loader.models import check_model, checkpoint_of
+from relayout.loader.models import check_model, read_by, storage_of
 from relayout.loader.requests import MAX_IN_FLIGHT, NODE_IN_FLIGHT, local_world_size
 from relayout.loader.sources.checkpoint import Asked, WholeTensors, find_tensors
 from relayout.loader.sources.rank import StoredFile, TensorColumns, batches, cost_of, pack, parts_of, select
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_NAMED = 4
 """Tensors that a message names."""
+_BY_STATE_DICT = "load the tensors by relayout.load(path), and call model.load_state_dict() with them"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,36 +57,65 @@ class Held:
     """What this process holds of a model."""
 
     tensors: Mapping[str, HeldTensor]
-    """The tensors of a checkpoint, by its names."""
+    """What it holds of each tensor, by the model's names."""
     given: Mapping[str, torch.Tensor]
-    """The tensors themselves, by the model's names."""
-    ignored: re.Pattern[str] | None = None
-    """Names that a checkpoint may have beside."""
+    """The tensors themselves, by the same names."""
+    memory: frozenset[int]
+    """The storages of the model's parameters and buffers: what is filled must be in one of them."""
+    model: Any = None
+    """The model, if it is one of transformers: its checkpoints may have other names."""
 
     @staticmethod
     def of(into: Mapping[str, torch.Tensor] | torch.nn.Module) -> Held:
-        """What a state dict or model has here; of a model of transformers 5, by the names of its checkpoint.
+        """What a state dict or model has here.
 
         Raises:
-            PlanError: as `HeldTensor.of`, `check_model` and `checkpoint_of`; or tensors are on the device "meta".
+            PlanError: as `HeldTensor.of` and `check_model`; or tensors are on the device "meta"; or the model is
+                something else, or has code of its own for a state dict that is loaded.
         """
+        from torch.nn import Module
+
         if isinstance(into, Mapping):
             _check_memory(into)
-            return Held({name: HeldTensor.of(name, tensor) for name, tensor in into.items()}, into)
-        model = getattr(into, "_orig_mod", into)  # Of torch.compile.
-        if not hasattr(model, "state_dict"):
+            held = {name: HeldTensor.of(name, tensor) for name, tensor in into.items()}
+            return Held(held, into, frozenset(storage_of(one.data) for one in held.values()))
+        model, name_of = unwrapped(into)
+        if not isinstance(model, Module):
             what = f"into is a {type(into).__name__}, expected tensors by name, or a torch.nn.Module"
             raise PlanError(what, code="option")
-        state = model.state_dict()
+        _check_loads(model)
+        # No checkpoint has extra state that is no tensor.
+        state = {name: one for name, one in model.state_dict().items() if not _is_extra(name, one)}
+        state = {name_of(name): tensor for name, tensor in state.items()}
         _check_memory(state)
-        whole = {name: HeldTensor.of(name, tensor) for name, tensor in state.items()}
+        held = {name: HeldTensor.of(name, tensor) for name, tensor in state.items()}
+        memory = frozenset(map(_storage_of, (*model.parameters(), *model.buffers())))
         transformers = sys.modules.get("transformers")
         if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-            return Held(whole, state)
+            return Held(held, state, memory)
         check_model(model)
-        views, _ = checkpoint_of(model, [one.head for one in whole.values()])
-        tensors = {name: view.of(name, whole[view.origin]) for name, view in views.items()}
-        return Held(tensors, state, _ignored_by(model))
+        return Held(held, state, memory, model)
+
+    def read_by(self, names: Sequence[str]) -> tuple[dict[str, HeldTensor], list[HeldTensor], frozenset[str]]:
+        """Find the tensors of a checkpoint among what is held.
+
+        Returns:
+            What is held of each, by its names; what it lacks, by the names that it should have; and names that it may
+            have beside.
+
+        Raises:
+            PlanError: as `checkpoint_of`.
+        """
+        if self.model is None:
+            known = set(names)
+            found = {name: self.tensors[name] for name in names if name in self.tensors}
+            return found, [one for name, one in self.tensors.items() if name not in known], frozenset()
+        read = read_by(self.model, [one.head for one in self.tensors.values()], names)
+        found, lacking = (
+            {name: view.of(name, self.tensors[view.origin]) for name, view in views.items()}
+            for views in (read.views, read.lacking)
+        )
+        return found, list(lacking.values()), read.ignored
 
     @property
     def device(self) -> torch.device | str:
@@ -113,18 +142,33 @@ def _check_memory(tensors: Mapping[str, Any]) -> None:
         raise PlanError(f"{what}; {advice}", code="option")
 
 
-def _ignored_by(model: Any) -> re.Pattern[str] | None:
-    """What a checkpoint of a model of transformers may have beside, as its `from_pretrained` decides it.
+def _check_loads(model: torch.nn.Module) -> None:
+    """Raise PlanError if a module runs code of its own after a state dict was loaded into it.
 
-    That is `_adjust_missing_and_unexpected_keys` of transformers 5.
+    It may compute with something else than its parameters then, such as packed weights. Modules of torch and
+    transformers do not.
     """
-    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    buffers = [name for name, _ in model.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.add(r"(^|\.)position_ids$")
-    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+    for path, module in model.named_modules():
+        own = [type(module)._load_from_state_dict, *module._load_state_dict_post_hooks.values()]
+        if module is model:
+            own.append(type(module).load_state_dict)
+        for one in own:
+            if getattr(one, "__module__", "").partition(".")[0] not in ("torch", "transformers"):
+                what = f"the {type(module).__name__} {path!r}" if path else f"a {type(module).__name__}"
+                what = f"into: {what} runs code of its own in load_state_dict"
+                raise PlanError(f"{what}: {_BY_STATE_DICT}", code="unsupported")
+
+
+def _is_extra(name: str, tensor: object) -> bool:
+    """Whether an entry of a state dict is what a module's `get_extra_state` returned, and no tensor."""
+    import torch
+
+    return name.rpartition(".")[2] == "_extra_state" and not isinstance(tensor, torch.Tensor)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """The storage of a plain tensor, or of this process's shard of a DTensor."""
+    return storage_of(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -145,13 +189,15 @@ class Wanted:
     """What this process holds of these, with elements or without, in the order of the rows."""
     again: frozenset[int]
     """The rows of tensors in the same memory as one before, such as tied ones: they are compared with it."""
+    ignored: frozenset[str]
+    """Names of tensors that the checkpoint may have beside."""
 
     @staticmethod
     def of(asked: Asked, held: Held) -> Wanted:
         """Find the tensors.
 
         Raises:
-            PlanError: the checkpoint lacks one, or has one of another dtype or shape.
+            PlanError: the checkpoint lacks one, or has one of another dtype or shape; or one is a copy of the model's.
         """
         whole = find_tensors(asked.path, asked.deltas, asked.trust, by_transformers=_is_of_transformers(asked.into))
         if asked.verify and whole.plain is not None:
@@ -160,24 +206,23 @@ class Wanted:
         columns = whole.pieces.columns
         names = list(columns.names)
         chosen = range(len(names)) if asked.names is None else select(names, asked.names)
-        mine = {row: held.tensors[names[row]] for row in chosen if names[row] in held.tensors}
+        found, lacking, ignored = held.read_by(names)
+        mine = {row: found[names[row]] for row in chosen if names[row] in found}
         memory: set[tuple[object, ...]] = set()
         again = set()
         for row, one in mine.items():
             if one.data.numel() and one.memory in memory:
                 again.add(row)
             memory.add(one.memory)
-        wanted = Wanted(whole, held, frozenset(chosen), mine, frozenset(again))
+        wanted = Wanted(whole, held, frozenset(chosen), mine, frozenset(again), ignored)
         if asked.names is None:
-            wanted._check_all(memory)
+            wanted._check_all([one.head.name for one in lacking if one.memory not in memory])
         wanted._check_each()
         return wanted
 
-    def _check_all(self, memory: set[tuple[object, ...]]) -> None:
-        known = set(self.whole.pieces.columns.names)
-        lacking = [name for name, one in self.held.tensors.items() if name not in known and one.memory not in memory]
+    def _check_all(self, lacking: Sequence[str]) -> None:
         if lacking:
-            what = f"the checkpoint has no {_listed(lacking)}{_hint(lacking[0], known)}"
+            what = f"the checkpoint has no {_listed(lacking)}{_hint(lacking[0], self.whole.pieces.columns.names)}"
             raise PlanError(what, path=str(self.whole.store), code="missing")
 
     def _check_each(self) -> None:
@@ -187,6 +232,9 @@ class Wanted:
             if found[1] != shape:
                 what = f"into has shape {list(shape)}, the checkpoint {list(found[1])}"
                 raise PlanError(what, path=str(self.whole.store), tensor=one.head.name, code="mismatch")
+            if one.data.numel() and storage_of(one.data) not in self.held.memory:
+                what = f"into: state_dict() has a copy, and not the memory of the model: {_BY_STATE_DICT}"
+                raise PlanError(what, tensor=one.head.name, code="unsupported")
 
     def check_beside(self, held_by_any: Iterable[int]) -> None:
         """Check that somebody holds each tensor that the checkpoint has, and that is asked for.
@@ -194,9 +242,8 @@ class Wanted:
         Raises:
             PlanError: nobody does.
         """
-        names, ignored = self.whole.pieces.columns.names, self.held.ignored
-        beside = [names[row] for row in sorted(self.chosen.difference(held_by_any))]
-        beside = [name for name in beside if ignored is None or not ignored.search(name)]
+        names = self.whole.pieces.columns.names
+        beside = [names[row] for row in sorted(self.chosen.difference(held_by_any)) if names[row] not in self.ignored]
         if beside:
             what = f"the checkpoint has {_listed(beside)}, which the model lacks; `names` chooses what is loaded"
             raise PlanError(what, path=str(self.whole.store), code="mismatch")

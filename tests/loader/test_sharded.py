@@ -193,16 +193,27 @@ def test_a_member_that_is_killed_fails_the_others(group: list[dict[str, Any]]) -
 
 def test_a_process_alone_fills_a_model_of_plain_tensors(place: Path) -> None:
     whole = load_file(place / "wide" / "model.safetensors")
-
-    class Model(torch.nn.Module):
-        def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-            return filled
-
     for source in ("wide", "out"):
-        filled = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-        found = relayout.load(place / source, into=Model())
+        model = module_of({name: torch.zeros_like(tensor) for name, tensor in whole.items()})
+        found = relayout.load(place / source, into=model)
         assert found.keys() == whole.keys()
-        assert all(found[name] is filled[name] and same_bits(filled[name], whole[name]) for name in whole)
+        for name, tensor in model.named_buffers():
+            assert found[name].data_ptr() == tensor.data_ptr()
+            assert same_bits(tensor, whole[name])
+
+
+def module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A module with these buffers, at the places that their names say."""
+    model = torch.nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_buffer(last, tensor)
+    return model
 
 
 def test_a_model_has_no_rank(place: Path) -> None:

@@ -36,7 +36,7 @@ from relayout.loader.requests import MAX_IN_FLIGHT, NODE_IN_FLIGHT, local_world_
 from relayout.loader.sources.checkpoint import Asked, WholeTensors, find_tensors
 from relayout.loader.sources.rank import StoredFile, TensorColumns, batches, cost_of, pack, parts_of, select
 from relayout.loader.stream import stream
-from relayout.loader.tensors import bump_versions, bytes_of, make_views
+from relayout.loader.tensors import bump_versions, bytes_of, make_views, why_not_plain
 from relayout.reporting import Reporter, reporting
 from relayout.storage.local.store import LocalStore
 
@@ -89,7 +89,8 @@ class Held:
         state = {name_of(name): tensor for name, tensor in state.items()}
         _check_memory(state)
         held = {name: HeldTensor.of(name, tensor) for name, tensor in state.items()}
-        memory = frozenset(map(_storage_of, (*model.parameters(), *model.buffers())))
+        own = (one.to_local() if hasattr(one, "to_local") else one for one in (*model.parameters(), *model.buffers()))
+        memory = frozenset(storage_of(one) for one in own if why_not_plain(one) is None)
         transformers = sys.modules.get("transformers")
         if transformers is None or not isinstance(model, transformers.PreTrainedModel):
             return Held(held, state, memory)
@@ -166,11 +167,6 @@ def _is_extra(name: str, tensor: object) -> bool:
     return name.rpartition(".")[2] == "_extra_state" and not isinstance(tensor, torch.Tensor)
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    """The storage of a plain tensor, or of this process's shard of a DTensor."""
-    return storage_of(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
-
-
 def _listed(names: Iterable[str]) -> str:
     """Names for a message: the first few, and how many more."""
     first, more = list(names)[:_MAX_NAMED], len(list(names)) - _MAX_NAMED
@@ -223,6 +219,7 @@ class Wanted:
     def _check_all(self, lacking: Sequence[str]) -> None:
         if lacking:
             what = f"the checkpoint has no {_listed(lacking)}{_hint(lacking[0], self.whole.pieces.columns.names)}"
+            what = f"{what}; names='**' loads what it has"
             raise PlanError(what, path=str(self.whole.store), code="missing")
 
     def _check_each(self) -> None:
@@ -270,7 +267,7 @@ class Wanted:
             if row not in self.again:
                 one.data.copy_(loaded)
             elif not torch.equal(bytes_of(loaded.to(one.data.dtype).to(one.data.device).contiguous()), _bytes(one)):
-                what = "the model has another tensor in the same memory, the checkpoint other values for it"
+                what = "the model has another tensor in the same memory, the checkpoint other values for it: untie them"
                 raise PlanError(what, path=str(self.whole.store), tensor=one.head.name, code="mismatch")
 
 

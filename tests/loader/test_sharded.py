@@ -13,7 +13,7 @@ from support import prestarted, s3_server
 from support.group_worker import NUM_MEMBERS, seen_by_members
 from support.loader_fixtures import mlp_model, skip_unless_drives_are_counted
 from support.remote import HEADER
-from support.sharded_worker import SOURCES, meshes, same_bits
+from support.sharded_worker import SOURCES, meshes, module_of, same_bits
 from support.signing import make_keys
 
 import relayout
@@ -142,6 +142,7 @@ def test_progress_is_told_of_what_the_process_holds(group: list[dict[str, Any]])
         ("shape of one", "into has shape [100], the checkpoint [101]"),
         ("narrower", "is torch.float16 [65, 768], expected torch.float32 [65, 768]"),
         ("meta", "call model.to_empty(device=...), and init_weights()"),
+        ("FSDP1", "state_dict() has a copy, and not the memory of the model"),
         ("not tensors", "a int, expected a tensor"),
         ("nothing to fill", "into is a int, expected tensors by name, or a torch.nn.Module"),
         ("overlapping", "share memory"),
@@ -197,23 +198,9 @@ def test_a_process_alone_fills_a_model_of_plain_tensors(place: Path) -> None:
         model = module_of({name: torch.zeros_like(tensor) for name, tensor in whole.items()})
         found = relayout.load(place / source, into=model)
         assert found.keys() == whole.keys()
-        for name, tensor in model.named_buffers():
+        for name, tensor in model.named_parameters():
             assert found[name].data_ptr() == tensor.data_ptr()
             assert same_bits(tensor, whole[name])
-
-
-def module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A module with these buffers, at the places that their names say."""
-    model = torch.nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        module = model
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, torch.nn.Module())
-            module = module.get_submodule(part)
-        module.register_buffer(last, tensor)
-    return model
 
 
 def test_a_model_has_no_rank(place: Path) -> None:

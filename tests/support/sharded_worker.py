@@ -95,6 +95,22 @@ def _fills_models(folder: Path, num_members: int, families: list[str], number: i
     (folder / f"member-{number}-of-{num_members}.json").write_text(json.dumps(found))
 
 
+def module_of(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A module with these parameters, at the places that their names say."""
+    import torch
+
+    model = torch.nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
+    return model
+
+
 def _logits_differ(source: Path, num_members: int) -> bool:
     """Whether a model that is made on "meta", sharded, given memory and filled says something else than a usual one."""
     import torch
@@ -366,6 +382,7 @@ def _cold(case: _Cases) -> None:
 def _are_refused(case: _Cases) -> None:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     whole, folder, number = case.whole, case.folder, case.number
@@ -386,6 +403,8 @@ def _are_refused(case: _Cases) -> None:
     down = "model.layers.0.mlp.down_proj.weight"
     case("narrower", WIDE, but(down, whole[down].half()))
     case("meta", WIDE, but(norm, whole[norm].to("meta")))
+    fsdp1 = FullyShardedDataParallel(module_of({norm: torch.zeros(101)}), device_id=torch.device("cpu"))
+    case("FSDP1", WIDE, fsdp1, names=norm)
     case("not tensors", WIDE, but(norm, 3))
     case("nothing to fill", WIDE, 7)
     both = torch.zeros(201, 33, dtype=torch.int64)

@@ -16,7 +16,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -25,7 +25,16 @@ from typing import TypeAlias
 from relayout.core.arguments import path_text, size
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.storage.local.descriptors import HeldLock, OpenFolder, Waiting, is_ours, locked_file, open_ours
+from relayout.storage.local.descriptors import (
+    HeldLock,
+    OpenFolder,
+    Waiting,
+    is_ours,
+    locked_file,
+    open_ours,
+    status_of,
+    take_lock,
+)
 from relayout.storage.stores import Closable
 
 _LIMIT = "RELAYOUT_CACHE_LIMIT"
@@ -142,7 +151,7 @@ class Cache:
         end = time.monotonic() + _ASIDE_SECONDS
         while True:
             with locked_file(own / _LOCK, growth=lambda: _num_files_gone(own)):
-                status = _status(entry / _HELD)
+                status = status_of(entry / _HELD)
                 if status is None or not os.path.samestat(status, mine):
                     return  # Another process has put it aside, and said so.
                 if self._remove(own, entry):
@@ -210,11 +219,7 @@ class Cache:
 
     def _locked(self, name: str, kind: int, what: str = "") -> HeldLock | None:
         """A lock on a file of this name, until it is closed; None: another process has it."""
-        lock = HeldLock(open_ours(self._own() / name, os.O_CREAT))
-        if lock.try_lock(kind, what=what):
-            return lock
-        lock.close()
-        return None
+        return take_lock(self._own() / name, kind, what=what)
 
     def entries(self) -> list[CacheEntry]:
         """What is kept, the least recently used first."""
@@ -286,9 +291,10 @@ class Cache:
         """Remove an entry, unless a process holds it."""
         gone = own / f".gone-{os.urandom(8).hex()}"
         with suppress(FileNotFoundError):
-            with HeldLock(open_ours(entry / _HELD)) as lock:
-                if not lock.try_lock(what="removing it"):
-                    return False
+            lock = take_lock(entry / _HELD, what="removing it", create=False)
+            if lock is None:
+                return False
+            with lock:
                 entry.rename(gone)  # Atomic: no process sees an incomplete entry.
             shutil.rmtree(gone)
             return True
@@ -350,7 +356,7 @@ class HeldEntry(Closable):
 
     def has(self, name: str, nbytes: int | None = None) -> bool:
         """Whether a file of the entry is there, of this length if that is given: a file of this user, and no link."""
-        status = _status(self.folder / name)
+        status = status_of(self.folder / name)
         return status is not None and is_ours(status, stat.S_ISREG) and nbytes in (None, status.st_size)
 
     def keep(
@@ -437,8 +443,9 @@ class HeldEntry(Closable):
         Args:
             what: this process is about to do, for those that wait.
         """
-        with HeldLock(open_ours(self.lock_file(name), os.O_CREAT)) as lock:
-            yield lock.try_lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX, what)
+        lock = take_lock(self.lock_file(name), fcntl.LOCK_SH if shared else fcntl.LOCK_EX, what=what)
+        with lock or nullcontext():
+            yield lock is not None
 
     def close(self) -> None:
         """Give the entry up: it may then be removed."""
@@ -453,20 +460,21 @@ def _held(folder: Path) -> HeldEntry | None:
     """
     with suppress(FileExistsError):
         folder.mkdir(0o700)
-    if (status := _status(folder)) is None:
+    if (status := status_of(folder)) is None:
         return None
     if not is_ours(status, stat.S_ISDIR):
         raise PlanError("is not a folder of this user, and no entry; remove it", path=folder, code="exists")
-    try:
-        lock = HeldLock(open_ours(folder / _HELD, os.O_CREAT))
-    except FileNotFoundError:
+    lock = None
+    with suppress(FileNotFoundError):
+        lock = take_lock(folder / _HELD, fcntl.LOCK_SH)
+    if lock is None:
         return None
-    named = _status(folder / _HELD) if lock.try_lock(fcntl.LOCK_SH) else None
-    if named is not None and os.path.samestat(named, os.fstat(lock.fd)):
+    try:
         os.utime(lock.fd)
-        return HeldEntry(folder, lock)
-    lock.close()
-    return None
+    except BaseException:
+        lock.close()
+        raise
+    return HeldEntry(folder, lock)
 
 
 def _reserved(own: Path, note: bytes) -> dict[Path, int]:
@@ -478,21 +486,14 @@ def _reserved(own: Path, note: bytes) -> dict[Path, int]:
     return {own / entry / name: files.size(name) for name in files.top}
 
 
-def _status(path: Path) -> os.stat_result | None:
-    """Status of a file or folder, or of a link itself; None if there is nothing."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        return path.lstat()
-    return None
-
-
 def _may_be_written_by_others(folder: Path) -> bool:
-    status = _status(folder)
+    status = status_of(folder)
     return status is not None and bool(status.st_mode & _OTHERS_MAY_WRITE)
 
 
 def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
     """Whether this user's folder or file is there, and no link to one."""
-    status = _status(path)
+    status = status_of(path)
     return status is not None and is_ours(status, is_kind)
 
 
@@ -508,8 +509,8 @@ def _described(entry: Path) -> CacheEntry:
         about = Fields(parse_object(file.read(_MAX_NOTE_NBYTES), _ABOUT))
         source, num_ranks, ranks = about.text("source"), about.size("num_ranks"), about.text("ranks")
     is_in_use = False
-    with suppress(FileNotFoundError), HeldLock(open_ours(entry / _HELD)) as lock:
-        is_in_use = not lock.try_lock()
+    with suppress(FileNotFoundError), take_lock(entry / _HELD, create=False) or nullcontext() as lock:
+        is_in_use = lock is None
     nbytes = _nbytes(entry, with_hidden=True)
     return CacheEntry(entry.name, source, num_ranks, ranks, nbytes, _last_use(entry), is_in_use)
 

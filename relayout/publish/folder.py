@@ -18,7 +18,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,9 +28,9 @@ from relayout.storage.local.descriptors import (
     OpenFolder,
     check_owner_is,
     exchange,
+    is_ours,
     locked,
     locked_file,
-    open_ours,
     rename,
     restrict,
     user_of_new_files,
@@ -231,17 +231,27 @@ def remove_output(output: Path, older: Replaceable) -> None:
 def replace_file(path: Path, expected: bytes | None, content: bytes) -> None:
     """Replace a small file if its content is the expected one, see `publishers.replace`.
 
-    What is written beside it has one name, with relayout's mark, and whoever holds the lock writes there: what a killed
-    process has left there is written anew by the next one.
+    Whoever holds the lock file replaces it. If somebody deletes that, two may hold a lock: so the file itself is
+    locked, too, which no two processes hold, as its name is looked at after that.
+
+    What is written beside it has one name, with relayout's mark. A killed process leaves that: only the name is
+    removed, and the file made anew, so that what else has the name, by a hard link, is unchanged.
     """
     lock, new = (path.with_name(f".{path.name}.relayout-{what}") for what in ("lock", "new"))
-    with locked_file(lock, what=f"replacing {path.name}"), OpenFolder(path.parent) as folder:
+    with ExitStack() as held:
+        held.enter_context(locked_file(lock, what=f"replacing {path.name}"))
+        folder = held.enter_context(OpenFolder(path.parent))
         if (status := folder.status(path.name)) is not None and not stat.S_ISREG(status.st_mode):
             raise PlanError("exists and is not a regular file", path=path, code="exists")
+        if status is not None:
+            held.enter_context(locked_file(path, what="", create=False))
         if (None if status is None else path.read_bytes()) != expected:
             raise FileExistsError(errno.EEXIST, "was replaced by another process", str(path))
-        with open(open_ours(new, os.O_CREAT), "wb") as stream:
-            stream.truncate()
+        if (left := folder.status(new.name)) is not None:
+            if not is_ours(left, stat.S_ISREG):
+                raise PlanError("is not a regular file of this user; remove it", path=new, code="exists")
+            folder.remove(new.name)
+        with open(folder.open(new.name, os.O_WRONLY | os.O_CREAT), "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())

@@ -20,7 +20,7 @@ from support.patience import PATIENCE
 from relayout.cache.folder import Cache, HeldEntry
 from relayout.errors import FormatError, PlanError
 from relayout.storage.local import descriptors
-from relayout.storage.local.descriptors import locked_file
+from relayout.storage.local.descriptors import HeldLock, locked_file, open_ours
 
 OWN = "relayout-cache-v1"
 OLD, NEW, OTHER = "a" * 32, "b" * 32, "c" * 32
@@ -339,7 +339,8 @@ def test_garbage_in_the_place_of_a_reservation_is_nothing(tmp_path: Path, note: 
     fill(cache, OLD, 1)
     path = tmp_path / OWN / f".coming-{'0' * 16}"
     path.write_bytes(note)
-    with locked_file(path, what=""):
+    with HeldLock(open_ours(path)) as lock:
+        assert lock.try_lock()
         assert has_room(cache, 1000)
         assert path.exists()
     assert has_room(cache, 1000)

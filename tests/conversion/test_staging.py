@@ -143,7 +143,7 @@ def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: 
         assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
         before = listing(tmp_path)
-        refused = pytest.raises(PlanError, match=rf"out: is being written by another relayout \(process {first.pid}\)")
+        refused = pytest.raises(PlanError, match=rf"out: is being written by another relayout \(process {first.pid}, ")
         with refused, staging_folder(out):
             pytest.fail("two processes are writing the same output")
         assert listing(tmp_path) == before
@@ -156,7 +156,8 @@ def test_the_second_of_two_writers_is_refused_with_the_first_ones_pid(tmp_path: 
 
 
 def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path: Path) -> None:
-    (tmp_path / ".out.relayout-lock").write_text("1\n")  # Process 1 is always alive: its number alone proves nothing.
+    # Process 1 is always alive: its number alone proves nothing.
+    (tmp_path / ".out.relayout-lock").write_text("process 1, writing it since 12:00:00")
     with staging_folder(tmp_path / "out"):
         pass
     assert listing(tmp_path) == ["out"]
@@ -180,7 +181,7 @@ def test_a_lock_that_is_taken_while_its_file_goes_away_is_taken_again(
     monkeypatch.setattr(fcntl, "flock", flock)
     with staging_folder(tmp_path / "out"):
         assert len(locked) == 2
-        assert path.read_text().split() == [str(os.getpid())]
+        assert path.read_text().startswith(f"process {os.getpid()}, writing it since ")
     assert listing(tmp_path) == ["out"]
 
 
@@ -399,7 +400,7 @@ def test_a_staged_file_that_is_deleted_meanwhile_is_not_made_again_without_its_b
 @pytest.mark.parametrize("kind", ["a hard link", "a text", "a folder"])
 def test_a_lock_file_that_is_something_else_is_never_truncated(tmp_path: Path, kind: str) -> None:
     lock, precious = tmp_path / ".out.relayout-lock", tmp_path / "precious"
-    precious.write_text("123\n")
+    precious.write_text("process 1, writing it since 12:00:00")
     if kind == "a hard link":
         lock.hardlink_to(precious)
     elif kind == "a text":
@@ -720,3 +721,31 @@ def test_a_force_that_was_killed_between_the_exchange_and_the_end_leaves_nothing
         convert(source, out)
     assert content(out) == before
     assert_nothing_hidden(out)
+
+
+def test_an_output_that_is_published_is_complete_though_its_lock_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    true_unlink = os.unlink
+
+    def unlink(name: str, *, dir_fd: int | None = None) -> None:
+        if str(name).endswith("-lock"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        true_unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    with staging_folder(tmp_path / "out") as staging:
+        (staging.folder.path / "file").write_text("complete")
+    monkeypatch.undo()
+    assert "its lock cannot be removed" in caplog.text
+    assert listing(tmp_path) == [".out.relayout-lock", "out", "out/file"]
+    local_staging.remove_leftovers(tmp_path / "out")
+    assert listing(tmp_path) == ["out", "out/file"]
+
+
+def test_a_lock_that_has_replaced_that_of_a_writer_is_not_removed_by_it(tmp_path: Path) -> None:
+    lock = tmp_path / ".out.relayout-lock"
+    with staging_folder(tmp_path / "out"):
+        lock.unlink()
+        lock.write_text("process 1, writing it since 12:00:00")
+    assert listing(tmp_path) == [".out.relayout-lock", "out"]

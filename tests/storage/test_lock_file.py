@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import os
 import signal
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from support.patience import PATIENCE
@@ -19,7 +22,7 @@ from support.patience import PATIENCE
 from relayout.cache.folder import Cache
 from relayout.errors import PlanError
 from relayout.storage.local import descriptors
-from relayout.storage.local.descriptors import HeldLock, Waiting, locked_file, open_ours
+from relayout.storage.local.descriptors import HeldLock, Waiting, locked_file, open_ours, take_lock
 
 ENTRY = "a" * 32
 
@@ -192,3 +195,96 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(PlanError, match="not a regular file of this user"):
         open_ours(tmp_path / "lock")
     assert not descriptors.is_ours((tmp_path / "lock").stat(), stat.S_ISREG)
+
+
+THEIRS: dict[str, bytes] = {
+    "a text": b"what the person has\n" * 20,
+    "nearly a note": b"process 7, writing it since 12:00:00\nand something else",
+    "a note": b"process 7, writing it since 12:00:00",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+@pytest.mark.parametrize("kind", THEIRS)
+def test_nothing_is_written_to_a_lock_file_that_is_more_than_a_lock(tmp_path: Path, kind: str, is_linked: bool) -> None:
+    """It is locked all the same: `cp -al` of a root or a cache ends no training."""
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(THEIRS[kind])
+    if is_linked:
+        (tmp_path / "lock").hardlink_to(theirs)
+    else:
+        theirs.rename(tmp_path / "lock")
+    is_plain = not is_linked and kind in ("a note", "nothing")
+    with locked_file(tmp_path / "lock", what="digging"):
+        assert take_lock(tmp_path / "lock") is None
+        now = (tmp_path / "lock").read_bytes()
+        assert now.startswith(f"process {os.getpid()}, digging".encode()) if is_plain else now == THEIRS[kind]
+    assert (tmp_path / "lock").read_bytes() == (b"" if is_plain else THEIRS[kind])
+
+
+@pytest.mark.parametrize("what", ["x" * 10**4, "\U0001f512" * 10**3, "two\nlines", "\udcff"])
+def test_whatever_a_holder_says_is_a_note_and_no_obstacle_for_the_next(tmp_path: Path, what: str) -> None:
+    with HeldLock(open_ours(tmp_path / "lock", os.O_CREAT)) as lock:
+        assert lock.try_lock(what=what)
+        assert lock.is_plain
+        assert descriptors.holder_in(tmp_path / "lock").startswith(f"process {os.getpid()}, ")
+
+
+def test_a_lock_that_was_waited_for_is_that_of_the_file_which_then_has_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    first = take_lock(path)
+    assert first is not None
+
+    def delete_and_release(seconds: float) -> None:
+        if path.exists():
+            path.unlink()
+            first.close()
+
+    monkeypatch.setattr(time, "sleep", delete_and_release)
+    with locked_file(path):
+        assert not is_free(path), "it is the file that has the name now"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_lock_file_that_is_deleted_again_and_again_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_flock = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        (tmp_path / "lock").unlink(missing_ok=True)
+        true_flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(PlanError, match="deleted again and again"):
+        take_lock(tmp_path / "lock")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors cannot be counted")
+@pytest.mark.parametrize(
+    ("call", "module", "name"),
+    [(take_lock, os, "fstat"), (open_ours, os, "fstat"), (take_lock, fcntl, "flock")],
+    ids=["the status of a lock", "the status of a file", "the lock"],
+)
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), KeyboardInterrupt()], ids=["ESTALE", "Ctrl-C"])
+def test_a_file_is_closed_if_what_comes_after_its_opening_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[Path], object],
+    module: ModuleType,
+    name: str,
+    error: BaseException,
+) -> None:
+    def failing(*arguments: object) -> None:
+        raise error
+
+    path = tmp_path / "lock"
+    path.touch()
+    monkeypatch.setattr(module, name, failing)
+    with pytest.raises(type(error)):
+        call(path)
+    monkeypatch.undo()
+    assert str(path) not in {os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()}

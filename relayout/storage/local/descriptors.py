@@ -15,7 +15,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from logging import getLogger
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from relayout.storage.system import exchange_names
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_O_TMPFILE: int | None = getattr(os, "O_TMPFILE", None)
 
 
 @contextmanager
@@ -258,11 +259,14 @@ def restrict(fd: int, mode: int) -> None:
             os.fchmod(fd, before & mode)
 
 
-_CONTENT = re.compile(rb"[0-9]*\n?")
-_MAX_NBYTES = 32
-"""More than a process id."""
-
+_NOTE = re.compile(rb"(process [0-9]+, .{1,200} since [0-9]{2}:[0-9]{2}:[0-9]{2})?|\0+", re.DOTALL)
+"""All that a lock file contains: who holds it, nothing, or zeros after a power failure."""
 _MAX_NOTE_NBYTES = 256
+_MAX_WHAT_LENGTH = 50
+"""Characters of what a holder says that it is doing: at most 200 bytes."""
+_TRIES = 100
+"""How often a lock file that is deleted again and again is looked for."""
+_WITHOUT_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
 """How often a wait looks whether its work goes on."""
@@ -296,12 +300,24 @@ class HeldLock(Closable):
             fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        if what:
-            self._has_note = True
-            with suppress(OSError):  # It is only informative; the drive may be full.
-                os.ftruncate(self.fd, 0)
-                os.pwrite(self.fd, f"process {os.getpid()}, {what} since {time.strftime('%H:%M:%S')}".encode(), 0)
+        self.say(what)
         return True
+
+    def say(self, what: str) -> None:
+        """Note in the locked file who holds it, unless `what` is empty, or the file is more than a lock."""
+        with suppress(OSError):  # It is only informative; the drive may be full.
+            if what and self.is_plain:
+                self._has_note = True
+                note = f"process {os.getpid()}, {what[:_MAX_WHAT_LENGTH]} since {time.strftime('%H:%M:%S')}"
+                os.ftruncate(self.fd, 0)
+                os.pwrite(self.fd, note.encode(errors="replace"), 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the file has no other name, and no content but a note: writing to it destroys nothing."""
+        if os.fstat(self.fd).st_nlink > 1:  # 0: its holder has just removed it.
+            return False
+        return _NOTE.fullmatch(os.pread(self.fd, _MAX_NOTE_NBYTES + 1, 0)) is not None
 
     def after_fork(self) -> None:
         """Give up the copy of the descriptor, without unlocking."""
@@ -311,12 +327,14 @@ class HeldLock(Closable):
     def close(self) -> None:
         """Unlock, for all copies of the descriptor, and close. Thread-safe."""
         if (fd := self._take()) >= 0:
-            with suppress(OSError):
-                if self._has_note:
-                    os.ftruncate(fd, 0)
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+            try:
+                with suppress(OSError):
+                    if self._has_note:
+                        os.ftruncate(fd, 0)
+                with suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+            finally:
+                os.close(fd)
 
     def _take(self) -> int:
         """The descriptor, which one caller alone gets, as `pop` is atomic; -1: somebody else has got it."""
@@ -392,17 +410,27 @@ class Waiting:
 
 
 def open_ours(path: Path, flags: int = 0) -> int:
-    """Open a file of ours for reading and writing, and nothing else that somebody may have put in its place.
+    """Open a file of ours to read and to lock it, and nothing else that somebody may have put in its place.
 
     Raises:
         PlanError: it is no regular file of this user.
         OSError: it is a link or a folder; or as `os.open`.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o666)
-    if not is_ours(os.fstat(fd), stat.S_ISREG):
+    fd = os.open(path, os.O_RDWR | _FILE | flags, 0o666)
+    try:
+        if not is_ours(os.fstat(fd), stat.S_ISREG):
+            raise PlanError("is not a regular file of this user; remove it", path=path, code="exists")
+    except BaseException:
         os.close(fd)
-        raise PlanError("is not a regular file of this user; remove it", path=path, code="exists")
+        raise
     return fd
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """Status of a file or folder, or of a link itself; None if there is nothing."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return path.lstat()
+    return None
 
 
 def is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
@@ -410,20 +438,111 @@ def is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     return is_kind(status.st_mode) and status.st_uid == os.geteuid()
 
 
+def take_lock(
+    path: Path,
+    kind: int = fcntl.LOCK_EX,
+    *,
+    what: str = "",
+    folder: OpenFolder | None = None,
+    create: bool = True,
+    mode: int = 0o666,
+    needs_locks: bool = True,
+) -> HeldLock | None:
+    """Lock the file that has a name now: the one way in which roots, outputs and caches take their locks.
+
+    A file that is deleted or replaced while this process waits for its lock protects nobody: then the one that has the
+    name is locked. A file that is more than a lock is locked, and never written to.
+
+    Args:
+        what: this process is about to do, for the messages of those that wait.
+        folder: the folder of the file, which is held open; None: the one that its path leads to.
+        create: whether a missing file is made, with `mode`.
+        needs_locks: False: a file system that has no locks is no error, and nothing is locked.
+
+    Returns:
+        None: another process or thread holds a lock that excludes this one.
+
+    Raises:
+        FileNotFoundError: there is no file, and `create` is False.
+        PlanError: it is no regular file of this user, or it is deleted again and again.
+    """
+    for _ in range(_TRIES):
+        lock = HeldLock(_open_lock(path, folder, mode if create else None))
+        try:
+            try:
+                if not lock.try_lock(kind):
+                    lock.close()
+                    return None
+            except OSError as error:
+                if needs_locks or error.errno not in _WITHOUT_LOCKS:
+                    raise
+            named = status_of(path) if folder is None else folder.status(path.name)
+            if named is not None and os.path.samestat(named, os.fstat(lock.fd)):
+                lock.say(what)
+                return lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()
+    raise PlanError("is deleted again and again by another process", path=path, code="busy")
+
+
+def _open_lock(path: Path, folder: OpenFolder | None, mode: int | None) -> int:
+    """The descriptor of a lock file of this user, which is made if it is missing, unless `mode` is None."""
+    with nullcontext(folder) if folder is not None else OpenFolder(path.parent) as place:
+        for _ in range(_TRIES):
+            try:
+                return _open_there(place, path.name)
+            except FileNotFoundError:
+                if mode is None:
+                    raise
+            with suppress(FileExistsError):  # Another process has just made it.
+                return place.open(path.name, os.O_RDWR | os.O_CREAT, mode)
+    raise PlanError("is deleted again and again by another process", path=path, code="busy")
+
+
+def _open_there(folder: OpenFolder, name: str) -> int:
+    """Open a lock file that exists. It is looked at before, because opening a device may have side effects."""
+    status = folder.status(name)
+    if status is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder.path / name))
+    _check_is_lock(folder, name, status)
+    fd = folder.open(name, os.O_RDWR)
+    try:
+        _check_is_lock(folder, name, os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_is_lock(folder: OpenFolder, name: str, status: os.stat_result) -> None:
+    """Raise PlanError unless a file is a regular one of this user.
+
+    The server of a network file system may map ids: files of this user then have the id that a new file gets there.
+    """
+    path = folder.path / name
+    if status.st_uid != os.geteuid():
+        check_owner_is(path, status, user_of_new_files(folder, name))
+    if not stat.S_ISREG(status.st_mode):
+        raise PlanError("is not a regular file, and blocks the lock; remove it", path=path, code="exists")
+
+
 @contextmanager
 def locked_file(
     path: Path,
     *,
     what: str = "working",
+    create: bool = True,
     growth: Callable[[], object] = lambda: None,
     limit_seconds: float | None = None,
 ) -> Iterator[None]:
-    """Hold a lock file. Wait for whoever holds it, as long as its work goes on; see `Waiting`, also for errors."""
-    with HeldLock(open_ours(path, os.O_CREAT)) as lock:
-        waiting: Waiting | None = None
-        while not lock.try_lock(what=what):
-            waiting = waiting or Waiting(path, growth=growth, limit_seconds=limit_seconds)
-            waiting.pause()
+    """Hold a lock file, see `take_lock`. Wait for whoever holds it, as long as its work goes on; see `Waiting`."""
+    waiting: Waiting | None = None
+    while (lock := take_lock(path, what=what, create=create)) is None:
+        waiting = waiting or Waiting(path, growth=growth, limit_seconds=limit_seconds)
+        waiting.pause()
+    with lock:
         yield
 
 
@@ -445,87 +564,51 @@ def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
         PlanError: another process holds the lock, or it belongs to another user, or is no lock.
         OSError: there can be no lock file. The error names `output`.
     """
+    path = parent.path / name
     with with_path(output):
-        lock, user = _acquire(parent, name, output)
+        lock = take_lock(path, what="writing it", folder=parent, mode=0o600, needs_locks=False)
+    if lock is None:
+        raise PlanError(f"is being written by another relayout ({holder_in(path)})", path=output, code="busy")
     with lock:
+        if not lock.is_plain:  # It is deleted at the end.
+            what = "exists and is not relayout's lock, or has several hard links; move it away"
+            raise PlanError(what, path=path, code="exists")
         try:
-            yield user
+            yield os.fstat(lock.fd).st_uid
         finally:
             if lock.fd >= 0:  # Not in a fork.
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=parent.fd)
+                _remove_lock(parent, name, lock)
 
 
-def _acquire(parent: OpenFolder, name: str, output: Path) -> tuple[HeldLock, int]:
-    """Open and lock the lock file. Retry if its name refers to another file by then."""
-    while True:
-        fd, user = _open_lock(parent, name)
-        lock = HeldLock(fd)
-        try:
-            _check_is_lock(parent.path / name, os.fstat(fd), user)
-            _flock(fd, output)
-            if not _CONTENT.fullmatch(os.pread(fd, _MAX_NBYTES, 0)):
-                raise PlanError(
-                    "exists and is not relayout's lock; move it away", path=parent.path / name, code="exists"
-                )
-            status = parent.status(name)
-            if status is not None and os.path.samestat(status, os.fstat(fd)):
-                with suppress(OSError):  # The process id is only informative; the drive may be full.
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-                return lock, user
-        except BaseException:
-            lock.close()
-            raise
-        lock.close()
-
-
-def _open_lock(parent: OpenFolder, name: str) -> tuple[int, int]:
-    """The lock file's descriptor, and the id of the owner of files created here.
-
-    It may differ from the process's user id, because the server of a network file system may map ids.
-    """
-    while True:
-        try:
-            fd = parent.open(name, os.O_RDWR | os.O_CREAT, 0o600)
-            return fd, os.fstat(fd).st_uid
-        except FileExistsError:
-            user = user_of_new_files(parent, name)
-        try:
-            status = parent.status(name)
-            if status is not None:
-                _check_is_lock(parent.path / name, status, user)
-                return parent.open(name, os.O_RDWR), user
-        except FileNotFoundError:
-            continue  # Its holder has just removed it.
-
-
-def _check_is_lock(path: Path, status: os.stat_result, user: int) -> None:
-    """Raise PlanError unless a file may be truncated: this user's, regular, and without other names (hard links)."""
-    check_owner_is(path, status, user)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # 0: its holder has just removed it.
-        what = "is not a regular file, or has several hard links, and blocks the lock; remove it"
-        raise PlanError(what, path=path, code="exists")
+def _remove_lock(parent: OpenFolder, name: str, lock: HeldLock) -> None:
+    """Delete a lock file that this process holds. What it protected is done: a failure is no error any more."""
+    try:
+        status = parent.status(name)
+        if status is not None and os.path.samestat(status, os.fstat(lock.fd)):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=parent.fd)
+    except OSError as error:
+        what = "its lock cannot be removed, and the next process that writes there does it"
+        getLogger("relayout").warning("relayout: %s: %s: %s", parent.path / name, what, error.strerror)
 
 
 def user_of_new_files(parent: OpenFolder, name: str) -> int:
     """The id of the owner of files that this process makes in a folder; `name` begins that of a file made to see."""
+    if _O_TMPFILE is not None:
+        with suppress(OSError):  # Not every file system has files without a name.
+            return _owner_of(os.open(".", os.O_RDWR | os.O_CLOEXEC | _O_TMPFILE, 0o600, dir_fd=parent.fd))
     probe = f"{name}-{os.urandom(8).hex()}"
     fd = parent.open(probe, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        os.unlink(probe, dir_fd=parent.fd)
+    finally:
+        owner = _owner_of(fd)
+    return owner
+
+
+def _owner_of(fd: int) -> int:
+    """The owner of an open file, which is closed."""
+    try:
         return os.fstat(fd).st_uid
     finally:
-        os.unlink(probe, dir_fd=parent.fd)
         os.close(fd)
-
-
-def _flock(fd: int, output: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(fd, _MAX_NBYTES, 0).decode("ascii", "replace").strip()
-        raise PlanError(f"is being written by another relayout (process {holder})", path=output, code="busy") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise
-        # Some network mounts do not support locks: continue without.

@@ -321,10 +321,13 @@ def _mixed(file: StoredFile, opened: ReadableFile) -> ReadableFile:
     if fd is None or opened.alignment == 1 or not resident_nbytes(fd, 0, file.nbytes):
         return opened
     other = file.open_unproven(Access.BUFFERED)
-    if not os.path.sameopenfile(fd, _fd(other)):
+    try:
+        if not os.path.sameopenfile(fd, _fd(other)):
+            raise _replaced(file)
+        return MixedFile(opened, other)
+    except BaseException:
         other.close()
-        raise _replaced(file)
-    return MixedFile(opened, other)
+        raise
 
 
 @contextmanager

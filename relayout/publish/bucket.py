@@ -93,7 +93,11 @@ def begin(
             prefix.delete([older.marker])  # Files of its names are replaced from now on.
             made = None  # What was there before is gone.
         files = LocalOutput(scratch, place, Modes())
-        output = BucketOutput(prefix, older.marker, claim, files, publishes=publishes)
+        try:
+            output = BucketOutput(prefix, older.marker, claim, files, publishes=publishes)
+        except BaseException:
+            files.folder.close()
+            raise
         try:
             yield output
             if publishes:

@@ -326,8 +326,13 @@ def _check_ours(place: OpenFolder) -> None:
 def _make_new(parent: OpenFolder, output: Path, user: int) -> OpenFolder:
     parent.make(partial_folder(output).name, stat.S_IRWXU)
     place = open_left(parent, output, user)
-    if place is None or place.names():
-        raise PlanError("was changed by another process", path=partial_folder(output), code="exists")
+    try:
+        if place is None or place.names():
+            raise PlanError("was changed by another process", path=partial_folder(output), code="exists")
+    except BaseException:
+        if place is not None:
+            place.close()
+        raise
     return place
 
 

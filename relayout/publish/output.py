@@ -221,7 +221,11 @@ class LocalOutput:
         if status is None or not stat.S_ISDIR(status.st_mode) or status.st_uid != self.place.owner:
             return self._make_empty()
         folder = self.place.subfolder(FOLDER)
-        restrict(folder.fd, self.modes.folder)
+        try:
+            restrict(folder.fd, self.modes.folder)
+        except BaseException:
+            folder.close()
+            raise
         return folder
 
     def clear(self) -> None:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from relayout.core.extents import BLOCK, align_down, align_up
 
@@ -30,6 +31,8 @@ _START, _WAIT = 2, 7
 """Flags of sync_file_range(2): SYNC_FILE_RANGE_WRITE alone, and with both WAIT flags."""
 _RENAME_EXCHANGE = 2
 """`linux/fs.h`."""
+_MAX_TRIES = 100
+"""How often a call is made that signals interrupt."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """MADV_POPULATE_READ and MADV_POPULATE_WRITE of `asm-generic/mman-common.h` (Linux 5.14)."""
 _CACHESTAT = 451
@@ -55,10 +58,15 @@ def _call(name: str, *arguments: object) -> bool:
     Raises:
         OSError: the call failed.
     """
-    function = getattr(libc(), name, None)
-    if function is not None and function(*arguments) == 0:
-        return True
-    code = errno.ENOSYS if function is None else ctypes.get_errno()
+    function: Any = getattr(libc(), name, None)
+    code = errno.ENOSYS
+    # Again, as Python does; not for ever, as a profiler's timer may stop each try to allocate a large file in memory.
+    for _ in range(_MAX_TRIES if function is not None else 0):
+        if function(*arguments) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            break
     if code in _REFUSED:
         return False
     raise OSError(code, os.strerror(code))

@@ -415,10 +415,13 @@ class OutputFile(Closable):
             else:
                 restrict(self._fd, mode)
             self._direct_fd, self.direct = _open(partial(folder.open_own, name), os.O_WRONLY, True)
-        except OSError as error:
+        except BaseException as error:
             os.close(self._fd)
             if create:
-                folder.remove(name)  # Otherwise another thread could open an incomplete file.
+                with suppress(OSError):  # Otherwise another thread could open an incomplete file.
+                    folder.remove(name)
+            if not isinstance(error, OSError):
+                raise
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def write(self, offset: int, view: memoryview, address: int = 0) -> None:

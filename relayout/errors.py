@@ -270,3 +270,14 @@ _SHORT.maxlong = 40
 def escape_controls(text: str) -> str:
     """The text with control characters and line breaks escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def readable(content: bytes, limit: int, what: str) -> bytes:
+    """Return the content of a file that is about to be written.
+
+    Raises:
+        PlanError: its reader accepts no more than `limit` bytes, so that no process could read it.
+    """
+    if len(content) > limit:
+        raise PlanError(f"{what} of {len(content):,} bytes: readers accept {limit:,} and refuse more", code="limit")
+    return content

@@ -26,7 +26,7 @@ from relayout.conversion.steps import TensorDigests, Written
 from relayout.core.digests import EMPTY_DIGEST, Hash, new_proof, proof_hex
 from relayout.core.extents import Extent, Transfer
 from relayout.core.slices import WHOLE, Cut, num_bytes
-from relayout.errors import FormatError
+from relayout.errors import FormatError, readable
 from relayout.format.index import (
     CHUNKS_NAME,
     DIGESTED_NBYTES,
@@ -309,7 +309,8 @@ def _hub_index(conversion: Conversion) -> bytes:
     if not is_whole:
         ordered[SLICES_ONLY] = refusal
     top = {"metadata": {"total_size": source.nbytes}, "weight_map": ordered}
-    return (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()
+    blob = (json.dumps(top, indent=2, ensure_ascii=False) + "\n").encode()
+    return readable(blob, MAX_INDEX_NBYTES, HUB_INDEX_NAME)
 
 
 def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = True) -> SourceCheckpoint:

@@ -13,12 +13,13 @@ import zstandard
 from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, digest_hex, proof_hex
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
-from relayout.errors import FormatError, PlanError, about, shown
+from relayout.errors import FormatError, about, readable, shown
 from relayout.format.fields import MAX_SIZE, Fields, dump_slice, parse_object
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     FILE_VERSION,
     FORMAT_VERSION,
+    MANIFEST_NAME,
     MAX_ALIGNMENT,
     MAX_CHUNK_NBYTES,
     MIN_ALIGNMENT,
@@ -91,9 +92,8 @@ def compact_json(top: object) -> bytes:
 
 def compress(text: bytes) -> bytes:
     """What is stored of a table or record. PlanError: it would be too large to be read again."""
-    if len(text) > MAX_TABLE_NBYTES:
-        raise PlanError(f"too many tensors: a table of {len(text)} bytes, limit {MAX_TABLE_NBYTES}", code="limit")
-    return zstandard.ZstdCompressor(level=10).compress(text)
+    stored = zstandard.ZstdCompressor(level=10).compress(readable(text, MAX_TABLE_NBYTES, "a table or record"))
+    return readable(stored, MAX_TABLE_NBYTES, "a table or record")
 
 
 def decompress(blob: bytes, where: str) -> bytes:
@@ -144,9 +144,13 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def sealed(top: Mapping[str, Any]) -> bytes:
-    """A manifest as stored: indented, for people, and with the proof of all that is in front of it."""
+    """A manifest as stored: indented, for people, and with the proof of all that is in front of it.
+
+    PlanError: it would be too large to be read again.
+    """
     text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}").encode() + b",\n  "
-    return text + _SELF_DIGEST + f': "{proof_hex(text)}"\n}}\n'.encode()
+    stored = text + _SELF_DIGEST + f': "{proof_hex(text)}"\n}}\n'.encode()
+    return readable(stored, MAX_MANIFEST_NBYTES, MANIFEST_NAME)
 
 
 def parse_manifest(blob: bytes, where: str) -> Manifest:

@@ -8,7 +8,7 @@ from typing import Any
 
 from relayout.core.digests import digest_hex
 from relayout.core.slices import BITS, Cut, num_bytes
-from relayout.errors import FormatError, about, shown
+from relayout.errors import FormatError, about, readable, shown
 from relayout.format.fields import Fields, check_apart, check_path, dump_slice, parse_object, parse_slice
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, parse_shapes
@@ -111,7 +111,9 @@ class SourceRecord:
 
 
 def dump_record(record: SourceRecord) -> bytes:
-    """Serialize the source record, uncompressed."""
+    """Serialize the source record, uncompressed. PlanError: it would be too large to be read again."""
+    if record.plan is not None:
+        readable(compact_json(record.plan.rules), _MAX_RULES_NBYTES, "the rules of a plan")
     top = {
         "relayout": FORMAT_VERSION,
         **asdict(record.options),

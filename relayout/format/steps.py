@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 from relayout.errors import FormatError, PlanError, shown
@@ -72,7 +71,8 @@ class Retired:
 
     name: str
     since: int
-    """Seconds since 1970, by the publisher's clock."""
+    """When it was retired: seconds since 1970, by the clock of the publisher that retired it. If that is ahead of the
+    clock of the next publisher, this one's time when it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,15 @@ class Retention:
     """Younger ones are kept, however many they are."""
 
     def first_kept(self, entries: Sequence[PublishedStep], now: int) -> int:
-        """The position of the first entry that is kept: the newest folder from which all that are kept are made."""
-        young = sum(1 for _ in takewhile(lambda entry: now - entry.time < self.seconds, reversed(entries)))
-        first = len(entries) - max(1, min(len(entries), max(self.num_steps, young)))
+        """The position of the first entry that is kept: the newest folder from which all that are kept are made.
+
+        An entry from the future, of a publisher whose clock is ahead, is as old as the one after it.
+        """
+        first, time = max(0, len(entries) - max(1, self.num_steps)), now
+        for i in reversed(range(len(entries))):
+            time = entries[i].time if entries[i].time <= now else time
+            if now - time < self.seconds:
+                first = min(first, i)
         return max(i for i, entry in enumerate(entries[: first + 1]) if entry.full is not None)
 
 
@@ -130,10 +136,14 @@ class StepsIndex:
         return frozenset(one.name for entry in self.entries[-1:] for one in entry.stored).union(self.pending)
 
     def announced(self, names: Iterable[str], now: int) -> StepsIndex:
-        """With names that are about to be written. Those of another publisher are retired: its last move fails."""
+        """With names that are about to be written. Those of another publisher are retired: its last move fails.
+
+        What another publisher has retired in the future, by its clock, is retired now.
+        """
         pending = tuple(names)
         left = tuple(Retired(name, now) for name in self.pending if name not in pending)
-        return replace(self, pending=pending, retired=(*self.retired, *left))
+        before = tuple(Retired(one.name, min(one.since, now)) for one in self.retired)
+        return replace(self, pending=pending, retired=(*before, *left))
 
     def published(self, entry: PublishedStep, retention: Retention) -> StepsIndex:
         """With one more step, and without those that are not kept any more; `entry.time` is now."""
@@ -162,7 +172,7 @@ class StepsIndex:
         return next(found, None)
 
     def chain(self, have: int | str | None = None, step: int | str | None = None) -> Chain | None:
-        """The shortest way to a step, in bytes; of two that are equally long, the one with more deltas.
+        """The shortest way to a step, in bytes; of two that are equally long, the one with fewer deltas.
 
         Args:
             have: the number or the content of the step that the reader has. One that is not here is as None: nothing.
@@ -182,23 +192,21 @@ class StepsIndex:
             what = f"has no step {step} (any more): there are {len(self.entries)}, {first} to {last}"
             raise PlanError(what, code="missing")
         begin = None if have is None else self.position(have)
-        best: Chain | None = None
-        deltas: list[Stored] = []
+        best: tuple[int, int, Stored | None] | None = None
+        """Bytes of the shortest way, the entry where it begins, and the folder of that."""
+        deltas_nbytes = 0
         for i in range(end, -1, -1):
             entry = self.entries[i]
-            if i == begin:
-                best = _shorter(best, self._chain(end, None, deltas))
-            if entry.full is not None:
-                best = _shorter(best, self._chain(end, entry.full, deltas))
+            for is_there, full in ((i == begin, None), (entry.full is not None, entry.full)):
+                nbytes = deltas_nbytes + (0 if full is None else full.nbytes)
+                if is_there and (best is None or nbytes < best[0]):
+                    best = nbytes, i, full
             if entry.delta is None:
                 break
-            deltas.insert(0, entry.delta)
+            deltas_nbytes += entry.delta.nbytes
         assert best is not None  # The first entry has a folder, and one without a delta has one.
-        return best
-
-    def _chain(self, end: int, full: Stored | None, deltas: Sequence[Stored]) -> Chain:
-        nbytes = sum(one.nbytes for one in ([] if full is None else [full]) + list(deltas))
-        names = tuple(delta.name for delta in deltas)
+        nbytes, first, full = best
+        names = tuple(entry.delta.name for entry in self.entries[first + 1 : end + 1] if entry.delta is not None)
         target = self.entries[end]
         return Chain(target.step, target.content, None if full is None else full.name, names, nbytes)
 
@@ -222,10 +230,6 @@ class StepsIndex:
             "retired": [{"name": one.name, "since": one.since} for one in self.retired],
         }
         return (json.dumps(top, separators=(",", ":")) + "\n").encode()
-
-
-def _shorter(one: Chain | None, other: Chain) -> Chain:
-    return other if one is None or other.nbytes < one.nbytes else one
 
 
 def _dump_stored(stored: Stored | None) -> dict[str, object] | None:

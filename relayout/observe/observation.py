@@ -16,12 +16,12 @@ from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.core.arguments import compile_glob
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, joined, num_bytes, number_cuts
 from relayout.core.workers import QUIET, WITH_STDOUT, start_child, wait_for_child
-from relayout.errors import PlanError
+from relayout.errors import PlanError, readable
 from relayout.format.fields import parse_slice
 from relayout.format.safetensors import TensorEntry, build_header
 from relayout.observe.fitting import Example, elements_along, fit
 from relayout.plans.division import ragged_ranges
-from relayout.plans.family import VLLM, Family, parse_family
+from relayout.plans.family import MAX_PLAN_NBYTES, VLLM, Family, parse_family
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by
 from relayout.reporting import Result
@@ -260,7 +260,7 @@ def observe_plan(
     engine = observations[degrees[0]].engine
     text = fitted.as_toml(f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
     _check_reproduced(checkpoint, parse_family(text, str(file), file.name), loaded, fitted.unmatched)
-    write_file(file, text.encode(), replace=False)
+    write_file(file, readable(text.encode(), MAX_PLAN_NBYTES, "a plan file"), replace=False)
     unmatched = tuple(f"{pattern}: {why}" for pattern, why in fitted.unmatched.items())
     return ObservedPlan(str(file), engine, degrees, held_out, len(fitted.family.rules), unmatched)
 

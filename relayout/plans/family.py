@@ -36,7 +36,8 @@ EXPERTS = "experts"
 BUILTIN, FILE, TRANSFORMERS, VLLM = "builtin", "file", "transformers", "vllm"
 """Origins of plans: part of relayout, a plan file, the transformers package, observed from vLLM."""
 
-_MAX_PLAN_NBYTES = 2**18
+MAX_PLAN_NBYTES = 2**18
+"""The largest plan file."""
 _MAX_NUMBER = 2**53 - 1
 """Larger ones are not exact in every JSON reader."""
 _KEYS = frozenset({"model_types", "quantization", "language_prefixes", "transposed", "sizes", "cut", "experts"})
@@ -174,7 +175,7 @@ def read_family(path: Path) -> Family:
         return _builtin(name)
     if str(path) == path.stem and not path.exists():
         builtin_text(str(path))  # Says which name was meant.
-    blob = read_small(path, _MAX_PLAN_NBYTES)
+    blob = read_small(path, MAX_PLAN_NBYTES)
     try:
         text = blob.decode()
     except UnicodeDecodeError as error:

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from relayout.core.digests import digest_hex
 from relayout.core.workers import Stopped
-from relayout.errors import FormatError, PlanError, RelayoutError, shown
+from relayout.errors import FormatError, PlanError, RelayoutError, readable, shown
 from relayout.publish.claim import (
     CLAIM,
     HIDDEN,
@@ -150,9 +150,10 @@ class Part:
     notes: bytes
 
     def dump(self) -> bytes:
-        """Its content."""
+        """Its content. PlanError: it would be too large to be read again."""
         files = {name: asdict(sent) for name, sent in self.files.items()}
-        return json.dumps({"relayout": "part", "files": files, "notes": self.notes.decode("latin-1")}).encode()
+        content = json.dumps({"relayout": "part", "files": files, "notes": self.notes.decode("latin-1")}).encode()
+        return readable(content, MAX_NBYTES, "the record of a part")
 
     @staticmethod
     def parse(content: bytes, where: str) -> Part:

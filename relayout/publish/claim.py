@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, TypeVar
 
 from relayout.core.digests import digest_hex
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, PlanError, readable, shown
 from relayout.publish.output import Replaceable, Work, first_of, marked
 from relayout.storage.cloud.store import Version, WritableClient
 from relayout.storage.stores import RequestError, Store, if_there, limited
@@ -76,8 +76,8 @@ class Claim:
         return (self.fingerprint, self.mark) == (other.fingerprint, other.mark)
 
     def dump(self) -> bytes:
-        """Its content."""
-        return json.dumps({"relayout": "claim"} | asdict(self)).encode()
+        """Its content. PlanError: it would be too large to be read again."""
+        return readable(json.dumps({"relayout": "claim"} | asdict(self)).encode(), MAX_NBYTES, CLAIM)
 
     @staticmethod
     def parse(content: bytes, where: str) -> Claim:

@@ -66,14 +66,16 @@ class Steps:
         """Delete what no step needs any more, and what killed publishers left; publishers do it after each step.
 
         Args:
-            grace_seconds: what is no longer needed stays so long, for readers of an older index.
+            grace_seconds: what is no longer needed stays so long, for readers of an older index, by the clock of this
+                object. What was retired before it looked first stays a day longer, as clocks of machines may differ
+                by that. 0: no reader is left, and all that is retired is deleted.
 
         Returns:
             The names of what was deleted.
 
         Raises:
-            PlanError: some of it has files of somebody else, which stay.
-            FormatError, OSError: the index is damaged, or a request failed.
+            PlanError: some of it has files of somebody else, which stay. All else is deleted.
+            FormatError, OSError: the index is damaged, or some of it cannot be deleted. As above.
         """
         return self._root.prune(grace_seconds)
 

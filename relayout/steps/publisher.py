@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 DEFAULT_STEP_PART_NBYTES = 2**29
 """The default size of a part: what changed in its files is in memory."""
 
+_RESERVED_NBYTES = 2**16
+"""Bytes of a full index that are left for the next publisher, which has to note what it writes to shorten it."""
+
 Made = TypeVar("Made")
 
 
@@ -107,8 +110,8 @@ class Publisher:
             full_share: a folder is written when the deltas since the last one have this share of its bytes.
             keep: so many steps can be read, and those before them that they are made from.
             keep_seconds: so are all that are younger.
-            grace_seconds: what is not kept any more is deleted so long after that, when a later step is published: a
-                reader that is reading it has so much time. By the clock of this machine.
+            grace_seconds: what is not kept any more is deleted when a later step is published, and this publisher has
+                seen for so long that it is not kept: a reader that is reading it has so much time.
             keep_in: a folder on a local drive for the bytes of the last step. Default: host memory, of each of N
                 members 1/N of the weights as files, and up to as much each for whole tensors that it digests, and for
                 what it holds of tensors that others write; of a process without a group, the weights once.
@@ -254,7 +257,7 @@ class Publisher:
 
         def move() -> PublishedStep:
             entry = done.entry()
-            index = self._root.move(partial(_published, entry, done, self._retention))
+            index = self._root.move(partial(_published, entry, done, self._retention), _RESERVED_NBYTES)
             self._known = set(done.names.values()) & index.names
             if not self._known:
                 raise _taken_over(done.root)

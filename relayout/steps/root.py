@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from relayout.checkpoint.converted import CONVERTED, read_manifest_blob
@@ -15,7 +15,7 @@ from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME
 from relayout.checkpoint.steps import no_steps
 from relayout.core.arguments import path_text
 from relayout.core.digests import digest_hex
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, RelayoutError
 from relayout.format.delta import parse_delta
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
 from relayout.format.steps import (
@@ -41,6 +41,8 @@ class Root:
 
     location: str
     """Path or URL."""
+    _seen: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """When this process first saw names as retired, by its monotonic clock, in seconds."""
 
     @staticmethod
     def at(path: str | os.PathLike[str]) -> Root:
@@ -88,12 +90,15 @@ class Root:
         blob = if_there(lambda: store.read(STEPS_NAME, MAX_STEPS_NBYTES))
         return (StepsIndex() if blob is None else parse_steps(blob, store.location(STEPS_NAME))), blob
 
-    def move(self, change: Callable[[StepsIndex], StepsIndex]) -> StepsIndex:
+    def move(self, change: Callable[[StepsIndex], StepsIndex], reserved_nbytes: int = 0) -> StepsIndex:
         """Replace the index by what a change makes of it, and return that. What others write meanwhile is not lost.
+
+        Args:
+            reserved_nbytes: how much shorter the index must be than its readers accept, unless it becomes shorter.
 
         Raises:
             what `change` raises: nothing is written.
-            PlanError: others replace it again and again.
+            PlanError: others replace it again and again, or no process could read it any more.
         """
         store = self._store()
         for _ in range(_NUM_CONFLICTS):
@@ -101,8 +106,13 @@ class Root:
             after = change(before)
             if after == before:
                 return after
+            content = after.dump()
+            if len(content) > max(MAX_STEPS_NBYTES - reserved_nbytes, min(len(blob or b""), MAX_STEPS_NBYTES)):
+                what = f"an index of {len(content):,} bytes, and readers accept {MAX_STEPS_NBYTES:,}; nothing is lost: "
+                what += "keep fewer steps (keep, keep_seconds), or delete what is retired (relayout steps --prune)"
+                raise PlanError(what, path=store.location(STEPS_NAME), code="limit")
             with suppress(FileExistsError):
-                replace(store, STEPS_NAME, blob, after.dump())
+                replace(store, STEPS_NAME, blob, content)
                 return after
         raise PlanError("other processes replace its index again and again", path=self.location, code="busy")
 
@@ -152,30 +162,48 @@ class Root:
             what = f"makes content {content}, the index of steps says {chain.content} for step {chain.step}"
             raise FormatError(what, path=where, code="mismatch")
 
-    def prune(self, grace_seconds: int = GRACE_SECONDS, now: int | None = None) -> list[str]:
+    def prune(self, grace_seconds: int = GRACE_SECONDS) -> list[str]:
         """Delete what was retired longer ago; return its names.
 
         The proof that it may be deleted: the index names it as retired, so a publisher of this root wrote it, and no
         entry needs it. Of it only those files are deleted that its own records name.
 
         Raises:
-            PlanError: one of them has files of somebody else, which stay. All others are deleted.
+            PlanError: one of them has files of somebody else, which stay. All others are deleted, and are in the index
+                no more.
+            FormatError, OSError: one of them is damaged, or cannot be deleted. As above.
         """
-        limit = (int(time.time()) if now is None else now) - grace_seconds
-        gone, refused = [], []
-        for one in self.read().retired:
-            if one.since > limit:
-                continue
-            try:
-                remove(find_store(self.path(one.name)), CONVERTED if one.name.startswith(FULL) else DELTA_OUTPUT)
-                gone.append(one.name)
-            except (PlanError, FormatError) as error:
-                refused.append(error)
-        if gone:
-            self.move(lambda index: index.without(gone))
-        if refused:
-            raise refused[0]
+        gone, failed = list[str](), list[RelayoutError | OSError]()
+        try:
+            for name in self._due(grace_seconds):
+                try:
+                    remove(find_store(self.path(name)), CONVERTED if name.startswith(FULL) else DELTA_OUTPUT)
+                    gone.append(name)
+                except (RelayoutError, OSError) as error:
+                    failed.append(error)
+        finally:
+            if gone:
+                self.move(lambda index: index.without(gone))
+        if failed:
+            raise failed[0]
         return gone
+
+    def _due(self, grace_seconds: int) -> list[str]:
+        """The names that were retired so long ago, whatever the clocks of other machines say.
+
+        The proof is one clock: this object has seen the name retired for so long. For names that other processes have
+        retired, and that this one sees for the first time, their clocks must agree with this one's, to within a day.
+        """
+        retired, now, seconds = self.read().retired, time.time(), time.monotonic()
+        seen = {one.name: self._seen.get(one.name, seconds) for one in retired}
+        self._seen.clear()
+        self._seen.update(seen)
+        if grace_seconds <= 0:
+            return list(seen)
+        long_ago = now - grace_seconds - _CLOCKS_DIFFER_SECONDS
+        return [one.name for one in retired if seconds - seen[one.name] >= grace_seconds or one.since <= long_ago]
 
 
 _NUM_CONFLICTS = 8
+_CLOCKS_DIFFER_SECONDS = 24 * 3600
+"""The most by which clocks of two machines are expected to differ."""

@@ -189,8 +189,11 @@ class Cache:
                 fits = limit is None or sum(kept.values()) + sum(coming.values()) <= limit
                 if fits and to_write <= shutil.disk_usage(own).free:
                     return Reservation(own, held.folder.name, files)
-                if entry is not None and self._remove(own, entry):
-                    del kept[entry]
+                try:
+                    if entry is not None and self._remove(own, entry):
+                        del kept[entry]
+                except (PlanError, OSError) as error:  # The next one may make room.
+                    getLogger("relayout").warning("relayout: %s: cannot be removed to make room: %s", entry, error)
             return None
 
     def try_filling(self) -> HeldLock | None:
@@ -267,7 +270,9 @@ class Cache:
         ]
 
     def _sweep(self, own: Path) -> None:
-        """Delete what killed processes left: entries that were being removed, and empty folders of new ones."""
+        """Delete what killed processes left: small files, entries half removed, empty folders of new ones."""
+        with OpenFolder(own) as folder:
+            folder.remove_partials()
         for path in own.iterdir():
             if _GONE.fullmatch(path.name) and _is_own(path, stat.S_ISDIR):
                 shutil.rmtree(path, ignore_errors=True)
@@ -280,7 +285,7 @@ class Cache:
         coming: dict[Path, int] = {}
         for path in own.iterdir():
             if _COMING.fullmatch(path.name) and _is_own(path, stat.S_ISREG):
-                with suppress(FormatError, FileNotFoundError), HeldLock(open_ours(path)) as lock:
+                with suppress(FormatError, PlanError, OSError), HeldLock(open_ours(path)) as lock:
                     if lock.try_lock(fcntl.LOCK_SH):
                         path.unlink()  # Its process has ended.
                     else:
@@ -508,9 +513,11 @@ def _described(entry: Path) -> CacheEntry:
     with suppress(OSError, PlanError, FormatError), open(open_ours(entry / _ABOUT), "rb") as file:
         about = Fields(parse_object(file.read(_MAX_NOTE_NBYTES), _ABOUT))
         source, num_ranks, ranks = about.text("source"), about.size("num_ranks"), about.text("ranks")
-    is_in_use = False
-    with suppress(FileNotFoundError), take_lock(entry / _HELD, create=False) or nullcontext() as lock:
-        is_in_use = lock is None
+    try:
+        with take_lock(entry / _HELD, create=False) or nullcontext() as lock:
+            is_in_use = lock is None
+    except (PlanError, OSError) as error:  # What cannot be looked at cannot be removed.
+        is_in_use = not isinstance(error, FileNotFoundError)
     nbytes = _nbytes(entry, with_hidden=True)
     return CacheEntry(entry.name, source, num_ranks, ranks, nbytes, _last_use(entry), is_in_use)
 

@@ -11,7 +11,7 @@ from relayout.cache.folder import Cache, CacheEntry, cache_of
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.arguments import integer
 from relayout.core.arguments import ranks as ranks_of
-from relayout.errors import PlanError, shown
+from relayout.errors import PlanError, RelayoutError, shown
 from relayout.planning import observer
 from relayout.plans.plan import Plan
 from relayout.reporting import Progress, Result
@@ -49,7 +49,7 @@ def cache(
 
     Raises:
         PlanError: it is no folder, there is no such entry, or a name is of several entries.
-        OSError: an entry cannot be removed.
+        OSError: an entry cannot be removed. All others are.
     """
     kept = _cache(folder)
     folder = kept.folder
@@ -57,8 +57,16 @@ def cache(
         raise PlanError("is not a folder", path=str(folder), code="missing")
     entries = kept.entries()
     names = [entry.name for entry in entries] if clear else [_name(entries, start, folder) for start in remove]
-    in_use = tuple(name for name in names if not kept.remove(name))
-    return _listing(kept, entries, in_use)
+    in_use, failed = list[str](), list[RelayoutError | OSError]()
+    for name in names:
+        try:
+            if not kept.remove(name):
+                in_use.append(name)
+        except (RelayoutError, OSError) as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return _listing(kept, entries, tuple(in_use))
 
 
 def _listing(kept: Cache, before: Sequence[CacheEntry], in_use: tuple[str, ...] = ()) -> CacheListing:

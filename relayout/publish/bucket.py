@@ -16,7 +16,6 @@ What a killed process leaves of an unfinished upload is no object, and the bucke
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -51,7 +50,7 @@ from relayout.publish.claim import (
 )
 from relayout.publish.output import LocalOutput, Replaceable, Work, check_space, first_of, kept_note
 from relayout.storage.cloud.store import Version
-from relayout.storage.local.descriptors import OpenFolder
+from relayout.storage.local.descriptors import HeldLock, OpenFolder, take_lock
 from relayout.storage.local.store import OutputFile
 from relayout.storage.stores import Modes, RequestError, Store
 
@@ -452,6 +451,7 @@ def _version_of(version: Version) -> str:
 
 _PREFIX = "relayout-scratch-"
 _LOCK = "relayout.lock"
+_TRIES = 100
 
 
 @contextmanager
@@ -468,34 +468,47 @@ def scratch_folder(place: str | Path | None) -> Iterator[Path]:
     if not parent.is_dir():
         raise PlanError("no such folder, for files on their way to a bucket", path=parent, code="missing")
     _remove_left(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    folder, lock = _new_scratch(parent)
     try:
-        lock = os.open(folder / f"{_LOCK}.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            (folder / f"{_LOCK}.new").rename(folder / _LOCK)
+        with lock:
             (folder / "files").mkdir(stat.S_IRWXU)
             yield folder / "files"
-        finally:
-            os.close(lock)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_scratch(parent: Path) -> tuple[Path, HeldLock]:
+    """A new private folder, and its lock. Another process may delete it before it is locked: then another one."""
+    for _ in range(_TRIES):
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        try:
+            lock = take_lock(folder / _LOCK, mode=0o600)
+        except FileNotFoundError:
+            continue
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if lock is not None:
+            return folder, lock
+    raise PlanError("folders for files on their way to a bucket are deleted again and again", path=parent, code="busy")
 
 
 def _remove_left(parent: Path) -> None:
     """Delete the folders that processes of this user left when they were killed.
 
-    The proof: the folder has our name and is this user's own, and nobody holds its lock, which a process holds from
-    before the lock has its name until it ends.
+    The proof: the folder has our name and is this user's own, and nobody holds its lock, which a process holds until it
+    ends; or the folder is empty, as one is whose process was killed before it made the lock.
     """
     for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
+        with suppress(OSError, PlanError):
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+                lock = take_lock(folder / _LOCK, create=False)
+            except FileNotFoundError:
+                folder.rmdir()
+                continue
+            if lock is not None:
+                with lock:
+                    shutil.rmtree(folder, ignore_errors=True)

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.patience import PATIENCE
 
+from relayout.cache import folder
 from relayout.cache.folder import Cache, HeldEntry
+from relayout.commands.cache import cache as clear
 from relayout.errors import FormatError, PlanError
 from relayout.storage.local import descriptors
 from relayout.storage.local.descriptors import HeldLock, locked_file, open_ours
@@ -447,3 +450,45 @@ def test_an_entry_in_which_something_is_wrong_is_made_again(tmp_path: Path) -> N
         assert not (held.folder / "sub").exists()
     with pytest.raises(PlanError, match="is torn, though it was made again"):
         cache.hold(NEW, never_right)
+
+
+@pytest.mark.parametrize("kind", ["a folder in the place of its lock", "its files cannot be deleted"])
+def test_an_entry_that_cannot_be_removed_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Neither when room is made, nor when all are to be removed."""
+    cache = Cache(tmp_path, 2500)
+    bad, good = fill(cache, OLD, 1000), fill(cache, OTHER, 1000)
+    os.utime(bad / ".held", (1, 1))
+    true_take_lock = folder.take_lock
+
+    def take_lock(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == bad / ".held":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return true_take_lock(path, *arguments, **options)
+
+    true_rmtree = shutil.rmtree
+
+    def rmtree(path: Path, **options: Any) -> None:
+        if list(path.glob("**/bad")):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        true_rmtree(path, **options)
+
+    if kind.startswith("its files"):
+        (bad / "bad").touch()
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+    else:
+        monkeypatch.setattr(folder, "take_lock", take_lock)
+    assert has_room(cache, 1000)
+    assert not good.exists()
+    assert "cannot be removed to make room" in caplog.text
+    last = fill(cache, OTHER, 10)
+    if kind.startswith("its files"):
+        bad = fill(cache, OLD, 10)
+        (bad / "bad").touch()
+    with pytest.raises(PermissionError):
+        clear(tmp_path, clear=True)
+    assert not last.exists()
+    monkeypatch.undo()
+    clear(tmp_path, clear=True)
+    assert cache.entries() == []

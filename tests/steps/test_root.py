@@ -6,12 +6,16 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.steps import CONFIG, weights_of
 
+import relayout
 from relayout.errors import PlanError
 from relayout.format.steps import Retired, StepsIndex
 from relayout.publish import folder as publish_folder
+from relayout.steps import root as root_module
 from relayout.steps.root import Root
 from relayout.storage.local import descriptors
 
@@ -98,3 +102,34 @@ def test_a_move_waits_for_another_though_its_lock_file_is_deleted(
     assert steps_in(tmp_path) == [1, 3]
     retire(tmp_path, 2)
     assert steps_in(tmp_path) == [1, 3, 2]
+
+
+def retired_steps(root: Path, count: int) -> list[str]:
+    """Publish steps of which the first ones are retired; return the names that are due."""
+    publisher = relayout.Publisher(root, config=CONFIG, keep=1, keep_seconds=0, full_every=1)
+    for step in range(1, count + 1):
+        publisher.publish(weights_of(step), step)
+    return [one.name for one in Root.at(root).read().retired]
+
+
+@pytest.mark.parametrize("error", [PermissionError("of another user"), KeyboardInterrupt()])
+def test_what_cannot_be_deleted_keeps_nothing_else_and_what_is_gone_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    due = retired_steps(tmp_path / "root", 5)
+    true_remove, bad = root_module.remove, due[2]
+
+    def remove(store: Any, older: Any) -> None:
+        if str(store).endswith(bad):
+            raise error
+        true_remove(store, older)
+
+    monkeypatch.setattr(root_module, "remove", remove)
+    with pytest.raises(type(error)):
+        Root.at(tmp_path / "root").prune(0)
+    left = due[2:] if isinstance(error, KeyboardInterrupt) else [bad]
+    assert [one.name for one in Root.at(tmp_path / "root").read().retired] == left
+    there = {one.name for one in (tmp_path / "root").iterdir()}
+    assert there.intersection(due) == set(left)
+    monkeypatch.undo()
+    assert Root.at(tmp_path / "root").prune(0) == left

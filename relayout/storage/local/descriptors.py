@@ -26,6 +26,7 @@ from relayout.storage.system import exchange_names
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_PARTIAL = re.compile(r"\.relayout-[0-9a-f]{16}\.partial")
 _O_TMPFILE: int | None = getattr(os, "O_TMPFILE", None)
 
 
@@ -86,13 +87,16 @@ class OpenFolder(Closable):
     def write(self, name: str, content: bytes, mode: int = 0o666, *, replace: bool = True) -> None:
         """Write a small file whole: to the drive under a random name, which then becomes `name`.
 
+        What killed processes left in the folder under such names is deleted.
+
         Args:
             replace: whether a regular file of this name, but no link or device, may be replaced.
 
         Raises:
             OSError: there is something that may not be replaced, or writing failed; nothing has changed.
         """
-        partial, created = f".{os.urandom(8).hex()}.partial", list[str]()
+        created = list[str]()
+        self.remove_partials()
         with with_path(self.path / name):
             if replace and (status := self.status(name)) is not None and not stat.S_ISREG(status.st_mode):
                 raise FileExistsError(errno.EEXIST, "exists and is not a regular file")
@@ -100,18 +104,54 @@ class OpenFolder(Closable):
                 if not replace:
                     os.close(self.open(name, os.O_WRONLY | os.O_CREAT, mode))  # Exclusively: the name is ours.
                     created.append(name)
-                with open(self.open(partial, os.O_WRONLY | os.O_CREAT, mode), "wb") as stream:
-                    created.append(partial)
+                partial, fd = self._new_partial(mode)
+                created.append(partial)
+                with open(fd, "wb") as stream:
                     stream.write(content)
                     stream.flush()
                     os.fsync(stream.fileno())
-                os.rename(partial, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+                    os.rename(partial, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)  # While it is locked.
                 os.fsync(self.fd)
             except BaseException:
                 for ours in created:
                     with suppress(OSError):
                         os.unlink(ours, dir_fd=self.fd)
                 raise
+
+    def _new_partial(self, mode: int) -> tuple[str, int]:
+        """A new file under a random name, and its descriptor. It is locked: `remove_partials` leaves it."""
+        for _ in range(_TRIES):
+            name = f".relayout-{os.urandom(8).hex()}.partial"
+            fd = self.open(name, os.O_WRONLY | os.O_CREAT, mode)
+            try:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    is_taken = self.status(name) is None
+                except BlockingIOError:  # Another process believes that it is left over, and deletes it.
+                    is_taken = True
+                except OSError:  # Without locks, nothing is deleted either.
+                    is_taken = False
+            except BaseException:
+                os.close(fd)
+                raise
+            if not is_taken:
+                return name, fd
+            os.close(fd)
+        raise PlanError("its new files are deleted again and again", path=self.path, code="busy")
+
+    def remove_partials(self) -> None:
+        """Delete what killed processes left of small files.
+
+        The proof: a file of this user without other hard links, with a name of ours that has 16 random digits, and no
+        process holds its lock, which whoever writes it holds from its creation to its renaming.
+        """
+        for name in self.names():
+            if _PARTIAL.fullmatch(name):
+                with suppress(OSError, PlanError):
+                    lock = take_lock(self.path / name, folder=self, create=False)
+                    with lock or nullcontext():
+                        if lock is not None and os.fstat(lock.fd).st_nlink == 1:
+                            os.unlink(name, dir_fd=self.fd)
 
     def _check_own(self, name: str, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != self.owner:

@@ -179,6 +179,21 @@ def is_as_stored(tensor: torch.Tensor, dtype: str) -> bool:
     return tensor.is_contiguous() and dtype_name(tensor.dtype) == dtype
 
 
+def as_loaded(tensors: Mapping[str, torch.Tensor], rank: TensorColumns) -> dict[str, torch.Tensor]:
+    """Those tensors that have the dtype, shape and layout, in host memory, that a load of the rank gives them."""
+    import torch
+
+    expected = {name: (dtype, shape) for name, dtype, shape in zip(rank.names, rank.dtypes, rank.shapes, strict=True)}
+
+    def is_as_loaded(name: str, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.is_contiguous():
+            return False
+        dtype, shape = expected[name]
+        return (tensor.dtype, tuple(tensor.shape)) == (torch_dtype(name, dtype), torch_shape(name, dtype, shape))
+
+    return {name: tensor for name, tensor in tensors.items() if name in expected and is_as_loaded(name, tensor)}
+
+
 def _check_tensor(
     what: str,
     tensor: torch.Tensor,

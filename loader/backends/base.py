@@ -299,11 +299,9 @@ class Options:
         """The backend for these files, and its budget.
 
         Raises:
-            PlanError: the device is "meta"; or as `choose` and `plan_budget`.
+            PlanError: as `choose` and `plan_budget`.
         """
         backend = self.backend_for(files)
-        if self.kind == "meta":
-            raise PlanError("device 'meta': its tensors have no memory to load into", code="option")
         return backend, plan_budget(self.threads, self.memory, backend.max_buffer_nbytes, cost_of(files))
 
     def proving(self, files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:

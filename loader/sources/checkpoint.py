@@ -181,8 +181,8 @@ class Asked:
         """How to load.
 
         Raises:
-            PlanError: the device cannot be used, `threads` is not an integer, `memory` is not a size, or a group cannot
-                do this.
+            PlanError: the device cannot be used, or is "meta"; `threads` is not an integer, `memory` is not a size, or
+                a group cannot do this.
         """
         if self.is_shared and self.into is not None and self.rank is not None:
             what = "group cannot be combined with into and a rank: a group loads a rank into new memory"
@@ -192,7 +192,7 @@ class Asked:
             raise PlanError(what, code="option")
         if find_spec("torch") is None:  # Before anything is read.
             raise no_torch()
-        return Options(
+        options = Options(
             device=resolve_device(self.device),
             backend=self.backend,
             verify=self.verify,
@@ -200,6 +200,9 @@ class Asked:
             memory=None if self.memory is None else size(self.memory, "memory"),
             progress=self.progress,
         )
+        if options.kind == "meta":
+            raise PlanError("device 'meta': its tensors have no memory to load into", code="option")
+        return options
 
     def source(self) -> RankSource:
         """Find the rank; what a cache lacks of it is fetched now.

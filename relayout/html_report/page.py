@@ -35,7 +35,7 @@ from relayout.conversion.sidecar import recorded_source, stored_conversion
 from relayout.core.arguments import collapse_numbers, integer, path_text
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.slices import CutTensor, num_bytes
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError, shown
 from relayout.format.index import RankTable
 from relayout.planning import default_output, plan_conversion
 from relayout.reporting import Result
@@ -66,6 +66,7 @@ _MLP = re.compile(
 
 _MAX_PIECES = 8
 """Contiguous pieces of a slice in its whole tensor that the page draws one by one; more count as scattered."""
+_DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_NBYTES}}}")
 _MAX_DIGESTS_NBYTES = 9_500_000
 """Digests do not compress. If they have more bytes than this, the page has only the first bytes of each."""
 _MARK = '<meta name="generator" content="relayout report">'
@@ -330,9 +331,12 @@ def _digests(conversion: Conversion, tables: Sequence[RankTable]) -> bytes:
     """Digests of the slices: file after file, in the order of each."""
     names = [tensor.name for tensor in conversion.source.tensors]
     of_holder = [dict(zip(table.names, table.digests, strict=True)) for table in tables]
-    return b"".join(
-        bytes.fromhex(of_holder[file.holder][names[t]]) for file in conversion.layout.files for t in file.tensors
-    )
+    texts = [of_holder[file.holder][names[t]] for file in conversion.layout.files for t in file.tensors]
+    for text in texts:  # A reader of weights compares them, and so need not look at their form.
+        if not _DIGEST.fullmatch(text):
+            what = f"a digest in a rank table: {shown(text)}, expected {2 * DIGEST_NBYTES} hex digits"
+            raise FormatError(what, path=str(conversion.output), code="field")
+    return bytes.fromhex("".join(texts))
 
 
 @lru_cache(maxsize=4096)

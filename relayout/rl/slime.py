@@ -19,9 +19,10 @@ from typing import Any
 
 from relayout.checkpoint.folder import CONFIG_NAME
 from relayout.errors import PlanError
-from relayout.format.steps import STEPS_NAME, PublishedStep, StepsIndex
+from relayout.format.steps import PublishedStep, StepsIndex
 from relayout.steps.follower import Steps
 from relayout.steps.publisher import Publisher
+from relayout.steps.root import Root
 
 OPTIONS = "relayout_publisher"
 """The arguments of `relayout.Publisher` in the file of slime's `--custom-config-path`."""
@@ -79,12 +80,24 @@ def _tensors(folder: Path) -> Mapping[str, Any]:
 
 
 def link_step(root: Path, step: PublishedStep, folder: Path) -> None:
-    """Make a folder a root that has one step of another root, by links, and what leads to it."""
+    """Make a folder a root that has one step of another root, by links, and what leads to it.
+
+    The folder may be one already: of an earlier step, or of a call that failed halfway. Links to the same root are made
+    again, and the index is replaced as a whole: a reader has the older step or this one.
+
+    Raises:
+        FileExistsError: something else has the name of a link.
+    """
     entries = Steps(root).entries()
     end = next(i for i in reversed(range(len(entries))) if entries[i].content == step.content)
     first = max(i for i in range(end + 1) if entries[i].full is not None)
     needed = (replace(entries[first], delta=None), *(replace(one, full=None) for one in entries[first + 1 : end + 1]))
     index = StepsIndex(needed)
     for name in sorted(index.names):
-        (folder / name).symlink_to(os.path.relpath(root / name, folder))
-    (folder / STEPS_NAME).write_bytes(index.dump())
+        target = Path(os.path.relpath(root / name, folder))
+        try:
+            (folder / name).symlink_to(target)
+        except FileExistsError:  # A name is used once in a root: the same link leads to the same files.
+            if not (folder / name).is_symlink() or (folder / name).readlink() != target:
+                raise
+    Root.at(folder).move(lambda _: index)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from relayout.errors import PlanError
 from relayout.format.steps import Chain, PublishedStep
 from relayout.loader.api import load
-from relayout.loader.in_place import apply
+from relayout.loader.in_place import apply, as_loaded
+from relayout.loader.sources.checkpoint import Asked
 from relayout.steps.root import GRACE_SECONDS, Root
 
 if TYPE_CHECKING:
@@ -138,12 +139,18 @@ class Follower:
         return chain.step
 
     def _loaded(self, full: str, deltas: list[str]) -> dict[str, torch.Tensor]:
-        """The tensors of a folder and deltas: those that are there, and new ones; all new, if some have no place."""
+        """The tensors of a folder and deltas, in the memory of those that a load would make just so; all else is new.
+
+        A wider dtype has all values, too: but the next delta is of other bytes.
+        """
         options: dict[str, Any] = {"deltas": deltas, "threads": self._threads}
         if self.tensors:
+            rank = Asked(path=full, rank=self._rank, deltas=deltas).source().columns()
+            kept = as_loaded(self.tensors, rank)
             try:
-                return load(full, self._rank, into=self.tensors, names="**", **options)
+                if kept:
+                    return load(full, self._rank, into=kept, names="**", **options)
             except PlanError as error:
-                if error.code != "option":
+                if error.code != "option":  # As are tensors that share memory.
                     raise
         return load(full, self._rank, **options)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support import vector_edits
 from support.checkpoints import write_family
 from support.chromium import Browser, browser
 from support.families import FAMILIES
@@ -25,7 +26,7 @@ from typer.testing import CliRunner
 import relayout
 from relayout.checkpoint.converted import read_manifest, read_table
 from relayout.cli.app import app
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
 from relayout.html_report.page import KINDS, kind_of, render
 from relayout.storage.stores import find_store
 
@@ -418,3 +419,13 @@ def test_without_a_name_the_page_has_the_checkpoint_s_and_replaces_no_other_one_
     with pytest.raises(PlanError, match="the page of another checkpoint, or degree; name this one with -o"):
         relayout.report("b/model")
     assert relayout.report("b/model", first.output).output == first.output
+
+
+@pytest.mark.parametrize("digest", ["zz", "ab", "\u0661\u0662", "AB" * 16, "ab" * 17, "ab " * 11])
+def test_a_table_whose_digests_are_none_is_refused_and_no_page_is_written(tmp_path: Path, digest: str) -> None:
+    edit = {"file": "relayout.rank-1.json.zst", "set": "/digest/0", "value": json.dumps(digest)}
+    (tmp_path / "place").mkdir()
+    folder = vector_edits.laid_out({"base": "converted", "edit": [edit]}, tmp_path / "place")
+    with pytest.raises(FormatError, match=r"a digest in a rank table: .*, expected 32 hex digits"):
+        relayout.report(folder, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import relayout
 from relayout.errors import PlanError
+from relayout.loader.backends.base import choose
 
 CALLS: dict[str, Callable[..., Any]] = {
     "load": relayout.load,
@@ -150,7 +151,7 @@ NO_SENSE: list[tuple[dict[str, Any], str, str]] = [
     ({"backend": "fast"}, "option", r"^backend 'fast', expected one of auto, direct, buffered, pinned, gds, "),
     ({"backend": "pinned"}, "unsupported", r"^backend 'pinned' loads to a CUDA device, not to 'cpu'$"),
     ({"backend": "gds"}, "unsupported", r"^backend 'gds' loads to a CUDA device, not to 'cpu'$"),
-    ({"backend": "toy", "device": "meta"}, "unsupported", r"^backend 'toy' loads to host memory, not to 'meta'$"),
+    ({"device": "meta"}, "option", r"^device 'meta': its tensors have no memory to load into$"),
     ({"device": "cuda:77"}, "option", r"^device 'cuda:77': "),
     ({"device": "toaster"}, "option", r"^device 'toaster': "),
     ({"threads": 0}, "option", r"^threads: 0, expected 1 or more$"),
@@ -172,6 +173,12 @@ def test_a_request_that_makes_no_sense_is_refused(
     with nothing_left_behind(), pytest.raises(PlanError, match=message) as caught:
         calls[kind](converted, given.pop("rank"), **given)
     assert caught.value.code == code
+
+
+def test_a_backend_of_host_memory_is_refused_for_another_device() -> None:
+    with pytest.raises(PlanError, match=r"^backend 'toy' loads to host memory, not to 'meta'$") as caught:
+        choose("toy", "meta", ())
+    assert caught.value.code == "unsupported"
 
 
 @pytest.mark.parametrize("kind", ["load", "iter_load"])

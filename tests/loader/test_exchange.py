@@ -134,7 +134,7 @@ def test_members_that_load_something_else_are_named(group: list[dict[str, Any]])
     ("case", "what"),
     [
         ("verify", "only converted checkpoints have digests"),
-        ("meta", "to the CPU only, not to meta"),
+        ("meta", "device 'meta': its tensors have no memory to load into"),
         ("into", "group cannot be combined with into"),
         ("streamed", "iter_load shares converted checkpoints only"),
         ("bad progress", "progress: 'a bar', expected True, False, None or a function"),

@@ -196,3 +196,46 @@ def of_slime(monkeypatch: pytest.MonkeyPatch, save: Any) -> tuple[Any, Any]:
         found.append(importlib.import_module(name))
         assert str(found[-1].__file__).startswith(SOURCE)
     return found[0], found[1].RayTrainGroup
+
+
+def assert_is_rank(tensors: dict[str, torch.Tensor], new: dict[str, torch.Tensor], rank: int = 0) -> None:
+    cut = Model(new, rank, TP).cut
+    assert tensors.keys() == new.keys()
+    assert all(torch.equal(tensor, cut(name, new[name])) for name, tensor in tensors.items())
+
+
+def test_a_checkpoint_that_is_synced_again_or_whose_hook_failed_halfway_leads_to_its_last_step(
+    args: SimpleNamespace, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(args.update_weight_disk_dir) / "weight_v000001"
+    for step in (1, 2, 2):
+        write(llama, folder, step)
+        slime.published(args, str(folder), [])
+        follower = relayout.Follower(folder, 0)
+        assert follower.update() == 1
+        assert_is_rank(follower.tensors, weights_of(llama, step))
+    with monkeypatch.context() as patch:
+        patch.setattr(slime.Root, "move", lambda *_: (_ for _ in ()).throw(OSError("the drive is full")))
+        write(llama, folder, 3)
+        with pytest.raises(OSError, match="the drive is full"):
+            slime.published(args, str(folder), [])
+    assert relayout.Follower(folder, 0).update() == 1, "what was there before"
+    slime.published(args, str(folder), [])
+    follower = relayout.Follower(folder, 0)
+    follower.update()
+    assert_is_rank(follower.tensors, weights_of(llama, 3))
+
+
+@pytest.mark.parametrize("kind", ["a file", "another link"])
+def test_what_is_no_link_of_the_hook_is_not_replaced(args: SimpleNamespace, llama: Path, kind: str) -> None:
+    folder = Path(args.update_weight_disk_dir) / "weight_v000001"
+    write(llama, folder, 1)
+    slime.published(args, str(folder), [])
+    [link] = [one for one in folder.iterdir() if one.is_symlink()]
+    link.unlink()
+    link.write_text("theirs") if kind == "a file" else link.symlink_to(llama)
+    step = relayout.Steps(Path(args.update_weight_disk_dir) / "relayout-steps").newest()
+    assert step is not None
+    with pytest.raises(FileExistsError):
+        slime.link_step(Path(args.update_weight_disk_dir) / "relayout-steps", step, folder)
+    assert link.is_symlink() == (kind != "a file")

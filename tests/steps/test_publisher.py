@@ -430,8 +430,8 @@ def test_what_may_be_deleted_makes_room_for_the_step(tmp_path: Path, monkeypatch
         for _ in range(2):
             with pytest.raises((relayout.PlanError, OSError), match=r"GB too few|No space left"):
                 list(map(published, range(1, 99)))
-        now = time.time
-        monkeypatch.setattr(time, "time", lambda: now() + 3601)
+        now = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 3601)
         assert publisher.publish(weights_of(2), 101).step == 101
         follower = relayout.Follower(drive / "steps", 0)
         follower.update()
@@ -466,3 +466,46 @@ def test_a_step_without_a_change_is_one(root: str) -> None:
     publisher.publish(weights_of(3), 3)
     assert follower.update() == 3
     assert_is_step(follower.tensors, weights_of(3), 0)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_follower_has_the_dtype_of_the_step_and_goes_on_by_deltas(
+    root: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """When a trainer is started again with another one: FP32 could hold what is BF16, but no delta could change it."""
+    name, whole = "model.norm.weight", torch.arange(64.0)
+    follower, place = relayout.Follower(root, 0), 0
+    for number, dtype in enumerate(dtypes):
+        publisher = relayout.Publisher(root, config=CONFIG, dtype=dtype)
+        for step in (10 * number + 1, 10 * number + 2):
+            whole[step] += 1
+            publisher.publish({name: whole}, step)
+            chain = relayout.Steps(root).chain(follower.content)
+            assert follower.update() == step
+            assert follower.tensors[name].dtype == dtype
+            assert follower.tensors[name].equal(whole.to(dtype))
+            assert chain is not None
+            assert (chain.full is None) == (step % 10 == 2)
+            if step % 10 == 2:
+                assert follower.tensors[name].data_ptr() == place, "changed where it is"
+            place = follower.tensors[name].data_ptr()
+
+
+def test_a_follower_reuses_no_memory_that_a_load_would_not_make(tmp_path: Path) -> None:
+    root, weights = tmp_path / "steps", {f"model.layers.{i}.input_layernorm.weight": torch.randn(64) for i in range(4)}
+    same, strided, wide, gone = weights
+    follower = relayout.Follower(root, 0)
+    relayout.Publisher(root, config=CONFIG).publish(weights, 1)
+    follower.update()
+    follower.tensors[strided] = torch.empty(64, 2)[:, 0]
+    follower.tensors[wide] = follower.tensors[wide].double()
+    before = {name: tensor.data_ptr() for name, tensor in follower.tensors.items()}
+    weights.pop(gone)
+    relayout.Publisher(root, config=CONFIG).publish(weights, 2)
+    follower.update()
+    assert follower.tensors.keys() == weights.keys()
+    for name, tensor in weights.items():
+        found = follower.tensors[name]
+        assert found.equal(tensor)
+        assert (found.dtype, found.is_contiguous()) == (torch.float32, True)
+        assert (found.data_ptr() == before[name]) == (name == same)

@@ -169,7 +169,8 @@ def steps(listing: StepsListing) -> Iterator[Block]:
         if listing.differences:
             yield Line(listing.root, f"{_count(len(listing.differences), 'difference')}:", "bold red")
         else:
-            yield Line(f"{listing.root}: every chain leads to what the index says", "proven", "bold green")
+            what = "every chain leads to what the index says; weights were not read: readers prove them"
+            yield Line(f"{listing.root}: {what}", "checked", "bold green")
         yield Listing(listing.differences, "differences", "differs", "red")
     yield Line(f"{listing.root}: {_count(len(listing.steps), 'step')}, {decimal(listing.nbytes)}")
     for names, label in ((listing.deleted, "deleted"), (listing.pending, "being written")):
@@ -274,6 +275,8 @@ def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
         text += ", every slice compared with the source"
     elif has_source:
         text += ", not compared with the source because of what differs"
+    else:
+        text += ", compared with its own digests and no source"
     if result.ok:
         yield Line(text, "verified", "bold green")
         if result.signer is not None:

@@ -20,7 +20,7 @@ MAX_STEPS_NBYTES = 2**26
 STEPS_VERSION = 1
 
 FULL, DELTA = "full", "delta"
-_NAME = re.compile(rf"({FULL}|{DELTA})-([0-9]{{9,16}})-[0-9a-f]{{8}}")
+_NAME = re.compile(rf"({FULL}|{DELTA})-([0-9]{{9}}|[1-9][0-9]{{9,15}})-[0-9a-f]{{8}}")
 
 
 def step_name(kind: str, step: int, token: str) -> str:
@@ -265,15 +265,19 @@ def parse_steps(blob: bytes, where: str) -> StepsIndex:
 
 
 def _parse_entry(fields: Fields) -> PublishedStep:
-    full, delta = (_parse_stored(fields.object_or_null(kind), kind, fields.where) for kind in (FULL, DELTA))
-    return PublishedStep(fields.size("step"), fields.text("content"), full, delta, fields.size("time"))
+    step = fields.size("step")
+    full, delta = (
+        _parse_stored(fields.object_or_null(kind), f"{kind}-{step:09d}-", fields.where) for kind in (FULL, DELTA)
+    )
+    return PublishedStep(step, fields.text("content"), full, delta, fields.size("time"))
 
 
-def _parse_stored(value: Mapping[str, Any] | None, kind: str, where: str | None) -> Stored | None:
+def _parse_stored(value: Mapping[str, Any] | None, start: str, where: str | None) -> Stored | None:
     if value is None:
         return None
     fields = Fields(value, where)
     name = fields.text("name")
-    if not name.startswith(f"{kind}-"):
-        raise FormatError(f"{shown(name)} is not the name of a {kind}", path=where, code="unsafe")
+    if not name.startswith(start):
+        what = f"{shown(name)} is not the name of what leads to its step, expected {start}XXXXXXXX"
+        raise FormatError(what, path=where, code="unsafe")
     return Stored(name, fields.size("nbytes"))

@@ -6,15 +6,24 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from relayout.checkpoint.converted import check_intact, read_manifest_blob
+from relayout.checkpoint.converted import (
+    check_intact,
+    check_small,
+    digests_of_small,
+    read_chunk_digests,
+    read_manifest,
+    read_manifest_blob,
+)
 from relayout.checkpoint.delta import read_delta
 from relayout.checkpoint.steps import no_steps
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
+from relayout.format.delta import NEW, OLD
+from relayout.format.index import Manifest
 from relayout.format.steps import PublishedStep, Retired, StepsIndex, Stored
 from relayout.reporting import Result
 from relayout.steps.root import GRACE_SECONDS, Root
-from relayout.storage.stores import find_store
+from relayout.storage.stores import Store, find_store
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -47,9 +56,10 @@ def list_steps(
     Args:
         root: a folder, or the URL of a prefix of a bucket.
         check: prove that a folder or a chain of deltas makes each step: that it has the relayout.json of which the
-            index has the digest, and all files that this lists, with their lengths, tables, headers and indexes of
-            changes, by their digests; and that each delta leads from the step before it. Weights, and what changed in
-            them, are not read: readers prove them when they do (`relayout verify` reads those of a folder).
+            index has the digest, and all files that this lists: weights by their lengths and heads, all else, such as
+            tables, digests of chunks, the source record and indexes of changes, by digests; and that each delta leads
+            from the step before it. Not read are weights, what changed in them, and the content of side files: readers
+            prove weights when they do (`relayout verify` reads those of a folder).
         prune: delete what is retired, see `relayout.Steps.prune`.
         grace_seconds: of that.
 
@@ -83,6 +93,7 @@ def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: str 
     store = find_store(root.path(stored.name))
     _check_digest("relayout.json", digest_hex(read_manifest_blob(store)), entry.content, str(store))
     check_intact(store)
+    _check_chunks(store, read_manifest(store))
 
 
 def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: str | None) -> None:
@@ -91,8 +102,27 @@ def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: str |
     if before is not None:  # Nobody needs a delta that leads to the first step.
         _check_digest("what it applies to", delta.link.manifest.base, before, str(store))
     _check_digest("what it makes", delta.link.manifest.makes, entry.content, str(store))
-    for file in range(len(delta.new.files)):
-        delta.changes(file)
+    for file, was, becomes in zip(delta.link.manifest.files, delta.old.files, delta.new.files, strict=True):
+        if not file.nbytes and was != becomes:
+            what = f"says that {becomes.name} does not change, and its manifests differ in it"
+            raise FormatError(what, path=str(store), code="mismatch")
+    for index in range(len(delta.new.files)):
+        delta.changes(index)
+    old, new = (find_store(root.path(f"{stored.name}/{side.rstrip('/')}")) for side in (OLD, NEW))
+    for table in delta.old.holders.values():
+        check_small(old, delta.old, table.table, table.table_digest)
+    for name, digest in digests_of_small(delta.new).items():
+        check_small(new, delta.new, name, digest)
+    for name in delta.link.manifest.side_files:
+        if new.stat(name) is None:
+            raise FormatError("is missing", path=new.location(name), code="missing")
+    _check_chunks(new, delta.new)
+
+
+def _check_chunks(folder: Store, manifest: Manifest) -> None:
+    """Raise FormatError unless relayout.chunks has the digests of all chunks that the manifest proves."""
+    for index in range(len(manifest.files)):
+        read_chunk_digests(folder, manifest, index)
 
 
 def _check_digest(what: str, found: str, expected: str, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,18 @@ from hypothesis import strategies as st
 from support.steps import CONFIG, weights_of
 
 import relayout
-from relayout.errors import PlanError
-from relayout.format.steps import DELTA, FULL, PublishedStep, Retention, Retired, StepsIndex, Stored, step_name
+from relayout.errors import FormatError, PlanError
+from relayout.format.steps import (
+    DELTA,
+    FULL,
+    PublishedStep,
+    Retention,
+    Retired,
+    StepsIndex,
+    Stored,
+    parse_steps,
+    step_name,
+)
 from relayout.steps import root as module
 from relayout.steps.root import Root
 
@@ -160,3 +171,27 @@ def test_an_index_that_nobody_could_read_is_not_written_and_fewer_steps_are_the_
     assert [one.step for one in relayout.Steps(root).entries()] == [1, 2, 3]
     relayout.Publisher(root, keep=2, **options).publish(weights_of(5), 5)
     assert [one.step for one in relayout.Steps(root).entries()] == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (7, "delta-000000003-aaaaaaaa"),
+        (7, "full-000000007-aaaaaaaa"),
+        (3, "delta-0000000003-aaaaaaaa"),
+        (3, "delta-00000003-aaaaaaaa"),
+        (10**9, "delta-01000000000-aaaaaaaa"),
+    ],
+)
+def test_a_step_whose_number_is_not_that_of_its_name_is_refused(step: int, name: str) -> None:
+    index = StepsIndex((entry(1, 1, None), entry(3, None, 1)))
+    assert parse_steps(index.dump(), "steps.json") == index
+    top = json.loads(index.dump())
+    top["steps"][1] |= {"step": step, "delta": {"name": name, "nbytes": 1}}
+    with pytest.raises(FormatError, match=f"{name}.*is not the name of"):
+        parse_steps(json.dumps(top).encode(), "steps.json")
+
+
+def test_a_step_of_many_digits_has_a_name() -> None:
+    index = StepsIndex((entry(10**12, 1, None),))
+    assert parse_steps(index.dump(), "steps.json") == index

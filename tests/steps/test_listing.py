@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,43 @@ def of_another_step(root: str) -> str:
     return other
 
 
+def truncated(name: str) -> Callable[[str], str]:
+    """The damage of a small file of a delta."""
+
+    def damage(root: str) -> str:
+        path = f"{names(root, 'delta')[-1]}/{name}"
+        put(root, path, files_of(root)[path][:5])
+        return path
+
+    return damage
+
+
+def without(name: str) -> Callable[[str], str]:
+    def damage(root: str) -> str:
+        path = f"{names(root, 'delta')[-1]}/{name}"
+        delete(root, path)
+        return path
+
+    return damage
+
+
+def chunks_of_folder(root: str) -> str:
+    path = f"{names(root, 'full')[-1]}/relayout.chunks"
+    changed(root, path, 3)
+    return path
+
+
+SMALL = ["old/relayout.rank-0.json.zst"]
+SMALL += [f"new/{name}" for name in ("relayout.rank-1.json.zst", "relayout.chunks", "relayout.source.json.zst")]
+SMALL += ["new/model.safetensors.index.json"]
+
+
 @pytest.mark.parametrize(
-    "damage", [in_manifest, in_header, table_of_folder, in_index_of_changes, changes, of_another_step]
+    "damage",
+    [
+        *(in_manifest, in_header, table_of_folder, in_index_of_changes, changes, of_another_step, chunks_of_folder),
+        *(pytest.param(kind(name), id=f"{kind.__name__} {name}") for name in SMALL for kind in (truncated, without)),
+    ],
 )
 def test_a_chain_that_leads_elsewhere_is_named(root: str, damage: Any) -> None:
     from relayout.steps.listing import list_steps

@@ -180,7 +180,7 @@ def is_as_stored(tensor: torch.Tensor, dtype: str) -> bool:
 
 
 def as_loaded(tensors: Mapping[str, torch.Tensor], rank: TensorColumns) -> dict[str, torch.Tensor]:
-    """Those tensors that have the dtype, shape and layout, in host memory, that a load of the rank gives them."""
+    """Return the tensors in host memory with the dtype, shape and layout that a load of the rank gives them."""
     import torch
 
     expected = {name: (dtype, shape) for name, dtype, shape in zip(rank.names, rank.dtypes, rank.shapes, strict=True)}

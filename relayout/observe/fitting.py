@@ -10,7 +10,7 @@ from typing import Any
 from relayout.core.arguments import collapse_numbers
 from relayout.core.slices import Range, Slice, joined
 from relayout.errors import PlanError
-from relayout.plans.division import Sizes, divide, language_config
+from relayout.plans.division import Sizes, divide
 from relayout.plans.family import (
     EVEN,
     EXPERTS,
@@ -24,6 +24,7 @@ from relayout.plans.family import (
     Rule,
     SizeSource,
     as_toml,
+    language_config,
 )
 from relayout.plans.plan import PlannedCheckpoint, PlannedTensor
 

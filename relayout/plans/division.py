@@ -23,6 +23,7 @@ from relayout.plans.family import (
     Family,
     Rule,
     SizeSource,
+    language_config,
 )
 from relayout.plans.plan import PlannedTensor
 from relayout.plans.quantization import INPUT_SCALES
@@ -41,10 +42,20 @@ _HEADS = frozenset({"heads", KV_HEADS})
 class Sizes:
     """Looks up the sizes that a family's rules need in config.json; that of the language model has precedence."""
 
-    def __init__(self, sources: Mapping[str, Sequence[SizeSource]], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Sequence[SizeSource]],
+        config: Mapping[str, Any],
+        defaults: Mapping[str, int] | None = None,
+    ) -> None:
+        """`defaults` has the values of keys that the language model's config.json leaves out."""
         nested = language_config(config)
-        self._configs = (nested, config) if nested else (config,)
+        self._configs = (nested or config, defaults or {}, config)
         self._sources = sources
+
+    def has_source(self, size: str) -> bool:
+        """Whether the plan says where to find the size."""
+        return bool(self._sources.get(size))
 
     def find(self, size: str) -> int | None:
         """The size, or None if config.json does not have it."""
@@ -83,13 +94,6 @@ class Sizes:
             )
             raise PlanError(f"size {size!r} is unknown: {missing}", code="config")
         return value
-
-
-def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object that config.json has for the language model of a multimodal one; empty if it has none."""
-    thinker = config.get("thinker_config")
-    nested = (thinker if isinstance(thinker, Mapping) else config).get("text_config")
-    return nested if isinstance(nested, Mapping) else {}
 
 
 def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
@@ -292,7 +296,11 @@ def _parts(rule: Rule, size: int, sizes: Sizes) -> list[tuple[int, int]]:
 
 
 def _check_heads(size: int, count: int, sizes: Sizes) -> None:
-    head_dim = sizes.find(HEAD_DIM)
+    """Raise PlanError unless the dimension has the declared heads, of the declared size.
+
+    A plan without the size `head_dim` is for heads of several sizes, which nothing else would tell from half heads.
+    """
+    head_dim = sizes.get(HEAD_DIM) if sizes.has_source(HEAD_DIM) else None
     if size % count or (head_dim is not None and size != count * head_dim):
         by = "" if head_dim is None else f" of {head_dim} elements"
         raise PlanError(f"{size} elements, but config.json declares {count} heads{by}", code="config")

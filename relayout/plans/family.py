@@ -40,7 +40,9 @@ MAX_PLAN_NBYTES = 2**18
 """The largest plan file."""
 _MAX_NUMBER = 2**53 - 1
 """Larger ones are not exact in every JSON reader."""
-_KEYS = frozenset({"model_types", "quantization", "language_prefixes", "transposed", "sizes", "cut", "experts"})
+_KEYS = frozenset(
+    {"model_types", "quantization", "language_prefixes", "transposed", "sizes", "defaults", "cut", "experts"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Family:
     """Prefixes that may be removed from a name that no rule matches, longest first."""
     sizes: Mapping[str, tuple[SizeSource, ...]] = field(default_factory=dict)
     """Sizes that rules need, and their sources; the first source that has a value is used."""
+    defaults: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """For a model type of the language model: the values of the keys that its config.json may leave out."""
     rules: tuple[Rule, ...] = ()
     """How tensors are cut: the first rule that matches a tensor is used."""
     experts_each: tuple[str, ...] = ()
@@ -105,6 +109,17 @@ class Family:
     def full_name(self) -> str:
         """ORIGIN:NAME."""
         return f"{self.origin}:{self.name}"
+
+    def defaults_of(self, config: Mapping[str, Any]) -> Mapping[str, int]:
+        """The values of the keys that this config.json leaves out."""
+        language = language_config(config)
+        row = self.defaults.get(language_type(config), {})
+        return {key: value for key, value in row.items() if key not in (language or config)}
+
+    def resolved(self, config: Mapping[str, Any]) -> Family:
+        """The family with the defaults of this config.json only, as a conversion records it."""
+        row = self.defaults_of(config)
+        return replace(self, defaults={language_type(config): row} if row else {})
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -138,6 +153,19 @@ class Family:
                 if match := compile_glob(pattern).match(candidate):
                     return index, match
         return None
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object that config.json has for the language model of a multimodal one; empty if it has none."""
+    thinker = config.get("thinker_config")
+    nested = (thinker if isinstance(thinker, Mapping) else config).get("text_config")
+    return nested if isinstance(nested, Mapping) else {}
+
+
+def language_type(config: Mapping[str, Any]) -> str:
+    """The model type of the language model, or of the whole model if config.json does not name that; may be empty."""
+    types = (language_config(config).get("model_type"), config.get("model_type"))
+    return next((value for value in types if isinstance(value, str)), "")
 
 
 @cache
@@ -235,6 +263,7 @@ def dump_rules(family: Family) -> dict[str, Any]:
         "language_prefixes": list(family.prefixes),
         "transposed": family.is_transposed,
         "sizes": {size: list(map(_dump_source, sources)) for size, sources in family.sizes.items()},
+        "defaults": {model_type: dict(row) for model_type, row in family.defaults.items()},
         "cut": {rule.pattern: _dump_rule(rule) for rule in family.rules},
         "experts": _without_defaults({"each": list(family.experts_each), "stacked": list(family.experts_stacked)}),
     }
@@ -287,7 +316,7 @@ def _parse_text(text: str, name: str, origin: str, extended_by: tuple[str, ...])
 
 def _parse_keys(top: Mapping[str, Any], name: str, origin: str) -> Family:
     _check_keys(top, _KEYS, "")
-    sizes, cut, experts = (_table(top, key) for key in ("sizes", "cut", "experts"))
+    sizes, defaults, cut, experts = (_table(top, key) for key in ("sizes", "defaults", "cut", "experts"))
     _check_keys(experts, frozenset({"each", "stacked"}), "experts: ")
     quantization, transposed = top.get("quantization"), top.get("transposed", False)
     if not isinstance(quantization, str | None):
@@ -302,6 +331,7 @@ def _parse_keys(top: Mapping[str, Any], name: str, origin: str) -> Family:
         quantization=quantization,
         prefixes=tuple(sorted(prefixes, key=len, reverse=True)),
         sizes={size: _parse_sources(size, value) for size, value in sizes.items()},
+        defaults={model_type: _parse_defaults(model_type, row) for model_type, row in defaults.items()},
         rules=tuple(_parse_rule(pattern, value) for pattern, value in cut.items()),
         experts_each=_strings(experts.get("each", []), "experts.each"),
         experts_stacked=_strings(experts.get("stacked", []), "experts.stacked"),
@@ -346,6 +376,7 @@ def _extended(family: Family, extends: Any, extended_by: tuple[str, ...]) -> Fam
         family,
         prefixes=family.prefixes or base.prefixes,
         sizes={**base.sizes, **family.sizes},
+        defaults={**base.defaults, **family.defaults},
         rules=(*family.rules, *(rule for rule in base.rules if rule.pattern not in own)),
         experts_each=family.experts_each or base.experts_each,
         experts_stacked=family.experts_stacked or base.experts_stacked,
@@ -371,6 +402,13 @@ def _parse_sources(size: str, value: Any) -> tuple[SizeSource, ...]:
             )
         sources.append(SizeSource(use, when, equals))  # type: ignore[arg-type]  # is_size: `use` is str or int.
     return tuple(sources)
+
+
+def _parse_defaults(model_type: str, row: Any) -> Mapping[str, int]:
+    if not isinstance(row, dict) or not all(type(value) is int and 0 < value <= _MAX_NUMBER for value in row.values()):
+        what = f"defaults.{shown(model_type)}: {shown(row)}, expected keys of config.json with positive integers"
+        raise FormatError(what, code="field")
+    return row
 
 
 def _parse_rule(pattern: str, value: Any) -> Rule:
@@ -448,7 +486,7 @@ def as_toml(family: Family, *comments: str, extends: str = "") -> str:
     top = {"model_types": rules.get("model_types"), "extends": extends}
     top["language_prefixes"] = rules.get("language_prefixes")
     lines += [f"{key} = {_toml(value)}" for key, value in top.items() if value]
-    for table in ("sizes", "cut", "experts"):
+    for table in ("sizes", "defaults", "cut", "experts"):
         entries = rules.get(table, {})
         if entries:
             lines += ["", f"[{table}]"]

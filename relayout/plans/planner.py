@@ -101,6 +101,7 @@ def plan_by(
     """
     with about(path=str(checkpoint.root)):
         check_degree(num_ranks)
+        family = None if family is None else family.resolved(checkpoint.config)
         if num_ranks == 1:
             name, cuts = "none" if family is None else family.full_name, [Cut((WHOLE,))] * len(checkpoint.tensors)
             return Plan(name, 1, *number_cuts(cuts), family=family)
@@ -120,7 +121,7 @@ def _make_plan(
     checkpoint: PlannedCheckpoint, num_ranks: int, family: Family, expert_parallel: bool, unmatched: Unmatched
 ) -> Plan:
     scheme = _scheme(checkpoint)
-    sizes = Sizes(family.sizes, checkpoint.config)
+    sizes = Sizes(family.sizes, checkpoint.config, family.defaults_of(checkpoint.config))
     whole = Cut((WHOLE,) * num_ranks)
     finder = _CutKindFinder(checkpoint, family, scheme)
     experts = ExpertOwners(family, sizes, whole)

@@ -11,7 +11,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relayout.errors import PlanError
-from relayout.plans.family import EVEN, EXPERTS, KV_HEADS, TRANSFORMERS, VOCABULARY, Family, Rule, SizeSource
+from relayout.plans.family import (
+    EVEN,
+    EXPERTS,
+    KV_HEADS,
+    TRANSFORMERS,
+    VOCABULARY,
+    Family,
+    Rule,
+    SizeSource,
+    language_type,
+)
 
 _BASES = "{model.,transformer.,gpt_neox.,}"
 
@@ -38,6 +48,9 @@ _SIZES = {
     EXPERTS: (SizeSource("num_experts"), SizeSource("n_routed_experts"), SizeSource("num_local_experts")),
 }
 
+_DEFAULTS = ("num_attention_heads", "num_key_value_heads")
+"""Keys that config.json may leave out where the config class has a number."""
+
 
 def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Family:
     """The plan of transformers for a model type, or for the model type of its `text_config`.
@@ -59,13 +72,15 @@ def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Fa
         for candidate in (config_class, subtypes):
             plan = getattr(candidate, "base_model_tp_plan", None)
             if isinstance(plan, dict) and any("layers" in module for module in plan):
-                return _family(str(name), plan)
+                defaults = {key: getattr(candidate, key, None) for key in _DEFAULTS}
+                row = {key: value for key, value in defaults.items() if type(value) is int}
+                return _family(str(name), plan, {language_type(config): row})
     raise PlanError(
         f"--plan transformers: the package has no tensor-parallel plan for model type {model_type!r}", code="no_plan"
     )
 
 
-def _family(name: str, plan: Mapping[str, str]) -> Family:
+def _family(name: str, plan: Mapping[str, str], defaults: Mapping[str, Mapping[str, int]]) -> Family:
     rules = [rule for module, style in plan.items() for rule in _rules(module, style)]
     rules += [
         Rule(f"{_BASES}{{embed_tokens,wte,embed_in}}.weight", 0, (VOCABULARY,)),
@@ -80,6 +95,7 @@ def _family(name: str, plan: Mapping[str, str]) -> Family:
         TRANSFORMERS,
         prefixes=("model.language_model.", "language_model."),
         sizes=_SIZES,
+        defaults=defaults,
         rules=tuple(different.values()),
         experts_each=tuple(f"{_BASES}{_older(module)}.#.**" for module in experts),
         experts_stacked=tuple(f"{_BASES}{_older(module)}.{{gate_up_proj,down_proj}}" for module in experts),

@@ -197,6 +197,26 @@ def test_an_extended_plan_follows_after_the_files_own(builtin: Builtin) -> None:
     )
 
 
+def test_the_language_models_row_of_defaults_counts_for_keys_that_config_json_does_not_have(builtin: Builtin) -> None:
+    builtin(base=BASE + "[defaults]\nb = { n = 2 }\na = { n = 3 }")
+    family = parse('extends = "base"\n[defaults]\na = { n = 4, m = 8 }\nwrapper = { n = 5 }')
+    assert family.defaults == {"a": {"n": 4, "m": 8}, "b": {"n": 2}, "wrapper": {"n": 5}}
+    for config, expected in (
+        ({"model_type": "a"}, {"n": 4, "m": 8}),
+        ({"model_type": "a", "n": None}, {"m": 8}),  # Null is no key that was left out.
+        ({"model_type": "wrapper", "text_config": {"model_type": "b"}, "n": 7}, {"n": 2}),
+        ({"model_type": "wrapper", "text_config": {"n": 1, "model_type": "a"}}, {"m": 8}),
+        ({"model_type": "wrapper", "text_config": {"m": 1}}, {"n": 5}),
+        ({"model_type": "wrapper", "text_config": {"model_type": "other"}}, {}),
+        ({"model_type": ["a"]}, {}),
+        ({}, {}),
+    ):
+        assert family.defaults_of(config) == expected, config
+        resolved = family.resolved(config)
+        assert resolved.defaults_of(config) == expected
+        assert sum(map(len, resolved.defaults.values())) == len(expected)
+
+
 def test_a_plan_that_extends_another_may_have_no_rules_of_its_own(builtin: Builtin) -> None:
     builtin(base=BASE)
     family = parse('extends = "base"\nlanguage_prefixes = ["x."]\n[experts]\neach = "f.#"')

@@ -16,8 +16,7 @@ from support.plan_comparing import BESIDE, differences, differences_of_chosen
 
 from relayout.core.slices import Slice
 from relayout.errors import PlanError
-from relayout.plans.division import language_config
-from relayout.plans.family import builtin_families, find_family
+from relayout.plans.family import builtin_families, find_family, language_config
 from relayout.plans.planner import plan_by
 
 OBSERVED: defaultdict[str, list[Checkpoint]] = defaultdict(list)

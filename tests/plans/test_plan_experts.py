@@ -22,7 +22,7 @@ def mixtral(num_experts: int, **config: Any) -> SourceCheckpoint:
 def test_without_the_number_of_experts_none_is_owned(count: Any) -> None:
     message = (
         rf"^checkpoint: tensor '{W1.format(0)}': "
-        r"size 'experts' is unknown.* no positive integer num_local_experts or num_experts$"
+        r"size 'experts' is unknown.* no positive integer num_experts or num_local_experts$"
     )
     with pytest.raises(PlanError, match=message):
         plan_for(mixtral(2, num_local_experts=count), 2, expert_parallel=True)

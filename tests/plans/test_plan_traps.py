@@ -46,17 +46,30 @@ def test_quantized_weights_of_a_transposed_family_are_cut_the_other_way() -> Non
     }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "mistral", "num_attention_heads": 32, "hidden_size": 4096},  # 8 KV heads, by default.
-        {"model_type": "mistral", "num_attention_heads": 32, "num_key_value_heads": None, "hidden_size": 4096},
-    ],
-)
-def test_kv_heads_that_config_json_leaves_out_are_not_guessed(config: dict[str, Any]) -> None:
-    source = make_source({"model.layers.0.self_attn.k_proj.weight": (1024, 4096)}, **config)
+def test_kv_heads_that_config_json_leaves_out_are_those_of_the_class_and_null_is_one_for_each_head() -> None:
+    """transformers' MistralConfig: 8 by default, and None becomes the number of heads."""
+    name = "model.layers.0.self_attn.k_proj.weight"
+    mistral = {"model_type": "mistral", "num_attention_heads": 32, "hidden_size": 4096}
+    [parts] = all_slices(plan_for(make_source({name: (1024, 4096)}, **mistral), 16))
+    assert [part.ranges_along(0) for part in parts] == [((rank // 2 * 128, 128),) for rank in range(16)]
+    without = {**mistral, "num_key_value_heads": None}
     with pytest.raises(PlanError, match=r"1024 elements, but config.json declares 32 heads of 128 elements"):
-        plan_for(source, 16)
+        plan_for(make_source({name: (1024, 4096)}, **without), 16)
+    [parts] = all_slices(plan_for(make_source({name: (4096, 4096)}, **without), 16))
+    assert [part.ranges_along(0) for part in parts] == [((rank * 256, 256),) for rank in range(16)]
+
+
+def test_no_head_is_cut_in_two_where_its_size_is_unknown() -> None:
+    """2,048 rows are 8 heads of 256 elements, if hidden_size is 8,192; as 32 heads, a rank of 16 would hold a half."""
+    place = "model.layers.0.self_attn."
+    shapes = {f"{place}q_proj.weight": (8192, 64), f"{place}k_proj.weight": (2048, 64)}
+    only_heads = {"num_attention_heads": 32}
+    _, parts = all_slices(plan_for(make_source(shapes, model_type="qwen2_5_vl", **only_heads), 16))
+    assert [part.ranges_along(0) for part in parts] == [((rank // 2 * 256, 256),) for rank in range(16)]
+    with pytest.raises(
+        PlanError, match=r"size 'head_dim' is unknown: config.json has no positive integer head_dim or h"
+    ):
+        plan_for(make_source(shapes, model_type="odd", **only_heads), 16, "llama")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +116,9 @@ def test_a_huge_number_of_experts_takes_no_memory() -> None:
 
 
 def test_a_tensor_in_too_many_pieces_is_refused() -> None:
-    source = make_source({"h.0.self_attention.query_key_value.bias": (3 * 2**18,)}, model_type="bloom", n_head=2**18)
+    source = make_source(
+        {"h.0.self_attention.query_key_value.bias": (3 * 2**18,)}, model_type="bloom", n_head=2**18, n_embed=2**18
+    )
     with pytest.raises(PlanError, match=r"262144 groups of 3 parts are too many ranges"):
         plan_for(source, 2)
 

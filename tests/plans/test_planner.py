@@ -42,7 +42,7 @@ Q_PROJ, K_PROJ, O_PROJ = (f"{ATTENTION}{name}_proj.weight" for name in "qko")
 def test_the_plan_is_chosen_by_model_type_and_quantization(config: dict[str, Any], name: str) -> None:
     [family] = [one for one in builtin_families() if one.name == name]
     plan = plan_for(make_source({"model.norm.weight": (8,)}, **config), 2)
-    assert plan == plan_of(f"builtin:{name}", 2, ((WHOLE, WHOLE),), family=family)
+    assert plan == plan_of(f"builtin:{name}", 2, ((WHOLE, WHOLE),), family=family.resolved(config))
 
 
 LLAMA = {
@@ -226,7 +226,8 @@ def test_a_tensor_that_no_rule_names_is_refused_or_held_whole_on_request(name: s
     )
     plan = plan_for(source, 2, unmatched="replicate")
     halves = (Slice.along(0, ((0, 9472),)), Slice.along(0, ((9472, 9472),)))
-    assert plan == plan_of("builtin:llama", 2, (halves, (WHOLE, WHOLE)), unmatched=(name,), family=find_family("llama"))
+    family = find_family("llama").resolved(source.config)
+    assert plan == plan_of("builtin:llama", 2, (halves, (WHOLE, WHOLE)), unmatched=(name,), family=family)
 
 
 def test_the_first_tensor_that_no_rule_names_is_told_and_how_many_more() -> None:
@@ -259,7 +260,7 @@ def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> N
         "model.layers.0.mlp.down_proj.weight": (8, 24),
         "lm_head.weight": (7, 8),
     }
-    source = make_source(shapes, model_type="llama", num_attention_heads=12, num_key_value_heads=4)
+    source = make_source(shapes, model_type="llama", num_attention_heads=12, num_key_value_heads=4, head_dim=4)
     fitting = [1, 2, 4, 12]
     for num_ranks in range(1, 65):
         if num_ranks in fitting:
@@ -288,7 +289,7 @@ def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
 
 
 def test_without_kv_heads_every_head_has_its_own() -> None:
-    source = make_source({K_PROJ: (64, 8)}, model_type="llama", num_attention_heads=4)
+    source = make_source({K_PROJ: (64, 8)}, model_type="llama", num_attention_heads=4, head_dim=16)
     assert ranges_of(plan_for(source, 4)) == [((0, 16),), ((16, 16),), ((32, 16),), ((48, 16),)]
 
 

@@ -43,6 +43,8 @@ def test_a_plan_is_recorded_as_a_plan_file_would_say_it() -> None:
     a = { dim = 0, by = "heads*dim" }
     c = { dim = 1, by = ["heads", "dim"], interleaved = "heads" }
     d = { dim = 2, by = "ragged", block = 64 }
+    [defaults]
+    falcon = { d = 8 }
     [experts]
     each = "e.#"
     """
@@ -57,6 +59,7 @@ def test_a_plan_is_recorded_as_a_plan_file_would_say_it() -> None:
                 "heads": [4],
                 "dim": ["d", {"when": "new", "is": True, "use": "n"}, {"when": "kind", "is": "x", "use": 2}],
             },
+            "defaults": {"falcon": {"d": 8}},
             "cut": {
                 "b": "whole",
                 "a": {"dim": 0, "by": ["heads * dim"]},
@@ -95,7 +98,7 @@ def nested(depth: int) -> Any:
     [
         ({"cut": {}}, r"the plan has no rules, expected a table \[cut\]"),
         ({"cut": None}, "cut: None, expected a table"),
-        (CUT | {"extends": "llama"}, "unknown key 'extends', expected cut, experts, language_prefixes"),
+        (CUT | {"extends": "llama"}, "unknown key 'extends', expected cut, defaults, experts, language_prefixes"),
         (CUT | {"experts": {"stacked": ["**a**a**b"]}}, r"invalid pattern '\*\*a\*\*a\*\*b': more than 2 wildcards"),
         (CUT | {"model_types": nested(100)}, "model_types: .*, expected a string or a list of strings"),
         *(
@@ -105,6 +108,10 @@ def nested(depth: int) -> Any:
                 *({"when": "x", "is": 2**53, "use": 1}, {"when": "x", "is": -(2**53), "use": 1}),
                 *({"when": "x", "is": 1.0, "use": 1}, {"when": "x", "is": None, "use": 1}),
             )
+        ),
+        *(
+            (CUT | {"defaults": {"m": row}}, "defaults.'m': .*, expected keys of config.json with positive integers")
+            for row in (None, 8, [], {"n": 0}, {"n": True}, {"n": "8"}, {"n": 2**53})
         ),
         *(
             ({"cut": {"x": rule}}, "cut 'x': .*, expected \"whole\" or { dim = N, by = UNIT }")

@@ -13,8 +13,8 @@ from support.plan_comparing import BESIDE, differences
 from relayout.core.arguments import collapse_numbers, depends_on_numbers
 from relayout.observe.fitting import SIZES, Example, fit
 from relayout.plans import family as families
-from relayout.plans.division import Sizes, language_config
-from relayout.plans.family import Family, Rule, SizeSource, as_toml, builtin_families
+from relayout.plans.division import Sizes
+from relayout.plans.family import Family, Rule, SizeSource, as_toml, builtin_families, language_config
 
 BUILTIN = Path(families.__file__).parent / "builtin"
 

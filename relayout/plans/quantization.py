@@ -9,7 +9,7 @@ share a scale, of groups, and of words that pack several values. The layouts are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -33,21 +33,22 @@ _OF_WEIGHTS = frozenset({"weight_scale", "weight_scale_inv", "weight_zero_point"
 _OF_GROUPS = _OF_WEIGHTS | {"scales", "qzeros"}
 """Tensors that may have a single element for a whole row, held by every rank that holds a part of the row."""
 
-_CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale"})
-"""Scales of the attention cache, one number each, in any module."""
+_CACHE_SCALES = frozenset({"kv_scale", "prob_scale", "output_scale"}) | {
+    f"{tensor}_{what}" for tensor in "qkv" for what in ("scale", "zero_point")
+}
+"""Scales and zero points of the attention cache, in any module: of one element, or of one for each head. vLLM 0.33
+takes the greatest of the heads that share a KV head (`compressed_tensors.py`, CompressedTensorsKVCacheMethod)."""
 
 _REFUSED = {
     "bitsandbytes": "its 4-bit and 8-bit weights are packed flat, across rows",
     "gguf": "its blocks are not stored as tensors",
     "torchao": "its tensors are flattened objects",
-    "quark": "its scales and packing depend on settings per layer",
     "quanto": "its packed tensors have no rows",
     "aqlm": "its codebooks have no rows",
     "vptq": "its codebooks have no rows",
     "quip": "its weights are rotated across columns",
     "higgs": "its weights are rotated across columns",
     "hqq": "its weights are packed flat, across rows",
-    "auto-round": "its packing depends on the kernel it was exported for",
 }
 
 
@@ -59,6 +60,12 @@ class Values:
     """Bits of one value."""
     group: int | None = None
     """Number of columns that share a scale; None: all columns of a row."""
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns of a block that shares a scale; (1, 1): there are no blocks. The last block may be partial."""
+
+    def shared(self, axis: int) -> int | None:
+        """Number of rows (axis 0) or columns (axis 1) that share a scale; None: one row, or all columns of it."""
+        return self.block[axis] if self.block != (1, 1) else self.group if axis else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +93,6 @@ class Scheme:
     """The tensor with one element for each group of columns along its column dimension."""
     packed: frozenset[str] = frozenset()
     """Tensors in which one I32 packs the values of several columns."""
-    block: tuple[int, int] = (1, 1)
-    """Rows and columns of a block that shares a scale. The last block may be partial."""
     values: tuple[Values, ...] = (Values(8),)
     """The possible storages of values in this checkpoint."""
 
@@ -101,26 +106,33 @@ class Scheme:
         for values in self.values:
             rows = self._size(0, self.rows_of, tensors, values.bits)
             columns = self._size(1, self.columns_of, tensors, values.bits)
-            if rows is not None and columns is not None and self._fits(columns, values, tensors):
+            if rows is not None and columns is not None and self._fits((rows, columns), values, tensors):
                 weights[QuantizedWeight(rows, columns, values)] = None
         return tuple(weights)
 
-    def _fits(self, columns: int, values: Values, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
-        """Whether the number of scales equals the number of groups of columns."""
-        axis = self.tensors[self.scale][1] if self.scale in tensors else None
-        if axis is None or self.block != (1, 1):
+    def _fits(self, size: tuple[int, int], values: Values, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
+        """Whether there are as many scales as blocks, or as groups of columns for each row."""
+        if self.scale not in tensors:
             return True
         shape = tensors[self.scale][1]
-        groups = shape[axis] if axis < len(shape) else 1
-        return groups == -(-columns // (values.group or max(columns, 1)))
+        found = [1 if (axis := self._axis(self.scale, which, shape)) is None else shape[axis] for which in (0, 1)]
+        groups = [-(-size[which] // (values.shared(which) or (1, max(size[1], 1))[which])) for which in (0, 1)]
+        return found == groups or (prod(shape) == 1 and values.block == (1, 1) and groups[1] == 1)
+
+    def _axis(self, suffix: str, which: int, shape: tuple[int, ...]) -> int | None:
+        """The dimension of a tensor for the weight's rows (0) or columns (1); None: it has no such dimension."""
+        axis = self.tensors[suffix][which]
+        if self.name == "modelopt" and len(shape) == 4 and suffix == self.scale:
+            axis = 2 * which  # Scales of blocks: [rows, 1, columns, 1] (vLLM 0.33 `modelopt.py`, KFp8Block128).
+        return None if axis is None or axis >= len(shape) else axis
 
     def _size(
         self, which: int, names: Sequence[str], tensors: Mapping[str, tuple[str, tuple[int, ...]]], bits: int
     ) -> int | None:
         for suffix in names:
-            axis = self.tensors[suffix][which]
             dtype, shape = tensors.get(suffix, ("", ()))
-            if axis is None or axis >= len(shape):
+            axis = self._axis(suffix, which, shape)
+            if axis is None:
                 continue
             if which and dtype == "I32" and suffix in self.packed:
                 return shape[axis] * 32 // bits
@@ -154,11 +166,11 @@ class Scheme:
         Raises:
             PlanError: a border falls inside a block, group or word.
         """
-        own = self.tensors[suffix][axis]
-        if own is None or own >= len(shape):
+        own = self._axis(suffix, axis, shape)
+        if own is None:
             return None
         size, dim = shape[own], (weight.rows, weight.columns)[axis]
-        shared = self.block[axis] if self.block != (1, 1) else weight.values.group if axis else None
+        shared = weight.values.shared(axis)
         if (
             size == 1
             and shared is None
@@ -168,7 +180,7 @@ class Scheme:
         values, elements = _values_per_elements(dim, shape, own, shared, weight.values.bits)
         if may_split_blocks and suffix in _OF_GROUPS and shared is not None and (values, elements) == (shared, 1):
             borders = {at for parts in ranges for start, length in parts for at in (start, start + length)}
-            part = 1 if self.block != (1, 1) else _smallest_group(shared)
+            part = 1 if weight.values.block != (1, 1) else _smallest_group(shared)
             if any(at % shared and at != dim for at in borders) and not any(at % part for at in borders):
                 return None
 
@@ -188,8 +200,8 @@ class Scheme:
 
 
 def is_cache_scale(suffix: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor whose name ends so is the scale of an attention cache, which every rank holds."""
-    return suffix in _CACHE_SCALES and shape in ((), (1,))
+    """Whether a tensor whose name ends so is a scale of an attention cache, which every rank holds whole."""
+    return suffix in _CACHE_SCALES and prod(shape[1:]) == 1
 
 
 def _smallest_group(group: int) -> int:
@@ -229,6 +241,10 @@ def find_scheme(config: Mapping[str, Any]) -> Scheme:
         return _compressed_tensors(config)
     if method.startswith("modelopt"):
         return _modelopt(config)
+    if method == "quark":
+        return _quark(config)
+    if method.removeprefix("intel/") == "auto-round":
+        return _auto_round(config)
     if method == "mxfp4":
         # gpt_oss: blocks and scales have their own names, and the plan has rules for them.
         return Scheme("mxfp4", {})
@@ -239,7 +255,8 @@ def find_scheme(config: Mapping[str, Any]) -> Scheme:
 
 def _refusal(method: str, why: str) -> PlanError:
     return PlanError(
-        f"weights are quantized by {method}, which cannot be cut offline: {why}; use --tp 1, which cuts nothing",
+        f"weights are quantized by {method}, which no rule can cut: {why}; try --plan vllm where vLLM is installed, or"
+        " use --tp 1, which cuts nothing",
         code="unsupported",
     )
 
@@ -256,7 +273,8 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
         "input_scale_ub": _NEITHER,
         "activation_scale": _NEITHER,
     }
-    return Scheme("fp8", tensors, _PLAIN, _PLAIN, block=_block(config.get("weight_block_size")))
+    values = Values(8, block=_block(config.get("weight_block_size")))
+    return Scheme("fp8", tensors, _PLAIN, _PLAIN, values=(values,))
 
 
 _PACKED_INPUTS: Mapping[str, Axes] = {"qweight": (1, 0), "scales": (1, 0), "qzeros": (1, 0), "g_idx": (None, 0)}
@@ -302,6 +320,7 @@ _COMPRESSED_FORMATS = frozenset(
         "naive-quantized",
         "nvfp4-pack-quantized",
         "mxfp4-pack-quantized",
+        "mxfp8-quantized",
         "mixed-precision",
     }
 )
@@ -333,9 +352,6 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         for group in groups.values()
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
     ]
-    blocks = {block for _, block in stored} or {(1, 1)}
-    if len(blocks) > 1:
-        raise _refusal("compressed-tensors", "its config groups have scales of different blocks")
     return Scheme(
         "compressed-tensors",
         _COMPRESSED_TENSORS,
@@ -343,38 +359,99 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         columns_of=("weight_packed", "weight"),
         scale="weight_scale",
         packed=frozenset({"weight_packed"}),
-        block=blocks.pop(),
-        values=tuple(dict.fromkeys(values for values, _ in stored)) or (Values(8),),
+        values=tuple(dict.fromkeys(stored)) or (Values(8),),
     )
 
 
-def _compressed_layers(group: Mapping[str, Any], default: Any) -> tuple[Values, tuple[int, int]]:
-    """Storage of values, and the block that shares a scale, of a config group."""
+def _compressed_layers(group: Mapping[str, Any], default: Any) -> Values:
+    """Storage of values of a config group."""
     weights, stored = group["weights"], group.get("format") or default or "dense"
     if not isinstance(stored, str) or stored not in _COMPRESSED_FORMATS:
-        raise _refusal(f"compressed-tensors, format {stored}", "its packing has no rows and columns")
+        raise _refusal(f"compressed-tensors, format {stored}", "relayout does not know how it stores them")
     strategy = weights.get("strategy")
     is_grouped = strategy in ("group", "tensor_group")
     if is_grouped and weights.get("actorder") in ("group", "dynamic", True):
         raise _refusal("compressed-tensors with act-order (actorder)", _ACT_ORDER)
-    values = Values(_number(weights, "num_bits"), _group(weights.get("group_size")) if is_grouped else None)
-    return values, _block(weights.get("block_structure") if strategy == "block" else None)
+    return Values(
+        _number(weights, "num_bits"),
+        _group(weights.get("group_size")) if is_grouped else None,
+        _block(weights.get("block_structure") if strategy == "block" else None),
+    )
+
+
+_MODELOPT = {
+    "FP8": Values(8),
+    "FP8_PER_CHANNEL_PER_TOKEN": Values(8),
+    "FP8_PB_WO": Values(8, block=(128, 128)),
+    "FP8_BLOCK_SCALES": Values(8, block=(128, 128)),
+    "MXFP8": Values(8, 32),
+    "NVFP4": Values(4, 16),
+    "W4A16_NVFP4": Values(4, 16),
+}
+"""Storage of values by `quant_algo` (vLLM 0.33 `modelopt.py`, LINEAR_ALGOS)."""
 
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme:
     nested = config.get("quantization")
     config = nested if "quant_algo" not in config and isinstance(nested, Mapping) else config
-    algorithm = str(config.get("quant_algo") or "").upper()
-    if algorithm not in ("FP8", "NVFP4"):
-        raise _refusal(f"modelopt ({algorithm or 'no quant_algo'})", "only its FP8 and NVFP4 formats are supported")
+    layers = config.get("quantized_layers")
+    is_mixed = str(config.get("quant_algo")).upper() == "MIXED_PRECISION"
+    stored = [config]
+    if is_mixed and isinstance(layers, Mapping):
+        stored = [layer for layer in layers.values() if isinstance(layer, Mapping)]
     tensors: Mapping[str, Axes] = {
         "weight": (0, 1),
         "weight_scale": (0, 1),
         "weight_scale_2": _NEITHER,
         "input_scale": _NEITHER,
     }
-    values = Values(4, _group(config.get("group_size", 16))) if algorithm == "NVFP4" else Values(8)
-    return Scheme("modelopt", tensors, _PLAIN, _PLAIN, "weight_scale", values=(values,))
+    values = tuple(dict.fromkeys(_modelopt_values(layer) for layer in stored)) or (Values(8),)
+    return Scheme("modelopt", tensors, _PLAIN, _PLAIN, "weight_scale", values=values)
+
+
+def _modelopt_values(layer: Mapping[str, Any]) -> Values:
+    algorithm = str(layer.get("quant_algo") or "").upper()
+    values = _MODELOPT.get(algorithm)
+    if values is None:
+        known = ", ".join(sorted(_MODELOPT))
+        raise _refusal(f"modelopt ({algorithm or 'no quant_algo'})", f"relayout knows {known}")
+    return replace(values, group=_group(layer.get("group_size", values.group))) if values.bits == 4 else values
+
+
+def _quark(config: Mapping[str, Any]) -> Scheme:
+    layers = config.get("layer_quant_config"), config.get("layer_type_quant_config")
+    exceptions = [layer for table in layers if isinstance(table, Mapping) for layer in table.values()]
+    configs = [layer for layer in (config.get("global_quant_config"), *exceptions) if isinstance(layer, Mapping)]
+    weights = [layer["weight"] for layer in configs if layer.get("weight") is not None]
+    tensors: Mapping[str, Axes] = {"weight": (0, 1), "weight_scale": (0, 1), "input_scale": _NEITHER}
+    values = tuple(dict.fromkeys(map(_quark_values, weights))) or (Values(8),)
+    return Scheme("quark", tensors, _PLAIN, _PLAIN, "weight_scale", values=values)
+
+
+def _quark_values(weight: Any) -> Values:
+    """Storage of values (vLLM 0.33 `quark/schemes/`: quark_w8a8_fp8.py, quark_ocp_mx.py)."""
+    if isinstance(weight, list) and len(weight) == 1:
+        [weight] = weight
+    kind = (weight.get("dtype"), weight.get("qscheme")) if isinstance(weight, Mapping) else (weight, None)
+    if kind in (("fp8_e4m3", "per_tensor"), ("fp8_e4m3", "per_channel")) and weight.get("ch_axis") in (None, 0):
+        return Values(8)
+    if kind == ("fp4", "per_group") and weight.get("group_size") == 32:
+        return Values(4, 32)
+    words = " ".join(shown(word) for word in kind)
+    raise _refusal(f"quark ({words})", "relayout knows fp8_e4m3 per tensor and channel, and fp4 per group of 32")
+
+
+def _auto_round(config: Mapping[str, Any]) -> Scheme:
+    """As GPTQ or AWQ packs (vLLM 0.33 `inc/schemes/inc_wna16_scheme.py`)."""
+    packing, exceptions = config.get("packing_format", "auto_round:auto_gptq"), config.get("extra_config")
+    layers = exceptions.values() if isinstance(exceptions, Mapping) else ()
+    others = [layer for layer in layers if isinstance(layer, Mapping) and layer.get("bits") not in (16, 32)]
+    if config.get("data_type", "int") == "int" and packing == "auto_round:auto_gptq":
+        return _gptq({**config, "desc_act": False, "dynamic": {str(n): layer for n, layer in enumerate(others)}})
+    if config.get("data_type", "int") == "int" and packing == "auto_round:auto_awq" and not others:
+        return _awq({**config, "version": "gemm"})
+    why = "relayout knows integers packed as by GPTQ, or by AWQ with the same bits and groups in all layers"
+    raise _refusal(f"auto-round ({shown(packing)})", why)
 
 
 def _group(size: Any) -> int | None:

@@ -64,6 +64,26 @@ FLOAT4 = {"num_bits": 4, "strategy": "tensor_group", "type": "float", "group_siz
 BLOCKS = {"num_bits": 8, "strategy": "block", "type": "float", "block_structure": [128, 128]}
 
 
+# amd/Llama-3.1-8B-Instruct-FP8-KV and others of Quark.
+FP8_ROWS = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False, "symmetric": True}
+# Intel/Qwen2.5-7B-Instruct-int4-AutoRound and others.
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:auto_gptq"}
+
+
+def quark(weight: Any, **layers: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": None, "bias": None},
+        "layer_quant_config": {name: {"weight": of_layer} for name, of_layer in layers.items()},
+        "layer_type_quant_config": {}, "exclude": ["lm_head"], "export": {"kv_cache_group": []},
+    }  # fmt: skip
+
+
+def mixed_precision(*layers: dict[str, Any]) -> dict[str, Any]:
+    """As nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4."""
+    named = {f"model.layers.{n}": layer for n, layer in enumerate(layers)}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": named}
+
+
 # Which scheme; test_quantized_checkpoints.py has the usual configurations.
 
 
@@ -80,6 +100,9 @@ BLOCKS = {"num_bits": 8, "strategy": "block", "type": "float", "block_structure"
         ({"quant_method": "modelopt_fp4", **MODELOPT_NVFP4}, "modelopt"),
         ({"quant_method": "modelopt", "producer": {}, "quantization": MODELOPT_NVFP4}, "modelopt"),
         (MXFP4, "mxfp4"),
+        ({**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 16}}}, "gptq"),
+        ({**AUTO_ROUND, "quant_method": "intel/auto-round", "packing_format": "auto_round:auto_awq"}, "awq"),
+        (quark([FP8_ROWS], lm_head=None), "quark"),
     ],
 )
 def test_the_scheme_is_that_of_the_method(config: dict[str, Any], name: str) -> None:
@@ -93,8 +116,14 @@ def test_the_scheme_is_that_of_the_method(config: dict[str, Any], name: str) -> 
         ({"quant_method": "BITSANDBYTES_4bit"}, "bitsandbytes-4bit, .*flat"),
         ({"quant_method": "gguf"}, "gguf, .*blocks are not stored as tensors"),
         ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4"}}}, "torchao, .*flattened"),
-        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, "quark, .*per layer"),
-        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}, "auto-round, .*kernel"),
+        (quark({"dtype": "int4"}), r"quark \('int4' None\), .*fp8"),
+        (quark(FP8_ROWS, lm_head=[FP8_ROWS, {"dtype": "int4"}]), r"quark \(\[.*fp8"),
+        ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"}, r"auto-round \('auto_round:ll.*integers"),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, r"auto-round \('auto_round:auto_gptq'\), .*integers"),
+        (
+            {**AUTO_ROUND, "packing_format": "auto_round:auto_awq", "extra_config": {"lm_head": {"bits": 8}}},
+            r"auto-round \('auto_round:auto_awq'\), .*same bits",
+        ),
         ({"quant_method": "hqq", "quant_config": {}}, "hqq, .*packed flat"),
         ({"quant_method": "aqlm", "nbits_per_codebook": 16}, "aqlm, .*codebooks"),
         ({"quant_method": "vptq"}, "vptq, .*codebooks"),
@@ -111,20 +140,20 @@ def test_the_scheme_is_that_of_the_method(config: dict[str, Any], name: str) -> 
         ({**AWQ, "version": "gemv"}, "AWQ in gemv format, .*only the gemm format"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors, .*no config_groups"),
         (compressed("pack-quantized"), "compressed-tensors, .*no config_groups"),
-        (compressed("marlin-24", INT4), "compressed-tensors, format marlin-24, .*no rows and columns"),
+        (compressed("marlin-24", INT4), "compressed-tensors, format marlin-24, .*not know how it stores them"),
         (compressed("pack-quantized", {**INT4, "actorder": "group"}), r"compressed-tensors with act-order \(ac"),
         (compressed("pack-quantized", {**INT4, "actorder": "dynamic"}), r"compressed-tensors with act-order \(ac"),
         (compressed("pack-quantized", {**INT4, "actorder": True}), r"compressed-tensors with act-order \(ac"),
-        (compressed(["pack-quantized"], INT4), "compressed-tensors, format .*no rows and columns"),
+        (compressed(["pack-quantized"], INT4), "compressed-tensors, format .*not know how it stores them"),
         (compressed("float-quantized", CHANNEL, sparsity_config={"format": "sparse-bitmask"}), "compressed-tensors, s"),
-        (compressed("float-quantized", CHANNEL, BLOCKS), "compressed-tensors, .*scales of different blocks"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"modelopt \(W4A8_AWQ\), .*FP8 and NVFP4"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, r"modelopt \(MIXED_PRECISION\), .*only"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"modelopt \(W4A8_AWQ\), .*FP8, .*NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, r"modelopt \(MIXED_PRECISION\), .*knows"),
+        (mixed_precision({"quant_algo": "FP8"}, {"quant_algo": "Q4_K"}), r"modelopt \(Q4_K\), .*knows"),
         ({"quant_method": "modelopt"}, r"modelopt \(no quant_algo\), "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_with_the_reason(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=f"^weights are quantized by {message}.*; use --tp 1, which cuts nothing$"):
+    with pytest.raises(PlanError, match=f"^weights are quantized by {message}.*; try --plan vllm .*--tp 1, which"):
         find_scheme(config)
 
 
@@ -198,9 +227,13 @@ def test_the_mxfp4_of_gpt_oss_is_left_to_its_plan() -> None:
 
 @pytest.mark.parametrize(
     ("suffix", "shape", "expected"),
-    [("k_scale", (), True), ("v_scale", (1,), True), ("k_scale", (8,), False), ("weight_scale", (), False)],
+    [
+        *((f"{tensor}_{what}", (8, 1, 1), True) for tensor in "qkv" for what in ("scale", "zero_point")),
+        *(("k_scale", (), True), ("v_scale", (1,), True), ("k_scale", (8,), True), ("k_scale", (8, 2), False)),
+        *(("weight_scale", (), False), ("weight_zero_point", (), False)),
+    ],
 )
-def test_one_scale_of_the_cache_is_known_by_name_and_shape(suffix: str, shape: tuple[int, ...], expected: bool) -> None:
+def test_a_scale_of_the_cache_is_known_by_name_and_shape(suffix: str, shape: tuple[int, ...], expected: bool) -> None:
     assert is_cache_scale(suffix, shape) == expected
 
 

@@ -202,6 +202,7 @@ def gptq_tensors(columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
+BLOCKS = weights_of(8, "float", "block")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 GROUPS = {256: {2}, 192: set(), 384: {3}, 512: {2, 4}}
 """Columns, in groups of 128, and the degrees at which ranks have whole groups."""
@@ -252,6 +253,56 @@ def test_a_cut_inside_a_block_is_refused_where_the_last_block_is_partial(columns
     assert {degree for degree in DEGREES if isinstance(try_plan(source, degree), Plan)} == fitting
 
 
+MIXTURES: dict[str, tuple[dict[str, Any], dict[str, dict[str, tuple[str, tuple[int, ...]]]]]] = {
+    "channels beside blocks": (
+        {
+            **compressed("float-quantized", {}),
+            "config_groups": {
+                "group_0": {"targets": ["re:.*self_attn.*"], "weights": weights_of(8, "float", "channel")},
+                "group_1": {"targets": ["re:.*mlp.*"], "weights": {**BLOCKS, "block_structure": [128, 128]}},
+            },
+        },
+        {
+            "o_proj": {"weight": ("F8_E4M3", (256, 512)), "weight_scale": ("BF16", (256, 1))},
+            "down_proj": {"weight": ("F8_E4M3", (256, 512)), "weight_scale": ("BF16", (2, 4))},
+        },
+    ),
+    "modelopt": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"o": {"quant_algo": "FP8"}, "d": {"quant_algo": "NVFP4", "group_size": 16}},
+        },
+        {
+            "o_proj": {"weight": ("F8_E4M3", (256, 512)), "weight_scale": ("F32", ()), "input_scale": ("F32", ())},
+            "down_proj": {
+                "weight": ("U8", (256, 256)),
+                "weight_scale": ("F8_E4M3", (256, 32)),
+                "weight_scale_2": ("F32", ()),
+                "input_scale": ("F32", ()),
+            },
+        },
+    ),
+}
+"""Config, and the tensors of two weights of 256 rows and 512 columns."""
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_weights_of_one_checkpoint_may_be_stored_in_several_ways(name: str) -> None:
+    config, modules = MIXTURES[name]
+    prefixes = {"o_proj": "model.layers.0.self_attn.o_proj.", "down_proj": "model.layers.0.mlp.down_proj."}
+    stored = {f"{prefixes[module]}{key}": one for module, each in modules.items() for key, one in each.items()}
+    source = make_source({key: shape for key, (_, shape) in stored.items()}, model_type="llama", hidden_size=512)
+    typed = tuple(replace(tensor, dtype=stored[tensor.name][0]) for tensor in source.tensors)
+    source = replace(source, tensors=typed, config={**source.config, "quantization_config": config})
+    plan = plan_for(source, 4)
+    held = {one.name: plan.cut(t).slices[1].ranges_along(1) for t, one in enumerate(source.tensors)}
+    # Columns are cut, and what has as many, or fewer by groups or blocks: the second quarter of each.
+    for key, (_, shape) in stored.items():
+        columns = shape[1] if len(shape) == 2 else 1
+        assert held[key] == (None if columns == 1 else ((columns // 4, columns // 4),)), key
+
+
 def test_a_dynamic_rule_that_asks_for_act_order_is_refused_as_if_all_weights_had_it() -> None:
     """GPTQModel's exceptions from the rest of the configuration (vLLM gptq_utils.py raises too)."""
     plan_for(of_module({**GPTQ, "dynamic": {"-:.*o_proj": {}}}, **gptq_tensors(256)), 2)
@@ -297,7 +348,7 @@ def test_a_form_that_cannot_be_cut_is_refused_by_name_with_the_reason_and_conver
     method = Method(REFUSED_FORMS[name], lambda _: np.zeros((0, 0)))
     source = write_quantized(Quantized(method, sizes={"D": 16, "I": 256, "H": 128}), tmp_path / "source")
     word = name.partition(" ")[0]
-    with pytest.raises(PlanError, match=rf"quantized by .*{word}.* cannot be cut offline: \w.*; .*--tp 1\b"):
+    with pytest.raises(PlanError, match=rf"quantized by .*{word}.* which no rule can cut: \w.*; .*--tp 1\b"):
         relayout.convert(source, tmp_path / "out", tp=2)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     relayout.convert(source, tmp_path / "out", tp=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Method:
     """The weight that such tensors mean."""
     cache_scales: tuple[str, ...] = ()
     """Names of scales of the attention cache."""
+    cache_shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def write_quantized(quantized: Quantized, folder: Path) -> Path:
             tensors[entry.name] = torch.randn(entry.shape).to(DTYPES[quantized.base.dtype_of(entry.name)])
     for layer in range(quantized.all_sizes()["L"]):
         for name in method.cache_scales:
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.rand(()) + 0.5
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.rand(method.cache_shape) + 0.5
     sizes = quantized.all_sizes()
     config = quantized.base.config(sizes)
     if sizes["D"] * sizes["A"] != sizes["H"] and not config["model_type"].startswith(("deepseek", "kimi")):
@@ -136,7 +137,8 @@ def scaled(
     """A weight of 8 bits per number, and a scale for all of it, or for each row, that numpy's broadcasting applies."""
 
     def numbers(tensors: Tensors) -> Array:
-        return number(tensors["weight"]) * number(tensors["weight_scale"])
+        scale = number(tensors["weight_scale"])
+        return number(tensors["weight"]) * (scale.reshape(-1, 1) if scale.ndim == 1 else scale)
 
     return Method(Form(config, f"weight {dtype} R C\n{scales}"), numbers, cache_scales)
 
@@ -151,8 +153,8 @@ def fp8_blocks(form: Form, name: str) -> Method:
     """A scale for each block of 128 x 128."""
 
     def numbers(tensors: Tensors) -> Array:
-        weight = number(tensors["weight"])
-        return weight * spread(number(tensors[name]), weight.shape, (128, 128))
+        weight, scales = number(tensors["weight"]), number(tensors[name])
+        return weight * spread(scales[:, 0, :, 0] if scales.ndim == 4 else scales, weight.shape, (128, 128))
 
     return Method(form, numbers)
 
@@ -284,6 +286,23 @@ NVFP4_MODELOPT = fp4({"quant_method": "modelopt", **MODELOPT}, 16, MODELOPT_NAME
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 MLA_BLOCKS = {"L": 2, "H": 192, "N": 128, "R": 64, "KL": 128, "QL": 192, "S": 512}
 
+QUARK = {
+    "quant_method": "quark", "layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": ["lm_head"],
+    "export": {"kv_cache_group": [], "pack_method": "reorder"},
+}  # fmt: skip
+QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False, "symmetric": True}
+
+
+def mxfp8(config: Mapping[str, Any]) -> Method:
+    """A number in a byte, and an exponent for each 32 columns."""
+
+    def numbers(tensors: Tensors) -> Array:
+        values = number(tensors["weight"])
+        return values * spread(2.0 ** (number(tensors["weight_scale"]) - 127), values.shape, (1, 32))
+
+    return Method(Form(config, "weight F8_E4M3 R C\nweight_scale U8 R C//32", (1, 32)), numbers)
+
+
 _NARROW = {"H": 96, "D": 16, "I": 240}
 
 QUANTIZED: dict[str, Quantized] = {
@@ -335,6 +354,47 @@ QUANTIZED: dict[str, Quantized] = {
             ),
             "weight_scale",
         )
+    ),
+    "fp8_cache_heads": Quantized(
+        replace(
+            scaled_rows("float", "F8_E4M3", "BF16"),
+            cache_scales=tuple(f"{tensor}_{what}" for tensor in "qkv" for what in ("scale", "zero_point")),
+            cache_shape=(8, 1, 1),
+        ),
+        sizes=_NARROW,
+    ),
+    "fp8_rows_modelopt": Quantized(
+        scaled({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "weight_scale F32 R"),
+        sizes=_NARROW,
+    ),
+    "fp8_blocks_modelopt": Quantized(
+        fp8_blocks(
+            Form(
+                {**MODELOPT, "quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+                "weight F8_E4M3 R C\nweight_scale F32 ceil(R,128) 1 ceil(C,128) 1",
+                (128, 128),
+            ),
+            "weight_scale",
+        )
+    ),
+    "fp8_quark": Quantized(
+        scaled(QUARK | {"global_quant_config": {"weight": QUARK_FP8}}, "weight_scale F32 R\ninput_scale F32"),
+        sizes=_NARROW,
+    ),
+    "mxfp4_quark": Quantized(
+        fp4(
+            QUARK | {"global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}}},
+            32,
+            "weight weight_scale",
+        ),
+        sizes={"D": 32, "H": 64, "I": 512},
+    ),
+    "mxfp8": Quantized(
+        mxfp8(compressed("mxfp8-quantized", weights_of(8, "float", "group", group_size=32))),
+        sizes={"D": 32, "H": 64, "I": 512},
+    ),
+    "mxfp8_modelopt": Quantized(
+        mxfp8({**MODELOPT, "quant_method": "modelopt", "quant_algo": "MXFP8"}), sizes={"D": 32, "H": 64, "I": 512}
     ),
     "int8_channel": Quantized(scaled_rows("int", "I8", "F32"), sizes=_NARROW),
     "gptq_4bit": Quantized(gptq(4, 128), sizes={"H": 256}),

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -38,10 +39,11 @@ def _results(name: str) -> Any:
 
 
 def families() -> str:
-    """The table of built-in plans. The first line of each plan file says what it is for."""
+    """The table of built-in plans. The first sentence of each plan file says what it is for."""
     rows = ["| plan | for | model types | experts |", "|---|---|---|---|"]
     for family in builtin_families():
-        what = builtin_text(family.name).splitlines()[0].removeprefix("# ").removesuffix(".")
+        lines = takewhile(lambda line: line.startswith("#"), builtin_text(family.name).splitlines())
+        what = re.split(r"\.(?: |$)", " ".join(line.removeprefix("# ") for line in lines))[0]
         experts = "cut or owned" if family.experts_each or family.experts_stacked else ""
         rows.append(f"| `{family.name}` | {what} | {', '.join(family.model_types)} | {experts} |")
     return "\n".join(rows)

@@ -52,6 +52,9 @@ _LOOK_SECONDS = 0.1
 """How often it looks whether they do."""
 _PLAN_LIMIT_SECONDS = 300.0
 """How long another process may observe a plan."""
+_OBSERVED = frozenset({"no_plan", "no_rule", "unsupported"})
+"""Codes of errors that an observed plan avoids: no rules for the model type, for a tensor, or for a quantized form. An
+observed slice is what the engine's own loader has read, so it needs no rules. Where the engine refuses, so does it."""
 
 FindPlan = Callable[[SourceCheckpoint, int], Plan]
 """Finds the plan of a checkpoint for so many ranks. Raises PlanError: there is none."""
@@ -228,7 +231,7 @@ def plan_in(
     observe: Callable[[], Observer] | None,
     only_kept: bool = False,
 ) -> Plan:
-    """Return the built-in plan of a checkpoint, else one that is observed once and kept in the cache.
+    """Return the built-in plan of a checkpoint; if it has none, one that is observed once and kept in the cache.
 
     Args:
         expert_parallel: each rank owns whole experts; such a plan is not observed.
@@ -242,7 +245,7 @@ def plan_in(
     try:
         return plan_for(checkpoint, num_ranks, expert_parallel=expert_parallel)
     except PlanError as error:
-        if observe is None or expert_parallel or error.code != "no_plan":
+        if observe is None or expert_parallel or error.code not in _OBSERVED:
             raise
     name, find = observe()
     headers = [digest_hex(file.header) for file in checkpoint.files]

@@ -207,7 +207,8 @@ def _advice(checkpoint: PlannedCheckpoint, what: str) -> str:
         )
     fitting = matching_plans(checkpoint)
     count = len(checkpoint.tensors)
-    known = [f"--plan {name} matches all {count} tensors: check that the model is built so" for name in fitting[:1]]
+    what_matches = "the only tensor" if count == 1 else f"all {count} tensors"
+    known = [f"--plan {name} matches {what_matches}: check that the model is built so" for name in fitting[:1]]
     others = [f"{', '.join(fitting[1:])} too, and cut otherwise"] if fitting[1:] else []
     ways = "supply your own with --plan FILE, try --plan vllm or --plan transformers where these are installed"
     found = [*known, *others, f"or {ways}"] if known else [f"no built-in plan matches all tensors: {ways}"]

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,26 @@ def test_a_kept_plan_that_is_damaged_is_observed_again(model: Path, cache: Path,
     kept.write_bytes(damage)
     assert [plan(), plan()] == [first, first]
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("lacks", ["a rule for a tensor", "rules for a quantized form"])
+def test_what_the_built_in_rules_do_not_cut_is_observed(model: Path, cache: Path, lacks: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    if lacks == "a rule for a tensor":
+        config["model_type"] = "gpt2"
+    else:
+        config["quantization_config"] = {"quant_method": "vptq"}
+    (model / "config.json").write_text(json.dumps(config))
+    source = read_source(find_input(model))
+    observed = replace(plan_by(source, 1, None), name="vllm:engine")
+
+    def observe(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
+        return observed
+
+    with pytest.raises(PlanError, match="no rule"):
+        conversions.plan_in(Cache(cache), source, 2, expert_parallel=False, observe=None)
+    found = conversions.plan_in(Cache(cache), source, 2, expert_parallel=False, observe=lambda: ("engine 1", observe))
+    assert found.name == "vllm:engine"
 
 
 def test_only_a_missing_plan_is_observed(llama: Path, cache: Path) -> None:

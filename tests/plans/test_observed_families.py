@@ -5,6 +5,7 @@ No vLLM is needed here: what its ranks take of small checkpoints, of several siz
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,12 @@ def test_all_plans_were_observed() -> None:
     says = "observe these with vLLM (tools/run engines --step plans), or correct NOT_OBSERVED"
     assert unseen == NOT_OBSERVED, f"{says}: {unseen ^ NOT_OBSERVED}"
     assert not (missing := NOT_OBSERVED.difference(FAMILIES)), f"tests/support/families.py has no shapes of {missing}"
+
+
+def test_the_document_of_models_names_the_plans_that_were_not_observed() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "MODELS.md").read_text()
+    [names] = re.findall(r"sharding, all but ([`\w, ]+), at up to 16 ranks", text.replace("\n", " "))
+    assert set(re.findall(r"`(\w+)`", names)) == NOT_OBSERVED
 
 
 def test_a_wrong_slice_and_a_tensor_without_a_rule_are_seen() -> None:

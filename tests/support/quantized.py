@@ -28,7 +28,8 @@ class Method:
     """The weight that such tensors mean."""
     cache_scales: tuple[str, ...] = ()
     """Names of scales of the attention cache."""
-    cache_shape: tuple[int, ...] = ()
+    is_per_head: bool = False
+    """Whether these are of one element for each head."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def write_quantized(quantized: Quantized, folder: Path) -> Path:
             tensors[entry.name] = torch.randn(entry.shape).to(DTYPES[quantized.base.dtype_of(entry.name)])
     for layer in range(quantized.all_sizes()["L"]):
         for name in method.cache_scales:
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.rand(method.cache_shape) + 0.5
+            heads = quantized.all_sizes()["A" if name.startswith("q") else "K"]
+            shape = (heads, 1, 1) if method.is_per_head else ()
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.rand(shape) + 0.5
     sizes = quantized.all_sizes()
     config = quantized.base.config(sizes)
     if sizes["D"] * sizes["A"] != sizes["H"] and not config["model_type"].startswith(("deepseek", "kimi")):
@@ -286,11 +289,23 @@ NVFP4_MODELOPT = fp4({"quant_method": "modelopt", **MODELOPT}, 16, MODELOPT_NAME
 DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 MLA_BLOCKS = {"L": 2, "H": 192, "N": 128, "R": 64, "KL": 128, "QL": 192, "S": 512}
 
-QUARK = {
-    "quant_method": "quark", "layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": ["lm_head"],
-    "export": {"kv_cache_group": [], "pack_method": "reorder"},
-}  # fmt: skip
-QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False, "symmetric": True}
+
+def quark(weight: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The quantization_config of AMD Quark."""
+    return {
+        "quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": inputs, "bias": None},
+        "layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": ["lm_head"],
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+    }  # fmt: skip
+
+
+QUARK_INPUTS = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
+QUARK_ROWS = {**QUARK_INPUTS, "qscheme": "per_channel", "ch_axis": 0}
+QUARK_GROUPS = {**QUARK_ROWS, "dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1,
+                "scale_format": "e8m0"}  # fmt: skip
+
+
+MXFP8 = weights_of(8, "float", "group", group_size=32, scale_dtype="torch.uint8")
 
 
 def mxfp8(config: Mapping[str, Any]) -> Method:
@@ -357,9 +372,13 @@ QUANTIZED: dict[str, Quantized] = {
     ),
     "fp8_cache_heads": Quantized(
         replace(
-            scaled_rows("float", "F8_E4M3", "BF16"),
-            cache_scales=tuple(f"{tensor}_{what}" for tensor in "qkv" for what in ("scale", "zero_point")),
-            cache_shape=(8, 1, 1),
+            scaled(
+                compressed("float-quantized", weights_of(8, "float", "channel"), DYNAMIC)
+                | {"kv_cache_scheme": weights_of(8, "float", "attn_head")},
+                "weight_scale BF16 R 1",
+                tuple(f"{tensor}_{what}" for tensor in "qkv" for what in ("scale", "zero_point")),
+            ),
+            is_per_head=True,
         ),
         sizes=_NARROW,
     ),
@@ -378,19 +397,14 @@ QUANTIZED: dict[str, Quantized] = {
         )
     ),
     "fp8_quark": Quantized(
-        scaled(QUARK | {"global_quant_config": {"weight": QUARK_FP8}}, "weight_scale F32 R\ninput_scale F32"),
+        scaled(quark(QUARK_ROWS, QUARK_INPUTS), "weight_scale F32 R\ninput_scale F32"),
         sizes=_NARROW,
     ),
     "mxfp4_quark": Quantized(
-        fp4(
-            QUARK | {"global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}}},
-            32,
-            "weight weight_scale",
-        ),
-        sizes={"D": 32, "H": 64, "I": 512},
+        fp4(quark(QUARK_GROUPS), 32, "weight weight_scale"), sizes={"D": 32, "H": 64, "I": 512}
     ),
     "mxfp8": Quantized(
-        mxfp8(compressed("mxfp8-quantized", weights_of(8, "float", "group", group_size=32))),
+        mxfp8(compressed("mxfp8-quantized", MXFP8, MXFP8 | {"dynamic": True})),
         sizes={"D": 32, "H": 64, "I": 512},
     ),
     "mxfp8_modelopt": Quantized(
@@ -398,6 +412,10 @@ QUANTIZED: dict[str, Quantized] = {
     ),
     "int8_channel": Quantized(scaled_rows("int", "I8", "F32"), sizes=_NARROW),
     "gptq_4bit": Quantized(gptq(4, 128), sizes={"H": 256}),
+    "gptq_auto_round": Quantized(
+        gptq(4, 128, quant_method="auto-round", packing_format="auto_round:auto_gptq", data_type="int"),
+        sizes={"H": 256},
+    ),
     "gptq_4bit_moe": Quantized(gptq(4, 32), "qwen3_moe", {"M": 128}),
     "gptq_4bit_biases": Quantized(gptq(4, 32, bias=True), sizes={"D": 32, "I": 256}),
     "gptq_4bit_biases_moe": Quantized(gptq(4, 32, bias=True), "mixtral", {"D": 32, "I": 256}),

@@ -51,6 +51,9 @@ _REFUSED = {
     "hqq": "its weights are packed flat, across rows",
 }
 
+_OWN_LOADERS = ("bitsandbytes", "gguf")
+"""Methods that vLLM has loaders of their own for, so that observing its default loader shows nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Values:
@@ -254,11 +257,10 @@ def find_scheme(config: Mapping[str, Any]) -> Scheme:
 
 
 def _refusal(method: str, why: str) -> PlanError:
-    return PlanError(
-        f"weights are quantized by {method}, which no rule can cut: {why}; try --plan vllm where vLLM is installed, or"
-        " use --tp 1, which cuts nothing",
-        code="unsupported",
-    )
+    is_observed = not method.startswith(_OWN_LOADERS)
+    way = "try --plan vllm, if vLLM loads this form, or " if is_observed else ""
+    what = f"weights are quantized by {method}, which no rule can cut: {why}; {way}use --tp 1, which cuts nothing"
+    return PlanError(what, code="unsupported")
 
 
 _PLAIN = ("weight",)

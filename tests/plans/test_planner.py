@@ -59,6 +59,7 @@ LLAMA = {
         (LLAMA, {"model_type": None}, "config.json has no model_type; --plan llama matches all 3 tensors: "),
         (LLAMA, {"model_type": ["llama"]}, "config.json has no model_type; --plan llama matches all 3 tensors: "),
         (LLAMA, {"model_type": "mine"}, "no built-in plan for model type 'mine'; --plan llama matches all 3 tensors: "),
+        (dict(list(LLAMA.items())[:1]), {"model_type": "mine"}, "--plan llama matches the only tensor: "),
         (
             {"x.y.weight": (8, 8)},
             {"model_type": "mine"},

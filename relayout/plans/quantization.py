@@ -444,7 +444,7 @@ def _quark_values(weight: Any) -> Values:
 
 
 def _auto_round(config: Mapping[str, Any]) -> Scheme:
-    """As GPTQ or AWQ packs (vLLM 0.33 `inc/schemes/inc_wna16_scheme.py`)."""
+    """Return the scheme of GPTQ or AWQ, whose packing auto-round uses (vLLM 0.33 `inc/schemes/inc_wna16_scheme.py`)."""
     packing, exceptions = config.get("packing_format", "auto_round:auto_gptq"), config.get("extra_config")
     layers = exceptions.values() if isinstance(exceptions, Mapping) else ()
     others = [layer for layer in layers if isinstance(layer, Mapping) and layer.get("bits") not in (16, 32)]

@@ -53,9 +53,9 @@ class Sizes:
         self._configs = (nested or config, defaults or {}, config)
         self._sources = sources
 
-    def has_source(self, size: str) -> bool:
-        """Whether the plan says where to find the size."""
-        return bool(self._sources.get(size))
+    def is_computed(self, size: str) -> bool:
+        """Whether the plan has a quotient for the size, where config.json does not have it."""
+        return any("/" in str(source.use) for source in self._sources.get(size, ()))
 
     def find(self, size: str) -> int | None:
         """The size, or None if config.json does not have it."""
@@ -298,9 +298,9 @@ def _parts(rule: Rule, size: int, sizes: Sizes) -> list[tuple[int, int]]:
 def _check_heads(size: int, count: int, sizes: Sizes) -> None:
     """Raise PlanError unless the dimension has the declared heads, of the declared size.
 
-    A plan without the size `head_dim` is for heads of several sizes, which nothing else would tell from half heads.
+    The size of a head may be unknown if the plan does not compute it: its heads may have several sizes.
     """
-    head_dim = sizes.get(HEAD_DIM) if sizes.has_source(HEAD_DIM) else None
+    head_dim = sizes.get(HEAD_DIM) if sizes.is_computed(HEAD_DIM) else sizes.find(HEAD_DIM)
     if size % count or (head_dim is not None and size != count * head_dim):
         by = "" if head_dim is None else f" of {head_dim} elements"
         raise PlanError(f"{size} elements, but config.json declares {count} heads{by}", code="config")

@@ -10,7 +10,7 @@ from support.planning import all_slices, make_source
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, PlanError
 from relayout.plans.family import parse_family
-from relayout.plans.planner import plan_for
+from relayout.plans.planner import plan_by, plan_for
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 
@@ -70,6 +70,14 @@ def test_no_head_is_cut_in_two_where_its_size_is_unknown() -> None:
         PlanError, match=r"size 'head_dim' is unknown: config.json has no positive integer head_dim or h"
     ):
         plan_for(make_source(shapes, model_type="odd", **only_heads), 16, "llama")
+
+
+def test_a_plan_that_does_not_compute_the_size_of_a_head_checks_it_where_config_json_has_it() -> None:
+    text = '[sizes]\nheads = "n"\nhead_dim = "d"\n[cut]\nw = { dim = 0, by = "heads" }'
+    family = parse_family(text, "mine.toml", "mine")
+    assert plan_by(make_source({"w": (64, 2)}, n=4), 2, family).num_ranks == 2
+    with pytest.raises(PlanError, match=r"64 elements, but config.json declares 4 heads of 8 elements"):
+        plan_by(make_source({"w": (64, 2)}, n=4, d=8), 2, family)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
@@ -174,9 +174,32 @@ class Stop:
         self.requested = self.is_lost = True
 
 
+@contextmanager
+def heeding(stop: Stop) -> Iterator[None]:
+    """Let `pause` and `current_stop` in this thread heed `stop`, until the block ends."""
+    before = current_stop()
+    _worker.stop = stop
+    try:
+        yield
+    finally:
+        _worker.stop = before
+
+
+def current_stop() -> Stop | None:
+    """Return what this thread heeds; None: nothing asks it to stop."""
+    stop: Stop | None = getattr(_worker, "stop", None)
+    return stop
+
+
+def check_stop(stop: Stop | None) -> None:
+    """Raise Stopped if a stop was requested."""
+    if stop is not None and stop.requested:
+        raise Stopped("the work was canceled")
+
+
 def pause(seconds: float) -> None:
     """Sleep; in a worker, only until it is asked to stop. Stopped: it was asked to."""
-    stop: Stop | None = getattr(_worker, "stop", None)
+    stop = current_stop()
     if stop is None:
         time.sleep(seconds)
         return

@@ -25,7 +25,7 @@ from relayout.checkpoint.delta import chained, is_delta, read_deltas
 from relayout.checkpoint.steps import way_to
 from relayout.checkpoint.trust import policy_of
 from relayout.core.digests import Hash, digest_hex, new_digest
-from relayout.core.workers import each
+from relayout.core.workers import check_stop, current_stop, each
 from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_url
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.engines.recording import Recorded
@@ -244,7 +244,7 @@ class LiveWeights:
         step: int | None = None,
         threads: int = 1,
     ) -> Staged:
-        """Read and prove new weights.
+        """Read and prove new weights; `core.workers.heeding` lets another thread stop it.
 
         Args:
             sources: deltas in the order in which they apply; or a converted folder, and deltas of that; or one root of
@@ -257,6 +257,7 @@ class LiveWeights:
             FormatError: something is damaged.
             PlanError: a delta is for other weights, or the rank has other tensors or slices in a folder.
             OSError, MemoryError: as `relayout.iter_load`.
+            Stopped: it was asked to stop.
         """
         staged = self._stage_way(sources, before, memory, step, threads)
         device = torch.device(self._engine.device)
@@ -466,9 +467,11 @@ class _Decoded:
         """Slices that change and are loaded again."""
         self.is_complete = True
         self._nbytes = 0
+        self._stop = current_stop()
 
     def hold(self, piece: ChangedPiece, buffer: Buffer) -> None:
         """Decode a piece. It is proven even if it is not held any more."""
+        check_stop(self._stop)
         for name, flips in _flips_of(piece, buffer, self._recorded):
             with self._lock:
                 if flips is None:
@@ -561,6 +564,7 @@ def _held(tensors: RankWeights, memory: int) -> list[tuple[str, torch.Tensor]] |
     held = []
     with about(path=tensors.path):
         for name, tensor in tensors.stream():
+            check_stop(current_stop())
             if fits:
                 held.append((name, tensor))
     return held if fits else None

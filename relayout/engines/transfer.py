@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -19,6 +19,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from relayout.core.arguments import integer, size
+from relayout.core.workers import Stop, Stopped, check_stop, heeding
 from relayout.engines.load import known_of
 from relayout.errors import PlanError, shown
 
@@ -31,6 +32,7 @@ NAME = "relayout"
 _LOGGER = getLogger("vllm.relayout")
 _NICENESS = 10
 """What the thread that reads new weights has: the engine's own threads come first."""
+_POLL_SECONDS = 0.1
 
 
 def engine_class(base: type[Any]) -> type[Any]:
@@ -72,9 +74,20 @@ class Update:
 class _Staging:
     """New weights that are being read by a thread."""
 
-    def __init__(self, live: LiveWeights, update: Update, before: _Staging | None, memory: int) -> None:
+    def __init__(
+        self, live: LiveWeights, update: Update, before: _Staging | None, memory: int, canceled: Sequence[_Staging] = ()
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            before: what is committed before this one.
+            memory: bytes that this one and those before it may hold.
+            canceled: those that were canceled and may still read: this one reads nothing before they have ended.
+        """
         self.sources, self._step = update.sources, update.step
+        self._canceled, self._stop = canceled, Stop()
         self.staged: Staged | None = None
+        """What was read; None: nothing yet, or it was canceled."""
         self.error: Exception | None = None
         self._live, self._before, self._memory = live, before, memory
         self._ended = threading.Event()
@@ -99,29 +112,50 @@ class _Staging:
         assert self.staged is not None
         return self.staged
 
+    def cancel(self) -> None:
+        """Ask the thread to stop, and let go of what was read."""
+        self._stop.request()
+        self.staged = None
+
     def _run(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         started, what = time.monotonic(), ", ".join(self.sources)
         try:
+            for other in self._canceled:
+                self._wait_for(other)
+            self._canceled = ()
             before: Content | None = self._live.content
             memory = self._memory
             if self._before is not None:
-                staged = self._before.wait(float(2**31))
+                self._wait_for(self._before)
+                staged = self._before.wait(0)
                 before, memory = staged.content, memory - staged.nbytes
                 self._before = None
-            self.staged = staged = self._live.stage(self.sources, before, memory, step=self._step)
+            with heeding(self._stop):
+                staged = self._live.stage(self.sources, before, memory, step=self._step)
+            self.staged = staged
+            check_stop(self._stop)
             seconds, held, left = time.monotonic() - started, staged.nbytes / 2**20, staged.left_nbytes / 2**20
             again = "all modules" if staged.modules is None else f"{len(staged.modules)} modules"
             _LOGGER.info(
                 "relayout: staged %s in %.1f s: %.0f MiB held, %.0f MiB to be read again, %s loaded again by vLLM",
                 what, seconds, held, left, again,
             )  # fmt: skip
+        except Stopped as error:
+            self.staged, self.error = None, error
+            _LOGGER.info("relayout: no longer staged: %s", what)
         except Exception as error:
             self.error = error
             _LOGGER.error("relayout: not staged: %s: %s", what, error)
         finally:
+            self._before, self._canceled = None, ()
             self._ended.set()
+
+    def _wait_for(self, other: _Staging) -> None:
+        """Wait until another one has ended. Raise Stopped if this one is canceled."""
+        while not other._ended.wait(_POLL_SECONDS):
+            check_stop(self._stop)
 
 
 class Transfer:
@@ -139,6 +173,8 @@ class Transfer:
         super().__init__(*arguments)
         self._options = Init()
         self._stagings: list[_Staging] = []
+        self._canceled: list[_Staging] = []
+        """Those of earlier sessions whose threads have not ended yet."""
         self._error: Exception | None = None
         """Why an update could not be begun; it is raised when the session ends."""
         self._is_mixed = False
@@ -170,7 +206,8 @@ class Transfer:
         """Begin to read new weights, after those that were named before in this session."""
         before = self._stagings[-1] if self._stagings else None
         memory = size(self._options.memory, "memory")
-        self._stagings.append(_Staging(self._live, update_info, before, memory))
+        self._canceled = [one for one in self._canceled if not one.is_over]
+        self._stagings.append(_Staging(self._live, update_info, before, memory, tuple(self._canceled)))
 
     def drain_pending(self) -> None:
         """Wait for what is being read; errors come when the session ends."""
@@ -269,6 +306,10 @@ class Transfer:
         return known.live
 
     def _forget(self) -> None:
+        """Cancel what is being read."""
+        for staging in self._stagings:
+            staging.cancel()
+        self._canceled += [one for one in self._stagings if not one.is_over]
         self._stagings, self._error = [], None
 
     def state(self) -> dict[str, Any]:
@@ -280,7 +321,7 @@ class Transfer:
         return {
             "content": None if live is None or live.content is None else live.content.digest,
             "staged": None if staged is None else staged.content.digest,
-            "is_staging": last is not None and not last.is_over,
+            "is_staging": not all(one.is_over for one in (*self._canceled, *self._stagings)),
             "error": None if error is None else str(error),
         }
 
@@ -314,7 +355,7 @@ class Transfer:
         return noted
 
     def shutdown(self) -> None:
-        """Forget what is being read."""
+        """Cancel what is being read."""
         self._forget()
 
 

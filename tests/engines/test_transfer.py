@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ from support.updates_worker import TP, write_steps
 
 import relayout
 from relayout.core.digests import digest_hex
+from relayout.core.workers import Stopped, check_stop, current_stop
 from relayout.engines.load import Shapes, check_same_model
 from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.engines.recording import Recorded
 from relayout.engines.staging import Content, LiveWeights
+from relayout.engines.transfer import Init, Transfer, Update
 from relayout.errors import PlanError
 
 pytestmark = pytest.mark.xdist_group("group")
@@ -131,6 +135,74 @@ def test_an_engine_whose_weights_are_a_mixture_computes_nothing_any_more(workers
             assert ("raised" in outcome) is (rank == TP - 1)
             assert outcome["content"] is None
             assert "loaded again by others, or in part" in outcome["attested"]["error"]
+
+
+class SlowLive:
+    """A `LiveWeights` that reads until it is told to stop, or that the test is over."""
+
+    content = SimpleNamespace(digest="old")
+
+    def __init__(self, *, heeds: bool) -> None:
+        self.heeds, self.may_end, self.reading = heeds, threading.Event(), threading.Semaphore(0)
+        self.lock, self.running, self.most = threading.Lock(), 0, 0
+
+    def stage(self, sources: object, before: object, memory: int, *, step: int | None = None) -> Any:
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        self.reading.release()
+        try:
+            while not self.may_end.wait(0.01):
+                if self.heeds:
+                    check_stop(current_stop())
+        finally:
+            with self.lock:
+                self.running -= 1
+        return SimpleNamespace(content=self.content, nbytes=memory, left_nbytes=0, modules=frozenset())
+
+
+@pytest.fixture
+def transfer(monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, SlowLive]:
+    """An engine's transfer that waits for a moment only, and weights that it cannot read in it."""
+    live = SlowLive(heeds=True)
+    monkeypatch.setattr(Transfer, "_live", live)
+    engine = Transfer()
+    engine.model = torch.nn.Linear(1, 1)
+    engine.init_transfer_engine(Init(wait_seconds=0.05))
+    return engine, live
+
+
+def test_a_staging_that_was_given_up_ends_and_holds_nothing(transfer: tuple[Transfer, SlowLive]) -> None:
+    engine, live = transfer
+    engine.receive_weights(Update("delta"))
+    [given_up] = engine._stagings
+    assert live.reading.acquire(timeout=60)
+    with pytest.raises(TimeoutError, match="delta is still being read"):
+        engine._staged()
+    engine.start_weight_update()
+    assert given_up._ended.wait(60)
+    assert (given_up.staged, engine.state()["is_staging"]) == (None, False)
+    with pytest.raises(Stopped):
+        given_up.wait(0)
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_new_weights_are_read_after_what_was_given_up_has_ended(
+    transfer: tuple[Transfer, SlowLive], heeds: bool
+) -> None:
+    engine, live = transfer
+    live.heeds = heeds
+    for attempt in range(3):
+        engine.start_weight_update()
+        engine.receive_weights(Update(f"delta-{attempt}"))
+        if heeds or not attempt:
+            assert live.reading.acquire(timeout=60)
+        with pytest.raises(TimeoutError):
+            engine._staged()
+    assert engine.state()["is_staging"]
+    live.may_end.set()
+    assert engine._stagings[-1].wait(60).nbytes == 4 * 2**30
+    assert live.most == 1
 
 
 def test_what_a_rank_does_not_hold_is_read_through_the_deltas_too(updated_folders: Path) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from relayout.checkpoint.converted import is_converted
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from relayout.storage.stores import Store
 
 _MAX_SHOWN_NAMES = 4
+_SMALL_NBYTES = 4096
+"""Slices of fewer bytes are small."""
 _UPDATE_NBYTES = 2**27
 """Bytes in flight while a live engine's weights are replaced; or what the largest slice needs."""
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|backbone|transformer|thinker|llm)\.)*layers\.([0-9]+)\.")
@@ -168,6 +171,8 @@ class RankWeights:
     the files of all ranks."""
     only_held: bool = True
     """Leave out tensors that the rank does not hold, such as other ranks' experts."""
+    small_first: bool = False
+    """Read and deliver slices of less than a page before all others; see `vllm_reload`."""
     lazy: bool = False
     """Read slices when they are used, through the page cache, into the CPU's memory, whatever `device` says."""
     progress: bool = False
@@ -182,6 +187,9 @@ class RankWeights:
         source = self._asked().source()
         contents = source.contents()
         rows = [row for row, name in enumerate(contents.names) if not self.is_skipped(name)]
+        if self.small_first:
+            sizes = contents.sizes()
+            rows.sort(key=lambda row: sizes[row] >= _SMALL_NBYTES)
         unread = {name for row in rows if contents.shapes[row] and self.is_unused(name := contents.names[row])}
         read = contents.rows([row for row in rows if contents.names[row] not in unread])
         return OpenedRank(source, read, frozenset(unread))
@@ -218,6 +226,19 @@ class RankWeights:
             cache=self.options.cache,
             deltas=self.deltas or (),
         )
+
+    def without_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return tensors like the slices that are read, whose values are not read: large ones take no memory."""
+        import torch
+
+        from relayout.loader.tensors import torch_dtype, torch_shape
+
+        contents = self.opened.contents
+        for name, dtype, shape in zip(contents.names, contents.dtypes, contents.shapes, strict=True):
+            of_torch, size = torch_dtype(name, dtype), torch_shape(name, dtype, shape)
+            nbytes = prod(size) * of_torch.itemsize
+            memory = (torch.zeros if nbytes < _SMALL_NBYTES else torch.empty)(nbytes, dtype=torch.uint8)
+            yield name, memory.view(of_torch).view(size)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The slices that are read, in file order, as this process reads them."""

@@ -14,11 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from threading import Thread, get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -54,6 +55,8 @@ class Recorded:
     """The memory of views, by its number."""
     fixed: frozenset[str] = frozenset()
     """The names of modules that the engine's own way to load again would leave as they are, or in part."""
+    modules: Mapping[str, ReferenceType[torch.nn.Module]] = field(default_factory=dict)
+    """The modules of these names in the load. An engine may put wrappers in their places later, as for LoRA."""
 
     def modules_of(self, changed: Collection[str]) -> frozenset[str] | None:
         """The modules that must be loaded again if these slices change; None: all.
@@ -269,7 +272,8 @@ class Recording(TorchDispatchMode):
                 direct[name] = tuple(views[name])
         refs = {view.memory: self._memories[view.memory].ref for of_slice in direct.values() for view in of_slice}
         fixed = frozenset(owner for memory in self._memories.values() if memory.is_fixed for owner in memory.owners)
-        return Recorded(direct, reloaded, refs, fixed)
+        modules = {name: ref(one) for name, one in self._model.named_modules(remove_duplicate=False)}
+        return Recorded(direct, reloaded, refs, fixed, modules)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Note a copy."""

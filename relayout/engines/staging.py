@@ -40,8 +40,10 @@ from relayout.storage.system import Buffer
 if TYPE_CHECKING:
     from relayout.loader.sources.rank import TensorColumns
 
-Reload: TypeAlias = Callable[[frozenset[str] | None, Iterator[tuple[str, torch.Tensor]]], None]
-"""The engine's own way to load modules again, by their names (None: all), from all tensors that these have."""
+Modules: TypeAlias = Sequence[torch.nn.Module] | None
+"""Modules of an engine's model; None: all."""
+Reload: TypeAlias = Callable[[Modules, Iterator[tuple[str, torch.Tensor]]], None]
+"""The engine's own way to load modules again, from all tensors that these have."""
 
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE_NBYTES = 8 * 2**20
@@ -349,7 +351,36 @@ class LiveWeights:
         """These slices of what deltas make of a folder, every byte proven."""
         engine = self._engine
         only = replace(engine, is_skipped=lambda name: name not in names or engine.is_skipped(name))
-        return replace(open_update(path, deltas, self._options, only), device="cpu")
+        return replace(open_update(path, deltas, self._options, only), device="cpu", small_first=True)
+
+    def rehearse(self, staged: Staged, model: torch.nn.Module, rehearse: Reload) -> None:
+        """Let `rehearse` see what `commit` would let the engine load again, if that is anything.
+
+        Slices that are not held come without values.
+
+        Raises:
+            PlanError: the engine has replaced one of the modules; or as `rehearse`.
+        """
+        modules = self._modules(staged)
+        there = set(model.modules())
+        for name, module in zip(sorted(staged.modules or ()), modules or (), strict=True):
+            if module not in there:
+                what = "the engine has replaced this module since it was loaded: start it again"
+                raise PlanError(what, tensor=name, code="unsupported")
+        again = self.recorded.slices_of(staged.modules)
+        if again and staged.tensors is not None:
+            held = staged.tensors.without_values() if staged.held is None else staged.held
+            rehearse(modules, (one for one in staged.tensors.deliver(held) if one[0] in again))
+
+    def _modules(self, staged: Staged) -> Modules:
+        """The modules that the engine loads again, in the order of their names."""
+        if staged.modules is None:
+            return None
+        found = [self.recorded.modules[name]() for name in sorted(staged.modules)]
+        if None in found:
+            what = "the engine has removed a module since it was loaded: start it again"
+            raise PlanError(what, code="unsupported")
+        return [one for one in found if one is not None]
 
     def check(self, model: torch.nn.Module) -> None:
         """Check that what was recorded still lies where it did in the model, and look whether it is what was put there.
@@ -431,7 +462,7 @@ class LiveWeights:
                         target.copy_(local.as_strided(size, steps, start + local.storage_offset()))
 
         if again:
-            reload(staged.modules, others())
+            reload(self._modules(staged), others())
         else:
             for _ in others():
                 raise AssertionError("nothing is loaded again")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +26,7 @@ from relayout.errors import PlanError, shown
 if TYPE_CHECKING:
     import torch
 
-    from relayout.engines.staging import Content, LiveWeights, Staged
+    from relayout.engines.staging import Content, LiveWeights, Modules, Staged
 
 NAME = "relayout"
 _LOGGER = getLogger("vllm.relayout")
@@ -277,7 +277,7 @@ class Transfer:
             PlanError: this cannot be committed.
             FormatError, PlanError, OSError, MemoryError: as `LiveWeights.stage`.
         """
-        from relayout.engines.vllm_reload import check_padding
+        from relayout.engines.vllm_reload import rehearse
 
         if self._is_mixed:
             raise PlanError("an update has failed: start the engine again", code="unsupported")
@@ -289,10 +289,10 @@ class Transfer:
             self._live.check(self.model)
             self._live.check_base(staged)
         for one in staged:
-            check_padding(self.model, one.modules)
+            self._live.rehearse(one, self.model, partial(rehearse, self.model))
         return staged
 
-    def _reload(self, modules: frozenset[str] | None, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _reload(self, modules: Modules, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         from relayout.engines.vllm_reload import reload
 
         reload(self.model, self.model_config, modules, tensors)

@@ -315,7 +315,9 @@ class VllmLoader:
                 raise
         self.load = open_load(place, self._options, engine)
         if isinstance(self.load, Weights):
-            weights, tensors = self.load.delivery.weights, self._tensors(self.load.delivery, model)
+            weights = replace(self.load.delivery.weights, small_first=True)
+            self.load = replace(self.load, delivery=weights.deliver())
+            tensors = self._tensors(self.load.delivery, model)
             is_followed = known is not None and known.live is not None and weights.store is None
             return tensors if not is_followed or known is None else _followed(tensors, known, weights)
         return self._stock_weights(model_config, model)

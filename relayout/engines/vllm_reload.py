@@ -1,17 +1,31 @@
-"""vLLM's own way to load a model again, layer by layer, for some of its modules: from tensors, as at the start."""
+"""vLLM's own way to load a model again, layer by layer, for some of its modules: from tensors, as at the start.
+
+vLLM moves the parameters of the modules to the meta device, buffers what its loaders are given, and counts elements. A
+module whose count is full is put into new memory, loaded, made ready for kernels, and copied to where it was. What
+fails in the middle leaves a mixture of weights. So each reload is rehearsed first: the same tensors are given to the
+same loaders, no module is put into memory, and then every module, parameter and attribute is restored.
+
+vLLM counts a tensor that each of q, k and v has, such as a scale, once, but is given it three times: the count is full
+some elements early, and what comes after that is lost, or is an error. So small tensors are given first
+(`RankWeights.small_first`): the last tensor of a module then has more elements than are counted too often.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from functools import cache
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from relayout.errors import PlanError
+from relayout.errors import PlanError, RelayoutError
 
 if TYPE_CHECKING:
     import torch
+
+    from relayout.engines.staging import Modules
 
 
 class _Some:
@@ -26,35 +40,211 @@ class _Some:
 
 
 def reload(
-    model: torch.nn.Module,
-    model_config: Any,
-    modules: frozenset[str] | None,
-    tensors: Iterator[tuple[str, torch.Tensor]],
+    model: torch.nn.Module, model_config: Any, modules: Modules, tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
     """Load modules again: they are quantized and rearranged as at the start, and stay where they are in memory.
 
     Attention is made ready again in any case: some computes with what it has made of the weights of other layers.
 
     Args:
-        modules: their names; None: all.
-        tensors: all that these modules are made of.
+        modules: None: all.
+        tensors: all that these modules are made of, as `rehearse` has seen them.
     """
     import torch
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-    chosen: Any = model
-    if modules is not None:
-        named = model.named_modules()
-        chosen = _Some([one for name, one in named if name in modules or is_deferred_attention_layer(one)])
-    had = {name: {id(one) for one in layer.parameters(recurse=False)} for name, layer in model.named_modules()}
+    chosen = _chosen(model, modules)
     with torch.no_grad(), _zeros():
         initialize_layerwise_reload(chosen)
         model.load_weights(tensors)  # type: ignore[operator]
-        _check_loaded(model, modules or frozenset(), had)
         finalize_layerwise_reload(chosen, model_config)
         pack_tied(chosen)
         _pack_experts(chosen)
+
+
+def rehearse(model: torch.nn.Module, modules: Modules, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Check that vLLM can load modules again from tensors. Nothing is loaded, and the model is as before.
+
+    Args:
+        modules, tensors: as of `reload`; large tensors need no values.
+
+    Raises:
+        PlanError: it cannot.
+        FormatError, OSError, MemoryError: as the iterator of tensors.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise
+        from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+    except ImportError as error:
+        raise PlanError(f"this vLLM cannot load modules again: {error}", code="unsupported") from error
+    import torch
+
+    names = {module: name for name, module in model.named_modules()}
+    chosen = _chosen(model, modules)
+    _check_released(chosen, modules, names)
+    check_padding(model, modules)
+    infos = {layer: layerwise.get_layerwise_info(layer) for layer in chosen.modules()}
+    had = {layer: {id(one) for one in layer.parameters(recurse=False)} for layer in infos}
+    with torch.no_grad(), _restored(model, infos), _untouched(model), _unprocessed(layerwise) as early:
+        for layer in infos:
+            _move_to_meta(layer, to_meta_tensor)
+        layerwise.initialize_layerwise_reload(chosen)
+        model._do_torchao_reload = False  # type: ignore[assignment]  # Else `load_weights` makes modules ready.
+        try:
+            model.load_weights(tensors)  # type: ignore[operator]
+        except (RelayoutError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            what = f"its own reload of what it has made something else of fails: {type(error).__name__}: {error}"
+            raise PlanError(f"vLLM cannot take these weights: {what}", code="unsupported") from error
+        _check_loaded(infos, names, had)
+        for layer, loaded in early.items():
+            if infos[layer].load_numel > loaded:
+                _refuse(names[layer], "its own reload counts it as complete before its last tensor")
+
+
+def _chosen(model: torch.nn.Module, modules: Modules) -> Any:
+    """Modules, and all attention; the model itself if that is all."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    if modules is None:
+        return model
+    wanted = set(modules)
+    return _Some([one for one in model.modules() if one in wanted or is_deferred_attention_layer(one)])
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    what = f"vLLM cannot load this module again: {why}; start the engine again"
+    raise PlanError(what, tensor=name, code="unsupported")
+
+
+@contextmanager
+def _restored(model: torch.nn.Module, infos: Mapping[torch.nn.Module, Any]) -> Iterator[None]:
+    """Restore all modules of a model, the attributes of their parameters, and vLLM's notes, when the block ends."""
+    kept: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        attributes, tensors = vars(module), (*module._parameters.values(), *module._buffers.values())
+        held = {name: copy(one) for name, one in attributes.items() if name in _HELD}
+        kept.append((attributes, dict(attributes), held))
+        kept.extend((vars(one), dict(vars(one)), {}) for one in tensors if one is not None)
+    kept.extend((vars(one), dict(vars(one)), {"loaded_weights": list(one.loaded_weights)}) for one in infos.values())
+    try:
+        yield
+    finally:
+        for attributes, were, held in kept:
+            attributes.clear()
+            attributes.update(were)
+            for name, had in held.items():
+                if isinstance(had, list):
+                    attributes[name] = had
+                    continue
+                attributes[name].clear()
+                attributes[name].update(had)
+
+
+_HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""What a module has in dictionaries and sets of its own."""
+
+
+def _untouched(model: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Raise PlanError before anything is written to the memory that a model has now."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    live = {_number(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            for position, key in _written(func):
+                for tensor in tree_leaves(args[position] if position < len(args) else kwargs.get(key)):
+                    if (number := _number(tensor)) is not None and number in live:
+                        _refuse(live[number], "its class writes to it past its loader")
+            return func(*args, **kwargs)
+
+    return Untouched()  # type: ignore[no-untyped-call]
+
+
+@cache
+def _written(operation: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operation of torch writes to."""
+    arguments = enumerate(operation._schema.arguments)
+    return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+def _number(tensor: Any) -> int | None:
+    """What tells memory apart; None: there is none."""
+    import torch
+
+    is_plain = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
+    if not is_plain or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def _unprocessed(layerwise: Any) -> Iterator[dict[torch.nn.Module, int]]:
+    """Let vLLM make no module ready, and note how many elements each had when its count was full."""
+    early: dict[torch.nn.Module, int] = {}
+    process = layerwise._layerwise_process
+    layerwise._layerwise_process = lambda layer, info: early.setdefault(layer, info.load_numel)
+    try:
+        yield early
+    finally:
+        layerwise._layerwise_process = process
+
+
+def _move_to_meta(layer: torch.nn.Module, to_meta_tensor: Any) -> None:
+    """Move what vLLM's reload leaves in memory, such as biases, which its loaders would write to at once."""
+    for tensors in (layer._parameters, layer._buffers):
+        for name, tensor in list(tensors.items()):
+            if tensor is not None and not tensor.is_meta:
+                tensors[name] = to_meta_tensor(tensor)
+
+
+def _check_loaded(
+    infos: Mapping[torch.nn.Module, Any], names: Mapping[torch.nn.Module, str], had: Mapping[torch.nn.Module, set[int]]
+) -> None:
+    """Check that something was loaded into each module: vLLM only logs that, and leaves it as it was.
+
+    Attention need not be loaded, as it is made ready in any case, nor what has no parameters but those of loaded
+    modules, a tied head.
+
+    Raises:
+        PlanError: nothing was; or what was is made of a parameter that has moved.
+    """
+    from torch.utils._pytree import tree_leaves
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    left = {layer for layer, info in infos.items() if info.load_numel_total and info.load_numel <= 0}
+    loaded = {one for layer in infos.keys() - left for one in had[layer]}
+    for layer in left:
+        if not (is_deferred_attention_layer(layer) or (had[layer] and had[layer] <= loaded)):
+            _refuse(names[layer], "its own reload loads nothing into it")
+    for layer, info in infos.items():
+        for _, given in info.loaded_weights:
+            others = [one for key, one in given.arguments.items() if key != "param"]
+            if any(getattr(one, "is_meta", False) for one in tree_leaves(others)):
+                _refuse(names[layer], "its own reload makes it of a parameter of another module, which is empty then")
+
+
+def _check_released(chosen: Any, modules: Modules, names: Mapping[torch.nn.Module, str]) -> None:
+    """Check that modules still have what they are made ready with: on a CPU with AMX, attention releases a weight.
+
+    Raises:
+        PlanError: one has not.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    for layer in modules or ():
+        if any(one.is_meta for one in layer.parameters(recurse=False)):
+            _refuse(names[layer], "it has no memory")
+    for layer in filter(is_deferred_attention_layer, chosen.modules()):
+        for name, child in layer.named_children():
+            source = getattr(child, "base_layer", child)  # LoRA wraps it.
+            weight = getattr(source, "weight", None)
+            if weight is not None and not weight.numel() and not hasattr(source, "cpu_linear"):
+                _refuse(names[layer], f"it has released the weight of its {name}")
 
 
 def _zeros() -> AbstractContextManager[Any]:
@@ -70,29 +260,6 @@ def _zeros() -> AbstractContextManager[Any]:
     return Zeros()
 
 
-def _check_loaded(model: torch.nn.Module, modules: frozenset[str], had: dict[str, set[int]]) -> None:
-    """Check that something was loaded into each module: vLLM only logs that, and leaves it as it was.
-
-    Args:
-        had: the parameters of each module before: one that has no others than those of loaded ones, a tied head, need
-            not be loaded by itself.
-
-    Raises:
-        PlanError: nothing was.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    left = set()
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer) if name in modules else None
-        if info is not None and getattr(info, "load_numel_total", None) and info.load_numel <= 0:
-            left.add(name)
-    loaded = {one for name in modules - left for one in had.get(name, ())}
-    for name in sorted(left):
-        if not (had[name] and had[name] <= loaded):
-            raise PlanError(f"vLLM's own reload has loaded nothing into {name}", code="unsupported")
-
-
 def loader_of(parameter: torch.Tensor) -> CodeType | None:
     """The code of what fills a parameter: vLLM's reload carries out its calls again, and nothing else."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -106,7 +273,7 @@ def loader_of(parameter: torch.Tensor) -> CodeType | None:
     return code
 
 
-def check_padding(model: torch.nn.Module, modules: frozenset[str] | None) -> None:
+def check_padding(model: torch.nn.Module, modules: Collection[torch.nn.Module] | None) -> None:
     """Check that vLLM can make modules ready for kernels a second time.
 
     On a CPU it pads experts once, notes their new size, and does not pad what it reloads.
@@ -119,7 +286,7 @@ def check_padding(model: torch.nn.Module, modules: frozenset[str] | None) -> Non
     except ImportError:  # Another version, of which this is not known.
         return
     for prefix, layer in model.named_modules():
-        as_loaded = get_layerwise_info(layer).restore_metadata[0] if modules is None or prefix in modules else {}
+        as_loaded = get_layerwise_info(layer).restore_metadata[0] if modules is None or layer in modules else {}
         for name, tensor in layer.named_parameters(recurse=False):
             was = as_loaded.get(name)
             if was is not None and tensor.device.type == "cpu" and tensor.dim() == 3 and tensor.numel() > was.numel():

@@ -23,8 +23,9 @@ from torch import nn
 
 import relayout
 from relayout.core.digests import digest_hex
+from relayout.core.workers import Stop, Stopped, heeding
 from relayout.engines.global_tensor import GlobalTensor
-from relayout.engines.staging import Flips, LiveWeights, Staged
+from relayout.engines.staging import Flips, LiveWeights, Modules, Staged
 from relayout.errors import FormatError, PlanError
 
 TP = 2
@@ -80,16 +81,26 @@ class Engine(nn.Module):
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
-            part, layer = self.cut(name, tensor), getattr(self, self.layer_of(name))
+            part, layer = self.cut(name, tensor), self.layers()[self.layer_of(name)]
             layer.weight.data[self.starts[name] :][: part.shape[0]].copy_(part)
 
     def process(self) -> None:
         for layer in self.children():
             layer.process()
 
-    def reload(self, modules: frozenset[str] | None, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def wrap(self) -> None:
+        """As for LoRA: each layer is behind another module in its place."""
+        for name, layer in self.named_children():
+            self._modules[name] = torch.nn.ModuleDict({"base_layer": layer})
+
+    def layers(self) -> dict[str, Layer]:
+        """By their names before they were wrapped."""
+        found = self.named_children()
+        return {name: one["base_layer"] if isinstance(one, torch.nn.ModuleDict) else one for name, one in found}
+
+    def reload(self, modules: Modules, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As vLLM does: into new memory, from which what was made of it is copied to where parameters are."""
-        layers = {name: layer for name, layer in self.named_children() if modules is None or name in modules}
+        layers = {name: layer for name, layer in self.layers().items() if modules is None or layer in modules}
         kept = {name: layer.weight for name, layer in layers.items()}
         for layer in layers.values():
             layer.restore()
@@ -102,7 +113,7 @@ class Engine(nn.Module):
     def has(self, whole: Tensors) -> bool:
         return all(
             torch.equal(
-                getattr(self, self.layer_of(name))
+                self.layers()[self.layer_of(name)]
                 .unpacked()[self.starts[name] :][: self.cut(name, one).shape[0]]
                 .cpu(),
                 self.cut(name, one),
@@ -284,6 +295,64 @@ def test_deltas_that_are_staged_one_after_the_other_are_committed_in_this_order(
     for staged in (first, second):
         weights.commit(staged, engine.reload)
     assert engine.has(stock_tensors(steps / "model-2"))
+
+
+@pytest.mark.parametrize("source", ["delta-1", "step-1"])
+def test_layers_that_were_wrapped_since_the_load_are_loaded_again(steps: Path, source: str) -> None:
+    engine, weights = started(steps / "step-0", 0, steps / "model-0")
+    engine.wrap()
+    staged = stage(weights, steps / source)
+    rehearsed: list[str] = []
+    weights.rehearse(staged, engine, lambda modules, tensors: rehearsed.extend(name for name, _ in tensors))
+    assert set(rehearsed) == weights.recorded.slices_of(staged.modules)
+    weights.commit(staged, engine.reload)
+    assert engine.has(stock_tensors(steps / "model-1"))
+
+
+@pytest.mark.parametrize(("is_gone", "reason"), [(False, "has replaced this module"), (True, "has removed a module")])
+def test_a_layer_that_is_not_there_any_more_is_noticed_before_the_commit(
+    steps: Path, is_gone: bool, reason: str
+) -> None:
+    engine, weights = started(steps / "step-0", 0, steps / "model-0")
+    staged = stage(weights, steps / "delta-1")
+    name = min(staged.modules or ())
+    before = getattr(engine, name)
+    engine.add_module(name, Layer(before.weight.shape, False, "cpu"))
+    if is_gone:
+        del before
+        gc.collect()
+    with pytest.raises(PlanError, match=reason):
+        weights.rehearse(staged, engine, engine.reload)
+
+
+@pytest.mark.parametrize("memory", [LIMIT, 0])
+def test_a_rehearsal_sees_the_tensors_that_are_loaded_again_in_their_order_and_forms(steps: Path, memory: int) -> None:
+    """Only those that are held have their values."""
+    engine, weights = started(steps / "step-0", 0, steps / "model-0")
+    staged = stage(weights, steps / "step-1", memory=memory)
+    forms: list[list[tuple[object, ...]]] = []
+
+    def note(tensors: list[tuple[str, torch.Tensor]]) -> None:
+        forms.append([(name, one.dtype, one.shape, type(one), local(one).shape) for name, one in tensors])
+
+    def reload(modules: Modules, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        note(given := list(tensors))
+        engine.reload(modules, iter(given))
+
+    weights.rehearse(staged, engine, lambda _, tensors: note(list(tensors)))
+    assert engine.has(stock_tensors(steps / "model-0"))
+    weights.commit(staged, reload)
+    rehearsed, loaded = forms
+    assert rehearsed == loaded != []
+
+
+@pytest.mark.parametrize("source", ["delta-1", "step-1"])
+def test_a_thread_that_stages_can_be_stopped(steps: Path, live: tuple[Engine, LiveWeights], source: str) -> None:
+    stop = Stop()
+    stop.request()
+    with heeding(stop), pytest.raises(Stopped):
+        stage(live[1], steps / source)
+    assert stage(live[1], steps / source).nbytes
 
 
 def test_layers_of_which_nothing_changes_are_not_loaded_again(steps: Path, tmp_path: Path) -> None:

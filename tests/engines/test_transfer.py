@@ -94,6 +94,7 @@ def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
         ("a plain checkpoint", 0, "PlanError", "was not converted: the weights of a live engine change"),
         ("other contents for other workers", 0, "PlanError", "not the same for all workers: contents "),
         ("no source", 0, "PlanError", 'expected {"source": DELTA, FOLDER'),
+        ("a worker fails in the rehearsal", 1, "PlanError", "reload of what it has made something else of fails: Zero"),
     ],
 )
 def test_what_one_worker_refuses_changes_none_and_the_last_one_raises_it(

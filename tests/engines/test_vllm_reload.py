@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support import fake_layerwise
+from support.fake_layerwise import LAYERWISE, Attention, Layer
 from support.fake_vllm import put_modules
 
-from relayout.engines.vllm_reload import check_padding, pack_tied, reload
-from relayout.errors import PlanError
-
-LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+from relayout.engines.vllm_reload import check_padding, pack_tied, rehearse, reload
+from relayout.errors import FormatError, PlanError
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -101,20 +101,180 @@ def test_padding_of_what_is_loaded_again_is_zero_as_at_the_start(reloaded: torch
     assert reloaded[3].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_nothing_was_loaded_into_is_an_error_unless_it_is_tied(
-    monkeypatch: pytest.MonkeyPatch, tied: bool
+ROWS = {f"qkv.weight#{row}": torch.arange(4.0) + 10 * row for row in range(3)}
+WEIGHTS = {
+    **ROWS,
+    "qkv.scale": torch.tensor([5.0]),
+    "out.weight": torch.arange(6.0).reshape(2, 3) + 1,
+    "out.bias": torch.tensor([7.0, 8]),
+    "kv_b.weight": torch.arange(12.0).reshape(3, 4) + 1,
+}
+"""A fused weight; a layer with a bias; and what attention is made of."""
+Tensors = dict[str, torch.Tensor]
+
+
+def started(monkeypatch: pytest.MonkeyPatch, factor: float = 1, *, releases: bool = False) -> fake_layerwise.Model:
+    """A model with these weights, times a factor, that is ready to compute."""
+    fake_layerwise.install(monkeypatch)
+    kv_b = Layer(weight=(3, 4))
+    kv_b.process = lambda: None  # type: ignore[method-assign]
+    layers = {"qkv": Layer(weight=(3, 4), scale=(1,)), "out": Layer(weight=(2, 3), bias=(2,)), "kv_b": kv_b}
+    model = fake_layerwise.Model(**layers, attention=Attention(kv_b, releases=releases))
+    model.start((name, tensor * factor) for name, tensor in WEIGHTS.items())
+    return model
+
+
+def new(factor: float = 2, tensors: Tensors = WEIGHTS) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, tensor * factor) for name, tensor in tensors.items())
+
+
+def held(model: torch.nn.Module) -> list[tuple[str, int, object]]:
+    """Each parameter of each module, its identity, and its values; and all other attributes."""
+    tensors = [
+        (f"{path}.{name}", id(one), one.tolist() + sorted(vars(one)))
+        for path, module in model.named_modules()
+        for name, one in module._parameters.items()
+        if one is not None
+    ]
+    others = [
+        (f"{path}.{name}", id(value), None)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+    ]
+    return [*tensors, *others, *((path, id(module), None) for path, module in model.named_modules())]
+
+
+@pytest.mark.parametrize("chosen", [None, ("qkv", "kv_b", "attention"), ("out",)])
+def test_a_rehearsal_leaves_everything_and_then_the_reload_is_as_a_fresh_start(
+    monkeypatch: pytest.MonkeyPatch, chosen: tuple[str, ...] | None
 ) -> None:
-    model = torch.nn.ModuleDict({"embedding": Experts(""), "head": Experts("")})
+    """Attention that is made of another layer's weight is not loaded by itself."""
+    model, fresh = started(monkeypatch), started(monkeypatch, 2)
+    modules = None if chosen is None else [model.get_submodule(name) for name in chosen]
+    tensors = {name: one for name, one in WEIGHTS.items() if chosen is None or name.startswith(chosen)}
+    before = held(model)
+    for _ in range(2):
+        rehearse(model, modules, new(tensors=tensors))
+        assert held(model) == before
+    reload(model, None, modules, new(tensors=tensors))
+    of_fresh = dict(fresh.named_parameters())
+    for name, one in model.named_parameters():
+        is_new = chosen is None or name.startswith(chosen)
+        assert (one.tolist() == of_fresh[name].tolist()) is is_new, name
+
+
+def test_a_layer_behind_a_wrapper_is_rehearsed_and_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for LoRA: the module that was recorded is found, whatever its name is now."""
+    model, fresh = started(monkeypatch), started(monkeypatch, 2)
+    layer = model.out
+    model.out = torch.nn.ModuleDict({"base_layer": layer})
+    tensors = {name.replace("out", "out.base_layer"): one for name, one in WEIGHTS.items() if name.startswith("out")}
+    rehearse(model, [layer], new(tensors=tensors))
+    reload(model, None, [layer], new(tensors=tensors))
+    assert layer.weight.tolist() == fresh.out.weight.tolist()
+    assert layer.bias.tolist() == fresh.out.bias.tolist()
+
+
+def without(*names: str) -> Tensors:
+    return {name: one for name, one in WEIGHTS.items() if not name.startswith(names)}
+
+
+def loads_into_memory(model: fake_layerwise.Model) -> None:
+    target = model.out.weight.data
+
+    def load_weights(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        fake_layerwise.Model.load_weights(model, tensors)
+        target.mul_(3)
+
+    model.load_weights = load_weights  # type: ignore[method-assign, assignment]
+
+
+def makes_it_of_another_layer(model: fake_layerwise.Model) -> None:
+    """As rerankers do whose head is tied to the embedding: it adds a module, too."""
+
+    def load_weights(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        model.add_module("head", torch.nn.Linear(1, 1))
+        source = model.qkv.weight
+        fake_layerwise.Model.load_weights(model, tensors)
+        model.out.weight.weight_loader(model.out.weight, source.data[:2, :3])
+
+    model.load_weights = load_weights  # type: ignore[method-assign, assignment]
+
+
+def has_no_memory(model: fake_layerwise.Model) -> None:
+    model.out.bias = torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "tensors", "reason"),
+    [
+        (None, without("out"), "'out': vLLM cannot load this module again: its own reload loads nothing into it"),
+        (None, {**WEIGHTS, "out.weight": torch.ones(4, 4)}, "fails: AssertionError"),
+        (None, {**WEIGHTS, "missing.weight": torch.ones(1)}, "fails: AttributeError"),
+        (makes_it_of_another_layer, without("out.weight"), "of a parameter of another module, which is empty then"),
+        (loads_into_memory, WEIGHTS, "'out.weight': .* its class writes to it past its loader"),
+        (has_no_memory, WEIGHTS, "'out': .* it has no memory"),
+    ],
+    ids=["nothing", "shape", "unknown", "of another", "past its loader", "meta"],
+)
+def test_what_vllm_cannot_load_again_is_refused_with_everything_as_before(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[fake_layerwise.Model], None] | None, tensors: Tensors, reason: str
+) -> None:
+    model = started(monkeypatch)
+    if spoil is not None:
+        spoil(model)
+    before = held(model) if spoil is not has_no_memory else []
+    modules = [module for name, module in model.named_children() if name != "attention"]
+    with pytest.raises(PlanError, match=reason):
+        rehearse(model, modules, new(tensors=tensors))
+    assert not before or held(model) == before
+
+
+def test_a_weight_that_attention_has_released_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU with AMX. Attention is made ready again with every module, whichever that is."""
+    model = started(monkeypatch, releases=True)
+    before = held(model)
+    with pytest.raises(PlanError, match=r"'attention': .* it has released the weight of its kv_b_proj"):
+        rehearse(model, [model.out], new(tensors=without("qkv", "kv_b")))
+    assert held(model) == before
+
+
+def test_a_layer_that_vllm_counts_as_complete_too_early_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v each have a scale of which there is one: behind the weights two are lost, before them none is."""
+    model, fresh = started(monkeypatch), started(monkeypatch, 2)
+    scales: Tensors = {f"qkv.scale{' ' * row}": torch.tensor([5.0]) for row in range(3)}
+    late, early = {**ROWS, **scales}, {**scales, **ROWS}
+    before = held(model)
+    with pytest.raises(PlanError, match=r"'qkv': .* counts it as complete before its last tensor"):
+        rehearse(model, [model.qkv], ((name.strip(), one) for name, one in new(tensors=late)))
+    assert held(model) == before
+    rehearse(model, [model.qkv], ((name.strip(), one) for name, one in new(tensors=early)))
+    reload(model, None, [model.qkv], ((name.strip(), one) for name, one in new(tensors=early)))
+    assert model.qkv.weight.tolist() == fresh.qkv.weight.tolist()
+
+
+def test_damage_that_a_rehearsal_reads_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = started(monkeypatch)
+    before = held(model)
+
+    def damaged() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ROWS.items()
+        raise FormatError("damaged")
+
+    with pytest.raises(FormatError, match="damaged"):
+        rehearse(model, None, damaged())
+    assert held(model) == before
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_nothing_is_loaded_into_is_refused_unless_it_is_tied(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    fake_layerwise.install(monkeypatch)
+    model = fake_layerwise.Model(embedding=Layer(weight=(2, 2)), head=Layer(weight=(2, 2)))
+    for layer in (model.embedding, model.head):
+        layer.process = lambda: None
     if tied:
-        model["head"].w13_weight = model["embedding"].w13_weight
-    nothing: Any = lambda *_: None  # noqa: E731
-    layerwise = {"initialize_layerwise_reload": nothing, "finalize_layerwise_reload": nothing}
-    layerwise["get_layerwise_info"] = lambda layer: SimpleNamespace(
-        load_numel_total=8, load_numel=0 if layer is model["head"] else 8
-    )
-    attention = {"is_deferred_attention_layer": lambda layer: False}
-    put_modules(monkeypatch, {LAYERWISE: layerwise, "vllm.model_executor.layers.attention": attention})
-    vars(model)["load_weights"] = lambda tensors: list(tensors)
-    with nullcontext() if tied else pytest.raises(PlanError, match="has loaded nothing into head"):
-        reload(model, None, frozenset({"embedding", "head"}), iter(()))
+        model.head.weight = model.embedding.weight
+    model.start([("embedding.weight", torch.ones(2, 2))])
+    with nullcontext() if tied else pytest.raises(PlanError, match=r"'head': .* loads nothing into it"):
+        rehearse(model, [model.embedding, model.head], iter([("embedding.weight", torch.ones(2, 2))]))

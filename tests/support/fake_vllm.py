@@ -132,6 +132,8 @@ class Model(torch.nn.Module):
         if score:
             self.memory["score.weight"] = torch.zeros(score, 8)
         self.in_parameters = in_parameters
+        self.buffered: list[tuple[str, torch.Tensor]] | None = None
+        """What is loaded again, until the reload ends; None: there is no reload."""
 
     def allocate(self) -> None:
         """Memory without values."""
@@ -158,8 +160,19 @@ class Model(torch.nn.Module):
             if name == "score.weight":
                 self.memory[name].copy_(tensor)
             elif self.stage(name) and self.owns(name):
-                self.kept[name] = self.memory[name].copy_(self.cut(name, tensor))
+                if self.buffered is None:
+                    self.kept[name] = self.memory[name].copy_(self.cut(name, tensor))
+                else:
+                    self.buffered.append((name, self.cut(name, tensor)))
         return set(self.kept)
+
+    def begin_reload(self) -> None:
+        self.buffered = []
+
+    def end_reload(self) -> None:
+        for name, tensor in self.buffered or ():
+            self.kept[name] = self.memory[name].copy_(tensor)
+        self.buffered = None
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What the rank keeps of a whole tensor."""
@@ -337,10 +350,14 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
             "vllm.model_executor.model_loader.weight_utils": {"default_weight_loader": Model.load_weights},
             "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": lambda layer: False},
             "vllm.model_executor.model_loader.reload.layerwise": {
-                "get_layerwise_info": lambda layer: SimpleNamespace(restore_metadata=({}, {})),
-                "initialize_layerwise_reload": lambda model: None,
-                "finalize_layerwise_reload": lambda model, config: None,
+                "get_layerwise_info": lambda layer: SimpleNamespace(
+                    restore_metadata=({}, {}), load_numel=0, load_numel_total=0, loaded_weights=[]
+                ),
+                "initialize_layerwise_reload": lambda model: model.begin_reload(),
+                "finalize_layerwise_reload": lambda model, config: model.end_reload(),
+                "_layerwise_process": lambda layer, info: None,
             },
+            "vllm.model_executor.model_loader.reload.meta": {"to_meta_tensor": lambda tensor: tensor.to("meta")},
             "vllm.distributed.weight_transfer.base": {"WeightTransferEngine": WeightTransferEngine},
             "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": WeightTransferEngineFactory},
         },

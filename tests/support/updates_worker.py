@@ -130,5 +130,9 @@ def _worker(folder: Path, rank: int) -> None:
     case("loaded again by the engine", worker, "delta-1")
     if rank == 1:
         worker.model.load_weights = lambda weights: next(iter(weights)) and 1 / 0  # type: ignore[method-assign]
+    case("a worker fails in the rehearsal", worker, "delta-2")
+    if rank == 1:
+        del worker.model.load_weights
+        worker.model.end_reload = lambda: 1 / 0  # type: ignore[assignment,return-value]
     case("a worker fails while it loads", worker, "delta-2")
     case("after that", worker, "step-0")

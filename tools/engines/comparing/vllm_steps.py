@@ -35,7 +35,7 @@ import relayout
 from engines.comparing.jobs import Job, note_differences, nothing_found
 from engines.comparing.vllm_updates import MEMORY, everything, leave_unpacked, loaded
 from relayout.engines.load import known_of
-from relayout.engines.vllm_reload import check_padding, reload
+from relayout.engines.vllm_reload import rehearse, reload
 from relayout.observe.stand_ins import Unpinned, fake_rank
 
 NUM_SAMPLES = 20
@@ -73,7 +73,7 @@ class Engine:
             with set_current_vllm_config(config), Unpinned():
                 _live(model).check(model)
                 _live(model).check_base([staged[rank]])
-                check_padding(model, staged[rank].modules)
+                _live(model).rehearse(staged[rank], model, partial(rehearse, model))
                 _live(model).commit(staged[rank], partial(reload, model, config.model_config))
             self.seconds["pause"].append(time.perf_counter() - begun)
 

@@ -24,7 +24,7 @@ from engines.comparing.jobs import Job, Tensors, note_differences, run_jobs
 from engines.comparing.vllm_classes import configuration
 from relayout.engines.load import known_of
 from relayout.engines.transfer import NAME
-from relayout.engines.vllm_reload import check_padding, reload
+from relayout.engines.vllm_reload import rehearse, reload
 from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels
 
 MEMORY = 2**32
@@ -51,7 +51,7 @@ def compare(job: Job, result: dict[str, Any]) -> None:
         with set_current_vllm_config(config), Unpinned():
             staged = live.stage(deltas, live.content, MEMORY)
             live.check(model)
-            check_padding(model, staged.modules)
+            live.rehearse(staged, model, partial(rehearse, model))
             live.commit(staged, partial(reload, model, config.model_config))
         attested = live.attest()
         result["proven"], result["attested"] = attested.proven, attested.difference
@@ -88,7 +88,7 @@ def everything(model: Any) -> Tensors:
     found: Tensors = {}
     for prefix, module in model.named_modules():
         for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
                 found[f"{prefix}.{name}"] = value.detach().clone()
         size = getattr(module, "input_size_per_partition", None) or getattr(module, "embedding_dim", None)
         if hasattr(module, "cpu_linear") and size:

@@ -56,7 +56,7 @@ class Recorded:
     fixed: frozenset[str] = frozenset()
     """The names of modules that the engine's own way to load again would leave as they are, or in part."""
     modules: Mapping[str, ReferenceType[torch.nn.Module]] = field(default_factory=dict)
-    """The modules of these names in the load. An engine may put wrappers in their places later, as for LoRA."""
+    """The modules of these names at the end of the load. An engine may put wrappers in their places, as for LoRA."""
 
     def modules_of(self, changed: Collection[str]) -> frozenset[str] | None:
         """The modules that must be loaded again if these slices change; None: all.

@@ -361,26 +361,29 @@ class LiveWeights:
         Raises:
             PlanError: the engine has replaced one of the modules; or as `rehearse`.
         """
-        modules = self._modules(staged)
-        there = set(model.modules())
-        for name, module in zip(sorted(staged.modules or ()), modules or (), strict=True):
-            if module not in there:
-                what = "the engine has replaced this module since it was loaded: start it again"
-                raise PlanError(what, tensor=name, code="unsupported")
+        modules, there = self._modules(staged), set(model.modules())
+        if not there.issuperset(modules or ()):
+            what = "the engine has put another module in the place of one that it was loaded with: start it again"
+            raise PlanError(what, code="unsupported")
         again = self.recorded.slices_of(staged.modules)
         if again and staged.tensors is not None:
             held = staged.tensors.without_values() if staged.held is None else staged.held
             rehearse(modules, (one for one in staged.tensors.deliver(held) if one[0] in again))
 
     def _modules(self, staged: Staged) -> Modules:
-        """The modules that the engine loads again, in the order of their names."""
+        """The modules that the engine loads again; those that it had during the load alone are left out.
+
+        Raises:
+            PlanError: the engine has removed one of them since.
+        """
         if staged.modules is None:
             return None
-        found = [self.recorded.modules[name]() for name in sorted(staged.modules)]
-        if None in found:
-            what = "the engine has removed a module since it was loaded: start it again"
+        found = [self.recorded.modules[name]() for name in sorted(staged.modules) if name in self.recorded.modules]
+        modules = [one for one in found if one is not None]
+        if len(modules) < len(found):
+            what = "the engine has removed a module that it was loaded with: start it again"
             raise PlanError(what, code="unsupported")
-        return [one for one in found if one is not None]
+        return modules
 
     def check(self, model: torch.nn.Module) -> None:
         """Check that what was recorded still lies where it did in the model, and look whether it is what was put there.

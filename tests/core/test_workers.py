@@ -10,7 +10,7 @@ from support import loader_fixtures
 from support.loader_fixtures import child
 from support.patience import PATIENCE, in_time
 
-from relayout.core.workers import Stop, Stopped, Workers
+from relayout.core.workers import Stop, Stopped, Workers, check_stop, current_stop, heeding, pause
 
 wide = loader_fixtures.wide
 
@@ -158,3 +158,19 @@ def test_no_more_threads_than_the_system_gives_are_no_error(monkeypatch: pytest.
     workers.start()
     workers.join()  # Here, as `in_time` needs another thread.
     assert workers.done_nbytes == 50
+
+
+def test_what_a_thread_heeds_ends_with_the_block() -> None:
+    stop = Stop()
+    with heeding(stop):
+        assert current_stop() is stop
+        check_stop(stop)
+        pause(0)
+        stop.request()
+        with pytest.raises(Stopped):
+            pause(60)
+        with pytest.raises(Stopped):
+            check_stop(current_stop())
+    assert current_stop() is None
+    check_stop(None)
+    pause(0)

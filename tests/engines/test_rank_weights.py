@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,3 +63,11 @@ def test_layers_of_other_parts_of_a_model_have_numbers_of_their_own(prefix: str)
     assert not any(is_speculative(f"{prefix}layers.{number}.fc1.weight") for number in range(32))
     for text in ("model.", "", "language_model.model.", "model.language_model."):
         assert [n for n in range(32) if is_speculative(f"{text}layers.{n}.fc1.weight")] == [28, 29, 30, 31]
+
+
+def test_small_slices_come_before_all_others_if_that_is_asked_for(folders: Path) -> None:
+    weights = RankWeights(str(folders / "llama-tp2"), 0, 2, EngineOptions())
+    usual = [(name, tensor.nbytes < 4096) for name, tensor in weights.stream()]
+    assert [is_small for _, is_small in usual] != sorted((is_small for _, is_small in usual), reverse=True)
+    first = [name for name, _ in replace(weights, small_first=True).stream()]
+    assert first == [name for name, is_small in sorted(usual, key=lambda one: not one[1])]

@@ -34,6 +34,8 @@ class Job:
     """It is an error to read a whole tensor."""
     stages: int = 1
     """Of the pipeline."""
+    keeps_kv_b: bool = False
+    """MLA as on a GPU: the kernel for CPUs with AMX, which releases kv_b_proj, is left off."""
     settings: dict[str, Any] = field(default_factory=dict)
     """More of the engine's."""
 

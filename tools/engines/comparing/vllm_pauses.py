@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from engines.comparing.jobs import Job
 from engines.comparing.vllm_updates import MEMORY, leave_unpacked, loaded
 from relayout.engines.load import known_of
-from relayout.engines.vllm_reload import reload
+from relayout.engines.vllm_reload import rehearse, reload
 from relayout.observe.stand_ins import Unpinned, fake_rank
 
 
@@ -55,6 +55,7 @@ def main() -> None:
 
     for _ in range(1 + turns):  # The first one reads everything into the page cache, and is not counted.
         staged = timed("stage", lambda: live.stage([str(root / "delta-1")], live.content, MEMORY))
+        timed("rehearse", partial(live.rehearse, staged, model, partial(rehearse, model)))
         timed("pause", partial(live.commit, staged, partial(reload, model, config.model_config)))
         found = timed("attest", live.attest)
         assert found.difference is None

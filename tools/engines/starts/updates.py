@@ -18,6 +18,7 @@ from support.updates_worker import TP, write_steps
 import relayout
 from engines.cases import FORMS, complete_config, source_of
 from engines.environments import Environment
+from engines.starts.live_forms import update_forms
 from engines.starts.starting import start
 
 NUM_TURNS = 3
@@ -78,6 +79,8 @@ def updates(environment: Environment, work: Path, only: str) -> Iterator[tuple[s
             yield f"{family}, {what}", outcome
     if fnmatch("classes", only) or fnmatch("stages", only):
         yield from _classes(alone, work, only)
+    if only.startswith("forms"):  # 20 minutes.
+        yield from update_forms(alone, work, only.partition(", ")[2] or "*")
     if fnmatch("attest", only):
         yield "attest", _attest(alone, work)
     for family, tp in _FOLLOWING.items():

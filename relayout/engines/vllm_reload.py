@@ -234,6 +234,7 @@ def _check_released(chosen: Any, modules: Modules, names: Mapping[torch.nn.Modul
     Raises:
         PlanError: one has not.
     """
+    from torch.nn.functional import linear
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     for layer in modules or ():
@@ -243,7 +244,8 @@ def _check_released(chosen: Any, modules: Modules, names: Mapping[torch.nn.Modul
         for name, child in layer.named_children():
             source = getattr(child, "base_layer", child)  # LoRA wraps it.
             weight = getattr(source, "weight", None)
-            if weight is not None and not weight.numel() and not hasattr(source, "cpu_linear"):
+            is_packed = getattr(source, "cpu_linear", linear) is not linear
+            if weight is not None and not weight.numel() and not is_packed:
                 _refuse(names[layer], f"it has released the weight of its {name}")
 
 

@@ -160,8 +160,8 @@ def test_a_rehearsal_leaves_everything_and_then_the_reload_is_as_a_fresh_start(
     reload(model, None, modules, new(tensors=tensors))
     of_fresh = dict(fresh.named_parameters())
     for name, one in model.named_parameters():
-        is_new = chosen is None or name.startswith(chosen)
-        assert (one.tolist() == of_fresh[name].tolist()) is is_new, name
+        is_new = (chosen is None or name.startswith(chosen)) and name != "attention.scale"
+        assert is_new == (one.tolist() == of_fresh[name].tolist() != [0]), name
 
 
 def test_a_layer_behind_a_wrapper_is_rehearsed_and_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:

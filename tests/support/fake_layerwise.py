@@ -71,13 +71,13 @@ class Layer(torch.nn.Module):
             self.weight = torch.nn.Parameter(-self.weight.data.t().contiguous(), requires_grad=False)
 
 
-class Attention(torch.nn.Module):
-    """Latent attention, which computes with what it makes of another layer's weight."""
+class Attention(Layer):
+    """Latent attention, which computes with what it makes of another layer's weight. No checkpoint has its scale."""
 
     is_attention = True
 
     def __init__(self, kv_b_proj: torch.nn.Module, *, releases: bool) -> None:
-        super().__init__()
+        super().__init__(scale=(1,))
         self.kv_b_proj, self.releases = kv_b_proj, releases
 
     def process_weights_after_loading(self) -> None:
@@ -88,6 +88,7 @@ class Attention(torch.nn.Module):
             self.made = torch.nn.Parameter(made, requires_grad=False)
         if self.releases:
             self.kv_b_proj.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+            vars(self.kv_b_proj)["cpu_linear"] = torch.nn.functional.linear  # vLLM leaves it unpacked.
 
 
 class Model(torch.nn.Module):

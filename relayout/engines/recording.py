@@ -165,7 +165,7 @@ class Recording(TorchDispatchMode):
         self.is_paused = False
         """Whether nothing is recorded now."""
         self.has_unseen = False
-        """Whether another thread may have written weights."""
+        """Whether another thread may have written weights, or a parameter was loaded with what is made of others."""
         self._around = ExitStack()
 
     @contextmanager
@@ -288,6 +288,9 @@ class Recording(TorchDispatchMode):
         memory = self._memory(target)
         if self._loader_of is not None and memory.owners and self._current is not None:
             memory.is_fixed |= not _is_called(memory.loaders)
+        if self._loader_of is not None and memory.owners and self._current is None and not names:
+            # Behind the last slice: a reranker's score, which is made of rows of lm_head.
+            self.has_unseen |= _is_called(memory.loaders)
         if len(slices) == 1 and (view := _view(target, source, slices[0])) is not None:
             memory.views.append((names[0], view))
             if names[0] in self._lost:  # It was changed where it came in.

@@ -322,3 +322,20 @@ def test_a_thread_that_may_write_weights_leaves_nothing_known() -> None:
     found = recording.finish()
     assert (dict(found.views), dict(found.reloaded)) == ({}, {"w": frozenset()})
     assert found.modules_of(["w"]) is None
+
+
+def test_a_parameter_that_is_loaded_with_what_is_made_of_others_lets_everything_be_loaded_again() -> None:
+    """As the score of a reranker, which vLLM makes of rows of a head that it removes again."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("other", "score")})
+
+    def loader(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        parameter.data.copy_(tensor)
+
+    recording = Recording(model, lambda parameter: loader.__code__)
+    with recording:
+        for name, tensor in recording.given((name, torch.ones(2, 2)) for name in ("other", "head")):
+            head = torch.empty(2, 2)
+            loader(model["other"].weight if name == "other" else head, tensor)
+        loader(model["score"].weight, head[[0]] - head[[1]])
+    found = recording.finish()
+    assert (dict(found.views), dict(found.reloaded)) == ({}, {"other": frozenset(), "head": frozenset()})

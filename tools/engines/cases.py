@@ -21,9 +21,9 @@ DEGREES = (2, 4)
 DRAFTS = ("deepseek_v3", "glm4_moe", "qwen3_next")
 """Families whose checkpoints have a draft model (MTP)."""
 
-_WIDE: dict[str, dict[str, int]] = dict.fromkeys(
-    ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3"), {"KL": 512, "R": 64, "N": 128, "D": 128}
-)
+_WIDE: dict[str, dict[str, int]] = {
+    family: {"KL": 512, "R": 64, "N": 128, "D": 128} for family in ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+}
 """The sizes of attention that vLLM has kernels for on a CPU; elsewhere heads of 32 elements, the fewest that it has."""
 
 WHOLE_IN_SGLANG = ("gemma3", "gemma3_text", "Gemma-3-1B", "Gemma-3-27B", "Qwen2.5-VL-3B")

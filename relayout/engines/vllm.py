@@ -254,8 +254,10 @@ class VllmLoader:
             return None
         from relayout.engines.recording import Recording
         from relayout.engines.staging import Content, LiveWeights
-        from relayout.engines.vllm_reload import loader_of
+        from relayout.engines.vllm_reload import loader_of, note_defaults
 
+        if known.marks is not None:
+            note_defaults(model)
         weights, recording = self.load.delivery.weights, Recording(model, loader_of)
 
         def note(failed: object, *_: object) -> None:

@@ -19,6 +19,7 @@ from copy import copy
 from functools import cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from relayout.errors import PlanError, RelayoutError
 
@@ -51,13 +52,13 @@ def reload(
         tensors: all that these modules are made of, as `rehearse` has seen them.
     """
     import torch
-    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import layerwise
 
     chosen = _chosen(model, modules)
-    with torch.no_grad(), _zeros():
-        initialize_layerwise_reload(chosen)
+    with torch.no_grad(), _zeros(), _with_defaults(layerwise):
+        layerwise.initialize_layerwise_reload(chosen)
         model.load_weights(tensors)  # type: ignore[operator]
-        finalize_layerwise_reload(chosen, model_config)
+        layerwise.finalize_layerwise_reload(chosen, model_config)
         pack_tied(chosen)
         _pack_experts(chosen)
 
@@ -249,6 +250,52 @@ def _check_released(chosen: Any, modules: Modules, names: Mapping[torch.nn.Modul
                 _refuse(names[layer], f"it has released the weight of its {name}")
 
 
+_defaults: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
+"""The values that vLLM gives parameters before they are loaded, by module and name."""
+_MAX_DEFAULT_NBYTES = 2**16
+
+
+def note_defaults(model: torch.nn.Module) -> None:
+    """Note the values that parameters have before the load, where vLLM gives them any: all else is marked.
+
+    If a checkpoint has nothing for a parameter, such as an optional scale, this value stays. vLLM's reload makes memory
+    without it.
+    """
+    from relayout.engines.unwritten import unwritten
+
+    marked = set(unwritten(model))
+    for prefix, module in model.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        _defaults[module] = {
+            name: one.detach().cpu().clone()
+            for name, one in tensors.items()
+            if one is not None
+            and not one.is_meta
+            and 0 < one.nbytes <= _MAX_DEFAULT_NBYTES
+            and f"{prefix}.{name}".removeprefix(".") not in marked
+        }
+
+
+@contextmanager
+def _with_defaults(layerwise: Any) -> Iterator[None]:
+    """Let parameters that vLLM's reload puts into memory begin with the values that they had before the first load."""
+    original = layerwise.materialize_layer
+
+    def materialize(layer: torch.nn.Module, info: Any) -> None:
+        original(layer, info)
+        names = {name for tensors in info.restore_metadata for name in tensors}  # All else stays in memory.
+        for name, default in _defaults.get(layer, {}).items():
+            made = getattr(layer, name, None) if name in names else None
+            if made is not None and (made.shape, made.dtype) == (default.shape, default.dtype):
+                made.data.copy_(default)
+
+    layerwise.materialize_layer = materialize
+    try:
+        yield
+    finally:
+        layerwise.materialize_layer = original
+
+
 def _zeros() -> AbstractContextManager[Any]:
     """Let memory that vLLM's reload makes be zero: it leaves padding as it finds it, where the first load has zeros."""
     import torch
@@ -291,9 +338,14 @@ def check_padding(model: torch.nn.Module, modules: Collection[torch.nn.Module] |
         as_loaded = get_layerwise_info(layer).restore_metadata[0] if modules is None or layer in modules else {}
         for name, tensor in layer.named_parameters(recurse=False):
             was = as_loaded.get(name)
-            if was is not None and tensor.device.type == "cpu" and tensor.dim() == 3 and tensor.numel() > was.numel():
+            if was is not None and tensor.device.type == "cpu" and _is_padded(was, tensor):
                 what = f"was {list(was.shape)} and is padded to {list(tensor.shape)}: vLLM cannot reload this on a CPU"
                 raise PlanError(f"{what}; start the engine again", tensor=f"{prefix}.{name}", code="unsupported")
+
+
+def _is_padded(was: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether experts have become larger. A matrix that is packed into blocks has another number of axes."""
+    return was.dim() == tensor.dim() == 3 and tensor.numel() > was.numel()
 
 
 def _pack_experts(model: Any) -> None:

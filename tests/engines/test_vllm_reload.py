@@ -13,7 +13,8 @@ from support import fake_layerwise
 from support.fake_layerwise import LAYERWISE, Attention, Layer
 from support.fake_vllm import put_modules
 
-from relayout.engines.vllm_reload import check_padding, pack_tied, rehearse, reload
+from relayout.engines.unwritten import Marks
+from relayout.engines.vllm_reload import check_padding, note_defaults, pack_tied, rehearse, reload
 from relayout.errors import FormatError, PlanError
 
 
@@ -76,7 +77,7 @@ def reloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The weight of experts of a kernel that vLLM has loaded again."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # With NaN.
     nothing: Any = lambda *_: None  # noqa: E731
-    layerwise = ("initialize_layerwise_reload", "finalize_layerwise_reload", "get_layerwise_info")
+    layerwise = ("initialize_layerwise_reload", "finalize_layerwise_reload", "get_layerwise_info", "materialize_layer")
     attention = {"is_deferred_attention_layer": lambda layer: False}
     modules = {LAYERWISE: dict.fromkeys(layerwise, nothing), "vllm.model_executor.layers.attention": attention}
     put_modules(monkeypatch, modules)
@@ -278,3 +279,23 @@ def test_what_nothing_is_loaded_into_is_refused_unless_it_is_tied(monkeypatch: p
     model.start([("embedding.weight", torch.ones(2, 2))])
     with nullcontext() if tied else pytest.raises(PlanError, match=r"'head': .* loads nothing into it"):
         rehearse(model, [model.embedding, model.head], iter([("embedding.weight", torch.ones(2, 2))]))
+
+
+@pytest.mark.parametrize("is_optional", [False, True])
+def test_a_parameter_that_no_tensor_is_loaded_into_begins_with_its_default_again(
+    monkeypatch: pytest.MonkeyPatch, is_optional: bool
+) -> None:
+    fake_layerwise.install(monkeypatch)
+    with Marks():
+        layer = Layer(weight=(2, 3), scale=(1,))
+        layer.weight = torch.nn.Parameter(torch.empty(2, 3), requires_grad=False)
+        layer.scale.data.fill_(-7)
+    vars(layer.weight)["weight_loader"] = fake_layerwise.load_row
+    model = fake_layerwise.Model(layer=layer)
+    note_defaults(model)
+    tensors = {"layer.weight": torch.ones(2, 3)} | ({} if is_optional else {"layer.scale": torch.tensor([3.0])})
+    model.start(tensors.items())
+    rehearse(model, [layer], new(tensors=tensors))
+    reload(model, None, [layer], new(tensors=tensors))
+    assert layer.weight.tolist() == [[-2, -2]] * 3
+    assert layer.scale.tolist() == [-7 if is_optional else 6]

@@ -148,11 +148,17 @@ def _wrapped(layer: torch.nn.Module, name: str, loader: _Loader, *arguments: Any
         vars(sys.modules[LAYERWISE])["_layerwise_process"](layer, noted)
 
 
-def process(layer: torch.nn.Module, noted: Info) -> None:
+def materialize(layer: torch.nn.Module, noted: Info) -> None:
     for name, one in layer._parameters.items():
         if one is not None and one.is_meta:
             layer._parameters[name] = torch.nn.Parameter(torch.zeros(one.shape), requires_grad=False)
-        layer._parameters[name].weight_loader = one.weight_loader.args[2]  # type: ignore[union-attr]
+            vars(layer._parameters[name]).update(vars(one))
+
+
+def process(layer: torch.nn.Module, noted: Info) -> None:
+    vars(sys.modules[LAYERWISE])["materialize_layer"](layer, noted)
+    for one in layer._parameters.values():
+        one.weight_loader = one.weight_loader.args[2]  # type: ignore[union-attr]
     for name, given in noted.loaded_weights:
         parameter = layer._parameters[name]
         parameter.weight_loader(parameter, given.arguments["tensor"], *given.arguments["row"])  # type: ignore[union-attr]
@@ -190,6 +196,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "initialize_layerwise_reload": initialize,
             "finalize_layerwise_reload": finalize,
             "_layerwise_process": process,
+            "materialize_layer": materialize,
         },
         "vllm.model_executor.model_loader.reload.meta": {"to_meta_tensor": to_meta},
         "vllm.model_executor.layers.attention": {

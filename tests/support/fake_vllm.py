@@ -356,6 +356,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
                 "initialize_layerwise_reload": lambda model: model.begin_reload(),
                 "finalize_layerwise_reload": lambda model, config: model.end_reload(),
                 "_layerwise_process": lambda layer, info: None,
+                "materialize_layer": lambda layer, info: None,
             },
             "vllm.model_executor.model_loader.reload.meta": {"to_meta_tensor": lambda tensor: tensor.to("meta")},
             "vllm.distributed.weight_transfer.base": {"WeightTransferEngine": WeightTransferEngine},

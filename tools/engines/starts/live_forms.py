@@ -34,7 +34,13 @@ _FORMS = (
     *("int8_channel", _INT8_STATIC, "int4_groups", "int4_groups_asymmetric", "int8_groups"),
     *("gptq_4bit", "gptq_4bit_moe", "awq", "awq_moe", "nvfp4", "nvfp4_moe", "mxfp4"),
 )
-_KEPT = ("outcome", "why", "tensors", "modules_loaded_again", "own_reload", "error")
+_KEPT = ("outcome", "why", "tensors", "modules_loaded_again", "undefined", "own_reload", "error")
+_SIZES: dict[str, dict[str, int]] = {
+    **{name: {"H": 256} for name in ("fp8_tensor", "fp8_tensor_compressed", "fp8_channel")},
+    **{name: {"H": 256} for name in ("int8_channel", _INT8_STATIC)},
+    "fp8_blocks_deepseek": {"L": 2, "H": 256, "N": 128, "R": 64, "KL": 512, "QL": 256, "S": 512},
+}
+"""Sizes that vLLM has kernels for on a CPU."""
 _PER_BATCH = 12
 """Jobs for one process: what an engine retains of a model is freed with it."""
 _CHANGED_BITS = {"BF16": 1, "F16": 1, "F32": 2**8, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I32": 0x11111111}
@@ -125,9 +131,9 @@ def write_two(family: str, root: Path, work: Path, tp: int) -> None:
 
 
 def _source(family: str, work: Path) -> Path:
-    if family not in (_INT8_STATIC, TIED_RERANKER):
+    if family != TIED_RERANKER and family not in _SIZES:
         return source_of(family, work, wide=family in FAMILIES)
-    folder = work / family
+    folder = work / f"{family}-live"
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -135,7 +141,8 @@ def _source(family: str, work: Path) -> Path:
             shutil.copytree(source_of(RERANKER, work), folder, dirs_exist_ok=True)
             _tie(folder)
         else:
-            write_quantized(_int8_static(), folder)
+            form = _int8_static() if family == _INT8_STATIC else QUANTIZED[family]
+            write_quantized(replace(form, sizes=_SIZES[family]), folder)
             complete_config(folder / "config.json")
         (folder / "complete").touch()
     return folder

@@ -26,7 +26,9 @@ def test_experts_that_vllm_pads_once_are_refused_before_anything_changes(
     as_loaded = {"w2": torch.empty(8, 16, 96, device="meta")}
     model["experts"].w2 = torch.nn.Parameter(torch.empty(8, 16, 128 if padded else 96))
     model["linear"].weight = torch.nn.Parameter(torch.empty(0))  # Packed elsewhere.
-    layers = {"experts": as_loaded, "linear": {"weight": torch.empty(4, 4, device="meta")}}
+    model["linear"].qweight = torch.nn.Parameter(torch.empty(2, 2, 5))  # In blocks, with their scales.
+    linear = {"weight": torch.empty(4, 4, device="meta"), "qweight": torch.empty(4, 4, device="meta")}
+    layers = {"experts": as_loaded, "linear": linear}
     of = {id(model[key]): tensors for key, tensors in layers.items()}
     put_modules(
         monkeypatch,

@@ -32,7 +32,7 @@ _INT8_STATIC = "int8_static_asymmetric"
 _FORMS = (
     *("fp8_tensor", "fp8_tensor_compressed", "fp8_channel", "fp8_blocks", "fp8_blocks_moe", "fp8_blocks_deepseek"),
     *("int8_channel", _INT8_STATIC, "int4_groups", "int4_groups_asymmetric", "int8_groups"),
-    *("gptq_4bit", "gptq_4bit_moe", "awq", "awq_moe", "nvfp4", "nvfp4_moe", "mxfp4"),
+    *("gptq_4bit", "gptq_4bit_moe", "awq", "awq_moe", "nvfp4", "nvfp4_modelopt", "nvfp4_modelopt_moe", "mxfp4"),
 )
 _KEPT = ("outcome", "why", "tensors", "modules_loaded_again", "undefined", "own_reload", "error")
 _SIZES: dict[str, dict[str, int]] = {

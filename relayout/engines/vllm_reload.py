@@ -98,7 +98,9 @@ def rehearse(model: torch.nn.Module, modules: Modules, tensors: Iterator[tuple[s
         except Exception as error:
             what = f"its own reload of what it has made something else of fails: {type(error).__name__}: {error}"
             raise PlanError(f"vLLM cannot take these weights: {what}", code="unsupported") from error
-        _check_loaded(infos, names, had)
+        if modules is not None:  # Else some have nothing that is loaded, such as tables of positions.
+            _check_loaded(infos, names, had)
+        _check_sources(infos, names)
         for layer, loaded in early.items():
             if infos[layer].load_numel > loaded:
                 _refuse(names[layer], "its own reload counts it as complete before its last tensor")
@@ -212,9 +214,8 @@ def _check_loaded(
     modules, a tied head.
 
     Raises:
-        PlanError: nothing was; or what was is made of a parameter that has moved.
+        PlanError: nothing was.
     """
-    from torch.utils._pytree import tree_leaves
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     left = {layer for layer, info in infos.items() if info.load_numel_total and info.load_numel <= 0}
@@ -222,6 +223,16 @@ def _check_loaded(
     for layer in left:
         if not (is_deferred_attention_layer(layer) or (had[layer] and had[layer] <= loaded)):
             _refuse(names[layer], "its own reload loads nothing into it")
+
+
+def _check_sources(infos: Mapping[torch.nn.Module, Any], names: Mapping[torch.nn.Module, str]) -> None:
+    """Check that what is loaded has memory.
+
+    Raises:
+        PlanError: it is made of a parameter of another module, which is on the meta device.
+    """
+    from torch.utils._pytree import tree_leaves
+
     for layer, info in infos.items():
         for _, given in info.loaded_weights:
             others = [one for key, one in given.arguments.items() if key != "param"]

@@ -179,6 +179,18 @@ def test_a_layer_behind_a_wrapper_is_rehearsed_and_loaded_again(monkeypatch: pyt
     assert layer.bias.tolist() == fresh.out.bias.tolist()
 
 
+def test_a_module_without_anything_to_load_is_no_obstacle_where_all_are_loaded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a table of positions, which vLLM leaves."""
+    fake_layerwise.install(monkeypatch)
+    model = fake_layerwise.Model(layer=Layer(weight=(2, 3)), positions=Layer(table=(2,)))
+    model.start([("layer.weight", torch.ones(2, 3))])
+    rehearse(model, None, iter([("layer.weight", torch.ones(2, 3))]))
+    with pytest.raises(PlanError, match=r"'positions': .* loads nothing into it"):
+        rehearse(model, list(model.children()), iter([("layer.weight", torch.ones(2, 3))]))
+
+
 def without(*names: str) -> Tensors:
     return {name: one for name, one in WEIGHTS.items() if not name.startswith(names)}
 

@@ -23,7 +23,7 @@ from relayout.checkpoint.trust import TrustedStore
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Transfer
 from relayout.core.slices import BITS, NOT_HELD, Slice
-from relayout.errors import PlanError, did_you_mean
+from relayout.errors import PlanError, did_you_mean, shown
 from relayout.loader.backends.base import Allocation, Memory, Options, resolve_device
 from relayout.loader.group.collectives import Group
 from relayout.loader.group.exchange import Exchange, RunningExchange
@@ -362,30 +362,26 @@ class _Told(NamedTuple):
 
 def _fill_together(asked: Asked, group: Group) -> Held:
     """Read this member's share of what all want, and exchange it."""
-    try:
+    with group.telling():
         with group.collective():
             held, options = _prepared(asked)
             wanted = Wanted.of(asked, held)
-            identity = _identity(wanted, options)
+            identity = _identity(asked, wanted, options)
         check_same(group, identity)
         told = group.all_gather(_Told.of(wanted))
-        with group.collective():
+        # The same for all members: they have told it, or compared it.
+        is_proven = isinstance(wanted.whole.store, TrustedStore)  # What others have read is not.
+        backend = options.backend if is_proven else _backend_beside(told, options)
+        with group.collective(is_last=backend is not None):
             wanted.check_beside({row for one in told for row in one.part_of})
             names, first = wanted.whole.pieces.columns.names, [row for row in wanted.filled if row not in wanted.again]
             into = {names[row]: wanted.mine[row].data for row in first}
             check_into(into, wanted.columns(first), options.device)
-            backend = _backend_beside(told, options)
-            if isinstance(wanted.whole.store, TrustedStore):  # What others have read is not proven.
-                backend = options.backend
             if backend is not None:
                 _fill_alone(wanted, replace(options, backend=backend))
         if backend is None:
             _Together(group, wanted, told, replace(options, device="cpu")).fill()
-        group.is_over = True
         return held
-    except BaseException as error:
-        group.fail(error)
-        raise
 
 
 def page_cache_of(store: Store) -> str:
@@ -426,11 +422,16 @@ def _are_apart(parts: Sequence[Slice]) -> bool:
     return all(start + length <= following for (start, length), (following, _) in pairwise(ranges))
 
 
-def _identity(wanted: Wanted, options: Options) -> tuple[str, str]:
-    """What is loaded, for a person, and a digest of all that members must have in common."""
-    files = wanted.whole.pieces.files
-    common = (wanted.whole.content(), sorted(wanted.chosen), options.verify, cost_of(files).max_gap_nbytes)
-    return f"the model of {wanted.whole.store}", digest_hex(repr(common).encode())
+def _identity(asked: Asked, wanted: Wanted, options: Options) -> tuple[str, str]:
+    """What is loaded, for a person, and a digest of all that members must have in common: it decides their messages."""
+    files, is_signed = wanted.whole.pieces.files, isinstance(wanted.whole.store, TrustedStore)
+    how = (options.backend, options.kind, options.verify, is_signed)
+    what = f"the model of {wanted.whole.store} to {options.kind}, with backend={options.backend!r}"
+    what += ", verified" if options.verify else ""
+    what += ", signed" if is_signed else ""
+    what += "" if asked.names is None else f", names={shown(asked.names)}"
+    common = (wanted.whole.content(), sorted(wanted.chosen), how, cost_of(files).max_gap_nbytes)
+    return what, digest_hex(repr(common).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,18 +452,18 @@ class _Together:
         sizes = [max(self._nbytes(row, one.part(row)) for one in self.told) for row in others]
         most = min(one.most_nbytes for one in self.told)
         total = sum(self._nbytes(row, self.wanted.mine[row].part) for row in self.wanted.filled)
-        done = 0
+        steps = [(direct, False)] if direct else []
+        steps += [(others[batch.start : batch.stop], True) for batch in batches(sizes, most)]
+        self.group.is_over, done = not steps, 0
         with reporting(self.options.progress, "loading", total) as report:
-            if direct:
-                done = self._fill_step(direct, report, done, is_copied=False)
-            for batch in batches(sizes, most):
-                done = self._fill_step(others[batch.start : batch.stop], report, done, is_copied=True)
+            for index, (tensors, is_copied) in enumerate(steps, 1):
+                done = self._fill_step(tensors, report, done, is_copied=is_copied, is_last=index == len(steps))
 
     def _nbytes(self, row: int, part: Slice) -> int:
         columns = self.wanted.whole.pieces.columns
         return prod(part.shape(tuple(columns.source_shapes[row]))) * BITS[columns.dtypes[row]] // 8
 
-    def _fill_step(self, rows: Sequence[int], report: Reporter, done: int, *, is_copied: bool) -> int:
+    def _fill_step(self, rows: Sequence[int], report: Reporter, done: int, *, is_copied: bool, is_last: bool) -> int:
         """Fill some tensors; returns the bytes that this member has then, `done` of which it had before."""
         group, wanted, running = self.group, self.wanted, None
         arena: Allocation[Any] | None = None
@@ -490,7 +491,7 @@ class _Together:
                 slices = [bytes_of_row.get(row, nothing) for row in row_of]
                 running = RunningExchange(Exchange.of(group, files, divided), backend, budget, memory, offsets, slices)
             arrived = running.run(report.after(done))
-            with group.collective():
+            with group.collective(is_last=is_last):
                 running.finish(arrived, report.after(done))
                 if arena is not None:
                     loaded = make_views(arena.tensor(), columns)

@@ -56,12 +56,15 @@ class Reader:
         """The reads of a batch that this process carries out."""
         return batch.layout.reads
 
-    def collective(self) -> AbstractContextManager[None]:
-        """A block that all processes carry out: one that fails in it fails all."""
+    def collective(self, *, is_last: bool = False) -> AbstractContextManager[None]:
+        """A block that all processes carry out: one that fails in it fails all. After the last one, they are done."""
         return nullcontext()
 
-    def complete(self, batch: Batch, memory: torch.Tensor, num_threads: int) -> None:
-        """Fill what others have read of a batch; what this process reads of it has arrived."""
+    def fill(self, batch: Batch, memory: torch.Tensor) -> None:
+        """Fill what others have read of a batch at the end of a block; what this process reads of it has arrived."""
+
+    def prove(self, batch: Batch, memory: torch.Tensor, num_threads: int) -> None:
+        """Prove what others have read of a batch."""
 
     @property
     def may_discard(self) -> bool:
@@ -283,13 +286,14 @@ class _Arriving:
             if not self._window.wait(index):
                 running.join()  # Raises the job's error.
             running.settle()
-        memory = self._window.take(index)
-        self._reader.complete(batch, memory, self._job.budget.threads)
+            memory = self._window.take(index)
+            self._reader.fill(batch, memory)
+        self._reader.prove(batch, memory, self._job.budget.threads)
         self._views = make_views(to_device(memory, self._device), batch.tensors)
 
     def join(self) -> None:
         """End the job, after all of its batches were taken."""
-        with self._reader.collective():
+        with self._reader.collective(is_last=True):
             assert self._running is not None
             self._running.join()
 

@@ -30,7 +30,7 @@ from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
 from relayout.reporting import Progress
-from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding, check_floating
+from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding, check_floating, start
 from relayout.saving.folder import files_of
 
 if TYPE_CHECKING:
@@ -182,28 +182,31 @@ def save_pretrained(
         PlanError: the model cannot be saved like this; or as `relayout.save`.
         FormatError, OSError: as `relayout.save`.
     """
-    max_shard_nbytes = size(max_shard_size, "max_shard_size")
-    hold = holding_model(model, dtype, max_shard_nbytes)
-    saving = Saving(
-        output=output,
-        max_shard_nbytes=max_shard_nbytes,
-        force=force,
-        threads=integer(threads, "threads"),
-        memory=size(memory, "memory"),
-        progress=progress,
-        options=PlanOptions(
-            tp=tp,
-            align=align,
-            plan=plan,
-            trust_remote_code=trust_remote_code,
-            expert_parallel=expert_parallel,
-            unmatched=unmatched,
-            max_part_nbytes=max_part_nbytes,
-            layout=layout,
-            ranks=ranks,
-        ),
-    )
-    return saving.start(hold, group_of(group), background)
+
+    def prepare() -> tuple[Saving, Callable[[bool], Held]]:
+        max_shard_nbytes = size(max_shard_size, "max_shard_size")
+        saving = Saving(
+            output=output,
+            max_shard_nbytes=max_shard_nbytes,
+            force=force,
+            threads=integer(threads, "threads"),
+            memory=size(memory, "memory"),
+            progress=progress,
+            options=PlanOptions(
+                tp=tp,
+                align=align,
+                plan=plan,
+                trust_remote_code=trust_remote_code,
+                expert_parallel=expert_parallel,
+                unmatched=unmatched,
+                max_part_nbytes=max_part_nbytes,
+                layout=layout,
+                ranks=ranks,
+            ),
+        )
+        return saving, holding_model(model, dtype, max_shard_nbytes)
+
+    return start(prepare, group_of(group), background)
 
 
 def group_of(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -215,7 +218,7 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) -> Callable[[bool], Held]:
-    """What a process gives to a save of a model, see `Saving.start` and `save_pretrained`."""
+    """What a process gives to a save of a model, see `saving.api.start` and `save_pretrained`."""
     check_floating(dtype)
     model, name_of = unwrapped(model)
 

@@ -1,17 +1,36 @@
-"""The members of a torch.distributed group: what one raises, all raise."""
+"""The members of a torch.distributed group: what one raises, all raise.
+
+Work that can fail in one member alone must not leave the others waiting. So every message of all members begins with a
+small message in which each can give an error in place of its value. A member that fails sends its error as its next
+message, wherever it is, and all others get it as theirs:
+
+- Between two messages, whatever fails is sent by `Group.fail`, which the caller of an operation calls for each error.
+- In a block of `Group.collective`, no member sends anything. Its end is a message. Bytes that the block passes to
+  `exchange` or `broadcast` follow as part of this message, and only if no block has failed.
+- The last message of an operation says so: after it, an error is this member's own.
+
+A message that has begun is completed, as a half-sent one would take the place of the next. It therefore runs in a
+thread of its own: Ctrl-C, or what another signal handler raises, is raised when the message has ended, and is then sent
+like any other error. Members compare number and kind of each message, so that other orders of operations are an error.
+
+torch's timeout of the group limits each wait for a message, not an operation. A member that is killed is noticed at
+once over gloo. One that stands still looks like one that works for longer than the timeout: both end the wait.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
+from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from relayout.core.arguments import ranks_text
 from relayout.errors import PlanError, RelayoutError, shown
@@ -21,11 +40,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 Value = TypeVar("Value")
+Send = Callable[[], None]
+"""Sends and receives what a message consists of."""
 
 _QUIET_SECONDS = 3.0
 """How long members may be late without a word, and how long the words of others that wait may take to come."""
 _TAG = 0x72656C61
 """Tells messages of loads from those of the application in the same group, which have the tag 0 by default."""
+_STORE_SECONDS = 5.0
+"""How long to wait for the store by which members have found each other: the process that has it may stand still."""
 _CONNECT_SECONDS = 8.0
 """The time for gloo to connect members that have all called. It waits so long for their addresses, and five times as
 long for each connection: if a member is killed meanwhile, the others wait for less than a minute."""
@@ -54,6 +77,18 @@ def _raise_first(values: list[object]) -> None:
         raise cast("Exception", values.pop(index))
 
 
+_KINDS = ("value", "block", "error")
+"""What a message is: a value of each member, the end of a block, or an error outside of one."""
+
+
+def _check_same_call(heads: Sequence[tuple[int, str]]) -> None:
+    """Raise PlanError unless all members have sent the same message of an operation, by its number and kind."""
+    if len(set(heads)) > 1:
+        who = [f"{kind} {number} of member {member}" for member, (number, kind) in enumerate(heads)]
+        what = f"group: the members do not make the same calls: {', '.join(who)} came together"
+        raise PlanError(f"{what}; begin loads, saves and steps in the same order in all of them", code="option")
+
+
 def _started(work: Work | None) -> Work:
     assert work is not None  # None: this process is no member.
     return work
@@ -61,6 +96,53 @@ def _started(work: Work | None) -> Work:
 
 _on_host: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 """Groups of the same processes as others', for messages from host memory. They live as long: see `Group.apart`."""
+
+
+_left: WeakSet[ProcessGroup] = WeakSet()
+"""Groups in which this process has left a message before its end: the next one would get the rest of it."""
+
+
+class _Message:
+    """A message that is carried out in a thread of its own, once, or never."""
+
+    def __init__(self, send: Send) -> None:
+        self._send: Send | None = send
+        self._begun = threading.Lock()
+        self._error: BaseException | None = None
+        self.is_done = threading.Event()
+
+    def start(self) -> None:
+        """Begin it; here, if there are too many threads."""
+        try:
+            threading.Thread(target=self.carry_out, name="relayout-message", daemon=True).start()
+        except RuntimeError:
+            self.carry_out()
+
+    def carry_out(self) -> None:
+        """Send, and keep the error for `result`."""
+        if self._begun.acquire(blocking=False):
+            try:
+                assert self._send is not None
+                self._send()
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._send = None  # It has the memory that is sent.
+                self.is_done.set()
+
+    def settle(self) -> None:
+        """Wait for its end if it has begun; otherwise, never let it begin."""
+        if not self._begun.acquire(blocking=False):
+            self.is_done.wait()
+
+    def result(self) -> None:
+        """Raise its error."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # Breaks the cycle of error, traceback and this frame.
 
 
 class Group:
@@ -71,6 +153,7 @@ class Group:
 
         Raises:
             PlanError: this process is no member of it, or it is no group.
+            OSError: this process was interrupted twice in a message of the group.
         """
         import torch.distributed as dist
 
@@ -80,6 +163,9 @@ class Group:
             raise PlanError(what, code="option")
         if is_outside or not dist.is_initialized() or dist.get_rank(group) < 0:
             raise PlanError("group: this process is not a member", code="option")
+        if group in _left:
+            what = "the group is broken: this process has left it in the middle of a message; make another group"
+            raise OSError(errno.ECONNABORTED, what)
         self._group = group
         self.index: int = dist.get_rank(group)
         """The number of this member, from 0."""
@@ -90,47 +176,180 @@ class Group:
         """Whether a collective call failed: the group can no longer be used, and it may still write to memory."""
         self._number: int | None = None
         """The number of this call among all of this member in the group; None: it has not met the others yet."""
-        self._num_calls = 0
-        """How many calls this member has made in which it waits for the others."""
+        self._num_messages = 0
+        """The messages that this member has sent in this operation."""
+        self._unfinished: _Message | None = None
+        """The message that is being sent, or whose wait was interrupted."""
+        self._is_inside = False
+        """Whether this member is in a block of `collective`."""
+        self._at_end: list[tuple[Send, bool]] = []
+        """What is sent at the end of this block, and whether only this thread can send it."""
         self.is_over = False
         """Whether no member waits for this one any more: the load is done, or all know that it has failed."""
 
-    def all_gather(self, value: Value) -> list[Value]:
+    def all_gather(self, value: Value, *, is_last: bool = False) -> list[Value]:
         """The value of each member. The values are small.
+
+        Args:
+            is_last: no message follows in this operation.
 
         Raises:
             OSError: a member is gone.
             the error of another member that failed outside of `collective`.
         """
-        values = self._gather(value)
-        self.is_over |= any(isinstance(value, Exception) for value in values)
+        values = self._gather(value, "value", is_last=is_last)
         _raise_first(values)
         return cast("list[Value]", values)
 
-    def _gather(self, value: object) -> list[object]:
-        import torch.distributed as dist
+    def _gather(
+        self, value: object, kind: str, at_end: Sequence[tuple[Send, bool]] = (), *, is_last: bool = False
+    ) -> list[object]:
+        """The value of each member. If none is an error, more is sent in the same message."""
+        assert not self._is_inside, "a message of all members in a block that a member may leave by an error of its own"
+        blob = b"" if value is None else pickle.dumps(value)
+        values: list[object] = []
 
-        values: list[object] = [None] * self.num_members
-        with self._naming_missing(), self._naming_late():
-            dist.all_gather_object(values, value, group=self._group)
+        def send() -> None:
+            self._num_messages += 1
+            with self._unbroken():
+                found = self._gathered((self._num_messages, kind), blob)
+            values.extend(pickle.loads(one) if one else None for _, one in found)
+            has_failed = any(isinstance(one, Exception) for one in values)
+            self.is_over = has_failed or is_last
+            if not has_failed:
+                _check_same_call([head for head, _ in found])
+                for more, _ in at_end:
+                    with self._unbroken():
+                        more()
+
+        with self._naming_missing():
+            self._carry_out(send, here=not self.has_gloo or any(is_here for _, is_here in at_end))
         return values
 
-    def apart(self) -> ProcessGroup:
-        """A new group of the same processes, for messages from host memory that meet none of this one's.
+    def _gathered(self, head: tuple[int, str], blob: bytes) -> list[tuple[tuple[int, str], bytes]]:
+        """Number, kind and content of each member's message. Contents that are not empty follow the others.
+
+        Each goes from each to each: gloo's own gather passes them on from member to member. If one is killed, only its
+        neighbors would hear of it at once.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if not self.has_gloo:  # Only torch knows from which device another backend sends.
+            objects: list[Any] = [None] * self.num_members
+            dist.all_gather_object(objects, (head, blob), group=self._group)
+            return objects
+        number, kind = head
+        mine = torch.tensor([[number, _KINDS.index(kind), len(blob)]] * self.num_members, device="cpu")
+        found = torch.empty_like(mine)
+        dist.all_to_all_single(found, mine, group=self._group)
+        heads = cast("list[tuple[int, int, int]]", found.tolist())
+        blobs = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for *_, nbytes in heads]
+        blobs[self.index].numpy()[:] = memoryview(blob)
+        self._send_to_all([(member, one) for member, one in enumerate(blobs) if len(one)])
+        calls = [(one, _KINDS[which]) for one, which, _ in heads]
+        return list(zip(calls, [one.numpy().tobytes() for one in blobs], strict=True))
+
+    def _carry_out(self, send: Send, *, here: bool) -> None:
+        """Send a message, behind one whose wait was interrupted.
+
+        Args:
+            here: in this thread, whose current device and stream count. An interruption then breaks the group.
+        """
+        self._settle()
+        message, interruption = _Message(send), cast("BaseException | None", None)
+        self._unfinished = message
+        if here:
+            watcher = threading.Timer(_QUIET_SECONDS, self._name_late, [message])
+            watcher.daemon = True
+            with suppress(RuntimeError):  # Too many threads: nothing is said.
+                watcher.start()
+            message.carry_out()
+            watcher.cancel()
+        else:
+            message.start()
+        while not message.is_done.is_set():
+            try:
+                if not message.is_done.wait(_QUIET_SECONDS):
+                    with suppress(RuntimeError):
+                        threading.Thread(target=self._name_late, args=[message], daemon=True).start()
+                    message.is_done.wait()
+            except BaseException as error:
+                if interruption is not None:
+                    self._leave()
+                    raise
+                interruption = error
+                what = "relayout: interrupted: waits up to %s to tell the other members; again leaves the group at once"
+                getLogger("relayout").warning(what, self._limit)
+        self._unfinished = None
+        try:
+            message.result()
+            if interruption is not None:
+                raise interruption
+        finally:
+            del interruption  # Breaks the cycle of error, traceback and this frame.
+
+    def is_quiet(self) -> bool:
+        """Wait for a message whose wait was interrupted. Returns whether none writes to memory any more."""
+        if not self.is_broken:
+            self._settle()
+        return not self.is_broken
+
+    def _settle(self) -> None:
+        if self._unfinished is not None and os.getpid() == self._process:
+            try:
+                self._unfinished.settle()
+            except BaseException:
+                self._leave()
+                raise
+            self._unfinished = None
+
+    def _leave(self) -> None:
+        """Use the group no more: a message that nobody waits for is still being sent."""
+        self.is_broken = True
+        _left.add(self._group)
+
+    def apart(self, kept: MutableMapping[ProcessGroup, ProcessGroup]) -> ProcessGroup:
+        """A group of the same processes, for messages from host memory that meet none of this one's.
+
+        It has the same timeout. All members make it, unless it is in `kept`, where it is put before they send another
+        message.
 
         Raises:
-            OSError: a member is gone, or has not called within the timeout of the group, or of torch.distributed.
+            OSError: a member is gone, or has not called within the timeout of the group.
         """
         import torch.distributed as dist
-        from torch.distributed.constants import default_pg_timeout as usual
 
         ranks = dist.get_process_group_ranks(self._group)
-        with self._naming_missing():
-            # A late member is waited for here; to connect, all are there.
-            connecting = timedelta(seconds=_CONNECT_SECONDS) if self._all_called(usual) else usual
-            made = cast("ProcessGroup", dist.new_group(ranks, connecting, "gloo", use_local_synchronization=True))
-        made.set_timeout(usual)
-        return made
+
+        def connect() -> None:
+            with self._unbroken():
+                made = cast("ProcessGroup", dist.new_group(ranks, connecting, "gloo", use_local_synchronization=True))
+            kept[self._group] = made
+
+        if self._group not in kept:
+            with self._naming_missing(), self.telling():
+                # A late member is waited for here; to connect, all are there.
+                connecting = timedelta(seconds=_CONNECT_SECONDS) if self._all_called() else self.timeout
+                self._carry_out(connect, here=False)
+        kept[self._group].set_timeout(self.timeout)
+        return kept[self._group]
+
+    @property
+    def timeout(self) -> timedelta:
+        """The longest wait for a message: the group's own timeout, for host memory if that has one of its own."""
+        import torch
+        from torch.distributed.constants import default_pg_timeout
+
+        for device in (torch.device("cpu"), *self._group._device_types):
+            with suppress(AttributeError, RuntimeError):
+                timeout: timedelta = self._group._get_backend(device).options._timeout
+                return timeout
+        return default_pg_timeout
+
+    @property
+    def _limit(self) -> str:
+        return f"{self.timeout.total_seconds():g} s"
 
     @staticmethod
     def on_host(group: ProcessGroup) -> Group:
@@ -142,27 +361,21 @@ class Group:
         taken = Group(group)
         if taken.has_gloo:
             return taken
-        if group not in _on_host:
-            _on_host[group] = taken.apart()
-        return Group(_on_host[group])
+        return Group(taken.apart(_on_host))
 
-    def _all_called(self, limit: timedelta) -> bool:
-        """Wait until all members have called: by a message of each to each, by which gloo tells at once who is gone.
-
-        Without gloo, by the store, up to a limit.
+    def _all_called(self) -> bool:
+        """Wait until all members have called, up to the timeout. Over gloo, it is noticed at once who is gone.
 
         Returns:
             False: nobody can tell.
         """
-        import torch
-
         if self.has_gloo:
-            hello = torch.zeros(self.num_members, dtype=torch.uint8)
-            self.exchange(hello, [1] * self.num_members, torch.empty_like(hello), [1] * self.num_members)
+            self.all_gather(None, is_last=True)
             return True
         if (store := self._store) is None:
             return False
-        store.wait([self._key(member) for member in range(self.num_members)], limit)
+        with self._unbroken():
+            store.wait([self._key(member) for member in range(self.num_members)], self.timeout)
         return True
 
     @property
@@ -180,10 +393,9 @@ class Group:
         if self._number is None:
             self._meet()
         try:
-            with self._unbroken():
-                yield
+            yield
         except OSError as error:
-            if missing := self._missing():
+            if (missing := self._missing()) and "have not called" not in str(error.strerror):
                 what = f"{error.strerror}; of {self.num_members} members these have not called: {ranks_text(missing)}"
                 raise OSError(error.errno, what) from error
             raise
@@ -194,55 +406,60 @@ class Group:
         They are then waited for as the group waits for anything, up to its timeout.
         """
         self._number = 0
-        if (store := self._store) is None:
-            return
-        with suppress(RuntimeError):  # Of a store that is gone, the collective call will tell.
-            self._number = store.add(f"relayout/{self.index}", 1)
-            store.set(self._key(self.index), "")
-            with suppress(RuntimeError):
-                store.wait([self._key(member) for member in range(self.num_members)], timedelta(seconds=_QUIET_SECONDS))
-                return
-        if missing := self._missing():
-            what = "relayout: member %d of a group waits for the members %s, which have not called, up to its timeout"
-            getLogger("relayout").warning(what, self.index, ranks_text(missing))
 
-    @contextmanager
-    def _naming_late(self) -> Iterator[None]:
-        """A call that all members make: the log names those that have not come to it for some seconds.
+        def call(store: Any) -> int:
+            number = store.add(f"relayout/{self.index}", 1)
+            store.set(f"relayout/{self.index}/{number}", "")
+            return int(number)
 
-        Who waits says so in the group's store, at which call, and only then: whoever has not said it is waited for. It
-        works, or stands still: nobody can tell, so that it is waited for as the group waits for anything.
+        def wait(store: Any) -> bool:
+            store.wait([self._key(member) for member in range(self.num_members)], timedelta(seconds=_QUIET_SECONDS))
+            return True
+
+        self._number = self._ask(call) or 0
+        if self._number and not self._ask(wait) and (missing := self._missing()):
+            who = f"the members {ranks_text(missing)}, which have not called"
+            what = "relayout: member %d of a group waits for %s, up to its timeout of %s"
+            getLogger("relayout").warning(what, self.index, who, self._limit)
+
+    def _name_late(self, message: _Message) -> None:
+        """Name the members in the log that have not come to a message for some seconds.
+
+        Who waits says so in the group's store, at which message, and only then: whoever has not said it is waited for.
+        It works, or stands still: nobody can tell, so that it is waited for as the group waits for anything.
         """
-        self._num_calls += 1
-        number, is_over = self._num_calls, threading.Event()
-
-        def watch() -> None:
-            with suppress(RuntimeError):  # Of a store that is gone, the collective call will tell.
-                if (store := self._store) is None or not self._number or is_over.wait(_QUIET_SECONDS):
-                    return
-                store.set(f"{self._key(self.index)}/{number}", "")
-                if is_over.wait(2 * _QUIET_SECONDS):
-                    return
-                called = set(range(self.num_members)) - set(self._missing())  # The others have been named.
-                late = [member for member in sorted(called) if not store.check([f"{self._key(member)}/{number}"])]
-                if late and not is_over.is_set():
-                    what = "relayout: member %d of a group waits for the members %s, up to its timeout"
-                    getLogger("relayout").warning(what, self.index, ranks_text(late))
-
-        watcher = threading.Thread(target=watch, name="relayout-late", daemon=True)
-        with suppress(RuntimeError):  # Too many threads: nothing is said.
-            watcher.start()
-        try:
-            yield
-        finally:
-            is_over.set()
+        number = self._num_messages
+        if not self._number or message.is_done.is_set():
+            return
+        self._ask(lambda store: store.set(f"{self._key(self.index)}/{number}", ""))
+        if message.is_done.wait(2 * _QUIET_SECONDS):
+            return
+        called = sorted(set(range(self.num_members)) - set(self._missing()))  # The others have been named.
+        late = self._ask(lambda store: [one for one in called if not store.check([f"{self._key(one)}/{number}"])])
+        if late and not message.is_done.is_set():
+            what = "relayout: member %d of a group waits for the members %s, up to its timeout of %s"
+            getLogger("relayout").warning(what, self.index, ranks_text(late), self._limit)
 
     def _missing(self) -> list[int]:
         """The members that have not called; none, if nobody knows."""
-        with suppress(RuntimeError):
-            if self._store is not None and self._number:
-                return [member for member in range(self.num_members) if not self._store.check([self._key(member)])]
-        return []
+        members = range(self.num_members)
+        ask: Callable[[Any], list[int]] = lambda store: [one for one in members if not store.check([self._key(one)])]  # noqa: E731
+        return (self._ask(ask) if self._number else None) or []
+
+    def _ask(self, ask: Callable[[Any], Value]) -> Value | None:
+        """What the group's store answers; None if it is not known, is gone, or its process stands still."""
+        answers: list[Value] = []
+
+        def answer() -> None:
+            with suppress(RuntimeError):  # Of a store that is gone, the message will tell.
+                if (store := self._store) is not None:
+                    answers.append(ask(store))
+
+        asker = threading.Thread(target=answer, name="relayout-store", daemon=True)
+        with suppress(RuntimeError):  # Too many threads.
+            asker.start()
+            asker.join(_STORE_SECONDS)
+        return answers[0] if answers else None
 
     def _key(self, member: int) -> str:
         return f"relayout/{member}/{self._number}"
@@ -257,61 +474,85 @@ class Group:
         return None
 
     @contextmanager
-    def collective(self) -> Iterator[None]:
+    def collective(self, *, is_last: bool = False) -> Iterator[None]:
         """A block that all members carry out: at its end, they wait for each other, and one that failed fails all.
+
+        Args:
+            is_last: no message follows in this operation.
 
         Raises:
             the error of the block; or another member's, with its number.
         """
         failed: BaseException | None = None
         try:
-            yield
+            assert not self._is_inside, "a block in a block"
+            try:
+                self._is_inside = True
+                yield
+            finally:
+                self._is_inside = False
         except BaseException as error:
             if self.is_broken:
                 raise
             failed = error
         try:
+            at_end, self._at_end = self._at_end, []
             try:
-                errors = self._gather(None if failed is None else _as_of(self.index, failed))
+                mine = None if failed is None else _as_of(self.index, failed)
+                errors = self._gather(mine, "block", at_end, is_last=is_last)
             except OSError as gone:
                 raise failed or gone from None
-            self.is_over = any(errors)
             if failed is not None:
                 raise failed
             _raise_first(errors)
         finally:
             del failed  # Breaks the cycle of error, traceback and this frame.
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An operation: an error outside of `collective` is raised by all others, at their next message."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def fail(self, error: BaseException) -> None:
-        """End an unfinished load by an error outside of `collective`: all others raise it in their next block."""
-        if not self.is_over and not self.is_broken and os.getpid() == self._process:
+        """End an unfinished operation by an error outside of `collective`: all others raise it at the next message."""
+        self._is_inside, self._at_end = False, []  # An interruption may come before the block itself does so.
+        if self.is_quiet() and not self.is_over and os.getpid() == self._process:
             self.is_over = True
             with suppress(OSError):  # The others are gone.
-                self._gather(_as_of(self.index, error))
+                self._gather(_as_of(self.index, error), "error")
 
     def broadcast(self, portions: list[tuple[int, torch.Tensor]]) -> None:
         """Send portions of memory, given as (member, memory), from the member that has each to all others.
 
-        On a device, work that is queued on the current stream from then on sees the bytes.
+        In a block of `collective`, at the end of which they are sent. On a device, work that is queued on the current
+        stream from then on sees the bytes.
 
         Raises:
-            OSError: a member is gone.
+            OSError: at the end: a member is gone.
         """
+        assert self._is_inside, "a broadcast outside of a block, which some members may never reach"
+        on_host = all(memory.device.type == "cpu" for _, memory in portions)
+        self._at_end.append((partial(self._send_to_all, portions), not on_host))
+
+    def _send_to_all(self, portions: list[tuple[int, torch.Tensor]]) -> None:
         import torch.distributed as dist
 
-        with self._unbroken():
-            on_host = all(memory.device.type == "cpu" for _, memory in portions)
-            # There, members check that they have begun equally many operations, which messages are not.
-            is_checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
-            if self.has_gloo and on_host and not is_checked:
-                started = [work for member, memory in portions for work in self._send(member, memory)]
-            else:
-                started = [
-                    dist.broadcast(memory, dist.get_global_rank(self._group, member), group=self._group, async_op=True)
-                    for member, memory in portions
-                ]
-            for work in started:
-                work.wait()
+        on_host = all(memory.device.type == "cpu" for _, memory in portions)
+        # There, members check that they have begun equally many operations, which messages are not.
+        is_checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+        if self.has_gloo and on_host and not is_checked:
+            started = [work for member, memory in portions for work in self._send(member, memory)]
+        else:
+            started = [
+                dist.broadcast(memory, dist.get_global_rank(self._group, member), group=self._group, async_op=True)
+                for member, memory in portions
+            ]
+        for work in started:
+            work.wait()
 
     def _send(self, member: int, memory: torch.Tensor) -> list[Work]:
         """Start to send what a member has to each other one.
@@ -331,26 +572,35 @@ class Group:
     ) -> None:
         """Send consecutive parts of host memory to the members, one to each, and receive theirs.
 
+        In a block of `collective`, at the end of which they are sent.
+
         Args:
             sent_sizes: bytes of each part; those of `received_sizes` are what the other members send to this one.
 
         Raises:
-            OSError: a member is gone.
+            OSError: at the end: a member is gone.
         """
+        assert self._is_inside, "an exchange outside of a block, which some members may never reach"
+        self._at_end.append((partial(self._all_to_all, sent, sent_sizes, received, received_sizes), False))
+
+    def _all_to_all(
+        self, sent: torch.Tensor, sent_sizes: list[int], received: torch.Tensor, received_sizes: list[int]
+    ) -> None:
         import torch.distributed as dist
 
-        with self._unbroken(), self._naming_late():
-            dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
-        broken, self.is_broken = self.is_broken, True  # Whatever happens inside, an interruption too.
         try:
             yield
-            self.is_broken = broken
-        except RuntimeError as error:
+        except BaseException as error:
+            self.is_broken = True
+            if not isinstance(error, RuntimeError):
+                raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise OSError(errno.ECONNABORTED, f"the group is broken, a member may be gone: {reason}") from error
+            late = f", or later than the group's timeout of {self._limit}" if "imed out" in reason else ""
+            raise OSError(errno.ECONNABORTED, f"the group is broken, a member may be gone{late}: {reason}") from error
 
 
 class Alone(Group):
@@ -358,13 +608,18 @@ class Alone(Group):
 
     def __init__(self) -> None:
         self.index, self.num_members = 0, 1
-        self.is_broken = self.is_over = False
+        self.is_broken = self.is_over = self._is_inside = False
         self._process = os.getpid()
+        self._at_end, self._unfinished = [], None
 
-    def _gather(self, value: object) -> list[object]:
+    def _gather(
+        self, value: object, kind: str, at_end: Sequence[tuple[Send, bool]] = (), *, is_last: bool = False
+    ) -> list[object]:
+        for send, _ in at_end:
+            send()
         return [value]
 
-    def exchange(
+    def _all_to_all(
         self, sent: torch.Tensor, sent_sizes: list[int], received: torch.Tensor, received_sizes: list[int]
     ) -> None:
         received.copy_(sent)

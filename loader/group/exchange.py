@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -183,7 +182,7 @@ class ExchangedLoad:
                     exchange = Exchange.of(group, self.source.files, divided)
                     running = RunningExchange(exchange, backend, budget, arena, offsets, slices)
                 done = running.run(report)
-                with group.collective():
+                with group.collective(is_last=True):
                     running.finish(done, report)
                     return make_views(base, tensors)
         except BaseException as error:
@@ -267,7 +266,7 @@ class ReadAhead:
 
 
 class _Mail:
-    """Messages between this member and the others. The last byte of each says whether its sender failed."""
+    """Messages between this member and the others."""
 
     def __init__(
         self,
@@ -291,14 +290,17 @@ class _Mail:
         """Carry out all rounds; the messages of the last one are still to be unpacked. Returns the bytes that arrived.
 
         Raises:
-            the errors of `exchange`.
+            the errors of `Group.collective`.
         """
-        done = 0
+        done, me = 0, self._group.index
         for before, each in zip([None, *self._rounds], self._rounds, strict=False):
-            with self.exchange(each):
+            sent_sizes, received_sizes = each.sent(me), each.received(me)
+            sent, received = self._sent[: sum(sent_sizes)], self._received[: sum(received_sizes)]
+            with self._group.collective():
                 done += self.unpack(before)
                 report(done)
                 self.pack(each, ahead)
+                self._group.exchange(sent, sent_sizes, received, received_sizes)
         return done
 
     def pack(self, each: ExchangeRound, ahead: ReadAhead) -> None:
@@ -319,35 +321,6 @@ class _Mail:
                     copy_runs(view, self._slices[row], part)
                 ahead.release()
 
-    @contextmanager
-    def exchange(self, each: ExchangeRound) -> Iterator[None]:
-        """A block that all members carry out, and that packs a round. At its end, the messages are exchanged.
-
-        Raises:
-            the error of the block; or another member's, with its number.
-            OSError: a member is gone.
-        """
-        failed: BaseException | None = None
-        try:
-            yield
-        except BaseException as error:
-            failed = error
-        try:
-            me = self._group.index
-            sent_sizes, received_sizes = each.sent(me), each.received(me)
-            sent, received = self._sent[: sum(sent_sizes)], self._received[: sum(received_sizes)]
-            sent.numpy()[_last(sent_sizes)] = failed is not None
-            try:
-                self._group.exchange(sent, sent_sizes, received, received_sizes)
-            except OSError as gone:
-                raise failed or gone from None
-            if failed is not None or received.numpy()[_last(received_sizes)].any():
-                with self._group.collective():
-                    if failed is not None:
-                        raise failed
-        finally:
-            del failed  # Breaks the cycle of error, traceback and this frame.
-
     def unpack(self, each: ExchangeRound | None) -> int:
         """Copy from the messages of a round to the arena; returns the bytes that the round put there."""
         if each is None:
@@ -363,8 +336,3 @@ class _Mail:
 
 def _starts(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
-
-
-def _last(sizes: Sequence[int]) -> list[int]:
-    """The positions of the messages' last bytes."""
-    return [end - 1 for end, size in zip(accumulate(sizes), sizes, strict=True) if size]

@@ -226,14 +226,14 @@ class ExchangeRound:
     num_members: int
 
     def sent(self, member: int) -> list[int]:
-        """Bytes of its messages to the members, each with one more at the end; none goes to itself."""
+        """Bytes of its messages to the members; none goes to itself."""
         sizes = next((piece.sizes for piece in self.ranges if piece.member == member), (0,) * self.num_members)
-        return [size + 1 if other != member else 0 for other, size in enumerate(sizes)]
+        return [size if other != member else 0 for other, size in enumerate(sizes)]
 
     def received(self, member: int) -> list[int]:
-        """Bytes of the messages that it gets from the members, each with one more at the end."""
+        """Bytes of the messages that it gets from the members."""
         sizes = {piece.member: piece.sizes[member] for piece in self.ranges}
-        return [sizes.get(other, 0) + 1 if other != member else 0 for other in range(self.num_members)]
+        return [sizes.get(other, 0) if other != member else 0 for other in range(self.num_members)]
 
 
 def plan_exchange(

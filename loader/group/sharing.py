@@ -107,17 +107,19 @@ class _SharedStream(Reader):
         self._rounds[batch.start] = PortionRound(self._sharing.group.index, portions)
         return self._rounds[batch.start].reads
 
-    def collective(self) -> AbstractContextManager[None]:
-        return self._sharing.group.collective()
+    def collective(self, *, is_last: bool = False) -> AbstractContextManager[None]:
+        return self._sharing.group.collective(is_last=is_last)
 
-    def complete(self, batch: Batch, memory: torch.Tensor, num_threads: int) -> None:
+    def fill(self, batch: Batch, memory: torch.Tensor) -> None:
+        self._sharing.group.broadcast(self._rounds[batch.start].within(memory, batch.start))
+
+    def prove(self, batch: Batch, memory: torch.Tensor, num_threads: int) -> None:
         sent = self._rounds.pop(batch.start)
-        self._sharing.group.broadcast(sent.within(memory, batch.start))
         self._sharing.prove(batch.layout.reads, [sent], memory, batch.start, num_threads)
 
     @property
     def may_discard(self) -> bool:
-        return not self._sharing.group.is_broken
+        return self._sharing.group.is_quiet()
 
 
 def stream_together(
@@ -130,7 +132,7 @@ def stream_together(
     Args:
         prepare: returns what this member loads.
     """
-    try:
+    with group.telling():
         with error_hints(), group.collective():
             source, contents, options = prepare()
             sharing = Sharing.of(group, source, contents.files, options)
@@ -138,12 +140,8 @@ def stream_together(
             tensors = stream(contents, options, _SharedStream(sharing) if sharing.is_sent else None)
             columns = [list(column) for column in (contents.names, contents.shapes, contents.reads)]
             identity = sharing.identity(columns, sharing.grids)
-        check_same(group, identity)
+        check_same(group, identity, is_last=not sharing.is_sent)
         yield from tensors
-        group.is_over = True
-    except BaseException as error:
-        group.fail(error)
-        raise
 
 
 def load_together(asked: Asked, process_group: ProcessGroup) -> dict[str, torch.Tensor]:
@@ -152,21 +150,22 @@ def load_together(asked: Asked, process_group: ProcessGroup) -> dict[str, torch.
     All load the same rank, unless the checkpoint is a plain one.
     """
     group = Group(process_group)
-    with group.collective():
-        options, source = asked.options(), asked.source()
-        plan = source.arena(asked.names)
-        if source.is_plain:
-            from relayout.loader.group.exchange import ExchangedLoad  # Imports what plans.
+    with group.telling():
+        with group.collective():
+            options, source = asked.options(), asked.source()
+            plan = source.arena(asked.names)
+            if source.is_plain:
+                from relayout.loader.group.exchange import ExchangedLoad  # Imports what plans.
 
-            shared: SharedLoad = ExchangedLoad.of(group, source, plan, asked.names, options)
-        else:
-            sharing = Sharing.of(group, source, plan.files, options)
-            shared = (
-                _PortionedLoad.of(sharing, plan, options) if sharing.is_sent else _LoadAlone(sharing, plan, options)
-            )
-        mine = shared.identity()
-    check_same(group, mine)
-    return shared.load()
+                shared: SharedLoad = ExchangedLoad.of(group, source, plan, asked.names, options)
+            else:
+                sharing = Sharing.of(group, source, plan.files, options)
+                shared = (
+                    _PortionedLoad.of(sharing, plan, options) if sharing.is_sent else _LoadAlone(sharing, plan, options)
+                )
+            mine = shared.identity()
+        check_same(group, mine)
+        return shared.load()
 
 
 class SharedLoad(Protocol):
@@ -195,7 +194,7 @@ class _LoadAlone:
         return self.sharing.identity(self.plan.arena_nbytes, self.plan.reads)
 
     def load(self) -> dict[str, torch.Tensor]:
-        with self.sharing.group.collective():
+        with self.sharing.group.collective(is_last=True):
             return load_arena(self.plan, self.options)
 
 
@@ -236,14 +235,14 @@ class _PortionedLoad:
                     base = arena.tensor()
                 self._exchange(rounds, counter, running, base, report)
                 self.sharing.prove(self.plan.reads, rounds, base, 0, self.budget.threads)
-                with group.collective():
+                with group.collective(is_last=True):
                     running.join()
                     return make_views(to_device(base, self.options.device), self.plan.tensors())
         except BaseException as error:
             if running is not None:
                 running.cancel()
             group.fail(error)
-            if arena is not None and not group.is_broken:
+            if arena is not None and group.is_quiet():
                 arena.discard()
             raise
 
@@ -267,20 +266,23 @@ class _PortionedLoad:
                 if not counter.wait(index):
                     running.join()  # Raises the job's error.
                 running.settle()
-            self.sharing.group.broadcast(each_round.within(base))
+                self.sharing.group.broadcast(each_round.within(base))
             done += sum(portion.nbytes for portion in each_round.portions)
             report(done)
 
 
-def check_same(group: Group, mine: tuple[str, str]) -> None:
+def check_same(group: Group, mine: tuple[str, str], *, is_last: bool = False) -> None:
     """Refuse members that load something else than this one, by what that is and a digest of it.
+
+    Args:
+        is_last: as for `Group.all_gather`.
 
     Raises:
         PlanError: some do.
     """
-    for member, (what, digest) in enumerate(group.all_gather(mine)):
+    for member, (what, digest) in enumerate(group.all_gather(mine, is_last=is_last)):
         if digest != mine[1]:
-            group.is_over = True
+            group.is_over = True  # All of them see it.
             other = what if what != mine[0] else "other tensors, or another version or conversion, of that"
             raise PlanError(
                 f"group: member {group.index} loads {mine[0]}, member {member} {other};"

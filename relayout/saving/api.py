@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -24,7 +24,7 @@ from relayout.core.arguments import integer, size
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
-from relayout.errors import PlanError
+from relayout.errors import PlanError, shown
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.loader.group.collectives import Alone, Group
 from relayout.loader.held import HeldTensor, TensorHead
@@ -132,27 +132,30 @@ def save(
         >>> relayout.save(tensors, "saved", config={"model_type": "llama"}, tp=2).num_files
         2
     """
-    saving = Saving(
-        output=output,
-        max_shard_nbytes=size(max_shard_size, "max_shard_size"),
-        force=force,
-        threads=integer(threads, "threads"),
-        memory=size(memory, "memory"),
-        progress=progress,
-        options=PlanOptions(
-            tp=tp,
-            align=align,
-            plan=plan,
-            trust_remote_code=trust_remote_code,
-            expert_parallel=expert_parallel,
-            unmatched=unmatched,
-            max_part_nbytes=max_part_nbytes,
-            layout=layout,
-            ranks=ranks,
-        ),
-    )
 
-    return saving.start(holding(tensors, config, dtype), group, background)
+    def prepare() -> tuple[Saving, Callable[[bool], Held]]:
+        saving = Saving(
+            output=output,
+            max_shard_nbytes=size(max_shard_size, "max_shard_size"),
+            force=force,
+            threads=integer(threads, "threads"),
+            memory=size(memory, "memory"),
+            progress=progress,
+            options=PlanOptions(
+                tp=tp,
+                align=align,
+                plan=plan,
+                trust_remote_code=trust_remote_code,
+                expert_parallel=expert_parallel,
+                unmatched=unmatched,
+                max_part_nbytes=max_part_nbytes,
+                layout=layout,
+                ranks=ranks,
+            ),
+        )
+        return saving, holding(tensors, config, dtype)
+
+    return start(prepare, group, background)
 
 
 def holding(
@@ -160,7 +163,7 @@ def holding(
     config: Mapping[str, Any] | str | os.PathLike[str] | None,
     dtype: torch.dtype | None,
 ) -> Callable[[bool], Held]:
-    """What a process gives to a save of tensors by name, see `Saving.start`."""
+    """What a process gives to a save of tensors by name, see `start`."""
     check_floating(dtype)
     if not isinstance(tensors, Mapping):
         advice = ", such as its state_dict()" if hasattr(tensors, "state_dict") else ""
@@ -217,37 +220,12 @@ class Saving:
     options: PlanOptions
     instead: Callable[[PlannedSave], Summary] | None = None
     """Carries out what was planned, in place of a save to `output`."""
+    what: str = "a save"
+    """What this is, where members of a group do different things."""
 
-    def start(
-        self, hold: Callable[[bool], Held], group: ProcessGroup | None, background: bool
-    ) -> Summary | Future[Summary]:
-        """Save what `hold` gives, told whether this process is the first of its group; the rest as for `save`.
-
-        An error of `hold` is raised by all members.
-        """
-        if getattr(_running, "is_inside", False):
-            what = "save: called by the progress function of a save, which would wait for itself"
-            raise PlanError(what, code="unsupported")
-        line = _line_of_process(os.getpid()) if group is None else _line_of(group)
-        if not background:
-            line.wait()
-            return self._run(hold, line.group)
-        try:
-            copied = hold(line.is_first).on_host()
-        except BaseException as error:
-            failed = error  # The other members are told, in their line.
-            future = line.begin(partial(self._run, partial(_raise, failed), line.group))
-            if isinstance(error, Exception):
-                return future
-            raise
-        return line.begin(partial(self._run, lambda _: copied, line.group))
-
-    def _run(self, hold: Callable[[bool], Held], group: ProcessGroup | None) -> Summary:
-        _running.is_inside = True
-        try:
-            return self._alone(hold(True)) if group is None else self._together(hold, Group(group))
-        finally:
-            _running.is_inside = False
+    def run(self, hold: Callable[[bool], Held], group: Group | None) -> Summary:
+        """Save what `hold` gives, told whether this process is the first of its group."""
+        return self._alone(hold(True)) if group is None else self._together(hold, group)
 
     def _alone(self, held: Held) -> Summary:
         saved = [one for name, one in held.tensors.items() if name not in held.left_out]
@@ -274,32 +252,33 @@ class Saving:
         )
 
     def _together(self, hold: Callable[[bool], Held], group: Group) -> Summary:
-        try:
-            given = hold(group.index == 0)
-            token, files, left_out = group.all_gather((os.urandom(16).hex(), given.files, given.left_out))[0]
-            held = {name: one for name, one in given.tensors.items() if name not in left_out}
-            with group.collective():
-                union = _union(held, group)
-                if given.index is not None:
-                    _check_whole(held, union, group)
-                heads, shards, index = self._shards(union, given.index)
-                holders = MemberParts(heads, _cut(heads, _parts(held, heads, group)))
-                holders.check()
-                threads, chunk_nbytes = share_memory(self.threads, self.memory)
-                mine = {t: held[head.name] for t, head in enumerate(heads) if head.name in held}
-                exchange = Exchange(group, holders, mine, shards, round_nbytes(group.num_members))
-                planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token))
-                _check_equal(planned, group)
-                holders.check_replicas(group.all_gather(holders.digests(group.index, mine, threads)))
-            save = PlannedSave(planned, group, holders, mine)
-            if self.instead is not None:
-                return self.instead(save)
-        except BaseException as error:
-            group.fail(error)
-            raise
+        given = hold(group.index == 0)
+        first = group.all_gather((self._called, os.urandom(16).hex(), given.files, given.left_out))
+        _check_same([called for called, *_ in first])
+        _, token, files, left_out = first[0]
+        held = {name: one for name, one in given.tensors.items() if name not in left_out}
+        union = _union(held, group)
+        if given.index is not None:
+            _check_whole(held, union, group)
+        heads, shards, index = self._shards(union, given.index)
+        holders = MemberParts(heads, _cut(heads, _parts(held, heads, group)))
+        holders.check()
+        threads, chunk_nbytes = share_memory(self.threads, self.memory)
+        mine = {t: held[head.name] for t, head in enumerate(heads) if head.name in held}
+        exchange = Exchange(group, holders, mine, shards, round_nbytes(group.num_members))
+        planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token))
+        _check_equal(planned, group)
+        holders.check_replicas(group.all_gather(holders.digests(group.index, mine, threads)))
+        save = PlannedSave(planned, group, holders, mine)
+        if self.instead is not None:
+            return self.instead(save)
         step_nbytes = min(chunk_nbytes, round_nbytes(group.num_members) // threads)
         make = partial(Copying, save, exchange, threads, step_nbytes)
         return GroupSave(save, Place(planned.output, CONVERTED, self.force), make).carry_out(self.progress)
+
+    @property
+    def _called(self) -> str:
+        return f"{self.what} to {shown(os.fspath(self.output))}"
 
     def _shards(
         self, heads: Sequence[TensorHead], groups: Sharding | None
@@ -332,38 +311,137 @@ class Saving:
         return self.options.lay_out(read_source(folder), find_store(self.output))
 
 
-def _raise(error: BaseException, _: bool) -> NoReturn:
+Hold = Callable[[bool], Held]
+"""Returns what a process gives to a save, told whether it is the first of its group."""
+
+
+def start(
+    prepare: Callable[[], tuple[Saving, Hold]], group: ProcessGroup | None, background: bool
+) -> Summary | Future[Summary]:
+    """Save what this process holds, in its line; the rest as for `save`.
+
+    An error of `prepare`, or of what that returns, is raised by all members.
+    """
+    if getattr(_running, "is_inside", False):
+        what = "save: called by the progress function of a save, which would wait for itself"
+        raise PlanError(what, code="unsupported")
+    line = _line_of_process(os.getpid()) if group is None else _line_of(group)
+    if not background:
+        return line.run(lambda group: _saved(prepare, group))
+    try:
+        saving, hold = prepare()
+        copied = hold(line.is_first).on_host()
+    except BaseException as error:
+        future = line.begin(partial(_raise, error))  # The other members are told, in their line.
+        if isinstance(error, Exception):
+            return future
+        raise
+    return line.begin(lambda group: saving.run(lambda _: copied, group))
+
+
+def _saved(prepare: Callable[[], tuple[Saving, Hold]], group: Group | None) -> Summary:
+    saving, hold = prepare()
+    return saving.run(hold, group)
+
+
+def _raise(error: BaseException, _: Group | None) -> NoReturn:
     raise error
 
 
+Work = Callable[[Group | None], Summary]
+"""A save, given its group; None: it has none."""
+
+
+class _Turn:
+    """The turn of a save in a line."""
+
+    def __init__(self, earlier: _Turn | None) -> None:
+        self._earlier = earlier
+        self._is_over = threading.Event()
+
+    def wait(self) -> None:
+        """Wait until it comes: all before are over."""
+        if self._earlier is not None:
+            self._earlier.wait()
+            self._earlier._is_over.wait()
+            self._earlier = None
+
+    def end(self) -> None:
+        """Let the next one come."""
+        self._is_over.set()
+
+
 class _Line:
-    """Saves that run one after the other."""
+    """Saves that run one after the other, in the order in which they were begun.
+
+    A save that sends messages in the group of its line, and whatever belongs to it, does so in its turn only.
+    """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group = group
+        self._process_group = group
         """A group of the same processes as the caller's, for messages from host memory that meet no others."""
         self.is_first = group is None or Group(group).index == 0
         self._lock = threading.Lock()
-        self._last: Future[Summary] | None = None
+        self._last: _Turn | None = None
 
-    def begin(self, run: Callable[[], Summary]) -> Future[Summary]:
-        """Run a save behind those that were begun before, in a thread that ends with it."""
+    def begin(self, work: Work) -> Future[Summary]:
+        """Carry out a save in its turn, in a thread that ends with it."""
+        return self._begin(work, self._next())
+
+    def run(self, work: Work) -> Summary:
+        """Carry out a save in its turn, in this thread."""
+        group, turn, has_come = self._group(), None, False
+        try:
+            turn = self._next()
+            turn.wait()
+            has_come = True
+            return self._carry_out(work, group)
+        except BaseException as error:
+            if has_come:
+                group.fail(error)
+            else:  # The turn comes all the same, and the other members are told then.
+                self._begin(partial(_raise, error), turn or self._next())
+            raise
+        finally:
+            if turn is not None and has_come:
+                turn.end()
+
+    def _next(self) -> _Turn:
         with self._lock:
-            executor = ThreadPoolExecutor(1, "relayout-save")
-            self._last = executor.submit(_run_after, self._last, run)
-            executor.shutdown(wait=False)
-            return self._last
+            turn = self._last = _Turn(self._last)
+        return turn
 
-    def wait(self) -> None:
-        """Wait for all that were begun, however they end."""
-        if self._last is not None:
-            wait([self._last])
+    def _group(self) -> Group:
+        return Alone() if self._process_group is None else Group(self._process_group)
 
+    def _begin(self, work: Work, turn: _Turn) -> Future[Summary]:
+        done = Future[Summary]()
 
-def _run_after(earlier: Future[Summary] | None, run: Callable[[], Summary]) -> Summary:
-    if earlier is not None:
-        wait([earlier])
-    return run()
+        def carry_out() -> None:
+            turn.wait()
+            try:
+                group = self._group()
+                with group.telling():
+                    result = self._carry_out(work, group)
+            except BaseException as error:
+                turn.end()
+                done.set_exception(error)
+            else:
+                turn.end()
+                done.set_result(result)
+
+        try:
+            threading.Thread(target=carry_out, name="relayout-save").start()
+        except RuntimeError:  # Too many threads.
+            carry_out()
+        return done
+
+    def _carry_out(self, work: Work, group: Group) -> Summary:
+        _running.is_inside = True
+        try:
+            return work(None if self._process_group is None else group)
+        finally:
+            _running.is_inside = False
 
 
 @cache
@@ -372,7 +450,13 @@ def _line_of_process(process: int) -> _Line:
     return _Line()
 
 
+_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+"""The groups in which lines send their messages.
+
+They are not destroyed: torch 2.13 gives the next group of these ranks the same name, and it finds dead addresses.
+"""
 _lines: WeakKeyDictionary[ProcessGroup, _Line] = WeakKeyDictionary()
+_lines_lock = threading.Lock()
 
 
 def _line_of(group: ProcessGroup) -> _Line:
@@ -382,10 +466,26 @@ def _line_of(group: ProcessGroup) -> _Line:
         PlanError: this process is no member.
         OSError: a member is gone, or does not come.
     """
-    if group not in _lines:
-        # Not destroyed: torch 2.13 gives the next group of these ranks the same name, and it finds dead addresses.
-        _lines[group] = _Line(Group(group).apart())
-    return _lines[group]
+    with _lines_lock:  # Two threads must not make two.
+        try:
+            made = Group(group).apart(_groups)
+        except BaseException as error:
+            if group in _groups:  # The other members have begun.
+                _lines.setdefault(group, _Line(_groups[group])).begin(partial(_raise, error))
+            raise
+        return _lines.setdefault(group, _Line(made))
+
+
+def _check_same(called: Sequence[str]) -> None:
+    """Check that all members have begun the same.
+
+    Raises:
+        PlanError: they have not.
+    """
+    other = next((member for member, one in enumerate(called) if one != called[0]), None)
+    if other is not None:
+        what = f"group: member 0 makes {called[0]}, member {other} {called[other]}"
+        raise PlanError(f"{what}; all members begin the same, in the same order", code="option")
 
 
 def _union(held: Mapping[str, HeldTensor], group: Group) -> list[TensorHead]:

@@ -233,7 +233,7 @@ class Exchange:
 
         me = self._group.index
         received_sizes = [sum(part.total_nbytes for part, _, _ in parts) for parts in received]
-        with self._group.collective():  # Whoever fails here leaves no other waiting in the exchange.
+        with self._group.collective():
             to_send = [
                 [
                     (piece.tensor, part)
@@ -248,7 +248,7 @@ class Exchange:
             for t, part in chain.from_iterable(to_send):
                 self._held[t].copy(part, memory, position, _packed(part))
                 position += part.total_nbytes
-        self._group.exchange(sent, sent_sizes, arrived, received_sizes)
+            self._group.exchange(sent, sent_sizes, arrived, received_sizes)
         position, memory = 0, arrived.numpy()
         for part, buffer, origin in chain.from_iterable(received):
             stride = part.source_stride
@@ -351,6 +351,8 @@ class GroupSave:
     destination: Destination
     make: Callable[[Shares, Output], Making]
     """Begins to make the files of this member, given what each writes, and the output."""
+    is_last: bool = True
+    """Whether the members send no message after it."""
 
     def carry_out(self, progress: Progress) -> Summary:
         """Write and publish, together with the other members.
@@ -362,22 +364,19 @@ class GroupSave:
         planned, group = self.save.planned, self.save.group
         if planned.has_whole or not planned.has_all:
             raise PlanError("a group writes all ranks, and layout='ranks': choose these", code="unsupported")
-        fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
-        work = work_of(planned, fingerprint, is_resumable=False, is_live=True)
-        with ExitStack() as publishing:
-            try:
-                with group.collective():
-                    output = self._begin(work, publishing) if group.index == 0 else None
-                shares, written, digests = self._write_own(work, progress)
-                hashed = group.all_gather(digests)
-                parts = group.all_gather(written)
-                with group.collective():
-                    if output is not None:
-                        self._complete(output, shares, parts, hashed)
-                        publishing.close()
-            except BaseException as error:
-                group.fail(error)  # Before what the others are writing is deleted.
-                raise
+        # The others are told before what they are writing is deleted.
+        with ExitStack() as publishing, group.telling():
+            fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
+            work = work_of(planned, fingerprint, is_resumable=False, is_live=True)
+            with group.collective():
+                output = self._begin(work, publishing) if group.index == 0 else None
+            shares, written, digests = self._write_own(work, progress)
+            hashed = group.all_gather(digests)
+            parts = group.all_gather(written)
+            with group.collective(is_last=self.is_last):
+                if output is not None:
+                    self._complete(output, shares, parts, hashed)
+                    publishing.close()
         return summary_of(planned, work, 0, time.monotonic() - started)
 
     def _begin(self, work: Work, publishing: ExitStack) -> Output:

@@ -371,9 +371,9 @@ class Changing:
         sizes = [len(message) for message in messages]
         asked = group.all_gather((sizes, is_last))
         received_sizes = [sizes_of_member[group.index] for sizes_of_member, _ in asked]
-        with group.collective():  # Whoever fails here leaves no other waiting in the exchange.
+        with group.collective():
             received = torch.empty(sum(received_sizes), dtype=torch.uint8)
-        group.exchange(sent, sizes, received, received_sizes)
+            group.exchange(sent, sizes, received, received_sizes)
         pieces, position = list[_Piece](), 0
         for size in received_sizes:
             pieces += _pieces_in(received.numpy()[position : position + size], self._width)

@@ -40,6 +40,7 @@ from relayout.saving.api import (
     Saving,
     check_floating,
     holding,
+    start,
 )
 from relayout.saving.together import GroupSave, PlannedSave
 from relayout.steps.changing import Changing
@@ -175,39 +176,55 @@ class Publisher:
                 steps from before; the next step that succeeds is a whole folder.
             FileExistsError: another publisher has taken over this root. This one may take it back, by the next call.
         """
-        step, published = integer(step, "step"), list[_StepPlace]()
-        if not 0 <= step <= MAX_SIZE:  # Else nobody could read the index.
-            raise PlanError(f"step: {step}, expected 0 to {MAX_SIZE}", code="option")
+        published = list[PublishedStep]()
 
-        def carry_out(save: PlannedSave) -> Summary:
-            place = self._announce(save, step)
-            published.append(place)
-            return GroupSave(save, place, partial(Changing, save, self._kept, self._threads)).carry_out(self._progress)
+        def prepare() -> tuple[Saving, Callable[[bool], Held]]:
+            number = integer(step, "step")
+            if not 0 <= number <= MAX_SIZE:  # Else nobody could read the index.
+                raise PlanError(f"step: {number}, expected 0 to {MAX_SIZE}", code="option")
 
-        saving = Saving(
-            output=self._root.location,
-            max_shard_nbytes=self._max_shard_nbytes,
-            force=False,
-            threads=self._threads,
-            memory=DEFAULT_MEMORY,
-            progress=self._progress,
-            options=self._options,
-            instead=carry_out,
-        )
+            def carry_out(save: PlannedSave) -> Summary:
+                place = self._announce(save, number)
+                make = partial(Changing, save, self._kept, self._threads)
+                summary = GroupSave(save, place, make, is_last=False).carry_out(self._progress)
+                published.append(self._move(place))
+                return summary
+
+            saving = Saving(
+                output=self._root.location,
+                max_shard_nbytes=self._max_shard_nbytes,
+                force=False,
+                threads=self._threads,
+                memory=DEFAULT_MEMORY,
+                progress=self._progress,
+                options=self._options,
+                instead=carry_out,
+                what=f"step {number}",
+            )
+            return saving, self._held_by(weights)
+
         try:
-            saving.start(*self._held_by(weights), background=False)
-            return self._move(published[0])
+            start(prepare, self._of(weights), background=False)
+            return published[0]
         except BaseException:
             self._kept.forget()
             raise
 
-    def _held_by(self, weights: Any) -> tuple[Callable[[bool], Held], ProcessGroup | None]:
-        """What this process gives to a save, and the group that saves."""
+    def _held_by(self, weights: Any) -> Callable[[bool], Held]:
+        """What this process gives to a save."""
         if isinstance(weights, Mapping):
-            return holding(weights, self._config, self._dtype), self._group
-        from relayout.transformers import group_of, holding_model
+            return holding(weights, self._config, self._dtype)
+        from relayout.transformers import holding_model
 
-        return holding_model(weights, self._dtype, self._max_shard_nbytes), group_of(self._group)
+        return holding_model(weights, self._dtype, self._max_shard_nbytes)
+
+    def _of(self, weights: Any) -> ProcessGroup | None:
+        """The group that saves weights."""
+        if isinstance(weights, Mapping):
+            return self._group
+        from relayout.transformers import group_of
+
+        return group_of(self._group)
 
     def _announce(self, save: PlannedSave, step: int) -> _StepPlace:
         """Decide what is written, and note its names in the index, before anything has them."""
@@ -263,7 +280,7 @@ class Publisher:
                 raise _taken_over(done.root)
             return entry
 
-        entry = _by_first(done.group, move)
+        entry = _by_first(done.group, move, is_last=True)
         self._kept.content = entry.content
         self._since_full = 0 if entry.full is not None else self._since_full + 1
         changed = 0 if entry.delta is None else entry.delta.nbytes
@@ -282,13 +299,10 @@ def _taken_over(root: Root) -> FileExistsError:
     return FileExistsError(errno.EEXIST, "another publisher has taken over", str(root))
 
 
-def _by_first(group: Group, make: Callable[[], Made]) -> Made:
+def _by_first(group: Group, make: Callable[[], Made], *, is_last: bool = False) -> Made:
     """What the first member of a group makes, for all of them; its error is raised by all."""
-    made: Made | None = None
-    with group.collective():
-        if group.index == 0:
-            made = make()
-    return cast("Made", group.all_gather(made)[0])
+    made = make() if group.index == 0 else None
+    return cast("Made", group.all_gather(made, is_last=is_last)[0])
 
 
 def _published(entry: PublishedStep, done: _StepPlace, retention: Retention, index: StepsIndex) -> StepsIndex:

@@ -234,7 +234,7 @@ def _member(folder: Path, number: int) -> None:
     ) -> None:
         member.case(name, by, path, rank, group=dist.group.WORLD, **options)
 
-    def failing(*_: object) -> None:
+    def failing(*_: object, **__: object) -> None:
         raise failure()
 
     done: list[tuple[int, int]] = []

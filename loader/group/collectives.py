@@ -483,9 +483,9 @@ class Group:
         Raises:
             the error of the block; or another member's, with its number.
         """
+        assert not self._is_inside, "a block in a block"
         failed: BaseException | None = None
         try:
-            assert not self._is_inside, "a block in a block"
             try:
                 self._is_inside = True
                 yield

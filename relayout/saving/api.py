@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -267,7 +267,7 @@ class Saving:
         mine = {t: held[head.name] for t, head in enumerate(heads) if head.name in held}
         exchange = Exchange(group, holders, mine, shards, round_nbytes(group.num_members))
         planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token))
-        _check_equal(planned, group)
+        _check_equal(planned, self._chosen(), group)
         holders.check_replicas(group.all_gather(holders.digests(group.index, mine, threads)))
         save = PlannedSave(planned, group, holders, mine)
         if self.instead is not None:
@@ -278,7 +278,13 @@ class Saving:
 
     @property
     def _called(self) -> str:
-        return f"{self.what} to {shown(os.fspath(self.output))}"
+        return f"{self.what} to {find_store(self.output)}"
+
+    def _chosen(self) -> dict[str, str]:
+        """The options that decide what is written, as the caller gave them."""
+        options = {one.name: getattr(self.options, one.name) for one in fields(self.options)}
+        options |= {"max_part_nbytes": options.pop("part_nbytes"), "align": options.pop("alignment")}
+        return {name: shown(value) for name, value in {**options, "max_shard_size": self.max_shard_nbytes}.items()}
 
     def _shards(
         self, heads: Sequence[TensorHead], groups: Sharding | None
@@ -538,12 +544,17 @@ def _cut(heads: Sequence[TensorHead], parts: Sequence[Sequence[Slice]]) -> list[
     return [cut_of(row).tensor(head.dtype, head.shape) for head, row in zip(heads, rows, strict=True)]
 
 
-def _check_equal(planned: Conversion, group: Group) -> None:
+def _check_equal(planned: Conversion, options: Mapping[str, str], group: Group) -> None:
     """Check that all members have planned the same.
 
     Raises:
         PlanError: they have not.
     """
     fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
-    if len(set(group.all_gather((str(planned.output), fingerprint)))) > 1:
-        raise PlanError("the members of the group save with different options", code="option")
+    (first, given), *others = group.all_gather((fingerprint, options))
+    for member, (other, values) in enumerate(others, 1):
+        if other != first:
+            names = [name for name in given if values[name] != given[name]]
+            here, there = (", ".join(f"{name}={one[name]}" for name in names) for one in (given, values))
+            how = f": member 0 with {here}, member {member} with {there}" if names else f": members 0 and {member}"
+            raise PlanError(f"the members of the group save with different options{how}", code="option")

@@ -149,6 +149,8 @@ def test_progress_is_told_of_what_the_process_holds(group: list[dict[str, Any]])
         ("other values for tied ones", "another tensor in the same memory, the checkpoint other values for it"),
         ("another checkpoint", "all members of a group must load the same"),
         ("other names", "all members of a group must load the same"),
+        ("another backend", "with backend='direct'"),
+        ("trusted by one", "with backend='auto', signed"),
         ("verify", "only converted checkpoints have digests"),
         ("degree", "tp cannot be combined with into and no rank"),
         ("cache", "cache cannot be combined with into and no rank"),

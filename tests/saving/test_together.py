@@ -195,7 +195,8 @@ def test_members_that_never_call_are_named(tmp_path: Path) -> None:
 def test_a_member_that_stands_still_is_named_in_the_log_and_may_go_on(tmp_path: Path) -> None:
     seen = seen_by_members(tmp_path, "from support.saving_worker import stopped; stopped()")
     assert seen == [{"stopped": None}] * NUM_MEMBERS
-    assert (tmp_path / "said").read_text() == "relayout: member 0 of a group waits for the members 2, up to its timeout of 120 s"
+    said = "relayout: member 0 of a group waits for the members 2, up to its timeout of 120 s"
+    assert (tmp_path / "said").read_text() == said
 
 
 def test_a_member_that_is_killed_before_it_connects_fails_the_others_and_a_late_one_does_not(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Members of a group of which one fails at each message of each operation, and what all of them then do.
 
-`main` with `FOLDER MEMBERS EVERY SEED OPERATION...` in sys.argv: in each operation, one member fails before, or in, one
-message of EVERY. `causes` with `FOLDER MEMBERS` has the last one fail by `CAUSES`. `killed` with `FOLDER MEMBERS
-OPERATION MESSAGE` kills it in a message. `prepare` writes to FOLDER what they need. Each process writes what it saw to
+In sys.argv is FOLDER, to which `prepare` has written what they need. Each process writes what it saw to
 FOLDER/member-N.json. After each failure, all members do the same operation again.
+
+- `main` with `FOLDER MEMBERS EVERY SEED OPERATION...`: one member fails before, or in, one message of EVERY.
+- `causes` with `FOLDER MEMBERS OPERATIONS`: the last one fails for each of `CAUSES`, in so many operations at most.
+- `killed` with `FOLDER MEMBERS OPERATION MESSAGE`: the last one is killed in a message.
+- `rules` with `FOLDER MEMBERS`: they break the rules of messages, and take turns.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +68,7 @@ def causes() -> None:
     import torch.distributed.fsdp  # noqa: F401
 
     folder, num_members = Path(sys.argv[1]), int(sys.argv[2])
-    codes = forked(partial(_fails_by_causes, folder, num_members), num_members)
+    codes = forked(partial(_fails_by_causes, folder, num_members, int(sys.argv[3])), num_members)
     assert codes == [0] * num_members, codes
 
 
@@ -71,6 +76,12 @@ def killed() -> None:
     folder, num_members, operation, message = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     codes = forked(partial(_is_killed, folder, num_members, operation, message), num_members)
     assert codes == [0] * (num_members - 1) + [EXIT_CODE], codes
+
+
+def rules() -> None:
+    folder = Path(sys.argv[1])
+    codes = forked(partial(_keeps_rules, folder), 2)
+    assert codes == [0, 0], codes
 
 
 class Messages:
@@ -170,7 +181,7 @@ class Member:
 
         model = model_of("llama")
         fully_shard(model, mesh=self.mesh)
-        relayout.transformers.save_pretrained(model, self.output(), tp=2, **self.options)
+        relayout.transformers.save_pretrained(model, self.output(), **{"tp": 2, **self.options})
 
     def publish_full(self) -> None:
         import relayout
@@ -228,7 +239,9 @@ class Member:
     def call(self, operation: str) -> None:
         getattr(self, operation)()
 
-    def attempt(self, operation: str, what: str, fails: AbstractContextManager[object]) -> None:
+    def attempt(
+        self, operation: str, what: str, fails: Callable[[], AbstractContextManager[object]], **more: int
+    ) -> None:
         """Let an operation fail, and do it again."""
         import torch.distributed as dist
 
@@ -236,11 +249,11 @@ class Member:
         if operation == "publish_delta":
             self.call("publish_full")
         dist.barrier()
-        seen: dict[str, Any] = {"operation": operation, "what": what, "error": None}
+        seen: dict[str, Any] = {"operation": operation, "what": what, "error": None, **more}
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         started = time.monotonic()
         try:
-            with fails:
+            with fails():
                 self.call(operation)
         except (Exception, KeyboardInterrupt) as error:
             seen["error"] = f"{type(error).__name__}: {error}"
@@ -300,10 +313,12 @@ def _fails_at_messages(
         count = messages.count
         for place, at in enumerate(range(count)):
             ways = [WAYS[(place + seed) % len(WAYS)]] if every > 1 else WAYS
+            if operation == "save_background":  # Ctrl-C ends the wait for its result.
+                ways = [way for way in ways if way != "signal"]
             for way in ways if not (place + seed) % every else ():
                 victim = (num_members - 1, 0)[(place // len(WAYS)) % 2]
-                fails = messages.failing(at, way) if number == victim else nullcontext()
-                member.attempt(operation, f"{way} at message {at + 1} of {count}, member {victim}", fails)
+                fails = partial(messages.failing, at, way) if number == victim else nullcontext
+                member.attempt(operation, f"{way}, member {victim}", fails, at=at + 1, of=count)
 
 
 def _is_killed(folder: Path, num_members: int, operation: str, message: int, number: int) -> None:
@@ -368,7 +383,8 @@ CAUSES: list[tuple[str, tuple[str, ...], Callable[[Member], AbstractContextManag
     ("planning is interrupted", SAVES, _raising("relayout.saving.api.read_source", KeyboardInterrupt)),
     ("digests fail", SAVES[:1], _raising("relayout.loader.held.HeldTensor.digest", _fire)),
     ("copying fails", SAVES[1:2], _raising("relayout.loader.held.HeldTensor.copy", _fire)),
-    ("writing fails", (*SAVES, *PUBLISHES), _raising("os.pwrite", _fire)),
+    ("writing fails", (*SAVES, "publish_full"), _raising("os.pwrite", _fire)),
+    ("comparing fails", PUBLISHES[1:], _raising("relayout.loader.held.HeldTensor.bytes_of", _fire)),
     ("noting fails", SAVES, _raising("relayout.publish.folder.LocalPart.keep", _fire)),
     ("no such rank", ("load", "load_plain", "iter_load"), _options(rank=7)),
     ("another rank", ("load", "iter_load"), _options(rank=0)),
@@ -385,10 +401,129 @@ CAUSES: list[tuple[str, tuple[str, ...], Callable[[Member], AbstractContextManag
 """Why the last member fails: the name, in which operations, and what it does."""
 
 
-def _fails_by_causes(folder: Path, num_members: int, number: int) -> None:
+def _fails_by_causes(folder: Path, num_members: int, most: int, number: int) -> None:
     member = Member(folder, number, num_members)
     for operation in (*SAVES, *PUBLISHES, *LOADS):
         for what, operations, fails in CAUSES:
-            if operation in operations:
+            if operation in operations[:most]:
                 is_me = number == num_members - 1
-                member.attempt(operation, what, fails(member) if is_me else nullcontext())
+                member.attempt(operation, what, partial(fails, member) if is_me else nullcontext)
+
+
+class _Rules:
+    """Members that do what leaves others waiting where nobody looks."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.member, self.folder, self.found = Member(folder, number, 2), folder, dict[str, Any]()
+
+    def case(self, name: str, call: Callable[[], Any]) -> None:
+        """Note what a call returns or raises."""
+        try:
+            self.found[name] = call()
+        except (Exception, KeyboardInterrupt) as error:
+            self.found[name] = f"{type(error).__name__}: {error}"
+
+    def save(self, name: str, value: int, **options: Any) -> Any:
+        import relayout
+
+        tensors = {key: one + value for key, one in weights_of(0).items()}
+        given = {"config": CONFIG, "tp": 2, "group": self.member.group, **options}
+        done = relayout.save(tensors, self.folder / name, **given)
+        return done if given.get("background") else None
+
+    def break_rules(self) -> None:
+        from relayout.loader.group.collectives import Group
+
+        world, number = self.member.group, self.member.number
+
+        def in_block(message: Callable[[Group], Any]) -> Any:
+            group = Group(world)
+            with group.collective():
+                return message(group)
+
+        def nested(group: Group) -> None:
+            with group.collective():
+                pass
+
+        nothing: Any = None
+        self.case("a message in a block", lambda: in_block(lambda group: group.all_gather(1)))
+        self.case("a block in a block", lambda: in_block(nested))
+        self.case("an exchange outside", lambda: Group(world).exchange(nothing, nothing, nothing, nothing))
+        self.case("a broadcast outside", lambda: Group(world).broadcast([]))
+        self.case("other calls", lambda: in_block(lambda _: None) if number else Group(world).all_gather(1))
+        self.case("afterwards", lambda: Group(world).all_gather(number))
+
+    def take_turns(self) -> None:
+        """Save in the foreground of a thread, which the first member's progress holds up, and then behind that."""
+        is_running, is_second = threading.Event(), threading.Event()
+
+        def report(done: int, total: int) -> None:
+            is_running.set()
+            is_second.wait(HANG_SECONDS)
+
+        progress = None if self.member.number else report
+        thread = threading.Thread(target=self.case, args=["first", lambda: self.save("first", 1, progress=progress)])
+        thread.start()
+        if not self.member.number:
+            assert is_running.wait(HANG_SECONDS)
+            (self.folder / "running").touch()
+        while not (self.folder / "running").exists():
+            time.sleep(0.01)
+        future = self.save("second", 2, background=True)
+        time.sleep(0.5)  # It would send its messages now.
+        is_second.set()
+        self.case("second", lambda: future.result() and None)
+        thread.join()
+
+    def change_orders(self) -> None:
+        import relayout
+
+        number, world = self.member.number, self.member.group
+        orders = [("one", "two"), ("two", "one")]
+        futures = {name: self.save(name, 3, background=True) for name in orders[number]}
+        for name, future in futures.items():
+            self.case(f"other order, {name}", future.result)
+        publisher = relayout.Publisher(self.folder / "steps", config=CONFIG, tp=2, group=world)
+        future = self.save("three", 4, background=True) if not number else None
+        self.case("a step, not a save", lambda: publisher.publish(weights_of(0), 1))
+        self.case("a save, not a step", (future or self.save("three", 4, background=True)).result)
+        self.case("in progress", lambda: self.save("outside", 6, progress=lambda *_: self.save("inside", 6)))
+        self.case("saved at last", lambda: self.save("last", 5))
+
+    def stand_still(self) -> None:
+        import torch.distributed as dist
+
+        from relayout.loader.group.collectives import Group
+
+        (self.folder / f"pid-{self.member.number}").write_text(str(os.getpid()))
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+        self.save("short", 7, group=group)
+        gathered = Group._gathered if not self.member.number else _stands_still(Group._gathered)
+        with patch.object(Group, "_gathered", gathered):
+            self.case("stands still", lambda: self.save("still", 7, group=group))
+        if not self.member.number:
+            os.kill(int((self.folder / "pid-1").read_text()), signal.SIGCONT)
+
+
+def _keeps_rules(folder: Path, number: int) -> None:
+    rules = _Rules(folder, number)
+    faulthandler.dump_traceback_later(2 * HANG_SECONDS, exit=True)
+    rules.break_rules()
+    rules.take_turns()
+    rules.change_orders()
+    rules.stand_still()
+    (folder / f"member-{number}.json").write_text(json.dumps(rules.found))
+
+
+def _stands_still(gathered: Callable[..., Any]) -> Callable[..., Any]:
+    """What stops this process at a second message; another one lets it go on."""
+    count = 0
+
+    def stop(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return gathered(*given)
+
+    return stop

@@ -414,6 +414,9 @@ def _are_refused(case: _Cases) -> None:
     case("other values for tied ones", WIDE, {name: memory.detach() for name in gates}, names="**.gate_proj.weight")
     case("another checkpoint", f"{folder}/foreign" if number == 2 else f"{folder}/wide", emptied(expected))
     case("other names", WIDE, emptied(expected), names="**.mlp.**" if number == 2 else None)
+    case("another backend", f"{folder}/wide", emptied(expected), backend="direct" if number == 2 else "auto")
+    trust = f"{folder}/signer.toml" if number == 2 else None
+    case("trusted by one", f"{folder}/signed", emptied(expected), trust=trust)
     case("verify", WIDE, emptied(expected), verify=True)
     case("degree", WIDE, emptied(expected), tp=2)
     case("degree of one", WIDE, emptied(expected), tp=2 if number == 1 else None)

@@ -120,6 +120,15 @@ def test_a_save_behind_one_in_the_foreground_waits_for_it(rules: tuple[Path, lis
     assert relayout.verify(folder / "second").ok
 
 
+def test_ctrl_c_ends_the_wait_for_a_turn_and_the_others_raise_it(rules: tuple[Path, list[Any]]) -> None:
+    folder, (other, member) = rules
+    assert member["waits in line"] == "KeyboardInterrupt: "
+    assert "member 1 of the group failed: KeyboardInterrupt" in other["waits in line"]
+    assert [one[case] for one in rules[1] for case in ("held up", "after a wait")] == [None] * 4
+    assert not (folder / "interrupted-save").exists()
+    assert relayout.verify(folder / "held").ok
+
+
 def test_a_member_that_stands_still_is_waited_for_as_long_as_the_group_has_it(rules: tuple[Path, list[Any]]) -> None:
     folder, (first, _) = rules
     assert "later than the group's timeout of 3 s" in first["stands still"]

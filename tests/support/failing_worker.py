@@ -475,6 +475,32 @@ class _Rules:
         self.case("second", lambda: future.result() and None)
         thread.join()
 
+    def interrupt_a_wait(self) -> None:
+        """Save behind one that the first member's progress holds up until the other has pressed Ctrl-C."""
+        from relayout.saving import api
+
+        interrupted = self.folder / "interrupted"
+
+        def report(done: int, total: int) -> None:
+            while not interrupted.exists():
+                time.sleep(0.01)
+
+        first = self.save("held", 8, background=True, progress=None if self.member.number else report)
+        line = api._lines[self.member.group]
+        before = line._last
+
+        def interrupt() -> None:
+            while line._last is before:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        if self.member.number:
+            threading.Thread(target=interrupt).start()
+        self.case("waits in line", lambda: self.save("interrupted-save", 8))
+        interrupted.touch()
+        self.case("held up", lambda: first.result() and None)
+        self.case("after a wait", lambda: self.save("after", 8))
+
     def change_orders(self) -> None:
         import relayout
 
@@ -510,6 +536,7 @@ def _keeps_rules(folder: Path, number: int) -> None:
     faulthandler.dump_traceback_later(2 * HANG_SECONDS, exit=True)
     rules.break_rules()
     rules.take_turns()
+    rules.interrupt_a_wait()
     rules.change_orders()
     rules.stand_still()
     (folder / f"member-{number}.json").write_text(json.dumps(rules.found))

@@ -338,9 +338,11 @@ class _Told(NamedTuple):
     """The most bytes of such memory."""
     page_cache: str
     """Names the page cache through which it can read; no other member has an equal one that it does not share."""
+    kind: str
+    """The kind of the device that has what it holds; "cpu" if it holds nothing."""
 
     @staticmethod
-    def of(wanted: Wanted) -> _Told:
+    def of(wanted: Wanted, options: Options) -> _Told:
         """What this one tells."""
         dtypes, parts = wanted.whole.pieces.columns.dtypes, dict[Slice, int]()
         part_of = {row: parts.setdefault(one.part, len(parts)) for row, one in wanted.mine.items() if one.part.is_held}
@@ -352,7 +354,8 @@ class _Told(NamedTuple):
             or wanted.mine[row].data.device.type != "cpu"
         }
         most_nbytes = min(MAX_IN_FLIGHT, NODE_IN_FLIGHT // local_world_size())
-        return _Told(list(parts), part_of, frozenset(copied), most_nbytes, page_cache_of(wanted.whole.store))
+        page_cache = page_cache_of(wanted.whole.store)
+        return _Told(list(parts), part_of, frozenset(copied), most_nbytes, page_cache, options.kind)
 
     def part(self, row: int) -> Slice:
         """The part of a tensor that it holds."""
@@ -368,10 +371,10 @@ def _fill_together(asked: Asked, group: Group) -> Held:
             wanted = Wanted.of(asked, held)
             identity = _identity(asked, wanted, options)
         check_same(group, identity)
-        told = group.all_gather(_Told.of(wanted))
+        told = group.all_gather(_Told.of(wanted, options))
         # The same for all members: they have told it, or compared it.
         is_proven = isinstance(wanted.whole.store, TrustedStore)  # What others have read is not.
-        backend = options.backend if is_proven else _backend_beside(told, options)
+        backend = options.backend if is_proven else _backend_beside(told, options.backend)
         with group.collective(is_last=backend is not None):
             wanted.check_beside({row for one in told for row in one.part_of})
             names, first = wanted.whole.pieces.columns.names, [row for row in wanted.filled if row not in wanted.again]
@@ -395,7 +398,7 @@ def page_cache_of(store: Store) -> str:
     return str(uuid4())
 
 
-def _backend_beside(told: Sequence[_Told], options: Options) -> str | None:
+def _backend_beside(told: Sequence[_Told], backend: str) -> str | None:
     """The backend by which each member reads its own; None: members exchange what they read.
 
     That is for members of one machine. What several need comes from the drive once, through the page cache; a device
@@ -405,10 +408,10 @@ def _backend_beside(told: Sequence[_Told], options: Options) -> str | None:
         return None
     rows = {row for one in told for row in one.part_of}
     if all(_are_apart([one.part(row) for one in told]) for row in rows):
-        return options.backend
-    if options.kind != "cpu":
+        return backend
+    if any(one.kind != "cpu" for one in told):
         return None
-    return "buffered" if options.backend in ("auto", "buffered") else None
+    return "buffered" if backend in ("auto", "buffered") else None
 
 
 def _are_apart(parts: Sequence[Slice]) -> bool:
@@ -425,8 +428,8 @@ def _are_apart(parts: Sequence[Slice]) -> bool:
 def _identity(asked: Asked, wanted: Wanted, options: Options) -> tuple[str, str]:
     """What is loaded, for a person, and a digest of all that members must have in common: it decides their messages."""
     files, is_signed = wanted.whole.pieces.files, isinstance(wanted.whole.store, TrustedStore)
-    how = (options.backend, options.kind, options.verify, is_signed)
-    what = f"the model of {wanted.whole.store} to {options.kind}, with backend={options.backend!r}"
+    how = (options.backend, options.verify, is_signed)
+    what = f"the model of {wanted.whole.store}, with backend={options.backend!r}"
     what += ", verified" if options.verify else ""
     what += ", signed" if is_signed else ""
     what += "" if asked.names is None else f", names={shown(asked.names)}"

@@ -174,7 +174,7 @@ class Exchange:
     ) -> Iterator[Item]:
         """Yield each step when the ranges that it reads are here. All members go through a pass at the same time.
 
-        Ends when all members have all of their steps. A member whose pass fails calls `Group.fail`.
+        Ends when all members have all of their steps. An error in a pass is for `Group.telling`.
 
         Raises:
             the error of another member that failed.

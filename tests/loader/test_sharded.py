@@ -19,7 +19,6 @@ from support.signing import make_keys
 import relayout
 from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import PlanError
-from relayout.loader.backends.base import Options
 from relayout.loader.sharded import _backend_beside, _Told
 
 pytestmark = pytest.mark.xdist_group("group")
@@ -241,13 +240,10 @@ ROWS, OTHERS = Slice.along(0, [(0, 4)]), Slice.along(0, [(4, 6)])
 )
 def test_members_of_one_machine_exchange_nothing(parts: list[Slice], are_apart: bool) -> None:
     """What several have comes through the page cache, but to a device, or if that is not to be used."""
-    told = [_Told([part], {0: 0}, frozenset(), 1, "this machine") for part in parts]
-
-    def backend(name: str, device: str) -> str | None:
-        return _backend_beside(told, Options(backend=name, device=device))
-
-    assert backend("auto", "cpu") == ("auto" if are_apart else "buffered")
-    assert backend("direct", "cpu") == ("direct" if are_apart else None)
-    assert backend("auto", "cuda:0") == ("auto" if are_apart else None)
+    told = [_Told([part], {0: 0}, frozenset(), 1, "this machine", "cpu") for part in parts]
+    assert _backend_beside(told, "auto") == ("auto" if are_apart else "buffered")
+    assert _backend_beside(told, "direct") == ("direct" if are_apart else None)
+    # Every member decides the same, also if one alone has a device.
+    assert _backend_beside([*told[1:], told[0]._replace(kind="cuda")], "auto") == ("auto" if are_apart else None)
     told[0] = told[0]._replace(page_cache="another")
-    assert backend("auto", "cpu") is None
+    assert _backend_beside(told, "auto") is None

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support import prestarted
 from support.mounts import mounted_tmpfs
+from support.patience import in_time
 from support.steps import CONFIG, assert_is_step, delete, files_of, outputs_of, put, weights_of
 
 import relayout
+from relayout.saving import api
 
 
 def test_followers_have_each_step_as_it_was_published(root: str) -> None:
@@ -136,7 +140,7 @@ def test_a_second_publisher_takes_over_and_the_first_is_told(root: str, monkeypa
 
     def overtaken(self: relayout.Publisher, done: Any) -> Any:
         monkeypatch.undo()
-        second.publish(weights_of(2), 2)
+        as_another_process(lambda: second.publish(weights_of(2), 2))
         return moved(self, done)
 
     monkeypatch.setattr(relayout.Publisher, "_move", overtaken)
@@ -148,6 +152,12 @@ def test_a_second_publisher_takes_over_and_the_first_is_told(root: str, monkeypa
     late = relayout.Follower(root, 0)
     assert late.update() == 4
     assert_is_step(late.tensors, weights_of(4), 0)
+
+
+def as_another_process(publish: Callable[[], object]) -> None:
+    """Publish now, as another process may while this one is in the middle of a step."""
+    with patch.object(api, "_line_of_process", lambda _: api._Line()):
+        in_time(publish)
 
 
 @pytest.mark.parametrize("how", ["published", "was killed"])
@@ -231,7 +241,7 @@ def test_what_one_writes_that_was_overtaken_and_stood_still_beyond_the_grace_is_
 
     def stands_still(self: relayout.Publisher, done: Any) -> Any:
         monkeypatch.undo()
-        second.publish(weights_of(2), 2)
+        as_another_process(lambda: second.publish(weights_of(2), 2))
         before = files_of(root)
         relayout.Steps(root).prune(grace_seconds=0)
         for name, content in before.items():  # As if it had been written only now.

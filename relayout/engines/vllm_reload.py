@@ -55,7 +55,7 @@ def reload(
     from vllm.model_executor.model_loader.reload import layerwise
 
     chosen = _chosen(model, modules)
-    with torch.no_grad(), _zeros(), _with_defaults(layerwise):
+    with torch.no_grad(), _dtype_of(model_config), _zeros(), _with_defaults(layerwise):
         layerwise.initialize_layerwise_reload(chosen)
         model.load_weights(tensors)  # type: ignore[operator]
         layerwise.finalize_layerwise_reload(chosen, model_config)
@@ -285,6 +285,19 @@ def note_defaults(model: torch.nn.Module) -> None:
             and 0 < one.nbytes <= _MAX_DEFAULT_NBYTES
             and f"{prefix}.{name}".removeprefix(".") not in marked
         }
+
+
+@contextmanager
+def _dtype_of(model_config: Any) -> Iterator[None]:
+    """Let torch's default dtype be that of the model, as in vLLM's first load, for scales that are made without one."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(model_config.dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

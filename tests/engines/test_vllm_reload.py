@@ -86,7 +86,7 @@ def reloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     model = Experts(request.param)
     torch.use_deterministic_algorithms(True)
     try:
-        reload(model, None, None, iter([("w", torch.tensor([[1.0, 2], [3, 4], [5, 6]]))]))
+        reload(model, CONFIG, None, iter([("w", torch.tensor([[1.0, 2], [3, 4], [5, 6]]))]))
     finally:
         torch.use_deterministic_algorithms(False)
     return model.w13_weight.data
@@ -114,6 +114,7 @@ WEIGHTS = {
 }
 """A fused weight; a layer with a bias; and what attention is made of."""
 Tensors = dict[str, torch.Tensor]
+CONFIG = SimpleNamespace(dtype=torch.float32)
 
 
 def started(monkeypatch: pytest.MonkeyPatch, factor: float = 1, *, releases: bool = False) -> fake_layerwise.Model:
@@ -160,7 +161,7 @@ def test_a_rehearsal_leaves_everything_and_then_the_reload_is_as_a_fresh_start(
     for _ in range(2):
         rehearse(model, modules, new(tensors=tensors))
         assert held(model) == before
-    reload(model, None, modules, new(tensors=tensors))
+    reload(model, CONFIG, modules, new(tensors=tensors))
     of_fresh = dict(fresh.named_parameters())
     for name, one in model.named_parameters():
         is_new = (chosen is None or name.startswith(chosen)) and name != "attention.scale"
@@ -174,7 +175,7 @@ def test_a_layer_behind_a_wrapper_is_rehearsed_and_loaded_again(monkeypatch: pyt
     model.out = torch.nn.ModuleDict({"base_layer": layer})
     tensors = {name.replace("out", "out.base_layer"): one for name, one in WEIGHTS.items() if name.startswith("out")}
     rehearse(model, [layer], new(tensors=tensors))
-    reload(model, None, [layer], new(tensors=tensors))
+    reload(model, CONFIG, [layer], new(tensors=tensors))
     assert layer.weight.tolist() == fresh.out.weight.tolist()
     assert layer.bias.tolist() == fresh.out.bias.tolist()
 
@@ -265,7 +266,7 @@ def test_a_layer_that_vllm_counts_as_complete_too_early_is_refused(monkeypatch: 
         rehearse(model, [model.qkv], ((name.strip(), one) for name, one in new(tensors=late)))
     assert held(model) == before
     rehearse(model, [model.qkv], ((name.strip(), one) for name, one in new(tensors=early)))
-    reload(model, None, [model.qkv], ((name.strip(), one) for name, one in new(tensors=early)))
+    reload(model, CONFIG, [model.qkv], ((name.strip(), one) for name, one in new(tensors=early)))
     assert model.qkv.weight.tolist() == fresh.qkv.weight.tolist()
 
 
@@ -310,6 +311,19 @@ def test_a_parameter_that_no_tensor_is_loaded_into_begins_with_its_default_again
     tensors = {"layer.weight": torch.ones(2, 3)} | ({} if is_optional else {"layer.scale": torch.tensor([3.0])})
     model.start(tensors.items())
     rehearse(model, [layer], new(tensors=tensors))
-    reload(model, None, [layer], new(tensors=tensors))
+    reload(model, CONFIG, [layer], new(tensors=tensors))
     assert layer.weight.tolist() == [[-2, -2]] * 3
     assert layer.scale.tolist() == [-7 if is_optional else 6]
+
+
+def test_what_is_made_without_a_dtype_has_that_of_the_model_as_in_the_first_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as the scales of an attention cache, which vLLM makes again."""
+    model = started(monkeypatch)
+    made: list[torch.dtype] = []
+    process = model.out.process
+    model.out.process = lambda: (made.append(torch.tensor(1.0).dtype), process())
+    out = {name: one for name, one in WEIGHTS.items() if name.startswith("out")}
+    reload(model, SimpleNamespace(dtype=torch.bfloat16), [model.out], new(tensors=out))
+    assert (made, torch.get_default_dtype()) == ([torch.bfloat16], torch.float32)

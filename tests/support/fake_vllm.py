@@ -309,7 +309,11 @@ def model_config(folder: Path | str, *, draft: bool = False, tied: bool = False)
     """vllm.config.ModelConfig."""
     text = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied, num_nextn_predict_layers=int(draft))
     return SimpleNamespace(
-        model=str(folder), model_weights="", runner_type="draft" if draft else "generate", hf_text_config=text
+        model=str(folder),
+        model_weights="",
+        runner_type="draft" if draft else "generate",
+        hf_text_config=text,
+        dtype=torch.float32,
     )
 
 

@@ -48,9 +48,9 @@ class Sizes:
         config: Mapping[str, Any],
         defaults: Mapping[str, int] | None = None,
     ) -> None:
-        """`defaults` has the values of keys that the language model's config.json leaves out."""
+        """`defaults` has the values of keys that config.json leaves out."""
         nested = language_config(config)
-        self._configs = (nested or config, defaults or {}, config)
+        self._configs = (nested, config, defaults or {})
         self._sources = sources
 
     def is_computed(self, size: str) -> bool:

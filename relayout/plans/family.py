@@ -112,9 +112,8 @@ class Family:
 
     def defaults_of(self, config: Mapping[str, Any]) -> Mapping[str, int]:
         """The values of the keys that this config.json leaves out."""
-        language = language_config(config)
-        row = self.defaults.get(language_type(config), {})
-        return {key: value for key, value in row.items() if key not in (language or config)}
+        given = {*config, *language_config(config)}
+        return {key: value for key, value in self.defaults.get(language_type(config), {}).items() if key not in given}
 
     def resolved(self, config: Mapping[str, Any]) -> Family:
         """The family with the defaults of this config.json only, as a conversion records it."""

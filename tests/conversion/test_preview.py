@@ -35,7 +35,8 @@ def cuts_of(found: Preview) -> dict[str, str]:
     return {group.pattern: group.cut for group in found.groups}
 
 
-LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2}
+LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+BLOOM = {"model_type": "bloom", "n_head": 4, "n_embed": 8}
 LAYER = "model.layers.{}."
 
 
@@ -84,13 +85,13 @@ def test_names_that_differ_in_numbers_are_one_group_only_where_shape_and_dtype_a
         ("model.layers.0.mlp.up_proj.weight", (8, 4), LLAMA, 2, "dim 0"),
         ("model.layers.0.mlp.down_proj.weight", (4, 8), LLAMA, 2, "dim 1"),
         ("model.norm.weight", (8,), LLAMA, 2, "whole"),
-        ("model.layers.0.self_attn.k_proj.weight", (8, 4), LLAMA, 2, "dim 0"),
-        ("model.layers.0.self_attn.k_proj.weight", (8, 4), LLAMA, 8, "dim 0, each part in 4 ranks"),
+        ("model.layers.0.self_attn.k_proj.weight", (16, 4), LLAMA, 2, "dim 0"),
+        ("model.layers.0.self_attn.k_proj.weight", (16, 4), LLAMA, 8, "dim 0, each part in 4 ranks"),
         ("model.layers.0.mlp.experts.down_proj", (2, 4, 8), {"model_type": "mixtral"}, 2, "dim 2"),
         ("model.layers.0.mlp.experts.gate_up_proj", (2, 8, 4), {"model_type": "mixtral"}, 2, "dim 1, 2 ranges"),
-        ("h.0.attn.c_attn.weight", (4, 48), {"model_type": "gpt2", "n_head": 4}, 2, "dim 1, 3 ranges"),
+        ("h.0.attn.c_attn.weight", (4, 48), {"model_type": "gpt2", "n_head": 4, "n_embd": 16}, 2, "dim 1, 3 ranges"),
         # Of BLOOM's 4 heads, q k v each, a rank has 2: none of its 6 ranges touch.
-        ("h.0.self_attention.query_key_value.bias", (24,), {"model_type": "bloom", "n_head": 4}, 2, "dim 0, 6 ranges"),
+        ("h.0.self_attention.query_key_value.bias", (24,), BLOOM, 2, "dim 0, 6 ranges"),
         # Ranks that hold nothing share nothing.
         ("lm_head.weight", (10, 4), LLAMA, 4, "dim 0"),
         ("model.layers.0.mlp.up_proj.weight", (0, 4), LLAMA, 4, "whole"),
@@ -126,7 +127,7 @@ def test_experts_are_owned() -> None:
 def test_experts_in_one_tensor_are_owned_by_rows(num_ranks: int) -> None:
     """Of 4 experts no two ranks hold the same, even if some of 8 hold none."""
     shapes = {"model.layers.0.mlp.experts.down_proj": (4, 2, 2)}
-    found = previewed(shapes, num_ranks, {"model_type": "mixtral"}, expert_parallel=True)
+    found = previewed(shapes, num_ranks, {"model_type": "mixtral", "num_local_experts": 4}, expert_parallel=True)
     assert cuts_of(found) == {"model.layers.*.mlp.experts.down_proj": "dim 0"}
     assert found.replicated_nbytes == 0
 

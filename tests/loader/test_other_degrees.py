@@ -215,7 +215,7 @@ def test_with_another_config_the_rules_no_longer_cut_as_recorded(conversions: Co
     folder = shutil.copytree(conversions.at("llama", 4), tmp_path / "edited")
     config = json.loads((folder / "config.json").read_text())
     assert config["num_key_value_heads"] == 2
-    changed = {"num_key_value_heads": 1, "head_dim": None, "hidden_size": None}
+    changed = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
     (folder / "config.json").write_text(json.dumps(config | changed))
     message = r"edited: plan 'builtin:llama' does not reproduce the stored slices: .* its own degree, 4$"
     with pytest.raises(FormatError, match=message):

@@ -204,7 +204,8 @@ def test_the_language_models_row_of_defaults_counts_for_keys_that_config_json_do
     for config, expected in (
         ({"model_type": "a"}, {"n": 4, "m": 8}),
         ({"model_type": "a", "n": None}, {"m": 8}),  # Null is no key that was left out.
-        ({"model_type": "wrapper", "text_config": {"model_type": "b"}, "n": 7}, {"n": 2}),
+        ({"model_type": "wrapper", "text_config": {"model_type": "b"}}, {"n": 2}),
+        ({"model_type": "wrapper", "text_config": {"model_type": "b"}, "n": 7}, {}),
         ({"model_type": "wrapper", "text_config": {"n": 1, "model_type": "a"}}, {"m": 8}),
         ({"model_type": "wrapper", "text_config": {"m": 1}}, {"n": 5}),
         ({"model_type": "wrapper", "text_config": {"model_type": "other"}}, {}),

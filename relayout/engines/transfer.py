@@ -174,7 +174,7 @@ class Transfer:
         self._options = Init()
         self._stagings: list[_Staging] = []
         self._canceled: list[_Staging] = []
-        """Those of earlier sessions whose threads have not ended yet."""
+        """Stagings of earlier sessions that were canceled and whose threads have not ended yet."""
         self._error: Exception | None = None
         """Why an update could not be begun; it is raised when the session ends."""
         self._is_mixed = False

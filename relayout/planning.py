@@ -159,8 +159,8 @@ def plan_conversion(
     store = find_input(source)
     target = find_store(default_output(source, options.tp) if output is None else output)
     checkpoint = read_source(store)
-    if _ADAPTER_CONFIG in checkpoint.side_files and {file.name for file in checkpoint.files} == {_ADAPTER_WEIGHTS}:
-        what = f"an adapter of PEFT ({_ADAPTER_CONFIG}): engines load it as it is, beside the converted model"
+    if {file.name for file in checkpoint.files} == {_ADAPTER_WEIGHTS}:
+        what = f"an adapter of PEFT ({_ADAPTER_WEIGHTS}): engines load it as it is, beside the converted model"
         raise PlanError(what, path=str(source), code="unsupported")
     if checkpoint.is_file and output is None:
         what = "a single file: name the folder to write with -o OUT, or convert the file's folder"
@@ -174,8 +174,8 @@ def plan_conversion(
     return options.lay_out(checkpoint, target)
 
 
-_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Names of files of an adapter, as PEFT writes them (`peft/utils/constants.py`)."""
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The name of an adapter's file of weights, as PEFT writes it (`peft/utils/constants.py`)."""
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:

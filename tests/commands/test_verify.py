@@ -153,7 +153,7 @@ def mixtral(tmp_path: Path) -> Path:
 def bloom(tmp_path: Path) -> Path:
     """q, k, v of four heads of two rows each, head by head."""
     fused = np.arange(24 * 5, dtype=np.float32).reshape(24, 5)
-    return write_checkpoint(tmp_path / "bloom", {FUSED: fused}, model_type="bloom", n_head=4)
+    return write_checkpoint(tmp_path / "bloom", {FUSED: fused}, model_type="bloom", n_head=4, n_embed=8)
 
 
 def test_a_folder_of_owned_experts_is_verified_alone_and_against_its_source(mixtral: Path, tmp_path: Path) -> None:

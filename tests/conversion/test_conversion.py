@@ -273,7 +273,10 @@ def test_an_adapter_is_left_to_the_engine(tp: int, tmp_path: Path) -> None:
         relayout.convert(source, tp=tp)
     assert caught.value.code == "unsupported"
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
-    # A whole model with such a file beside it is one.
+    # Next to a whole model, it is named by its configuration, which would go along without it.
     save_file({"model.norm.weight": np.arange(8, dtype=np.float32)}, source / "model.safetensors")
     (source / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(PlanError, match=r"adapter_model\.safetensors: does not go along .* adapter_config\.json names"):
+        relayout.convert(source, tp=tp)
+    (source / "adapter_config.json").unlink()
     assert relayout.convert(source, tp=tp).num_tensors == 1

@@ -271,7 +271,7 @@ def test_after_a_signal_the_same_command_goes_on(model: Model, shim: Path, tmp_p
     done = run(tmp_path, source=model.place, shim=shim, faults=[f"{where}|{signal}"])
     assert (done.returncode, done.stdout) == (code, "")
     kept = kept_after(tmp_path)
-    assert done.stderr.splitlines() == [f"relayout: error: {word}", *([kept_note(tmp_path)] if kept else [])]
+    assert done.stderr.splitlines() == [f"relayout: {word}", *([kept_note(tmp_path)] if kept else [])]
     assert isinstance(moment, int) or len(kept) == len(model.planned().source.tensors) - 1, "all but the empty one"
     assert_goes_on(model, tmp_path, kept)
 

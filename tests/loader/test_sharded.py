@@ -154,7 +154,7 @@ def test_progress_is_told_of_what_the_process_holds(group: list[dict[str, Any]])
         ("degree", "tp cannot be combined with into and no rank"),
         ("cache", "cache cannot be combined with into and no rank"),
         ("rank", "group cannot be combined with into and a rank"),
-        ("device", "into is on cpu, device is meta"),
+        ("device", "device 'meta': its tensors have no memory to load into"),
         ("bad option", "threads: 0, expected 1 or more"),
     ],
 )

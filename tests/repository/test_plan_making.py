@@ -16,4 +16,4 @@ OBSERVED = read(Path(__file__).parents[1] / "plans" / "observed.jsonl.xz")
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_plan_is_what_its_observation_makes(name: str) -> None:
-    assert text_of(TABLE[name], checkpoints_of(TABLE[name], OBSERVED)) == builtin_text(name)
+    assert text_of(name, TABLE[name], checkpoints_of(TABLE[name], OBSERVED)) == builtin_text(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,9 @@ BUILTIN = Path(families.__file__).parent / "builtin"
 
 HELD_OUT = (6, 16)
 """Degrees that no rule is looked for with, and that all rules must be right at."""
+
+DEFAULTS = "As transformers 5.24 has them in the config classes."
+"""Where the defaults come from; `tests/plans/test_config_defaults.py` compares them."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def write(table: Mapping[str, Wanted], checkpoints: Sequence[Checkpoint]) -> Non
         SystemExit: a plan cannot be made.
     """
     for name, wanted in table.items():
-        (BUILTIN / f"{name}.toml").write_text(text_of(wanted, checkpoints_of(wanted, checkpoints)))
+        (BUILTIN / f"{name}.toml").write_text(text_of(name, wanted, checkpoints_of(wanted, checkpoints)))
         for cached in (families.builtin_families, families._builtin, families._builtin_texts):
             cached.cache_clear()
 
@@ -57,8 +61,15 @@ def checkpoints_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> list[Ch
     return [checkpoint for name in wanted.names for checkpoint in checkpoints if checkpoint.name == full_name(name)]
 
 
-def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
-    """The plan file.
+def _defaults(name: str) -> Mapping[str, Mapping[str, int]]:
+    """The rows of defaults that the plan file has: facts about transformers, which no observation of an engine gives."""
+    path = BUILTIN / f"{name}.toml"
+    rows: Mapping[str, Mapping[str, int]] = tomllib.loads(path.read_text()).get("defaults", {}) if path.exists() else {}
+    return rows
+
+
+def text_of(name: str, wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
+    """The plan file of a name. Its table of defaults is kept.
 
     Raises:
         SystemExit: nothing was observed, or a tensor has no rule.
@@ -91,6 +102,7 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
         model_types=tuple(dict.fromkeys(str(checkpoint.model_type) for checkpoint in checkpoints)),
         prefixes=wanted.language_prefixes,
         sizes=dict(_sizes(fitted.family, used, known, checkpoints)),
+        defaults=_defaults(name),
         rules=tuple(_shortened(fitted.family.rules, base)),
         **_experts(fitted.family, base, checkpoints),
     )
@@ -98,7 +110,8 @@ def text_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> str:
     version = checkpoints[0].engine.partition(" ")[0]
     degrees = sorted({degree for checkpoint in checkpoints for degree in checkpoint.observed})
     observed = f"Observed from vLLM {version} ({', '.join(engines)}) at {', '.join(map(str, degrees))} ranks."
-    return as_toml(family, f"{wanted.title}.", observed, extends=wanted.extends)
+    text = as_toml(family, f"{wanted.title}.", observed, extends=wanted.extends)
+    return text.replace("[defaults]\n", f"[defaults]  # {DEFAULTS}\n")
 
 
 def _shortened(rules: Sequence[Rule], base: Family | None) -> Iterator[Rule]:

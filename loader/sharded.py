@@ -195,7 +195,7 @@ class Wanted:
         Raises:
             PlanError: the checkpoint lacks one, or has one of another dtype or shape; or one is a copy of the model's.
         """
-        whole = find_tensors(asked.path, asked.deltas, asked.trust, by_transformers=_is_of_transformers(asked.into))
+        whole = find_tensors(asked.path, asked.deltas, asked.trust, by_transformers=held.model is not None)
         if asked.verify and whole.plain is not None:
             what = "cannot be verified: only converted checkpoints have digests"
             raise PlanError(what, path=str(whole.store), code="unsupported")
@@ -531,13 +531,3 @@ class _Together:
                 row_of.append(row)
                 divided.append(Divided(file, start, divisions[slices]))
         return files, row_of, divided
-
-
-def _is_of_transformers(into: Any) -> bool:
-    """Whether what is filled is a model of transformers, which torch.compile or DDP may wrap."""
-    transformers, model = sys.modules.get("transformers"), into
-    while transformers is not None and model is not None:
-        if isinstance(model, transformers.PreTrainedModel):
-            return True
-        model = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-    return False

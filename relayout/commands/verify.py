@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -302,7 +303,10 @@ def _compare_files(record: SourceRecord, source: SourceCheckpoint) -> Iterator[D
     if source.index != record.index:
         yield difference(str(source.root), f"its index {_CHANGED}", culprit="source")
     for side in record.side_files:
-        if source.folder.stat(side.name) is None:
+        is_missing = False
+        with suppress(FormatError):  # It is no file: `check_small_file` says so.
+            is_missing = source.folder.stat(side.name) is None
+        if is_missing:
             where = source.folder.location(side.name)
             yield difference(where, "is missing in the source, the folder has it", culprit="side files")
         else:

@@ -244,7 +244,10 @@ def replace_file(path: Path, expected: bytes | None, content: bytes) -> None:
         if (status := folder.status(path.name)) is not None and not stat.S_ISREG(status.st_mode):
             raise PlanError("exists and is not a regular file", path=path, code="exists")
         if status is not None:
-            held.enter_context(locked_file(path, what="", create=False))
+            try:
+                held.enter_context(locked_file(path, what="", create=False))
+            except FileNotFoundError:
+                status = None  # Another process has deleted it meanwhile.
         if (None if status is None else path.read_bytes()) != expected:
             raise FileExistsError(errno.EEXIST, "was replaced by another process", str(path))
         if (left := folder.status(new.name)) is not None:

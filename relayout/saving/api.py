@@ -366,14 +366,14 @@ class _Turn:
         self._is_over = threading.Event()
 
     def wait(self) -> None:
-        """Wait until it comes: all before are over."""
-        if self._earlier is not None:
-            self._earlier.wait()
-            self._earlier._is_over.wait()
+        """Wait until the save before it has ended, which waits for the ones before that. Threads may wait at once."""
+        earlier = self._earlier
+        if earlier is not None:
+            earlier._is_over.wait()
             self._earlier = None
 
     def end(self) -> None:
-        """Let the next one come."""
+        """Let the next save begin."""
         self._is_over.set()
 
 
@@ -422,10 +422,11 @@ class _Line:
 
     def _begin(self, work: Work, turn: _Turn) -> Future[Summary]:
         done = Future[Summary]()
+        done.set_running_or_notify_cancel()  # The other members begin it, so that it cannot be cancelled.
 
         def carry_out() -> None:
-            turn.wait()
             try:
+                turn.wait()
                 group = self._group()
                 with group.telling():
                     result = self._carry_out(work, group)
@@ -462,6 +463,8 @@ _groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 They are not destroyed: torch 2.13 gives the next group of these ranks the same name, and it finds dead addresses.
 """
 _lines: WeakKeyDictionary[ProcessGroup, _Line] = WeakKeyDictionary()
+_connecting: WeakKeyDictionary[ProcessGroup, threading.Lock] = WeakKeyDictionary()
+"""A lock for each group: two threads must not make two lines of it."""
 _lines_lock = threading.Lock()
 
 
@@ -472,7 +475,9 @@ def _line_of(group: ProcessGroup) -> _Line:
         PlanError: this process is no member.
         OSError: a member is gone, or does not come.
     """
-    with _lines_lock:  # Two threads must not make two.
+    with _lines_lock:
+        connecting = _connecting.setdefault(group, threading.Lock())
+    with connecting:  # Other groups need not wait.
         try:
             made = Group(group).apart(_groups)
         except BaseException as error:

@@ -20,7 +20,7 @@ from logging import getLogger
 from pathlib import Path
 
 from relayout.core.workers import remake_in_child
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, PlanError, RelayoutError, shown
 from relayout.storage.stores import Closable
 from relayout.storage.system import exchange_names
 
@@ -36,7 +36,7 @@ def with_path(path: Path, target: Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None or isinstance(error, RelayoutError):
             raise
         # The same error: a new one, raised in a generator, would be kept by its own frames (Python 3.13), and with them
         # whatever the callers hold, such as the lease of a cache's entry.
@@ -330,17 +330,12 @@ class HeldLock(Closable):
         self._has_note = False
         remake_in_child(self)
 
-    def try_lock(self, kind: int = fcntl.LOCK_EX, what: str = "") -> bool:
-        """Lock the file, unless another process or thread holds a lock that excludes this one; return whether it did.
-
-        Args:
-            what: this process is about to do, for the messages of those that wait.
-        """
+    def try_lock(self, kind: int = fcntl.LOCK_EX) -> bool:
+        """Lock the file, unless another process or thread excludes this one. Returns whether it did."""
         try:
             fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        self.say(what)
         return True
 
     def say(self, what: str) -> None:

@@ -62,7 +62,7 @@ def checkpoints_of(wanted: Wanted, checkpoints: Sequence[Checkpoint]) -> list[Ch
 
 
 def _defaults(name: str) -> Mapping[str, Mapping[str, int]]:
-    """The rows of defaults that the plan file has: facts about transformers, which no observation of an engine gives."""
+    """The rows of defaults of the plan file. They are facts about transformers, which no engine shows."""
     path = BUILTIN / f"{name}.toml"
     rows: Mapping[str, Mapping[str, int]] = tomllib.loads(path.read_text()).get("defaults", {}) if path.exists() else {}
     return rows

@@ -361,16 +361,17 @@ Work = Callable[[Group | None], Summary]
 class _Turn:
     """The turn of a save in a line."""
 
-    def __init__(self, earlier: _Turn | None) -> None:
-        self._earlier = earlier
+    def __init__(self) -> None:
+        self.earlier: _Turn | None = None
+        """The turn before it in the line, until that has ended."""
         self._is_over = threading.Event()
 
     def wait(self) -> None:
         """Wait until the save before it has ended, which waits for the ones before that. Threads may wait at once."""
-        earlier = self._earlier
+        earlier = self.earlier
         if earlier is not None:
             earlier._is_over.wait()
-            self._earlier = None
+            self.earlier = None
 
     def end(self) -> None:
         """Let the next save begin."""
@@ -392,13 +393,15 @@ class _Line:
 
     def begin(self, work: Work) -> Future[Summary]:
         """Carry out a save in its turn, in a thread that ends with it."""
-        return self._begin(work, self._next())
+        turn = _Turn()
+        self._join(turn)
+        return self._begin(work, turn)
 
     def run(self, work: Work) -> Summary:
         """Carry out a save in its turn, in this thread."""
-        group, turn, has_come = self._group(), None, False
+        group, turn, has_come = self._group(), _Turn(), False
         try:
-            turn = self._next()
+            self._join(turn)
             turn.wait()
             has_come = True
             return self._carry_out(work, group)
@@ -406,16 +409,22 @@ class _Line:
             if has_come:
                 group.fail(error)
             else:  # The turn comes all the same, and the other members are told then.
-                self._begin(partial(_raise, error), turn or self._next())
+                self._join(turn)
+                self._begin(partial(_raise, error), turn)
             raise
         finally:
-            if turn is not None and has_come:
+            if has_come:
                 turn.end()
 
-    def _next(self) -> _Turn:
+    def _join(self, turn: _Turn) -> None:
+        """Put a turn that is not over at the end of the line, unless it is in it: Ctrl-C may have come in between."""
         with self._lock:
-            turn = self._last = _Turn(self._last)
-        return turn
+            known = self._last
+            while known is not None and known is not turn:
+                known = known.earlier
+            if known is None:
+                turn.earlier = self._last
+                self._last = turn
 
     def _group(self) -> Group:
         return Alone() if self._process_group is None else Group(self._process_group)

@@ -273,7 +273,9 @@ class Group:
                 if not message.is_done.wait(_QUIET_SECONDS):
                     with suppress(RuntimeError):
                         threading.Thread(target=self._name_late, args=[message], daemon=True).start()
-                    message.is_done.wait()
+                    # Again and again: Python notices no signal that comes just before a wait, until that has ended.
+                    while not message.is_done.wait(_QUIET_SECONDS):
+                        pass
             except BaseException as error:
                 if interruption is not None:
                     self._leave()

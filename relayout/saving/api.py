@@ -354,6 +354,9 @@ def _raise(error: BaseException, _: Group | None) -> NoReturn:
     raise error
 
 
+_SIGNAL_SECONDS = 0.5
+"""The longest time in which a wait does not notice Ctrl-C."""
+
 Work = Callable[[Group | None], Summary]
 """A save, given its group; None: it has none."""
 
@@ -370,7 +373,9 @@ class _Turn:
         """Wait until the save before it has ended, which waits for the ones before that. Threads may wait at once."""
         earlier = self.earlier
         if earlier is not None:
-            earlier._is_over.wait()
+            # Again and again: Python notices no signal that comes just before a wait, until that has ended.
+            while not earlier._is_over.wait(_SIGNAL_SECONDS):
+                pass
             self.earlier = None
 
     def end(self) -> None:

@@ -66,7 +66,7 @@ def run(code: str, *args: object, folder: Path) -> Any:
 def test_too_many_open_files_is_told_wherever_it_happens_and_leaves_none_behind(
     converted: Path, tmp_path: Path
 ) -> None:
-    """From the first file to the last one, and those that are opened while others are read."""
+    """Also of files that are opened while others are read."""
     code = """
 import resource, torch, relayout
 def read_one(folder, rank):
@@ -100,7 +100,7 @@ print(json.dumps(told))
     for number in range(6):
         by_limit = told[20 * number : 20 * (number + 1)]
         failed = [one for one in by_limit if one["type"]]
-        assert (1 if number == 4 else NUM_PARTS - 1) <= len(failed) < 20
+        assert 1 <= len(failed) < NUM_PARTS, "not all files need be open at once"
         assert by_limit[: len(failed)] == failed  # From some limit on it works.
         for one in failed:
             assert (one["type"], one["errno"], one["leaked"]) == ("OSError", errno.EMFILE, 0)

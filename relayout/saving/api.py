@@ -486,9 +486,11 @@ def _line_of(group: ProcessGroup) -> _Line:
     """The saves of a group, which all members begin in the same order.
 
     Raises:
-        PlanError: this process is no member.
+        PlanError: it is no process group, or this process is no member.
         OSError: a member is gone, or does not come.
     """
+    if group not in _groups:
+        Group(group)  # Raises, unless it is a group.
     with _lines_lock:
         connecting = _connecting.setdefault(group, threading.Lock())
     with connecting:  # Other groups need not wait.

@@ -107,7 +107,8 @@ def test_copies_that_were_made_without_our_knowledge_are_unlocked_too(tmp_path: 
 
 def test_a_lock_that_two_threads_close_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = HeldLock(open_ours(tmp_path / "lock", os.O_CREAT))
-    assert lock.try_lock(what="testing")
+    assert lock.try_lock()
+    lock.say("testing")
     true = os.ftruncate
 
     def meanwhile(fd: int, length: int) -> None:
@@ -226,7 +227,8 @@ def test_nothing_is_written_to_a_lock_file_that_is_more_than_a_lock(tmp_path: Pa
 @pytest.mark.parametrize("what", ["x" * 10**4, "\U0001f512" * 10**3, "two\nlines", "\udcff"])
 def test_whatever_a_holder_says_is_a_note_and_no_obstacle_for_the_next(tmp_path: Path, what: str) -> None:
     with HeldLock(open_ours(tmp_path / "lock", os.O_CREAT)) as lock:
-        assert lock.try_lock(what=what)
+        assert lock.try_lock()
+        lock.say(what)
         assert lock.is_plain
         assert descriptors.holder_in(tmp_path / "lock").startswith(f"process {os.getpid()}, ")
 

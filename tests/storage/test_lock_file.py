@@ -224,7 +224,11 @@ def test_nothing_is_written_to_a_lock_file_that_is_more_than_a_lock(tmp_path: Pa
     assert (tmp_path / "lock").read_bytes() == (b"" if is_plain else THEIRS[kind])
 
 
-@pytest.mark.parametrize("what", ["x" * 10**4, "\U0001f512" * 10**3, "two\nlines", "\udcff"])
+@pytest.mark.parametrize(
+    "what",
+    ["x" * 10**4, "\U0001f512" * 10**3, "two\nlines", "\udcff"],
+    ids=["long", "long in bytes", "two lines", "no character"],
+)
 def test_whatever_a_holder_says_is_a_note_and_no_obstacle_for_the_next(tmp_path: Path, what: str) -> None:
     with HeldLock(open_ours(tmp_path / "lock", os.O_CREAT)) as lock:
         assert lock.try_lock()

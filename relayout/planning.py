@@ -13,7 +13,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from relayout.checkpoint.folder import CONFIG_NAME, WEIGHTS_OF_TRANSFORMERS
+from relayout.checkpoint.folder import ADAPTER_WEIGHTS, CONFIG_NAME, WEIGHTS_OF_TRANSFORMERS
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.layout import (
     DEFAULT_ALIGNMENT,
@@ -159,8 +159,8 @@ def plan_conversion(
     store = find_input(source)
     target = find_store(default_output(source, options.tp) if output is None else output)
     checkpoint = read_source(store)
-    if {file.name for file in checkpoint.files} == {_ADAPTER_WEIGHTS}:
-        what = f"an adapter of PEFT ({_ADAPTER_WEIGHTS}): engines load it as it is, beside the converted model"
+    if {file.name for file in checkpoint.files} == {ADAPTER_WEIGHTS}:
+        what = f"an adapter of PEFT ({ADAPTER_WEIGHTS}): engines load it as it is, beside the converted model"
         raise PlanError(what, path=str(source), code="unsupported")
     if checkpoint.is_file and output is None:
         what = "a single file: name the folder to write with -o OUT, or convert the file's folder"
@@ -172,10 +172,6 @@ def plan_conversion(
         what = "a hidden file, which could not be restored: rename it"
         raise PlanError(what, path=str(source), code="option")
     return options.lay_out(checkpoint, target)
-
-
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""The name of an adapter's file of weights, as PEFT writes it (`peft/utils/constants.py`)."""
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:

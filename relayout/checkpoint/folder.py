@@ -376,7 +376,7 @@ def _check_named(root: Store, kept: Sequence[str], left_out: Mapping[str, str]) 
     for file in kept:
         above, _, name = file.rpartition("adapter_config.json")
         if not name and (not above or above.endswith("/")):
-            named[file] = {f"{above}adapter_model{suffix}" for suffix in (".safetensors", ".bin")}
+            named[file] = {f"{above}{ADAPTER_WEIGHTS}", f"{above}adapter_model.bin"}
     for file, places in named.items():
         for name, reason in left_out.items():
             if any(name == place or name.startswith(f"{place}/") or place.startswith(f"{name}/") for place in places):
@@ -384,6 +384,8 @@ def _check_named(root: Store, kept: Sequence[str], left_out: Mapping[str, str]) 
                 raise PlanError(what, path=root.location(name), code="unsupported")
 
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The name of an adapter's file of weights, as PEFT writes it (`peft/utils/constants.py`)."""
 _MODULES_NAME = "modules.json"
 
 

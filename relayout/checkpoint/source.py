@@ -127,7 +127,8 @@ class SourceCheckpoint:
     def side_files(self) -> tuple[str, ...]:
         """Files beside the weights that a conversion copies, as paths relative to the folder.
 
-        All folders are listed for it, once: nothing but a conversion asks. For errors see `find_side_files`.
+        All folders are listed for it, once, when it is asked for: loads and engines do not ask. For errors see
+        `find_side_files`.
         """
         return self._side.kept
 

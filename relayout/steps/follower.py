@@ -139,9 +139,9 @@ class Follower:
         return chain.step
 
     def _loaded(self, full: str, deltas: list[str]) -> dict[str, torch.Tensor]:
-        """The tensors of a folder and deltas, in the memory of those that a load would make just so; all else is new.
+        """The tensors of a folder and deltas, in the memory of those of now that have the same shape and dtype.
 
-        A wider dtype has all values, too: but the next delta is of other bytes.
+        A wider dtype has all values, too, but the next delta would not fit its bytes: that tensor is made again.
         """
         options: dict[str, Any] = {"deltas": deltas, "threads": self._threads}
         if self.tensors:

@@ -186,7 +186,7 @@ def is_plain_path(name: str) -> bool:
 
 
 def check_path(name: str) -> None:
-    """Check that a name leads to a place in the folder. `where` names what has it.
+    """Check that a name leads to a place in the folder.
 
     Raises:
         FormatError: it leads elsewhere, or nowhere.

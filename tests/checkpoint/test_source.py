@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from support.local_stores import read_source
 from support.rights import drop_superuser_rights
+from support.toy_store import shelf
 
 import relayout
 from relayout.checkpoint.source import SourceCheckpoint, model_order
@@ -320,6 +321,29 @@ def test_a_shard_whose_name_is_not_utf8_is_refused_before_a_byte_is_copied(tmp_p
     with pytest.raises(PlanError, match=says):
         convert(source / name if which == "file" else source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(
+    ("listed", "says"),
+    [
+        ("a//b.json", "is not the name of a file inside the checkpoint"),
+        ("tokenizer.json/vocabulary.json", "'tokenizer.json' is used for two files or folders"),
+        ("m.safetensors/notes.txt", "'m.safetensors' is used for two files or folders"),
+    ],
+)
+def test_names_of_a_store_that_no_folder_can_have_are_refused_before_a_byte_is_copied(
+    tmp_path: Path, listed: str, says: str
+) -> None:
+    """As a bucket may list them."""
+    write(tmp_path / "m.safetensors", {"a": A})
+    there = shelf(tmp_path.name)
+    there.clear()
+    weights = (tmp_path / "m.safetensors").read_bytes()
+    for name, content in {"m.safetensors": weights, "tokenizer.json": b"{}", listed: b"{}"}.items():
+        there.objects[f"model/{name}"] = content, "1"
+    with pytest.raises(FormatError, match=re.escape(says)):
+        convert(f"toy://{tmp_path.name}/model", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 
 def test_a_relative_path_is_read_from_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

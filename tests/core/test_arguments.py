@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import all_slices, make_source
 
-from relayout.core.arguments import collapse_numbers, compile_glob, depends_on_numbers, ranks_text, size, slow_because
+from relayout.core.arguments import (
+    check_named,
+    collapse_numbers,
+    compile_glob,
+    depends_on_numbers,
+    ranks_text,
+    size,
+    slow_because,
+)
 from relayout.core.arguments import ranks as parse_ranks
 from relayout.errors import PlanError
 from relayout.plans.family import parse_family
@@ -285,3 +293,12 @@ def test_digits_that_are_not_ascii_are_names_and_no_numbers(order: tuple[str, ..
     plan = plan_by(make_source(dict.fromkeys(order, (4,))), 2, family)
     whole = {name for name, parts in zip(order, all_slices(plan), strict=True) if parts[0].is_whole}
     assert whole == {"a.\u0663"}
+
+
+def test_what_is_given_by_names_has_names() -> None:
+    check_named({"norm": 1}, "into")
+    check_named({}, "into")
+    with pytest.raises(PlanError, match=r"^into is a list, expected tensors by name$"):
+        check_named([("norm", 1)], "into")
+    with pytest.raises(PlanError, match=r"^into: 5, expected the name of a tensor$"):
+        check_named({"norm": 1, 5: 1}, "into")

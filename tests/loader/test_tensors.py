@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relayout.errors import PlanError
 from relayout.loader import tensors as tensors_module
-from relayout.loader.tensors import Strided, share, sharing
+from relayout.loader.tensors import Strided, numpy_dtype, share, sharing, why_not_plain
 
 ROOM = 512
 START = 4096
@@ -84,3 +86,33 @@ def test_what_takes_too_long_counts_as_shared() -> None:
     """An example of numpy's: without a limit it takes a minute, and they share none."""
     one = Strided(4096, 1, (36674, 61119, 85569), (1049, 1049, 1049))
     assert share(one, Strided(4096 + 64023025, 1, (12223, 12224, 1), (1049, 1049, 1)))
+
+
+@pytest.mark.parametrize(
+    "plain", [torch.ones(3), torch.empty(0), torch.empty(0, 4), torch.tensor(1.0), torch.ones(2, 3).t()]
+)
+def test_a_tensor_with_memory_of_its_own_is_plain_also_without_elements(plain: torch.Tensor) -> None:
+    assert why_not_plain(plain) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (5, "a int"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor, expected a dense one"),
+        (torch.ones(3).to_sparse(), "torch.sparse_coo, expected torch.strided: call to_dense()"),
+        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "torch.qint8, expected a plain dtype"),
+        (torch.empty(3, device="meta"), "on meta, expected cpu or another device with memory"),
+        (torch.empty(0, device="meta"), "on meta, expected cpu or another device with memory"),
+        (torch.nn.LazyLinear(3).weight, "which has no shape yet"),
+    ],
+)
+def test_what_has_no_plain_memory_is_told_with_the_reason(other: object, says: str) -> None:
+    assert says in (why_not_plain(other) or "plain")
+
+
+def test_a_dtype_that_numpy_lacks_is_named() -> None:
+    assert numpy_dtype("norm", "F16") == np.float16
+    with pytest.raises(PlanError, match=r"^tensor 'norm': numpy has no dtype for F4: import ml_dtypes") as caught:
+        numpy_dtype("norm", "F4")
+    assert caught.value.code == "unsupported"

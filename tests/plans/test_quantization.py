@@ -205,6 +205,13 @@ STORED: dict[str, tuple[dict[str, Any], Stored, Values]] = {
         {"weight": ("U8", (64, 128)), "weight_scale": ("F8_E4M3", (64, 16)), "weight_scale_2": ("F32", ()),
          "input_scale": ("F32", ())}, Values(4, 16),
     ),
+    "quark_fp8": (
+        quark(FP8_ROWS), {"weight": ("F8_E4M3", (64, 256)), "weight_scale": ("F32", (64,))}, Values(8),
+    ),
+    "quark_mxfp4": (
+        quark({"dtype": "fp4", "qscheme": "per_group", "group_size": 32}),
+        {"weight": ("U8", (64, 128)), "weight_scale": ("U8", (64, 8))}, Values(4, 32),
+    ),
 }  # fmt: skip
 
 

@@ -99,10 +99,11 @@ print(json.dumps(told))
     told = run(code, converted, folder=tmp_path)
     for number in range(6):
         by_limit = told[20 * number : 20 * (number + 1)]
-        failed = [one for one in by_limit if one["type"]]
-        assert 1 <= len(failed) < NUM_PARTS, "not all files need be open at once"
-        assert by_limit[: len(failed)] == failed  # From some limit on it works.
-        for one in failed:
+        assert by_limit[0]["type"]
+        assert not any(one["type"] for one in by_limit[2 * NUM_PARTS :]), "all files may be open, and some of the way"
+        for one in by_limit:  # In between, it depends on how many are open at the same time.
+            if not one["type"]:
+                continue
             assert (one["type"], one["errno"], one["leaked"]) == ("OSError", errno.EMFILE, 0)
             assert "Too many open files; this process may open" in one["message"]
             assert "files: raise that with ulimit -n: " in one["message"]

@@ -25,6 +25,7 @@ import relayout
 from relayout.errors import FormatError, PlanError
 from relayout.format.manifest import compress, sealed
 from relayout.loader import in_place
+from relayout.loader.sources.checkpoint import Asked
 
 Tensors = dict[str, torch.Tensor]
 
@@ -324,3 +325,25 @@ def test_progress_has_a_phase_for_each_pass(steps: Path) -> None:
     assert [one.args for one in tell.begin.mock_calls] == [(phase,) for phase in phases]
     (done, total) = tell.call_args.args
     assert done == total > 0
+
+
+def test_the_memory_of_a_load_is_used_again_if_a_load_would_make_it_just_so(
+    steps_of: Callable[[str], Path],
+) -> None:
+    folder = steps_of("ranks") / "0"
+    loaded = relayout.load(folder, 0)
+    rank = Asked(path=folder, rank=0).source().columns()
+    assert {name: id(one) for name, one in in_place.as_loaded(loaded, rank).items()} == {
+        name: id(one) for name, one in loaded.items()
+    }
+    name, tensor = next((name, one) for name, one in loaded.items() if one.dim() == 2)
+    others = [
+        tensor.float(),
+        tensor.clone()[:-1],
+        tensor.clone().reshape(-1),
+        torch.empty_like(tensor, memory_format=torch.contiguous_format).t().contiguous().t(),
+        tensor.to_sparse(),
+        tensor.to("meta"),
+    ]
+    for other in others:
+        assert in_place.as_loaded({name: other, "another": tensor}, rank) == {}

@@ -144,6 +144,7 @@ def test_the_summary_says_if_only_the_owner_can_read(llama: Path, tmp_path: Path
         shard.chmod(mode)
     assert relayout.convert(source, tmp_path / "out", tp=2).is_private == is_private
     assert (stat.S_IMODE((tmp_path / "out" / "relayout.json").stat().st_mode) & 0o044 == 0) == is_private
+    assert not relayout.convert(source, f"toy://private-{mode}/out", tp=2).is_private  # A store has its own rights.
 
 
 def test_the_source_is_not_touched(llama: Path, tmp_path: Path) -> None:

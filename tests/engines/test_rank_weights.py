@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.conversions import stock_tensors
 from support.toy_store import shelf
 
@@ -55,6 +57,27 @@ def test_a_load_opens_each_file_once(folders: Path) -> None:
     opened.log.clear()
     assert dict(RankWeights("toy://engine/llama-tp2", 0, 2, EngineOptions()).deliver())
     assert opened.requests == needed
+
+
+@pytest.fixture
+def marked_memory() -> Iterator[None]:
+    """Memory that torch hands out without setting it is 255, or NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("marked_memory")
+def test_slices_without_values_are_like_those_that_are_read_and_zero_if_small(folders: Path) -> None:
+    loaded = relayout.load(folders / "llama-tp2", 0)
+    made = dict(RankWeights(str(folders / "llama-tp2"), 0, 2, EngineOptions()).without_values())
+    assert {name: (one.dtype, one.shape) for name, one in made.items()} == {
+        name: (one.dtype, one.shape) for name, one in loaded.items()
+    }
+    is_small = {name: one.nbytes < 4096 for name, one in made.items()}
+    assert set(is_small.values()) == {False, True}
+    for name, one in made.items():
+        assert bool((one.view(torch.uint8) == (0 if is_small[name] else 255)).all()), name
 
 
 @pytest.mark.parametrize("prefix", ["vision_tower.transformer.", "audio_tower.", "model.visual."])

@@ -209,3 +209,13 @@ def test_a_model_inside_ddp_is_itself(mesh: DeviceMesh) -> None:
     model, name_of = unwrapped(outer)
     assert model is outer
     assert list(map(name_of, model.state_dict())) == ["part.module.weight", "part.module.bias"]
+
+
+def test_two_numbers_in_a_byte_need_a_dim() -> None:
+    two = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert HeldTensor.of("w", two).head.shape == (8,)
+    with pytest.raises(
+        PlanError, match=r"^tensor 'w': F4 without a dim, expected an even number of elements$"
+    ) as caught:
+        HeldTensor.of("w", two[0])
+    assert caught.value.code == "unsupported"

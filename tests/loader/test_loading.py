@@ -63,8 +63,9 @@ def run(code: str, *args: object, folder: Path) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize("threads", [1, 16])
 def test_too_many_open_files_is_told_wherever_it_happens_and_leaves_none_behind(
-    converted: Path, tmp_path: Path
+    converted: Path, tmp_path: Path, threads: int
 ) -> None:
     """Also of files that are opened while others are read."""
     code = """
@@ -73,11 +74,12 @@ def read_one(folder, rank):
     with relayout.safe_open(folder) as opened:
         return opened.get_tensor("x4")
 
+threads = int(sys.argv[2])
 calls = [
-    relayout.load,
-    lambda *args: relayout.load(*args, names="**"),
-    lambda *args: relayout.load(*args, verify=True),
-    lambda *args: list(relayout.iter_load(*args)),
+    lambda *args: relayout.load(*args, threads=threads),
+    lambda *args: relayout.load(*args, threads=threads, names="**"),
+    lambda *args: relayout.load(*args, threads=threads, verify=True),
+    lambda *args: list(relayout.iter_load(*args, threads=threads)),
     read_one,
     relayout.explain,
 ]
@@ -96,14 +98,15 @@ for call in calls:
         told.append(outcome(limited))
 print(json.dumps(told))
 """
-    told = run(code, converted, folder=tmp_path)
+    told = run(code, converted, threads, folder=tmp_path)
     for number in range(6):
         by_limit = told[20 * number : 20 * (number + 1)]
+        failed = [one for one in by_limit if one["type"]]
         assert by_limit[0]["type"]
         assert not any(one["type"] for one in by_limit[2 * NUM_PARTS :]), "all files may be open, and some of the way"
-        for one in by_limit:  # In between, it depends on how many are open at the same time.
-            if not one["type"]:
-                continue
+        if threads == 1:  # By more, it depends on how many files happen to be open at the same time.
+            assert len(failed) < NUM_PARTS, "not all files need be open at once"
+        for one in failed:
             assert (one["type"], one["errno"], one["leaked"]) == ("OSError", errno.EMFILE, 0)
             assert "Too many open files; this process may open" in one["message"]
             assert "files: raise that with ulimit -n: " in one["message"]

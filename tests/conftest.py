@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,3 +94,12 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pretrained(
         tmp_path_factory.mktemp("mistral") / "mistral", MistralConfig(**SIZES, head_dim=16), max_shard_size="1GB"
     )
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Python changes from one thread to another as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,15 +25,6 @@ Result = TypeVar("Result")
 
 NUM_THREADS = 8
 ROUNDS = 3
-
-
-@pytest.fixture
-def hasty() -> Iterator[None]:
-    """Python changes from one thread to another as often as it can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 def at_once(call: Callable[[int], Result]) -> list[Result]:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.patience import PATIENCE, in_time
 
 from relayout.saving.api import _Line, _Turn
-
-
-@pytest.fixture
-def hasty() -> Iterator[None]:
-    """Threads take turns after each instruction."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.usefixtures("hasty")

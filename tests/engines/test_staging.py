@@ -333,9 +333,11 @@ def test_a_rehearsal_sees_the_tensors_that_are_loaded_again_in_their_order_and_f
     engine, weights = started(steps / "step-0", 0, steps / "model-0")
     staged = stage(weights, steps / "step-1", memory=memory)
     forms: list[list[tuple[object, ...]]] = []
+    values: list[list[torch.Tensor]] = []
 
     def note(tensors: list[tuple[str, torch.Tensor]]) -> None:
         forms.append([(name, one.dtype, one.shape, type(one), local(one).shape) for name, one in tensors])
+        values.append([local(one).clone() for _, one in tensors])
 
     def reload(modules: Modules, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         note(given := list(tensors))
@@ -346,6 +348,7 @@ def test_a_rehearsal_sees_the_tensors_that_are_loaded_again_in_their_order_and_f
     weights.commit(staged, reload)
     rehearsed, loaded = forms
     assert rehearsed == loaded != []
+    assert all(map(torch.equal, *values)) == (memory == LIMIT)
 
 
 @pytest.mark.parametrize("source", ["delta-1", "step-1"])

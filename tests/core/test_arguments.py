@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from relayout.core.arguments import (
     collapse_numbers,
     compile_glob,
     depends_on_numbers,
+    folder_text,
+    path_text,
     ranks_text,
     size,
     slow_because,
@@ -302,3 +305,19 @@ def test_what_is_given_by_names_has_names() -> None:
         check_named([("norm", 1)], "into")
     with pytest.raises(PlanError, match=r"^into: 5, expected the name of a tensor$"):
         check_named({"norm": 1, 5: 1}, "into")
+
+
+def test_a_path_is_text_as_it_was_given() -> None:
+    assert path_text(Path("a", "b")) == "a/b"
+    assert path_text("s3://bucket/a/") == "s3://bucket/a/"
+    assert folder_text(Path("a", "b"), "scratch") == "a/b"
+    assert folder_text(None, "scratch") is None
+
+
+def test_a_path_that_is_none_is_refused_with_what_it_is_and_what_was_expected() -> None:
+    with pytest.raises(PlanError, match=r"^path: 3, expected the path of a folder, or a URL as text$"):
+        path_text(3)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"^against: None, expected a folder with a checkpoint$"):
+        path_text(None, "against", "a folder with a checkpoint")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"^scratch: b'a', expected the path of a folder$"):
+        folder_text(b"a", "scratch")  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from support.planning import Shapes, conversion_of, make_source
 
 from relayout.checkpoint.source import SourceCheckpoint
 from relayout.core.extents import Extent
+from relayout.errors import PlanError
 from relayout.planning import PlannedGroup, Preview, preview
 from relayout.plans.planner import plan_for
 
@@ -148,3 +149,8 @@ def test_one_rank_holds_everything_in_balance() -> None:
 def test_a_checkpoint_of_no_bytes_is_previewed() -> None:
     found = previewed({"model.norm.weight": (0,)}, 2, LLAMA)
     assert (found.rank_nbytes, found.source_nbytes, found.balance) == ((0, 0), 0, 0.0)
+
+
+def test_only_what_was_planned_is_previewed() -> None:
+    with pytest.raises(PlanError, match=r"^conversion: 'model', expected what plan_conversion returns$"):
+        preview("model")  # type: ignore[arg-type]

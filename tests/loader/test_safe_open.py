@@ -22,6 +22,7 @@ from support.profile import IS_LONG
 import relayout
 from relayout.core.arguments import collapse_numbers
 from relayout.errors import FormatError, PlanError
+from relayout.loader.backends.base import Options
 from relayout.loader.view import CheckpointView
 
 Tensors = dict[str, torch.Tensor]
@@ -317,6 +318,16 @@ def opened(conversions: Conversions) -> CheckpointView:
 def test_by_positional_arguments_and_by_text(conversions: Conversions, opened: CheckpointView) -> None:
     other = relayout.safe_open(str(conversions.at("llama", 4)), "pt", torch.device("cpu"))
     assert_same(other.get_tensor("model.norm.weight"), opened.get_tensor("model.norm.weight"), "norm")
+
+
+def test_tensors_are_on_the_device_that_is_named(conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted = conversions.at("llama", 2)
+    with relayout.safe_open(converted) as whole:
+        assert whole.get_tensor("lm_head.weight").device.type == "cpu"
+    # Else "meta" is refused: of the devices that need no driver, only this one is not the host's memory.
+    monkeypatch.setattr(Options, "kind", "a device")
+    with relayout.safe_open(converted, device="meta") as whole:
+        assert whole.get_tensor("lm_head.weight").device.type == "meta"
 
 
 def test_each_tensor_has_memory_of_its_own_and_stays(conversions: Conversions, tmp_path: Path) -> None:

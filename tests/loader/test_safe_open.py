@@ -320,6 +320,11 @@ def test_by_positional_arguments_and_by_text(conversions: Conversions, opened: C
     assert_same(other.get_tensor("model.norm.weight"), opened.get_tensor("model.norm.weight"), "norm")
 
 
+def test_it_is_of_one_rank_of_one(conversions: Conversions) -> None:
+    opened = relayout.safe_open(conversions.at("llama", 2))
+    assert (opened.rank, opened.num_ranks) == (0, 1)
+
+
 def test_tensors_are_on_the_device_that_is_named(conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
     converted = conversions.at("llama", 2)
     with relayout.safe_open(converted) as whole:

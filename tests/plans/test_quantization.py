@@ -309,6 +309,13 @@ def test_with_other_scales_than_groups_of_columns_it_is_no_such_weight(num_group
     assert find_scheme(config).weights({**stored, "scales": ("F16", (num_groups, 64))}) == ()
 
 
+@pytest.mark.parametrize(("shape", "fits"), [((), True), ((1,), True), ((2,), False), ((64,), True)])
+def test_one_scale_is_of_all_rows_and_any_other_number_of_each_row(shape: tuple[int, ...], fits: bool) -> None:
+    config, stored, values = STORED["quark_fp8"]
+    found = find_scheme(config).weights({**stored, "weight_scale": ("F32", shape)})
+    assert (QuantizedWeight(64, 256, values) in found) == fits
+
+
 @pytest.mark.parametrize(
     ("config", "axis", "suffix", "shape", "size", "at", "message"),
     [

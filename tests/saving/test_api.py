@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -226,6 +227,17 @@ def test_signs_that_are_not_in_memory_yet_are_saved(tmp_path: Path, tensor: torc
 def test_a_config_that_is_no_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="JSON"):
         relayout.save({"x": torch.ones(2)}, tmp_path / "out", config={"dtype": torch.bfloat16})
+
+
+def test_an_interruption_while_tensors_are_copied_is_raised_at_once_and_nothing_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayout.saving.api.Held.on_host", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        relayout.save({"w": torch.ones(8)}, tmp_path / "out", tp=1, background=True)
+    monkeypatch.undo()
+    relayout.save({"w": torch.ones(8)}, tmp_path / "next", tp=1, background=True).result(timeout=PATIENCE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["next"]
 
 
 def test_a_failure_in_the_background_is_raised_by_the_future(tmp_path: Path) -> None:

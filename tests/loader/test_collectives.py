@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import prestarted
 from support.failing_worker import CAUSES, LOADS, PUBLISHES, SAVES, prepare
 from support.profile import IS_LONG, sample
 
 import relayout
+from relayout.loader.group.collectives import Alone
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -134,3 +136,12 @@ def test_a_member_that_stands_still_is_waited_for_as_long_as_the_group_has_it(ru
     folder, (first, _) = rules
     assert "later than the group's timeout of 3 s" in first["stands still"]
     assert not (folder / "still").exists()
+
+
+def test_a_group_of_one_has_what_it_sends_itself() -> None:
+    group, received = Alone(), torch.zeros(3)
+    with group.collective():
+        group.exchange(torch.arange(3.0), [3], received, [3])
+        assert received.tolist() == [0, 0, 0]
+    assert received.tolist() == [0, 1, 2]
+    assert group.all_gather("mine") == ["mine"]

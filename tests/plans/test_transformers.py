@@ -16,6 +16,7 @@ from relayout.core.slices import NOT_HELD, WHOLE
 from relayout.errors import PlanError
 from relayout.plans.family import builtin_families
 from relayout.plans.planner import plan_for
+from relayout.plans.transformers import transformers_family
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -139,3 +140,12 @@ def test_without_transformers_it_is_refused_with_what_to_install(module: str, mo
         PlanError, match=r"^checkpoint: --plan transformers: .* cannot be imported .*: pip install transformers$"
     ):
         plan_for(make_source({"w": (8, 8)}, model_type="helium"), 2, "transformers")
+
+
+@pytest.mark.parametrize(("model_type", "config"), [("helium", {}), ("x", {"text_config": {"model_type": "helium"}})])
+def test_sizes_that_a_config_leaves_out_are_those_of_its_class(model_type: str, config: dict[str, Any]) -> None:
+    from transformers import HeliumConfig
+
+    row = {key: getattr(HeliumConfig(), key) for key in ("num_attention_heads", "num_key_value_heads")}
+    config = {"model_type": model_type, **config}
+    assert transformers_family(model_type, config).defaults == {"helium": row}

@@ -93,7 +93,11 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("again", "PlanError", "already holds a complete conversion of model type llama"),
         ("missing", "PlanError", "all processes that hold a part of it must save together"),
         ("alone", "PlanError", "all processes that hold a part of it must save together"),
-        ("options", "PlanError", "the members of the group save with different options"),
+        (
+            "options",
+            "PlanError",
+            "the members of the group save with different options: member 0 with tp=4, member 2 with tp=2",
+        ),
         ("outputs", "PlanError", "group: member 0 makes a save to "),
         ("dtypes", "PlanError", "expected BF16"),
         ("sums", "PlanError", "a DTensor with partial sums"),

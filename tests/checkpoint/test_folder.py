@@ -21,6 +21,7 @@ from support.trees import tree
 import relayout
 from relayout.cache.conversions import find_conversion
 from relayout.cache.folder import Cache
+from relayout.checkpoint.folder import glance
 from relayout.checkpoint.source import read_source as source_of
 from relayout.conversion.run import needed_nbytes
 from relayout.errors import FormatError, PlanError
@@ -452,3 +453,14 @@ def test_weights_in_a_subfolder_that_config_json_names_go_along(model: Path, tmp
     (model / "config.json").write_text(json.dumps(config | {"transformers_weights": "hf/x.safetensors"}))
     relayout.convert(model, tmp_path / "out", tp=1)
     assert (tmp_path / "out" / "hf" / "x.safetensors").read_bytes() == (model / "hf" / "x.safetensors").read_bytes()
+
+
+def test_a_glance_sees_what_is_near_and_the_snapshots_of_the_hub(tmp_path: Path) -> None:
+    seen = ["near", "sub/near", "models--a/snapshots/1/near", "snapshots/2/near"]
+    unseen = ["blobs/blob", "models--a/blobs/blob", "sub/sub/far", "models--a/refs/far"]
+    for name in seen + unseen:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = {entry.name for entry in glance(LocalStore(tmp_path))}
+    assert found >= set(seen)
+    assert found.isdisjoint(unseen)

@@ -438,6 +438,12 @@ def test_a_header_that_changed_alone_is_in_a_delta(tmp_path: Path) -> None:
     assert (tmp_path / "1" / "model-rank-0-part-0.safetensors").read_bytes().count(b'"step":"1"') == 1
 
 
+def test_deltas_are_a_path_or_a_list_of_paths(steps: Path) -> None:
+    with pytest.raises(PlanError, match=r"^deltas: 5, expected the path of a delta, or a list of paths$") as raised:
+        relayout.load(steps / "0", 0, deltas=5)  # type: ignore[arg-type]
+    assert raised.value.code == "option"
+
+
 def test_an_interrupted_conversion_is_not_discarded_without_force(steps: Path, llama: Path, tmp_path: Path) -> None:
     def fail(done: int, total: int) -> None:
         if done == total:

@@ -221,6 +221,7 @@ def test_what_is_written_is_no_more_open_than_what_it_is_made_of_and_the_umask(
         summary = convert(source, tmp_path / "out")
         restore(tmp_path / "out", tmp_path / "back")
     assert (summary.resumed_nbytes > 0) == again
+    assert summary.is_private == (file_mode & 0o044 == 0)
     written = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
     assert {"model-rank-0-part-0.safetensors", "relayout.json", "relayout.source.json.zst"} <= set(written)
     assert ((tmp_path / "out").stat().st_mode & 0o777, set(written.values())) == (folder_mode, {file_mode})

@@ -45,7 +45,7 @@ _STRING, _ESCAPE = re.compile(rb'"[^"]*"'), re.compile(rb"\\.", re.DOTALL)
 _DIGITS_AS_0 = bytes.maketrans(b"123456789", b"000000000")
 _OUT_OF_RANGE = b"0" * 309
 """The digits of an integer that no double has are at least so many."""
-_METADATA_KEY = "__metadata__"
+METADATA_KEY = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _parse_header(blob: bytes, file_nbytes: int) -> Header:
     top = strict_json(text)
     if not isinstance(top, dict):
         raise FormatError(f"header is a JSON {type(top).__name__}, expected an object", code="field")
-    metadata = _parse_metadata(top.pop(_METADATA_KEY, None))
+    metadata = _parse_metadata(top.pop(METADATA_KEY, None))
     listed = [_parse_entry(name, entry) for name, entry in top.items()]
     tensors = sorted(listed, key=lambda tensor: (tensor.offset, tensor.nbytes))
     data_nbytes = file_nbytes - data_start
@@ -192,7 +192,7 @@ def entries_text(rows: Iterable[tuple[str, str, int, int]]) -> str:
 
 def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> bytes:
     """Build the header of entries that `entries_text` has written; the rest as for `build_header`."""
-    parts = [f"{json_text(_METADATA_KEY)}:{json_text(dict(metadata))}"] if metadata else []
+    parts = [f"{json_text(METADATA_KEY)}:{json_text(dict(metadata))}"] if metadata else []
     text = f"{{{','.join([*parts, entries] if entries else parts)}}}".encode()
     padded = data_start_after(len(text), alignment) - LENGTH_NBYTES
     return padded.to_bytes(LENGTH_NBYTES, "little") + text.ljust(padded, b" ")
@@ -305,7 +305,7 @@ def _parse_metadata(value: Any) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise FormatError(f"{_METADATA_KEY} must map strings to strings", code="field")
+        raise FormatError(f"{METADATA_KEY} must map strings to strings", code="field")
     return value
 
 

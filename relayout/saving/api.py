@@ -16,7 +16,7 @@ import numpy as np
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.folder import CONFIG_NAME
-from relayout.checkpoint.source import identity_of, model_order, read_source
+from relayout.checkpoint.source import identity_of, model_order
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
 from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import Summary, carry_out, share_memory
@@ -26,6 +26,7 @@ from relayout.core.extents import Extent
 from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
 from relayout.errors import PlanError, shown
 from relayout.format.index import HUB_INDEX_NAME
+from relayout.format.safetensors import METADATA_KEY
 from relayout.loader.group.collectives import Alone, Group
 from relayout.loader.held import HeldTensor, TensorHead
 from relayout.planning import PlanOptions
@@ -37,6 +38,7 @@ from relayout.saving.folder import (
     MemoryFolder,
     MemoryShard,
     check_names,
+    checkpoint_of,
     files_of,
     in_stored_order,
     lay_out_shards,
@@ -239,7 +241,7 @@ class Saving:
             for t, part, position in shards[file].parts(extent):
                 tensors[t].read(part, memory[position : position + part.nbytes])
 
-        planned = self._planned(MemoryFolder({**held.files, **index}, shards, fill, os.urandom(16).hex()))
+        planned = self._planned(MemoryFolder({**held.files, **index}, shards, fill, os.urandom(16).hex()), heads)
         if self.instead is not None:
             return self.instead(PlannedSave(planned, Alone(), holders, dict(enumerate(tensors))))
         return carry_out(
@@ -266,7 +268,7 @@ class Saving:
         threads, chunk_nbytes = share_memory(self.threads, self.memory)
         mine = {t: held[head.name] for t, head in enumerate(heads) if head.name in held}
         exchange = Exchange(group, holders, mine, shards, round_nbytes(group.num_members))
-        planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token))
+        planned = self._planned(MemoryFolder({**files, **index}, shards, exchange.fill, token), heads)
         _check_equal(planned, self._chosen(), group)
         holders.check_replicas(group.all_gather(holders.digests(group.index, mine, threads)))
         save = PlannedSave(planned, group, holders, mine)
@@ -296,10 +298,12 @@ class Saving:
             groups: None: by that order, and `max_shard_nbytes`.
 
         Raises:
-            PlanError: there are none.
+            PlanError: there are none, or one has the name of the metadata.
         """
         if not heads:
             raise PlanError("no tensors to save", code="missing")
+        if any(head.name == METADATA_KEY for head in heads):
+            raise PlanError("safetensors has its metadata by this name", tensor=METADATA_KEY, code="option")
         if groups is None:
             shared_out = share_out([head.nbytes for head in heads], self.max_shard_nbytes)
             names = [[heads[t].name for t in tensors] for tensors in shared_out]
@@ -313,8 +317,8 @@ class Saving:
         shards, index = lay_out_shards(ordered, stored, totals)
         return ordered, {shard.name: shard for shard in shards}, {} if index is None else {HUB_INDEX_NAME: index}
 
-    def _planned(self, folder: MemoryFolder) -> Conversion:
-        return self.options.lay_out(read_source(folder), find_store(self.output))
+    def _planned(self, folder: MemoryFolder, heads: Sequence[TensorHead]) -> Conversion:
+        return self.options.lay_out(checkpoint_of(folder, heads), find_store(self.output))
 
 
 Hold = Callable[[bool], Held]

@@ -1,6 +1,7 @@
 """The checkpoint folder that tensors in memory would be saved as: its shards, their headers, its index, and its bytes.
 
-A save converts this folder, which is never written. What is beside its shards comes from the argument `config`.
+A save converts this folder, which is never written, and never parsed. What is beside its shards comes from the argument
+`config`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME, find_side_files, parse_config
-from relayout.checkpoint.source import MAX_INDEX_NBYTES
+from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME, find_config, find_side_files, parse_config
+from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, SourceFile, SourceTensor
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, warn
 from relayout.format.index import HUB_INDEX_NAME
@@ -218,6 +219,34 @@ class _MemoryFile(ReadableFile):
 
     def close(self) -> None:
         pass
+
+
+def checkpoint_of(folder: MemoryFolder, heads: Sequence[TensorHead]) -> SourceCheckpoint:
+    """The checkpoint that `read_source` finds in a folder.
+
+    Args:
+        heads: of all tensors, in model order, to which the shards' positions refer.
+
+    Raises:
+        FormatError: config.json, or a file of quantization, is damaged.
+    """
+    shards = sorted(folder.shards.values(), key=lambda shard: shard.name)
+    extents: dict[int, tuple[int, Extent]] = {}
+    for number, shard in enumerate(shards):
+        for t, start, end in zip(shard.tensors, shard.starts, shard.starts[1:], strict=False):
+            extents[t] = number, Extent(start, end - start)
+    index = folder.files.get(HUB_INDEX_NAME)
+    return SourceCheckpoint(
+        root=folder,
+        files=tuple(
+            SourceFile(shard.name, shard.nbytes, len(shard.header), shard.header, folder.version) for shard in shards
+        ),
+        tensors=tuple(SourceTensor(head.name, head.dtype, head.shape, *extents[t]) for t, head in enumerate(heads)),
+        metadata=_METADATA,
+        config=find_config(folder).content,
+        index=None if index is None else (HUB_INDEX_NAME, index),
+        side=None,
+    )
 
 
 def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, bytes]:

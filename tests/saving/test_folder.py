@@ -17,10 +17,19 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import relayout
+from relayout.checkpoint.source import model_order, read_source
 from relayout.core.extents import Extent
-from relayout.errors import PlanError
+from relayout.errors import FormatError, PlanError
+from relayout.format.index import HUB_INDEX_NAME
 from relayout.loader.held import HeldTensor
-from relayout.saving.folder import MemoryShard, in_stored_order, lay_out_shards, share_out
+from relayout.saving.folder import (
+    MemoryFolder,
+    MemoryShard,
+    checkpoint_of,
+    in_stored_order,
+    lay_out_shards,
+    share_out,
+)
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8, torch.float16]
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(
@@ -69,6 +78,30 @@ def test_an_extent_of_a_shard_has_the_bytes_of_its_tensors(sizes: list[int], off
     for t, part, position in shard.parts(Extent(offset, nbytes)):
         found[position : position + part.nbytes] = held[t].bytes_of(part).tobytes()
     assert bytes(found) == whole[offset : offset + nbytes].ljust(nbytes, b"\0")
+
+
+@given(
+    st.dictionaries(NAMES, st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), min_size=1),
+    st.integers(1, 40),
+)
+def test_the_checkpoint_of_a_folder_is_what_its_headers_say(
+    kinds: dict[str, tuple[torch.dtype, list[int]]], limit: int
+) -> None:
+    tensors = [torch.zeros(shape, dtype=dtype) for dtype, shape in kinds.values()]
+    heads = [HeldTensor.of(name, tensor).head for name, tensor in zip(kinds, tensors, strict=True)]
+    heads.sort(key=lambda head: (model_order(head.name), head.name))
+    groups = [in_stored_order(heads, group) for group in share_out([head.nbytes for head in heads], limit)]
+    shards, index = lay_out_shards(heads, groups, {})
+    config = {"config.json": b'{"model_type": "llama"}'}
+    files = config if index is None else config | {HUB_INDEX_NAME: index}
+    folder = MemoryFolder(files, {shard.name: shard for shard in shards}, lambda *_: None, "a version")
+    assert checkpoint_of(folder, heads) == read_source(folder)
+
+
+def test_the_name_that_safetensors_keeps_for_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises((PlanError, FormatError), match="__metadata__"):
+        relayout.save({"__metadata__": torch.ones(2), "x": torch.ones(2)}, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def merged_experts(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from relayout.checkpoint.converted import read_manifest_blob
+from relayout.checkpoint.steps import follow, names_of_chain, steps_at
 from relayout.checkpoint.trust import policy_of
 from relayout.core.digests import digest_hex
 from relayout.engines.load import (
@@ -35,8 +36,8 @@ from relayout.engines.load import (
 from relayout.engines.rank_weights import EngineOptions
 from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, shapes_at
 from relayout.errors import PlanError, RelayoutError, about
-from relayout.format.steps import MAX_STEPS_NBYTES, STEPS_NAME, PublishedStep, StepsIndex, parse_steps
-from relayout.storage.stores import find_input, if_there, scheme_of
+from relayout.format.steps import PublishedStep, StepsIndex
+from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
     from relayout.engines.rank_weights import RankWeights
@@ -49,8 +50,6 @@ Value = TypeVar("Value")
 _Original: TypeAlias = Callable[..., tuple[bool, str]]
 _HELD_NBYTES = 4 * 2**30
 """The most memory for what changes where it lies; what takes more is read, and proven, again when it is changed."""
-_NUM_TRIES = 8
-"""So many steps are tried, if each is deleted before it is read."""
 
 
 def update_weights(
@@ -256,17 +255,12 @@ class _Live:
         Raises:
             FormatError, PlanError, OSError: it is damaged, not for the model, or not the same for all ranks.
         """
-        step = self._agreed_step(path)
-        for left in reversed(range(_NUM_TRIES)):
-            try:
-                with self._collective():
-                    new = self._prove(path, place, step)
-                break
-            except (RelayoutError, OSError):
-                # It may have been too slow for a step that was retired: that is no error while there is a newer one.
-                before, step = step, self._agreed_step(path)
-                if step == before or not left:
-                    raise
+
+        def prove(step: PublishedStep | None) -> _New:
+            with self._collective():
+                return self._prove(path, place, step)
+
+        new = follow(lambda _: self._agreed_step(path), prove, path)
         if len(contents := set(self._all_of(new.says))) > 1:
             what = f"is not the same for all ranks:{' and'.join(sorted(contents))}"
             raise PlanError(what, path=path, code="option")
@@ -389,7 +383,7 @@ def _chain_of(root: str, step: PublishedStep, have: str | None) -> list[str]:
     chain = None if index is None else index.chain(have=have, step=step.content)
     if chain is None:
         raise PlanError("its steps are gone", path=root, code="missing")
-    return [_real(root, name) for name in (*filter(None, [chain.full]), *chain.deltas)]
+    return [_real(root, name) for name in names_of_chain(chain)]
 
 
 def _real(root: str, name: str) -> str:
@@ -402,9 +396,7 @@ def _index_of(url: str) -> StepsIndex | None:
     """The index of a root of steps; None: it is none."""
     if scheme_of(url) == "hf" or policy_of(None) is not None:  # Nobody has signed an index.
         return None
-    store = find_input(url)
-    blob = if_there(lambda: store.read(STEPS_NAME, MAX_STEPS_NBYTES))
-    return None if blob is None else parse_steps(blob, store.location(STEPS_NAME))
+    return steps_at(url)
 
 
 def _is_in_stages() -> bool:

@@ -22,7 +22,7 @@ import torch
 
 from relayout.checkpoint.converted import read_manifest_blob
 from relayout.checkpoint.delta import chained, is_delta, read_deltas
-from relayout.checkpoint.steps import way_to
+from relayout.checkpoint.steps import follow, way_to
 from relayout.checkpoint.trust import policy_of
 from relayout.core.digests import Hash, digest_hex, new_digest
 from relayout.core.workers import check_stop, current_stop, each
@@ -30,7 +30,7 @@ from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.engines.recording import Recorded
 from relayout.engines.views import View
-from relayout.errors import FormatError, PlanError, about
+from relayout.errors import PlanError, about
 from relayout.loader.backends.base import kind_of
 from relayout.loader.backends.cuda import pin
 from relayout.loader.changes import Batch, ChangedPiece, RankChanges
@@ -272,19 +272,16 @@ class LiveWeights:
     ) -> Staged:
         """The way from what the engine has, or another if that is not there any more."""
         have = None if before is None else before.digest
-        # Under a policy only what is signed is looked at, and a root's index is not.
-        is_one = len(sources) == 1 and policy_of(None) is None
-        way = way_to(sources[0], have, step) if is_one else None
-        if way is None:
-            return self._stage(sources, before, memory, threads)
-        try:
-            return self._stage(way, before, memory, threads)
-        except (FormatError, PlanError, OSError):
-            # Too slow for what was retired, or what the engine was started on is gone: there may be another way.
-            again = way_to(sources[0], None, step)
-            if again is None or again == way:
-                raise
-            return self._stage(again, before, memory, threads)
+
+        def find(has: bool) -> Sequence[str] | None:
+            # Under a policy only what is signed is looked at, and a root's index is not.
+            is_one = len(sources) == 1 and policy_of(None) is None
+            return way_to(sources[0], have if has else None, step) if is_one else None
+
+        def stage(way: Sequence[str] | None) -> Staged:
+            return self._stage(sources if way is None else way, before, memory, threads)
+
+        return follow(find, stage, ", ".join(sources))
 
     def _stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int) -> Staged:
         for source in sources:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from relayout.checkpoint.converted import CONVERTED, read_manifest_blob
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME
-from relayout.checkpoint.steps import no_steps
+from relayout.checkpoint.steps import follow, no_steps, read_steps
 from relayout.core.arguments import path_text
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, RelayoutError
@@ -24,10 +24,9 @@ from relayout.format.steps import (
     STEPS_NAME,
     Chain,
     StepsIndex,
-    parse_steps,
 )
 from relayout.publish.publishers import remove, replace
-from relayout.storage.stores import Kind, Store, find_store, if_there
+from relayout.storage.stores import Kind, Store, find_store
 
 Result = TypeVar("Result")
 
@@ -87,8 +86,7 @@ class Root:
         return self._read(self._store())[0]
 
     def _read(self, store: Store) -> tuple[StepsIndex, bytes | None]:
-        blob = if_there(lambda: store.read(STEPS_NAME, MAX_STEPS_NBYTES))
-        return (StepsIndex() if blob is None else parse_steps(blob, store.location(STEPS_NAME))), blob
+        return read_steps(store) or (StepsIndex(), None)
 
     def move(self, change: Callable[[StepsIndex], StepsIndex], reserved_nbytes: int = 0) -> StepsIndex:
         """Replace the index by what a change makes of it, and return that. What others write meanwhile is not lost.
@@ -129,17 +127,7 @@ class Root:
             what `use` raises, if the index says the same as before.
             PlanError: there is no step, or not this one.
         """
-        chain = self._some_chain(have, step)
-        for _ in range(_NUM_CONFLICTS):
-            try:
-                return use(chain)
-            except (FormatError, PlanError, OSError):
-                # It may have been too slow for what was retired: that is no error while there is another way.
-                again = self._some_chain(None, step)
-                if again == chain:
-                    raise
-                chain = again
-        raise PlanError("its steps are deleted faster than they are read", path=self.location, code="busy")
+        return follow(lambda has: self._some_chain(have if has else None, step), use, self.location)
 
     def _some_chain(self, have: int | str | None, step: int | str | None) -> Chain:
         chain = self.chain(have, step)

@@ -22,7 +22,7 @@ from relayout.checkpoint.source import SourceCheckpoint, identity_of, read_sourc
 from relayout.conversion.jobs import commit_units, convert_unit
 from relayout.conversion.layout import DEFAULT_MAX_PART_NBYTES, Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import needed_nbytes
+from relayout.conversion.run import needed_for
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import digest_hex
 from relayout.errors import PlanError
@@ -167,7 +167,7 @@ def _convert_together(planned: Conversion, cache: Cache, entry: HeldEntry, progr
     """Convert what no other process is converting, until the output is there."""
     entry.was_filled = True
     files = {f"{MODEL}/{file.name}": file.nbytes for file in planned.layout.files}
-    others_nbytes = needed_nbytes(planned) - planned.layout.nbytes
+    others_nbytes = needed_for(planned)[0] - planned.layout.nbytes
     reservation = cache.reserve(entry, files | {f"{MODEL}/{MANIFEST_NAME}": others_nbytes})
     if reservation is None:
         what = f"the cache has no room for {sum(files.values()) / 1e9:.3f} GB, by its limit or that of the drive"

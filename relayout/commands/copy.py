@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +27,12 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.delta import DeltaStore, Paths, read_deltas, with_deltas
 from relayout.checkpoint.trust import Trust, refuse_deltas, trusted
-from relayout.conversion.resume import Fingerprint, Journal, other_option, read_progress
-from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, num_readers_of, share_memory
+from relayout.conversion.resume import other_option
+from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import find_other_files, modes_of, put_index
-from relayout.conversion.steps import Written
 from relayout.core.arguments import folder_text, ranks_text
 from relayout.core.arguments import ranks as parse_ranks
-from relayout.core.digests import PROOF_NBYTES, OrderedDigests, digest_hex, new_proof
+from relayout.core.digests import OrderedDigests, digest_hex, new_proof
 from relayout.core.extents import Extent, align_up, split
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError, PlanError
@@ -52,10 +50,10 @@ from relayout.format.manifest import (
     parse_manifest,
 )
 from relayout.publish.folder import remove_leftovers
-from relayout.publish.output import LocalOutput, Output, Work
+from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
-from relayout.storage.reading import HashedFile, OpenFiles, hash_files
+from relayout.storage.reading import OpenFiles
 from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store, scheme_of
 from relayout.storage.system import Buffer, peak_nbytes
 
@@ -179,8 +177,8 @@ def copy(
         PlanError: the folder lacks a rank, or the output cannot be written or replaced.
         OSError: reading or writing failed.
 
-    If it fails or is interrupted, what was copied stays in a hidden folder beside the output. The same call resumes: it
-    reads what is there again, and keeps the chunks with the right digest. In an object store it keeps complete files.
+    If it fails or is interrupted, the files that are complete stay: in a hidden folder beside the output, or in the
+    object store. The same call resumes, and copies the others.
 
     Example:
         >>> import relayout
@@ -308,29 +306,21 @@ def copy_from(
     record = read_record(source, manifest)
     for store in inputs:
         check_output(target, store, CONVERTED, force=force)
-    fingerprint = Fingerprint(digest_hex(blob), digest_hex(compact_json(["copy", kept.present])))
+    copied = digest_hex(compact_json(["copy", kept.present]))
     nbytes = sum(file.nbytes for file in kept.files)
     work = Work(
         what=f"a copy of {source}",
-        fingerprint=digest_hex(compact_json([fingerprint.source, fingerprint.options])),
+        fingerprint=digest_hex(compact_json([digest_hex(blob), copied])),
         others=[*names_of(kept, record), SIGNATURE_NAME],
         modes=modes_of(inputs, [file.name for file in kept.files]),
         scratch=folder_text(scratch, "scratch"),
     )
     with begin(target, CONVERTED, work, force=force) as made:
         copying = _Copying(source, manifest, kept, made)
-        threads_and_piece = threads, min(piece_nbytes, source.cost.request_nbytes)
-        if isinstance(made, LocalOutput):
-            noted = read_progress(made, fingerprint, force=force)
-            for name in set(made.names()) - {file.name for file in kept.files}:
-                made.remove(name)  # Of a copy that was interrupted behind its last rank file.
-            others_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
-            made.check_space(nbytes + nbytes // 2**16 + others_nbytes)
-            with Journal(made, fingerprint, append=bool(noted.chunks)) as journal:
-                resumed_nbytes = copying.copy_in(made, journal, *threads_and_piece, progress)
-        else:
-            made.check_space(nbytes, max((file.nbytes for file in kept.files), default=0))
-            resumed_nbytes = copying.copy_parts(*threads_and_piece, progress)
+        others_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
+        resumed_nbytes = copying.copy_parts(
+            threads, min(piece_nbytes, source.cost.request_nbytes), others_nbytes, progress
+        )
         put_index(source, made, kept, record, copying.digests)
         signature = find_signature(source, blob) if kept is manifest else None  # Of another manifest it is none.
         if signature is not None:
@@ -365,81 +355,39 @@ class _Copying:
     def __init__(self, source: Store, manifest: Manifest, kept: Manifest, output: Output) -> None:
         self._source = source
         self._output = output
-        self._journal: Journal | None = None
         self._chunk_nbytes = manifest.chunk_nbytes
         self._files: tuple[IndexedFile, ...] = kept.files
         number = {file.name: index for index, file in enumerate(manifest.files)}
         self.digests = [read_chunk_digests(source, manifest, number[file.name]) for file in kept.files]
         """The digests of the chunks of each file."""
-        self._num_left = [0] * len(self._files)
-        """For each file the bytes that are still to be copied."""
-        self._lock = threading.Lock()
-        self._stop = Stop()
-        self._hashes = OrderedDigests(self._stop, new_proof)
+        self._hashes = OrderedDigests(Stop(), new_proof)
         self._inputs = OpenFiles(self._open_input)
         self._outputs = OpenFiles(self._open_output, num_descriptors=2)
 
-    def copy_parts(self, threads: int, piece_nbytes: int, progress: Progress) -> int:
-        """Copy each file as a part of the output, but for those that are there; returns how many bytes were."""
+    def copy_parts(self, threads: int, piece_nbytes: int, others_nbytes: int, progress: Progress) -> int:
+        """Copy each file as a part of the output, but for those that are there; returns how many bytes were.
+
+        Args:
+            others_nbytes: bytes of what is written beside these files.
+        """
         sizes = [file.nbytes - file.data_start for file in self._files]
         kept = {index for index in range(len(sizes)) if self._output.kept(_part_name(index)) is not None}
+        left = [self._files[index].nbytes for index in range(len(sizes)) if index not in kept]
+        self._output.check_space(sum(left) + sum(left) // 2**16 + others_nbytes, max(left, default=0))
         done = resumed_nbytes = sum(sizes[index] for index in kept)
         with reporting(progress, "copying", sum(sizes)) as report, self._inputs, self._outputs:
+            report(done)
             for index in sorted(set(range(len(sizes))) - kept):
                 file = self._files[index]
                 chunks = chunks_of(file.data_start, file.nbytes, self._chunk_nbytes)
                 pieces = ((index, piece) for chunk in chunks for piece in split(chunk, piece_nbytes))
-                self._num_left[index] = sizes[index]
-                if not sizes[index]:
-                    self._complete(index)
                 stop = Stop()
                 self._hashes = OrderedDigests(stop, new_proof)
                 Workers(threads, pieces, Buffer, self._copy, stop).run(report.after(done))
+                self._complete(index)
                 self._output.keep(_part_name(index), b"")
                 done += sizes[index]
         return resumed_nbytes
-
-    def copy_in(
-        self, folder: LocalOutput, journal: Journal, threads: int, piece_nbytes: int, progress: Progress
-    ) -> int:
-        """Copy what is not in a folder yet; returns how many bytes were."""
-        self._journal, existing = journal, set(folder.names())
-        total = sum(file.nbytes - file.data_start for file in self._files)
-        num_readers = num_readers_of(threads, piece_nbytes)
-        with reporting(progress if existing else None, "checking finished work", total) as report:
-            missing = []
-            for index, file in enumerate(self._files):
-                missing.append(self._missing(index, folder if file.name in existing else None, num_readers))
-                report(sum(file.nbytes - file.data_start for file in self._files[: index + 1]))
-        self._num_left = [sum(extent.nbytes for extent in extents) for extents in missing]
-        resumed_nbytes = total - sum(self._num_left)
-
-        def pieces() -> Iterator[tuple[int, Extent]]:
-            for index, extents in enumerate(missing):
-                yield from ((index, piece) for extent in extents for piece in split(extent, piece_nbytes))
-
-        with reporting(progress, "copying", total) as report, self._inputs, self._outputs:
-            for index, nbytes in enumerate(self._num_left):
-                if not nbytes:
-                    self._complete(index)
-            Workers(threads, pieces(), Buffer, self._copy, self._stop).run(report.after(resumed_nbytes))
-        return resumed_nbytes
-
-    def _missing(self, index: int, folder: LocalOutput | None, num_readers: int) -> list[Extent]:
-        """The chunks of a file that are not in a folder with their digests; None: the file is nowhere."""
-        file = self._files[index]
-        chunks = chunks_of(file.data_start, file.nbytes, self._chunk_nbytes)
-        if folder is None:
-            return chunks
-        try:
-            stored = HashedFile(lambda: folder.open(file.name, file.nbytes), (), chunks)
-            [found] = hash_files([stored], num_readers)
-        except FormatError:  # It has another length.
-            folder.remove(file.name)
-            return chunks
-        expected = self.digests[index].hex()
-        width = 2 * PROOF_NBYTES
-        return [chunk for n, chunk in enumerate(chunks) if found[n] != expected[width * n : width * (n + 1)]]
 
     def _open_input(self, index: int) -> ReadableFile:
         file = self._files[index]
@@ -447,10 +395,7 @@ class _Copying:
 
     def _open_output(self, index: int) -> WritableFile:
         file = self._files[index]
-        opened = self._output.write(file.name, file.nbytes)
-        if self._journal is not None:
-            self._journal.add(Written(chunks={index: b""}))  # From now on there is something to resume.
-        return opened
+        return self._output.write(file.name, file.nbytes)
 
     def _copy(self, buffer: Buffer, item: tuple[int, Extent]) -> int:
         index, piece = item
@@ -468,15 +413,10 @@ class _Copying:
             digest = self._hashes.update((index, number), part.offset - chunk.offset, inside, chunk.nbytes)
             if digest is not None:
                 check_chunk(digest, self.digests[index], number, chunk, self._source.location(file.name))
-        with self._lock:
-            self._num_left[index] -= piece.nbytes
-            is_complete = not self._num_left[index]
-        if is_complete:
-            self._complete(index)
         return piece.nbytes
 
     def _complete(self, index: int) -> None:
-        """Copy the header of a file that is complete but for it."""
+        """Copy the header of a file, of which all else is copied."""
         file = self._files[index]
         with self._inputs.use(index) as opened:
             head = memoryview(bytearray(align_up(file.data_start, opened.alignment)))

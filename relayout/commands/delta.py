@@ -23,7 +23,6 @@ from relayout.checkpoint.converted import (
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.checkpoint.source import read_shard
 from relayout.conversion.changes import UNCHANGED, widths_in, write_pieces
-from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import modes_of, put_index, put_tables
 from relayout.core.arguments import folder_text
@@ -47,7 +46,7 @@ from relayout.format.index import MANIFEST_NAME, VERSION, Manifest
 from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
-from relayout.publish.output import LocalOutput, Output, Work
+from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import Access, ReadableFile, Store, find_input, find_store
@@ -157,9 +156,6 @@ def delta(
         scratch=folder_text(scratch, "scratch"),
     )
     with begin(target, DELTA_OUTPUT, work, force=force) as made:
-        if isinstance(made, LocalOutput):
-            refuse_attempt(made, force=force)
-            made.clear()
         written, done = [], 0
         with reporting(progress, "comparing", total) as report:
             for index, file in enumerate(files):

@@ -17,7 +17,6 @@ from itertools import chain
 from relayout.checkpoint.converted import CONVERTED, check_present, read_manifest, read_record, read_table
 from relayout.checkpoint.trust import Trust, trusted
 from relayout.conversion.layout import Conversion
-from relayout.conversion.resume import refuse_attempt
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import as_one_rank, copy_side_file, modes_of, recorded_source, stored_conversion
 from relayout.conversion.steps import CopyPlan, Loaded, SourceRange, Span, Step, join_ranges
@@ -29,7 +28,7 @@ from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
-from relayout.publish.output import LocalOutput, Output, Work
+from relayout.publish.output import Output, Work
 from relayout.publish.publishers import begin, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import HashedFile, OpenFiles, hash_files
@@ -109,9 +108,6 @@ def restore(
         scratch=folder_text(scratch, "scratch"),
     )
     with begin(target, CONVERTED, work, force=force) as made:
-        if isinstance(made, LocalOutput):
-            refuse_attempt(made, force=force)
-            made.clear()
         # Each thread may have a complete shard that waits to be sent.
         made.check_space(written + sum(side.nbytes for side in record.side_files), threads * max(sizes, default=0))
         source = recorded_source(folder, record)

@@ -1,7 +1,7 @@
 """A conversion as jobs for any number of processes and machines: each job converts a unit, in the end one commits.
 
 A job holds all that a process needs to know, and can be sent as JSON. It reads the source bytes of its unit once,
-writes the unit's files completely, and then its record: the journal of just this unit. A job may be carried out any
+writes the unit's files completely, and then its record. A job may be carried out any
 number of times, even at the same time: the files are the same. What a lost process leaves has no record. `commit_units`
 reads the records, and publishes the output when every unit has one. Nothing here knows what runs the jobs.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -26,18 +27,18 @@ from relayout.conversion.run import (
     Summary,
     make_unit,
     merged,
-    needed_for_units,
+    needed_for,
     read_unit,
     share_memory,
     summary_of,
     work_of,
 )
 from relayout.conversion.sidecar import HeaderWriter, write_sidecar
-from relayout.conversion.steps import Written
+from relayout.conversion.steps import CopyPlan, Written
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
-from relayout.publish.output import LocalOutput, Output
+from relayout.publish.output import Output
 from relayout.publish.publishers import begin, begin_part, check_output
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import find_input, find_store, scheme_of
@@ -195,19 +196,10 @@ def convert_unit(
         conversion = planned.marked(output.mark)
         is_finished = read_unit(output, conversion, fingerprint, unit) is not None
         if not is_finished:
-            output.check_space(needed_for_units(conversion, [unit])[0])
-            headers = HeaderWriter(output, conversion)
+            output.check_space(needed_for(conversion, [unit])[0])
+            plan, headers = CopyPlan(conversion, chunk_nbytes=chunk_nbytes), HeaderWriter(output, conversion)
             with reporting(progress, f"unit {unit} of {len(units)}", nbytes) as report:
-                make_unit(
-                    output,
-                    conversion,
-                    unit,
-                    identity,
-                    headers,
-                    threads=threads,
-                    chunk_nbytes=chunk_nbytes,
-                    on_progress=report,
-                )
+                make_unit(plan, unit, output, headers, identity, threads=threads, on_progress=report)
         elif callable(progress):
             progress(nbytes, nbytes)
     return UnitRecord(unit, nbytes, 0 if is_finished else nbytes, time.monotonic() - started, peak_nbytes())
@@ -254,15 +246,15 @@ def commit_units(
 ) -> Summary:
     """Publish the output, if all units are done.
 
-    Reads the units' records, compares the length and the header of every file, and writes what belongs beside them, the
-    manifest last. Deletes what lost processes and an interrupted commit have left in the place of this conversion.
+    Reads the units' records, which prove that their files are as they were written, and writes what belongs beside
+    them, the manifest last. Deletes what lost processes and an interrupted commit have left of this conversion.
 
     Args:
         force: as for `convert`.
 
     Raises:
-        FormatError: the source has changed since the units were converted, or a file differs from its unit's record.
-        PlanError: units are missing, or the output exists.
+        FormatError: the source has changed since the units were converted.
+        PlanError: units are missing, or their files have changed since; or the output exists.
         OSError: reading or writing failed.
     """
     started = time.monotonic()
@@ -273,15 +265,12 @@ def commit_units(
     with begin(planned.output, CONVERTED, work, force=force, gathers=True) as output:
         conversion, units = planned.marked(output.mark), range(len(layout.units))
         written = {
-            unit: done for unit in units if (done := read_unit(output, conversion, fingerprint, unit)) is not None
+            unit: done[1] for unit in units if (done := read_unit(output, conversion, fingerprint, unit)) is not None
         }
         if missing := [str(unit) for unit in units if unit not in written]:
             names = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             what = f"{len(missing)} of {len(units)} units are not done: {names}"
             raise PlanError(what, path=str(planned.output), code="missing")
-        if isinstance(output, LocalOutput):
-            for name in set(output.names()) - {file.name for file in layout.files}:
-                output.remove(name)  # Of a commit that was interrupted.
         whole = merged(written.values())
         if changed_shards(planned, whole, DEFAULT_THREADS):
             raise FormatError("has changed since its units were converted", path=str(source.root), code="mismatch")
@@ -291,27 +280,17 @@ def commit_units(
 
 
 def complete_parts(output: Output, conversion: Conversion, written: Written) -> None:
-    """Compare the length and the header of each file that parts have added, and write what belongs beside them.
-
-    In a bucket, the publisher does the comparison, by the records of the parts.
+    """Write what belongs beside the files that parts have added.
 
     Args:
         written: all tensors with bytes, and all files.
     """
     headers = HeaderWriter(output, conversion)
     for unit in range(len(conversion.layout.units)):
-        for file, header in headers.headers(unit, written):
-            if isinstance(output, LocalOutput):
-                _check_head(output, file.name, file.nbytes, header)
+        deque(headers.headers(unit, written), 0)
     write_sidecar(output, conversion, written, headers.files)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """The path or URL for a process in another folder."""
     return os.fspath(path) if scheme_of(path) else str(Path(path).absolute())
-
-
-def _check_head(folder: LocalOutput, name: str, nbytes: int, header: bytes) -> None:
-    """Raise FormatError unless a file has its length and header, which was written last."""
-    if folder.head_of(name, nbytes, len(header)) != header:
-        raise FormatError("differs from its unit's record", path=name, code="mismatch")

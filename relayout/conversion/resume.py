@@ -1,50 +1,33 @@
-"""What is done of a conversion: whether its output is there, or what an interrupted attempt has noted of it.
+"""What is done of a conversion: whether its output is there, and the notes of the units that are finished.
 
-An attempt notes finished tensors and files in its journal: lines, each with a digest of itself in front. When all of a
-file is written, a line has the digests of its chunks. A line that was torn by a dying process or machine is ignored.
-What a line says of slices is not believed either: who resumes reads the written bytes again and compares their digests
-(`verified_progress`), so that nothing need be forced to the drive before it is noted. The digests of source tensors and
-of chunks are taken from the lines. The notes of a finished part of an output are such a text, too (`part_notes`).
+A unit is a part of the output (`publish.output`), which proves that its files are as they were written. The notes have
+the digests of its tensors and of the chunks of its files: they go to the index, and prove that the source is unchanged.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
-
-import xxhash
 
 from relayout.checkpoint.converted import check_intact, read_manifest, read_record
 from relayout.checkpoint.source import SourceIdentity, SourceTensor, is_unchanged, max_samples
-from relayout.conversion.layout import Conversion, RankFile
+from relayout.conversion.layout import Conversion
 from relayout.conversion.sidecar import find_other_files, read_side_file, source_record
 from relayout.conversion.steps import TensorDigests, Written
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import PROOF_NBYTES, digest_hex
-from relayout.core.extents import BLOCK, Extent, Transfer
+from relayout.core.digests import digest_hex
+from relayout.core.extents import BLOCK, Transfer
 from relayout.core.workers import each
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, shown
 from relayout.format.fields import dump_slice
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from relayout.format.manifest import SOURCE_RECORD_NAME, compact_json
-from relayout.format.safetensors import json_text
 from relayout.format.source_record import SourceRecord, dump_record
-from relayout.publish.output import LocalOutput
 from relayout.storage.reading import HashedFile, hash_files
-from relayout.storage.stores import Access, Closable, Kind
-
-JOURNAL_NAME = "relayout.journal"
-
-_SEPARATOR = b" "
-_HEX = re.compile("([0-9a-f]{2})*")
-_CHUNKS = "chunks"
-"""First item of the line of a file that is complete."""
+from relayout.storage.stores import Access, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,83 +35,36 @@ class Fingerprint:
     """What two attempts must have in common for one to resume the other."""
 
     source: str
-    """What `SourceIdentity` says: its `here` for attempts on one machine, its `content` for those that machines
-    share."""
+    """`SourceIdentity.content`, or, of what one machine keeps for itself, `SourceIdentity.here`."""
     options: str
     """Digest of everything else that decides which bytes are written."""
 
 
-class Journal(Closable):
-    """Appends to a journal. Thread-safe."""
+def dump_notes(fingerprint: Fingerprint, here: str, written: Written) -> bytes:
+    """The notes of a finished unit; `parse_notes` reads them.
 
-    def __init__(self, folder: LocalOutput, fingerprint: Fingerprint, *, append: bool) -> None:
-        """Continue the journal of an output, or begin a new one in place of what may be there."""
-        header = None if append else _line([fingerprint.source, fingerprint.options])
-        self._notes = folder.open_notes(JOURNAL_NAME, header)
-        if append:
-            self._notes.append(b"\n")  # Behind a torn line, too, a new one starts.
-
-    def add(self, written: Written) -> None:
-        """Note what is written."""
-        self._notes.append(_lines(written))
-
-    def close(self) -> None:
-        self._notes.close()
-
-
-def part_notes(fingerprint: Fingerprint, written: Written) -> bytes:
-    """The journal of just this, as the notes of a part; `parse_journal` reads it."""
-    return _line([fingerprint.source, fingerprint.options]) + _lines(written)
-
-
-def _lines(written: Written) -> bytes:
-    tensors: Iterable[list[object]] = (
-        [tensor, digests.source, *digests.slices] for tensor, digests in written.tensors.items()
+    Args:
+        here: the identity of the source on this machine, `SourceIdentity.here`.
+    """
+    return compact_json(
+        {
+            "fingerprint": astuple(fingerprint),
+            "here": here,
+            "tensors": [[tensor, digests.source, *digests.slices] for tensor, digests in written.tensors.items()],
+            "files": [[file, digests.hex()] for file, digests in written.chunks.items()],
+        }
     )
-    files: Iterable[list[object]] = ([_CHUNKS, file, digests.hex()] for file, digests in written.chunks.items())
-    return b"".join(map(_line, [*tensors, *files]))
 
 
-def read_journal(folder: LocalOutput) -> tuple[Fingerprint, Written] | None:
-    """What a journal says is written, and of which conversion; None if this user has no journal there."""
-    text = folder.read_notes(JOURNAL_NAME)
-    return None if text is None else parse_journal(text)
-
-
-def parse_journal(text: bytes) -> tuple[Fingerprint, Written] | None:
-    """Parse the content of the notes into fingerprint and progress."""
-    lines = text.split(b"\n")
-    first = _parsed(lines[0])
-    if not (len(first) == 2 and _are_texts(first)):
-        return None
-    tensors, chunks = {}, {}
-    for line in lines[1:]:
-        match _parsed(line):
-            case [tensor, str() | None as source, *slices] if type(tensor) is int and slices and _are_texts(slices):
-                tensors[tensor] = TensorDigests(source, tuple(slices))
-            case [kind, file, str(digests)] if kind == _CHUNKS and type(file) is int and _HEX.fullmatch(digests):
-                chunks[file] = bytes.fromhex(digests)
-    return Fingerprint(*first), Written(tensors, chunks)
-
-
-def _are_texts(items: Sequence[object]) -> bool:
-    return all(isinstance(item, str) for item in items)
-
-
-def _line(items: Sequence[object]) -> bytes:
-    text = json_text(items).encode()
-    return xxhash.xxh3_64_hexdigest(text).encode() + _SEPARATOR + text + b"\n"
-
-
-def _parsed(line: bytes) -> list[Any]:
-    digest, _, text = line.partition(_SEPARATOR)
-    if xxhash.xxh3_64_hexdigest(text).encode() != digest:
-        return []
+def parse_notes(notes: bytes) -> tuple[Fingerprint, str, Written] | None:
+    """The inverse of `dump_notes`; None if these are no notes of this version."""
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    return parsed if isinstance(parsed, list) else []
+        value = json.loads(notes)
+        tensors = {int(t): TensorDigests(source, tuple(slices)) for t, source, *slices in value["tensors"]}
+        chunks = {int(file): bytes.fromhex(digests) for file, digests in value["files"]}
+        return Fingerprint(*value["fingerprint"]), value["here"], Written(tensors, chunks)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 _AGAIN_NBYTES = 64 * 2**20
@@ -140,7 +76,7 @@ def fingerprint_of(conversion: Conversion, source: str) -> Fingerprint:
     """The fingerprint of a conversion.
 
     Args:
-        source: of its source, `SourceIdentity.here`; `SourceIdentity.content` for what machines share.
+        source: see `Fingerprint.source`.
     """
     plan = conversion.plan
     cuts = [list(map(dump_slice, cut.slices)) for cut in plan.cuts]
@@ -161,16 +97,42 @@ def changed_shards(conversion: Conversion, noted: Written, threads: int) -> list
     """
     source = conversion.source
     again: dict[int, int] = {}
-    for t, digests in sorted(noted.tensors.items(), key=lambda item: (_rank_of(source.tensors, item[0]), item[0])):
-        if 0 <= t < len(source.tensors) and digests.source is not None and source.tensors[t].extent.nbytes:
+    for t in sorted(noted.tensors, key=lambda t: (_rank_of(source.tensors, t), t)):
+        if 0 <= t < len(source.tensors) and noted.tensors[t].source is not None and source.tensors[t].extent.nbytes:
             again.setdefault(source.tensors[t].file, t)
-    files = [source.files[index] for index in again]
+    changed = _changed_tensors(conversion, noted, again.values(), threads)
+    return [source.files[source.tensors[t].file].name for t in changed]
+
+
+def is_unchanged_since(conversion: Conversion, noted: Written, threads: int) -> bool:
+    """Whether the source still has the digests of all noted tensors, which are read again. False if one is unknown."""
+    if any(digests.source is None for digests in noted.tensors.values()):
+        return False
+    return not _changed_tensors(conversion, noted, noted.tensors, threads)
+
+
+def _changed_tensors(conversion: Conversion, noted: Written, again: Iterable[int], threads: int) -> list[int]:
+    """The tensors among `again` whose bytes in the source no longer have the noted digest."""
+    source = conversion.source
+    of_files: dict[int, list[int]] = {}
+    for t in sorted(again, key=lambda t: source.tensors[t].extent):
+        of_files.setdefault(source.tensors[t].file, []).append(t)
     open_one = partial(source.folder.open, access=Access.ONCE)
-    opens = [partial(open_one, file.name, file.nbytes, version=file.version) for file in files]
-    extents = [[source.tensors[t].extent] for t in again.values()]
-    found = hash_files([HashedFile(*one) for one in zip(opens, extents, strict=True)], threads)
-    expected = [[noted.tensors[t].source] for t in again.values()]
-    return [file.name for file, one, other in zip(files, found, expected, strict=True) if one != other]
+    stored = [
+        HashedFile(
+            partial(
+                open_one, source.files[index].name, source.files[index].nbytes, version=source.files[index].version
+            ),
+            [source.tensors[t].extent for t in tensors],
+        )
+        for index, tensors in of_files.items()
+    ]
+    return [
+        t
+        for tensors, digests in zip(of_files.values(), hash_files(stored, threads), strict=True)
+        for t, digest in zip(tensors, digests, strict=True)
+        if noted.tensors[t].source != digest
+    ]
 
 
 def differences_from_conversion(conversion: Conversion, threads: int) -> list[str] | None:
@@ -271,91 +233,3 @@ def _rank_of(tensors: Sequence[SourceTensor], t: int) -> int:
     """A tensor's place among those that may be read again."""
     nbytes = tensors[t].extent.nbytes if 0 <= t < len(tensors) else 0
     return nbytes if nbytes > _AGAIN_NBYTES else -nbytes
-
-
-def refuse_attempt(folder: LocalOutput, *, force: bool) -> None:
-    """Refuse to discard an interrupted conversion without `force`."""
-    journal = read_journal(folder)
-    if journal is not None and (journal[1].tensors or journal[1].chunks) and not force:
-        raise PlanError("holds an interrupted attempt; --force discards it", path=folder.location, code="exists")
-
-
-def read_progress(
-    folder: LocalOutput,
-    fingerprint: Fingerprint,
-    *,
-    force: bool,
-    changed: Callable[[Written], Sequence[str]] = lambda _: (),
-) -> Written:
-    """What an earlier attempt at the same conversion has noted. An attempt at another is deleted, or refused.
-
-    Args:
-        changed: the files of the source of which something else is noted.
-
-    Raises:
-        PlanError: the place holds an attempt at another conversion, and `force` is not set.
-    """
-    journal = read_journal(folder)
-    if journal is not None and (journal[1].tensors or journal[1].chunks):
-        earlier, written = journal
-        if earlier == fingerprint and not changed(written):
-            return written
-        if not force:
-            change = "the source has changed since" if earlier.options == fingerprint.options else "with other options"
-            what = f"holds an interrupted attempt, {change}; --force discards it and starts again"
-            raise PlanError(what, path=folder.location, code="exists")
-    folder.clear()
-    return Written()
-
-
-def verified_progress(folder: LocalOutput, written: Written, conversion: Conversion, threads: int) -> Written:
-    """The tensors whose stored bytes have the noted digests, and the files that hold only such tensors.
-
-    What is no rank file of this layout is deleted.
-    """
-    if not written.tensors:
-        return Written()
-    files = conversion.layout.files
-    for name in set(folder.names()) - {file.name for file in files}:
-        folder.remove(name)
-    fitting = {
-        t: digests
-        for t, digests in written.tensors.items()
-        if 0 <= t < len(conversion.cut) and len(digests.slices) == len(conversion.cut[t].cut.distinct)
-    }
-    wrong: set[int] = set()
-    for file in files:
-        wrong |= _wrong(folder, file, fitting, conversion, threads)
-    verified = {t: digests for t, digests in fitting.items() if t not in wrong}
-    chunks = {
-        index: digests
-        for index, digests in written.chunks.items()
-        if 0 <= index < len(files)
-        and len(digests) == PROOF_NBYTES * files[index].num_chunks
-        and all(t in verified or not conversion.cut[t].rank_nbytes(files[index].holder) for t in files[index].tensors)
-    }
-    return Written(verified, chunks)
-
-
-def _wrong(
-    folder: LocalOutput, file: RankFile, noted: Mapping[int, TensorDigests], conversion: Conversion, threads: int
-) -> set[int]:
-    """The noted tensors whose slice in this rank file has another digest. A file that cannot be read is deleted."""
-    rows = [
-        (t, Extent(offset, conversion.cut[t].rank_nbytes(file.holder)))
-        for t, offset in zip(file.tensors, file.offsets, strict=True)
-        if t in noted
-    ]
-    try:
-        stored = HashedFile(lambda: folder.open(file.name, file.nbytes), [extent for _, extent in rows])
-        [digests] = hash_files([stored], threads)
-    except (FormatError, OSError) as error:
-        if not isinstance(error, FormatError | FileNotFoundError | PermissionError) and error.errno != errno.EIO:
-            raise
-        folder.remove(file.name)  # Missing or unreadable: to be written again.
-        return {t for t, _ in rows}
-    return {
-        t
-        for (t, _), digest in zip(rows, digests, strict=True)
-        if noted[t].slices[conversion.cut[t].cut.which[file.holder]] != digest
-    }

@@ -1,29 +1,25 @@
-"""Carries out a conversion that was planned: unit by unit, in one folder or as parts of an output."""
+"""Carries out a conversion that was planned, unit by unit: each is a part of the output."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import SourceIdentity, identity_of
 from relayout.conversion.layout import Conversion, check_planned
 from relayout.conversion.resume import (
     Fingerprint,
-    Journal,
     changed_shards,
     check_unchanged,
     differences_from_conversion,
+    dump_notes,
     fingerprint_of,
-    parse_journal,
-    part_notes,
-    read_progress,
-    verified_progress,
+    is_unchanged_since,
+    parse_notes,
 )
 from relayout.conversion.sidecar import HeaderWriter, other_names, output_modes, write_sidecar
 from relayout.conversion.steps import CHUNK_NBYTES, CopyPlan, Step, Target, TensorDigests, Written, run_steps
@@ -31,13 +27,13 @@ from relayout.core.arguments import at_least_one, folder_text, size
 from relayout.core.digests import OrderedDigests, new_proof
 from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.core.workers import Stop
-from relayout.errors import FormatError, PlanError, shown
-from relayout.format.index import DIGESTED_NBYTES, chunks_of, chunks_over
-from relayout.publish.output import LocalOutput, Output, Work
+from relayout.errors import PlanError, shown
+from relayout.format.index import DIGESTED_NBYTES, chunks_over
+from relayout.publish.output import Output, Work
 from relayout.publish.publishers import Destination, Place
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import READ_NBYTES as REHASH_NBYTES
-from relayout.storage.reading import HashedFile, OpenFiles, hash_files
+from relayout.storage.reading import OpenFiles
 from relayout.storage.stores import Store, WritableFile, scheme_of
 from relayout.storage.system import available_nbytes, peak_nbytes
 
@@ -50,7 +46,7 @@ DEFAULT_MEMORY = 2 * DEFAULT_THREADS * CHUNK_NBYTES
 _MIN_CHUNK_NBYTES = 2**20
 _SHARE_OF_AVAILABLE = 0.75
 """The share that buffers take of the memory that the system could give; the rest is for what is not counted, such as
-headers and the journal."""
+headers and digests."""
 
 _SIDECAR_NBYTES_PER_TENSOR = 300
 
@@ -129,17 +125,9 @@ def carry_out(
     what = "converting" if resumable else "saving"
     with to.begin(work) as output:
         making = _Making(conversion.marked(output.mark), output, identity, threads, chunk_nbytes, what, progress)
-        if isinstance(output, LocalOutput):
-            making.make_in(output, force=force, resumable=resumable)
-        else:
-            making.make_units()
+        making.make_units(fingerprint)
         write_sidecar(output, making.conversion, making.written, making.headers.files)
-        try:
-            check_unchanged(conversion, identity)
-        except FormatError:
-            if isinstance(output, LocalOutput):
-                output.clear()
-            raise
+        check_unchanged(conversion, identity)
     return summary_of(conversion, work, making.resumed_nbytes, time.monotonic() - started)
 
 
@@ -149,7 +137,6 @@ def work_of(
     *,
     scratch: str | os.PathLike[str] | None = None,
     is_resumable: bool = True,
-    is_live: bool = False,
 ) -> Work:
     """What a conversion is to its output.
 
@@ -163,7 +150,6 @@ def work_of(
         others=other_names(conversion),
         modes=output_modes(conversion.source),
         is_resumable=is_resumable,
-        is_live=is_live,
         scratch=folder_text(scratch, "scratch"),
     )
 
@@ -272,9 +258,7 @@ def run_unit(
     unit: int,
     output: Output,
     *,
-    done: Set[int] = frozenset(),
     threads: int = DEFAULT_THREADS,
-    on_tensors: Callable[[Mapping[int, TensorDigests]], None] = lambda complete: None,
     on_progress: Callable[[int], None] | None = None,
     deliver: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps,
 ) -> Written:
@@ -284,42 +268,22 @@ def run_unit(
 
     Args:
         output: where the files go. Those that are there already must have their full length.
-        done: tensors that are written already.
         deliver: makes each step possible, before it is carried out.
     """
-    layout, stop = plan.conversion.layout, Stop()
-    # What is done is not hashed again here, so that chunks of these files would never be complete.
-    hashed = [file for file in layout.files_of_unit[unit] if done.isdisjoint(layout.files[file].tensors)]
-    sink = FileSink(output, plan.conversion, hashed, stop)
+    stop = Stop()
+    sink = FileSink(output, plan.conversion, plan.conversion.layout.files_of_unit[unit], stop)
     try:
         tensors = run_steps(
             plan.conversion,
-            deliver(plan.steps(unit, done=done)),
+            deliver(plan.steps(unit)),
             sink.put,
             threads=threads,
-            on_tensors=on_tensors,
             on_progress=on_progress,
             stop=stop,
         )
     finally:
         sink.close()
     return Written(tensors, sink.chunks())
-
-
-def hash_chunks(folder: LocalOutput, conversion: Conversion, indices: Sequence[int], threads: int) -> dict[int, bytes]:
-    """The digests of the chunks of written files, from what is stored. Files without data need not be there."""
-    files = {index: conversion.layout.files[index] for index in indices}
-    with_data = {index: file for index, file in files.items() if file.nbytes > file.data_start}
-    stored = [
-        HashedFile(
-            partial(folder.open, file.name, file.nbytes),
-            (),
-            chunks_of(file.data_start, file.nbytes, DIGESTED_NBYTES),
-        )
-        for file in with_data.values()
-    ]
-    hashed = zip(with_data, hash_files(stored, threads), strict=True)
-    return dict.fromkeys(indices, b"") | {index: b"".join(map(bytes.fromhex, digests)) for index, digests in hashed}
 
 
 def share_memory(threads: int, memory: int | str, output: Store | None = None) -> tuple[int, int]:
@@ -368,112 +332,65 @@ class _Making:
         """All tensors and files, in the end."""
         return Written(self.tensors, self.chunks)
 
-    def _add(self, written: Written) -> None:
-        self.tensors |= written.tensors
-        self.chunks |= written.chunks
-
-    def make_units(self) -> None:
+    def make_units(self, fingerprint: Fingerprint) -> None:
         """Make each unit as a part of the output, but for those that are finished."""
         conversion = self.conversion
-        fingerprint = fingerprint_of(conversion, self.identity.content)
         units = conversion.layout.units
-        kept = {
-            unit: done for unit in range(len(units)) if (done := read_unit(self.output, conversion, fingerprint, unit))
-        }
-        resumed = merged(kept.values())
-        if kept and changed_shards(conversion, resumed, self._num_readers):
-            what = "has changed since its units were converted; --force starts again"
-            raise FormatError(what, path=str(conversion.source.root), code="mismatch")
+        kept = self._kept(fingerprint)
         self.resumed_nbytes = sum(conversion.nbytes_of(units[unit]) for unit in kept)
-        self.output.check_space(*needed_for_units(conversion, set(range(len(units))) - kept.keys()))
-        passed = 0
+        self.output.check_space(*needed_for(conversion, set(range(len(units))) - kept.keys()))
+        plan, passed = CopyPlan(conversion, chunk_nbytes=self.chunk_nbytes), self.resumed_nbytes
         with reporting(self.progress, self.what, conversion.nbytes_of()) as report:
+            report(passed)
             for unit, tensors in enumerate(units):
                 if unit in kept:
                     done = kept[unit]
                     deque(self.headers.headers(unit, done), 0)
                 else:
                     done = make_unit(
-                        self.output,
-                        conversion,
+                        plan,
                         unit,
-                        self.identity,
+                        self.output,
                         self.headers,
+                        self.identity,
                         threads=self.threads,
-                        chunk_nbytes=self.chunk_nbytes,
                         on_progress=report.after(passed),
                     )
-                self._add(done)
-                passed += conversion.nbytes_of(tensors)
-                report(passed)
+                    passed += conversion.nbytes_of(tensors)
+                    report(passed)
+                self.tensors |= done.tensors
+                self.chunks |= done.chunks
 
-    def make_in(self, folder: LocalOutput, *, force: bool, resumable: bool) -> None:
-        """Make all in one folder, in which tensors of an earlier attempt may be."""
-        conversion = self.conversion
-        fingerprint = fingerprint_of(conversion, self.identity.here)
-        changed = partial(changed_shards, conversion, threads=self._num_readers)
-        noted = read_progress(folder, fingerprint, force=force, changed=changed)
-        folder.check_space(needed_nbytes(conversion))
-        with reporting(self.progress if noted.tensors else None, "checking finished work", conversion.nbytes_of()):
-            done = verified_progress(folder, noted, conversion, self._num_readers)
-        self.resumed_nbytes = conversion.nbytes_of(done.tensors)
-        self._add(done)
-        with (
-            Journal(folder, fingerprint, append=bool(noted.tensors)) if resumable else nullcontext() as journal,
-            reporting(self.progress, self.what, conversion.nbytes_of()) as report,
-        ):
-            plan, passed = CopyPlan(conversion, chunk_nbytes=self.chunk_nbytes), 0
-            for unit, tensors in enumerate(conversion.layout.units):
-                resumed = conversion.nbytes_of(t for t in tensors if t in done.tensors)
-                self._make_rest(plan, unit, folder, done, journal, report.after(passed + resumed))
-                passed += conversion.nbytes_of(tensors)
-
-    def _make_rest(
-        self,
-        plan: CopyPlan,
-        unit: int,
-        folder: LocalOutput,
-        done: Written,
-        journal: Journal | None,
-        on_progress: Callable[[int], None],
-    ) -> None:
-        """Make what is not done of a unit, and note it."""
-
-        def note(complete: Mapping[int, TensorDigests]) -> None:
-            if complete and journal is not None:
-                journal.add(Written(complete))
-
-        written = run_unit(
-            plan,
-            unit,
-            folder,
-            done=done.tensors.keys(),
-            threads=self.threads,
-            on_tensors=note,
-            on_progress=on_progress,
+    def _kept(self, fingerprint: Fingerprint) -> dict[int, Written]:
+        """The units that are finished; none if the source is not proven to be the one that they were made of."""
+        conversion, units = self.conversion, self.conversion.layout.units
+        found = {
+            unit: done
+            for unit in range(len(units))
+            if (done := read_unit(self.output, conversion, fingerprint, unit)) is not None
+        }
+        kept, num_readers = (
+            merged(written for _, written in found.values()),
+            num_readers_of(self.threads, self.chunk_nbytes),
         )
-        self._add(written)
-        unhashed = [file for file in self.conversion.layout.files_of_unit[unit] if file not in self.chunks]
-        rehashed = hash_chunks(folder, self.conversion, unhashed, self._num_readers)
-        if journal is not None:
-            journal.add(Written(chunks={**written.chunks, **rehashed}))
-        self._add(Written(chunks=rehashed))
-        self.headers.write(unit, self.written)
-
-    @property
-    def _num_readers(self) -> int:
-        return num_readers_of(self.threads, self.chunk_nbytes)
+        if all(here == self.identity.here for here, _ in found.values()):
+            is_proven = not changed_shards(conversion, kept, num_readers)
+        else:
+            with reporting(
+                self.progress, "comparing the source", sum(conversion.nbytes_of(units[unit]) for unit in found)
+            ):
+                is_proven = is_unchanged_since(conversion, kept, num_readers)
+        return {unit: written for unit, (_, written) in found.items()} if is_proven else {}
 
 
 def make_unit(
-    output: Output,
-    conversion: Conversion,
+    plan: CopyPlan,
     unit: int,
-    identity: SourceIdentity,
+    output: Output,
     headers: HeaderWriter,
+    identity: SourceIdentity,
     *,
     threads: int,
-    chunk_nbytes: int,
     on_progress: Callable[[int], None],
 ) -> Written:
     """Convert one unit, and keep it as a part of the output.
@@ -485,24 +402,27 @@ def make_unit(
         FormatError: the source is damaged, or has changed meanwhile.
         OSError: reading or writing failed.
     """
-    plan = CopyPlan(conversion, chunk_nbytes=chunk_nbytes)
+    conversion = plan.conversion
     written = run_unit(plan, unit, output, threads=threads, on_progress=on_progress)
     headers.write(unit, written)
     check_unchanged(conversion, identity)
-    output.keep(part_name(unit), part_notes(fingerprint_of(conversion, identity.content), written))
+    notes = dump_notes(fingerprint_of(conversion, identity.content), identity.here, written)
+    output.keep(part_name(unit), notes)
     return written
 
 
-def read_unit(output: Output, conversion: Conversion, fingerprint: Fingerprint, unit: int) -> Written | None:
-    """What is written of a unit; None if it is not finished."""
-    notes = output.kept(part_name(unit))
-    journal = None if notes is None else parse_journal(notes)
-    if journal is None or journal[0] != fingerprint:
+def read_unit(
+    output: Output, conversion: Conversion, fingerprint: Fingerprint, unit: int
+) -> tuple[str, Written] | None:
+    """What is written of a unit, and where: `SourceIdentity.here`. None: it is not finished."""
+    kept = output.kept(part_name(unit))
+    notes = None if kept is None else parse_notes(kept)
+    if notes is None or notes[0] != fingerprint:
         return None
-    layout, written = conversion.layout, journal[1]
+    layout, (_, here, written) = conversion.layout, notes
     with_bytes = {t for t in layout.units[unit] if conversion.extents_of(t)}
     is_complete = with_bytes <= written.tensors.keys() and written.chunks.keys() >= set(layout.files_of_unit[unit])
-    return written if is_complete else None
+    return (here, written) if is_complete else None
 
 
 def part_name(unit: int) -> str:
@@ -519,21 +439,16 @@ def merged(written: Iterable[Written]) -> Written:
     return Written(tensors, chunks)
 
 
-def needed_for_units(conversion: Conversion, units: Iterable[int]) -> tuple[int, int]:
-    """About how many bytes the files of these units take, all together, and those of the largest one."""
-    layout = conversion.layout
-    sizes = [sum(layout.files[index].nbytes for index in layout.files_of_unit[unit]) for unit in units]
-    return sum(sizes), max(sizes, default=0)
-
-
 def num_readers_of(threads: int, chunk_nbytes: int) -> int:
     """How many of the threads may read files again: that takes memory of another size."""
     return max(1, min(threads, 2 * threads * chunk_nbytes // REHASH_NBYTES))
 
 
-def needed_nbytes(conversion: Conversion) -> int:
-    """About how many bytes an output takes."""
-    source = conversion.source
+def needed_for(conversion: Conversion, units: Iterable[int] | None = None) -> tuple[int, int]:
+    """About how many bytes an output takes with the files of these units, and those of the largest of them."""
+    layout, source = conversion.layout, conversion.source
+    chosen = range(len(layout.units)) if units is None else units
+    sizes = [sum(layout.files[index].nbytes for index in layout.files_of_unit[unit]) for unit in chosen]
     side = sum(status.nbytes for name in source.side_files if (status := source.folder.stat(name)))
     sidecar = _SIDECAR_NBYTES_PER_TENSOR * len(source.tensors) * (conversion.plan.num_ranks + 1)
-    return conversion.layout.nbytes + conversion.layout.nbytes // 2**16 + side + sidecar
+    return sum(sizes) + layout.nbytes // 2**16 + side + sidecar, max(sizes, default=0)

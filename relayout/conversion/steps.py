@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import accumulate, chain, pairwise, zip_longest
@@ -138,15 +138,15 @@ class CopyPlan:
         self._places = [_places(conversion, holder) for holder in range(len(conversion.layout.holders))]
         """For each holder the file that holds each tensor, and the absolute offset in it."""
 
-    def steps(self, unit: int, *, done: Container[int] = ()) -> Iterator[Step]:
-        """The steps of a unit, but for tensors that are done."""
+    def steps(self, unit: int) -> Iterator[Step]:
+        """The steps of a unit."""
         batch: list[int] = []
         cost = 0
         order = self.conversion.layout.units[unit]
         if self._by_source:
             order = tuple(sorted(order, key=lambda t: (self._tensors[t].file, self._tensors[t].extent)))
         for t in order:
-            if t in done or not self._extents(t):
+            if not self._extents(t):
                 continue
             is_small = self._tensors[t].extent.nbytes < self._small_nbytes
             if batch and not (is_small and cost + self._batch_cost(t) <= self._chunk_nbytes):
@@ -180,7 +180,7 @@ class CopyPlan:
             yield t, Extent(self._tensors[t].extent.offset + extent.offset, extent.nbytes)
 
     def _whole_slices(self, rank: int, batch: Sequence[int]) -> Iterator[Span]:
-        """What a holder gets of a batch: one span, where nothing of it was done before, and one that is only hashed."""
+        """The spans of one holder of a batch: one for each gapless stretch of a file, and one that is only hashed."""
         files, offsets = self._places[rank]
         pieces: list[Piece] = []
         unstored: list[Piece] = []
@@ -456,7 +456,6 @@ def run_steps(
     put: Callable[[Target, memoryview, int], None] | None,
     *,
     threads: int,
-    on_tensors: Callable[[Mapping[int, TensorDigests]], None] = lambda complete: None,
     on_progress: Callable[[int], None] | None = None,
     stop: Stop | None = None,
 ) -> dict[int, TensorDigests]:
@@ -464,7 +463,6 @@ def run_steps(
 
     Args:
         put: takes the bytes of a span for each place, as `FileSink.put`; called by several threads. None: digests only.
-        on_tensors: called by several threads, when the last bytes of tensors were put.
         stop: requested when a step fails.
 
     Raises:
@@ -483,9 +481,7 @@ def run_steps(
             for span, view, address in staged:
                 for target in span.targets:
                     put(target, view, address)
-        complete = hashes.add(_hashed(step, conversion, loaded, staged))
-        done.update(complete)
-        on_tensors(complete)
+        done.update(hashes.add(_hashed(step, conversion, loaded, staged)))
         return step.nbytes
 
     def open_input(index: int) -> ReadableFile:

@@ -84,10 +84,10 @@ def begin(
     """Claim a prefix, and yield the output there, which is published at the end if `publishes`.
 
     Args:
-        gathers: whether other processes must have claimed it for this work.
+        gathers: whether other processes make all parts. They must have claimed it for this work, if that is resumable.
     """
     with scratch_folder(work.scratch) as scratch, OpenFolder(scratch) as place:
-        claim, made = claim_prefix(prefix, older, work, force=force, is_new=not gathers)
+        claim, made = claim_prefix(prefix, older, work, force=force, is_new=not (gathers and work.is_resumable))
         if not work.weights and older.marker in claim.older:
             prefix.delete([older.marker])  # Files of its names are replaced from now on.
             made = None  # What was there before is gone.
@@ -115,7 +115,7 @@ def begin(
                     with suppress(OSError, RelayoutError):
                         made.give_up(prefix)
             elif publishes:
-                output.discard(error, others_may_write=work.is_live)
+                output.discard(error, others_may_write=gathers)
             raise
         finally:
             output.stop()

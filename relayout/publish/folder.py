@@ -4,10 +4,10 @@ The folder beside OUT, `.OUT.relayout-partial`, is readable by this user only an
 users may create, rename and link files beside OUT, for example in /tmp. Files and folders of other users there are
 refused, and never opened, deleted or reused.
 
-Several processes, also of several machines, may make parts of one output on a shared file system. The folder beside OUT
-has a subfolder for each name that parts share, and in it a private one for each attempt at a part. When all files of a
-part are on the drive, they are renamed to the assembled output, and its notes last. So files of a lost process never
-count as a part, and of two attempts at the same part the second replaces each file by an equal one.
+It has a subfolder for each work that was begun there, named after the fingerprint of the work: in that are the
+assembled output, and the records of its finished parts. Several processes, also of several machines, may make parts of
+one output on a shared file system, each in a private folder there. When all files of a part are on the drive, they are
+renamed to the assembled output, and its record is written last. So files of a lost process never count as a part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from relayout.errors import PlanError, shown
-from relayout.publish.output import FOLDER, REPLACED, LocalOutput, Replaceable, has_notes, kept_note, read_notes
+from relayout.publish.output import (
+    ATTEMPT,
+    FOLDER,
+    LocalOutput,
+    Replaceable,
+    Work,
+    has_parts,
+    kept_note,
+    read_own,
+    subfolder,
+)
 from relayout.storage.local.descriptors import (
     OpenFolder,
     check_owner_is,
@@ -35,15 +45,17 @@ from relayout.storage.local.descriptors import (
     restrict,
     user_of_new_files,
 )
-from relayout.storage.local.store import LocalStore, entries, sync_and_drop_pages
-from relayout.storage.stores import Modes, older_folder, partial_folder, recovery_advice
+from relayout.storage.local.store import LocalStore, entries
+from relayout.storage.stores import older_folder, partial_folder, recovery_advice
 
-_SHARED = "shared-"
+_WORK = "work-"
 _LIVE = "live-"
+REPLACED = "replaced"
+"""The record of an output that is being replaced."""
 _DONE = "done"
 """The complete folder just before it becomes the output; after an exchange, the replaced folder, to be deleted."""
-_OURS = re.compile(r"output|done|probe|occupied|shared-.+|relayout\..+|\..+\.partial", re.DOTALL)
-"""Names in a staging folder: those above, notes, and small files that are being written."""
+_OURS = re.compile(r"done|replaced|occupied|work-.+|\..+\.partial", re.DOTALL)
+"""Names in a staging folder: those above, and small files that are being written."""
 _CANNOT_REPLACE = {
     errno.EBUSY: "is a mount point, which cannot be replaced; choose a folder in it",
     errno.EXDEV: "is in a lower layer of an overlay file system and cannot be replaced; choose another folder",
@@ -112,92 +124,107 @@ def remove_leftovers(output: Path) -> None:
         place = open_left(parent, output, user)
         if place is not None:
             with place:
-                if place.status(FOLDER) is None and not _shared(place):
+                if not any(_is_assembled(place, name) for name in _works(place)):
                     _remove(parent, place, output)
 
 
 @contextmanager
 def staging_folder(
     output: Path,
+    work: Work,
     replaced: Callable[[Path], frozenset[str]] | None = None,
     *,
-    modes: Modes | None = None,
-    shared: str | None = None,
-    is_live: bool = False,
+    gathers: bool = False,
 ) -> Iterator[LocalOutput]:
     """Yield a staging folder beside `output`, which becomes `output` when the block ends.
 
-    It may hold files of an earlier attempt; with `shared` it holds those that parts of this name have added. If the
-    block fails, they are deleted unless there are notes about them, or parts. An existing `output` must be empty or,
-    with `replaced`, an older output.
+    It has the finished parts of earlier attempts at the same work. If the block fails, it is deleted, unless it has
+    parts and the work is resumable. An existing `output` must be empty or, with `replaced`, an older output.
 
     Args:
-        replaced: returns the files of an older output that may be deleted, or raises PlanError.
-        is_live: parts are added while the block runs, and none were before.
+        replaced: returns the files of an older output that may be deleted, or raises PlanError. With it, what was left
+            of other work is deleted.
+        gathers: whether other processes make all parts.
 
     Raises:
         PlanError: another process is writing the same output, the files beside it are not this user's and relayout's,
-            or `output` cannot be replaced. Nothing was changed.
+            there are parts of other work, or `output` cannot be replaced. Nothing was changed.
         OSError: writing failed, or something else was created at `output` meanwhile.
     """
     output = output.resolve()
     with _locked_parent(output) as (parent, user):
         _undo_rename(parent, output, user, replaced)
-        left = open_left(parent, output, user)
-        with (
-            left or _make_new(parent, output, user) as place,
-            _folder_of(place, shared, replaced, is_live=is_live) as inner,
-        ):
+        with open_left(parent, output, user) or _make_new(parent, output, user) as place, ExitStack() as opened:
+            others = _others_of(place, work, force=replaced is not None, gathers=gathers)
+            if not work.is_resumable:
+                place.remove(folder_of(work))
+            inner = opened.enter_context(subfolder(place, folder_of(work)))
             _delete_replaced(parent, place, output)
-            staging = LocalOutput(output, inner, modes or Modes())
+            staging = LocalOutput(output, inner, work.modes)
             try:
                 _check_replaceable(place, parent, output)
                 if replaced is not None:
                     replaced(output)
+                for other in others:
+                    place.remove(other)
                 yield staging
+                staging.check_parts()
                 _publish(staging, parent, place, output, frozenset() if replaced is None else replaced(output))
                 _remove(parent, place, output)
             except BaseException as error:
                 is_published = inner.status(FOLDER) is None
-                if is_published or not (staging.has_notes or _shared(place)):
+                if is_published or not (work.is_resumable and staging.has_parts):
                     _remove(parent, place, output)
-                elif staging.notes:
-                    error.add_note(kept_note(staging.location, error))
+                elif not gathers:
+                    error.add_note(kept_note(str(place.path), error))
                 raise
             finally:
                 staging.folder.close()
 
 
-def _folder_of(
-    place: OpenFolder, shared: str | None, replaced: Callable[[Path], object] | None, *, is_live: bool
-) -> OpenFolder:
-    """Where an output is assembled: in the folder beside it, or in the one in there that parts share."""
-    if shared is not None and is_live:
-        _remove_older(place, force=replaced is not None)
-        return subfolder(place, shared_folder(shared, is_live=True))
-    if shared is not None:
-        if place.status(f"{shared_folder(shared)}/{FOLDER}") is None:
-            with suppress(OSError):
-                place.path.rmdir()  # Only if it is empty.
-            raise PlanError("no unit of this conversion is done", path=place.path, code="missing")
-        return place.subfolder(shared_folder(shared))
-    if _shared(place) and replaced is None:
-        what = "holds units of other processes: --commit publishes them, --force discards them"
-        raise PlanError(what, path=place.path, code="exists")
-    return place.subfolder(".")
+def _others_of(place: OpenFolder, work: Work, *, force: bool, gathers: bool) -> list[str]:
+    """The folders of other work in a staging folder, whose lock is held.
 
-
-def _remove_older(place: OpenFolder, *, force: bool) -> None:
-    """Delete what earlier attempts have left in a staging folder, whose lock is held.
-
-    Units and resumable conversions are deleted only with `force`; else PlanError is raised.
+    Raises:
+        PlanError: they have parts, and `force` is not set; or other processes make all parts, and there are none.
     """
-    if not force and (has_notes(place) or _shared(place)):
-        what = "holds an interrupted conversion, or units of other processes; --force discards them"
+    own, works = folder_of(work), _works(place)
+    if gathers and work.is_resumable and (own not in works or place.status(f"{own}/{FOLDER}") is None):
+        with suppress(OSError):
+            place.path.rmdir()  # Only if it is empty.
+        raise PlanError("no unit of this conversion is done", path=place.path, code="missing")
+    if gathers and work.is_resumable:
+        return []  # They may be under way. When the output is published, they are of no use.
+    others = [name for name in works if name != own]
+    if not force and any(_has_parts(place, name) for name in others):
+        what = "holds an interrupted attempt, with other options or of another source; --force discards it"
         raise PlanError(what, path=place.path, code="exists")
-    for name in place.names():
-        if name != REPLACED:
-            place.remove(name)
+    return others
+
+
+def folder_of(work: Work) -> str:
+    """The folder, in that beside an output, in which it is assembled.
+
+    Whoever has the output's lock knows that what is left there of work that is not resumable is of no use.
+    """
+    return f"{_WORK}{'' if work.is_resumable else _LIVE}{work.fingerprint}"
+
+
+def _works(place: OpenFolder) -> list[str]:
+    """The folders in which an output is, or was, assembled."""
+    return [name for name in place.names() if name.startswith(_WORK)]
+
+
+def _is_assembled(place: OpenFolder, work: str) -> bool:
+    """Whether files of an output are there, or another process makes some."""
+    with place.subfolder(work) as folder:
+        return any(name == FOLDER or name.startswith(ATTEMPT) for name in folder.names())
+
+
+def _has_parts(place: OpenFolder, work: str) -> bool:
+    """Whether there is what an attempt would go on from."""
+    with place.subfolder(work) as folder:
+        return not work.startswith(_WORK + _LIVE) and has_parts(folder)
 
 
 def remove_output(output: Path, older: Replaceable) -> None:
@@ -260,26 +287,6 @@ def replace_file(path: Path, expected: bytes | None, content: bytes) -> None:
             os.fsync(stream.fileno())
         rename(folder, new.name, folder, path.name)
         os.fsync(folder.fd)
-
-
-def shared_folder(shared: str, *, is_live: bool = False) -> str:
-    """The folder, in that beside an output, in which parts of this name are assembled.
-
-    Whoever has the output's lock knows that live parts of other names are left of processes that ended.
-    """
-    return f"{_SHARED}{_LIVE if is_live else ''}{shared}"
-
-
-def _shared(place: OpenFolder) -> bool:
-    """Whether there are parts that a later process may publish."""
-    return any(name.startswith(_SHARED) and not name.startswith(_SHARED + _LIVE) for name in place.names())
-
-
-def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFolder:
-    """A subfolder, which is made if it is missing; several processes may do so at the same time."""
-    with suppress(FileExistsError):
-        place.make(name, mode)
-    return place.subfolder(name)
 
 
 @contextmanager
@@ -466,7 +473,7 @@ def _delete_replaced(parent: OpenFolder, place: OpenFolder, output: Path) -> Non
         PlanError: it holds other files, which stay.
         OSError: a file cannot be deleted.
     """
-    text = read_notes(place, REPLACED)
+    text = read_own(place, REPLACED)
     if text is None:
         return
     record = _Replaced(**json.loads(text))
@@ -491,44 +498,21 @@ def _delete_replaced(parent: OpenFolder, place: OpenFolder, output: Path) -> Non
 _TRIES = 100
 
 
-class LocalPart(LocalOutput):
-    """The staging folder of one attempt at parts."""
-
-    def __init__(self, output: Path, place: OpenFolder, modes: Modes, whole: OpenFolder) -> None:
-        """`whole` is where parts are assembled."""
-        super().__init__(output, place, modes)
-        self._whole = whole
-
-    def kept(self, part: str) -> bytes | None:
-        return read_notes(self._whole, part)
-
-    def keep(self, part: str, notes: bytes) -> None:
-        """Add the files, and then the notes of the part. This fails if the output was published meanwhile."""
-        self.open_notes(part, notes).close()
-        with subfolder(self._whole, FOLDER, self.modes.folder) as target:
-            for name in self.names():
-                rename(self.folder, name, target, name)
-            os.fsync(target.fd)
-        sync_and_drop_pages(self.place, part)
-        rename(self.place, part, self._whole, part)
-        os.fsync(self._whole.fd)
-
-
 @contextmanager
-def staging_part(output: Path, marker: str, shared: str, *, replace: bool, modes: Modes) -> Iterator[LocalPart]:
-    """Yield a private folder for one attempt at parts, in the one whose name (`folder.shared_folder`) all parts share.
+def staging_part(output: Path, marker: str, work: Work, *, replace: bool) -> Iterator[LocalOutput]:
+    """Yield a private folder for one attempt at parts of a work.
 
     Raises:
         PlanError: the output exists already, and `replace` is not set.
     """
     output = output.resolve()
-    attempt = f"attempt-{os.urandom(8).hex()}"
+    attempt, shared = f"{ATTEMPT}{os.urandom(8).hex()}", folder_of(work)
     with OpenFolder(output.parent) as parent:
         _check_not_published(output, marker, replace)
         with _assembly(parent, output, shared, attempt) as whole:
             try:
                 with whole.subfolder(attempt) as folder:
-                    staging = LocalPart(output, folder, modes, whole)
+                    staging = LocalOutput(output, folder, work.modes, whole)
                     try:
                         yield staging
                     except FileNotFoundError:

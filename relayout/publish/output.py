@@ -1,26 +1,25 @@
 """Outputs: what is made, what may be replaced, in which order the methods of an output are called; and `LocalOutput`.
 
-That one is a private folder, with notes beside it, and is held open from start to end: files in it are opened relative
-to it. Files and folders of other users there are refused, and never opened, deleted or reused.
+That one is a private folder, and is held open from start to end: files in it are opened relative to it. Files and
+folders of other users there are refused, and never opened, deleted or reused.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
-import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from relayout.core.extents import BLOCK, align_up
 from relayout.errors import FormatError, PlanError, shown
-from relayout.storage.local.descriptors import OpenFolder, restrict, with_path
-from relayout.storage.local.store import InputFile, OutputFile, sync_and_drop_pages
-from relayout.storage.stores import Access, Closable, Modes, Store, WritableFile
-from relayout.storage.system import Buffer
+from relayout.storage.local.descriptors import OpenFolder, rename, restrict, with_path
+from relayout.storage.local.store import OutputFile
+from relayout.storage.stores import Modes, Store, WritableFile
 
 _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 """Errors of the last rename if something else was created at the output meanwhile."""
@@ -104,9 +103,8 @@ class Work:
     """Names of all other files."""
     modes: Modes = field(default_factory=Modes)
     is_resumable: bool = True
-    """Whether finished parts are kept if the work fails. Else nothing is left."""
-    is_live: bool = False
-    """Whether its parts are added only while the process that publishes has begun the output, as in a group."""
+    """Whether finished parts are kept if the work fails. Else nothing is left, and several processes add parts only
+    while the one that publishes has begun the output."""
     scratch: str | Path | None = None
     """The folder for files on their way to a bucket; None: the system's folder of temporary files."""
 
@@ -133,9 +131,6 @@ class Output(Protocol):
 
     Several processes make the parts (`begin_part`: 1 and 2, each for its own), and one publishes (`begin` with
     `gathers`: 1, 3 and 4). Parts may be made twice, also at the same time: the files are the same.
-
-    What `begin` yields for a local folder is a `LocalOutput`. One process makes all in it without parts: it has the
-    unfinished files of an earlier attempt, and its own notes of them.
 
     Methods raise OSError if a request or a system call fails, and FormatError if what is here under a given name is not
     a regular file of this user.
@@ -177,9 +172,11 @@ class Output(Protocol):
 
 
 FOLDER = "output"
-"""The folder in which the output is assembled, in the folder beside it."""
-REPLACED = "relayout.replaced"
-"""The record of an output that is being replaced; no notes."""
+"""The folder of the files, in the folder in which they are assembled."""
+RECORD = "part-"
+"""Begins the name of a record of a finished part, beside that folder."""
+ATTEMPT = "attempt-"
+"""Begins the name of the folder of a process that makes parts, beside that folder."""
 _TO_CREATE = os.O_RDWR | os.O_CREAT
 
 
@@ -194,32 +191,44 @@ def check_space(folder: Path, output: Path, nbytes: int, advice: str = "") -> No
 
 
 class LocalOutput:
-    """A folder beside an output, in which it is assembled; see `Output`."""
+    """A private folder in which an output is assembled; see `Output`.
+
+    A part is finished when its record is here, which is written after its files are on the drive. The record has the
+    length and the time of change of each file: a file that was written to since is no longer that of the part.
+    """
 
     mark = ""
 
-    def __init__(self, output: Path, place: OpenFolder, modes: Modes) -> None:
-        """Use `place`, a private folder of this user, which may hold files of an earlier attempt."""
+    def __init__(self, output: Path, place: OpenFolder, modes: Modes, whole: OpenFolder | None = None) -> None:
+        """Write files below `place`, a private folder of this user.
+
+        Args:
+            whole: the folder to which the files of finished parts are moved, and that has their records. Default:
+                `place`, in which every file that no record names is deleted.
+        """
         self._output = output
         self.place = place
-        """Holds the notes, which must not be in the output."""
+        self._whole = place if whole is None else whole
         self.modes = _apply_umask(place, modes)
         """Permissions after the umask, also applied to files that were created under another umask."""
         self.folder = self._open_folder()
-        """Becomes the output."""
-        self.notes: list[LocalNotes] = []
-        """The notes of this attempt."""
+        """The files. That of the assembled output becomes the output."""
         self._written: set[str] = set()
-        """Files that this attempt has opened for writing."""
-
-    @property
-    def location(self) -> str:
-        return str(self.place.path)
+        """Files that were opened for writing."""
+        self._complete: list[str] = []
+        """Files that are complete, of no part yet."""
+        if whole is None:
+            try:
+                self._sweep()
+            except BaseException:
+                self.folder.close()
+                raise
 
     def _open_folder(self) -> OpenFolder:
         status = self.place.status(FOLDER)
         if status is None or not stat.S_ISDIR(status.st_mode) or status.st_uid != self.place.owner:
-            return self._make_empty()
+            self.place.remove(FOLDER)
+            return subfolder(self.place, FOLDER, self.modes.folder)
         folder = self.place.subfolder(FOLDER)
         try:
             restrict(folder.fd, self.modes.folder)
@@ -228,55 +237,32 @@ class LocalOutput:
             raise
         return folder
 
-    def clear(self) -> None:
-        """Delete everything that was written here, also by an earlier attempt."""
-        self.notes.clear()
-        self._written.clear()
-        self.folder.close()
-        self.folder = self._make_empty()
-
-    def _make_empty(self) -> OpenFolder:
+    def _sweep(self) -> None:
+        """Delete the records that are no longer true, and the files of parts that are not finished."""
+        named: set[str] = set()
         for name in self.place.names():
-            self.place.remove(name)
-        self.place.make(FOLDER, self.modes.folder)
-        return self.place.subfolder(FOLDER)
+            if name.startswith(RECORD):
+                record = self._read_record(name)
+                if record is None:
+                    self.place.remove(name)
+                else:
+                    named |= record.files.keys()
+        for name in self.folder.names():
+            if name not in named:
+                self.folder.remove(name)
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
-        check_space(self._output.parent, self._output, nbytes - self.place.allocated_nbytes())
+        check_space(self._output.parent, self._output, nbytes)
 
     @property
-    def has_notes(self) -> bool:
-        """Whether there are notes about files here."""
-        if self.notes:
-            return any(notes.are_kept for notes in self.notes)
-        return has_notes(self.place)
-
-    def names(self) -> list[str]:
-        """Names of the files here."""
-        return self.folder.names()
+    def has_parts(self) -> bool:
+        """Whether there are finished parts here, or others are making some."""
+        return has_parts(self._whole)
 
     def remove(self, name: str) -> None:
         """Delete the file `name`, if it exists."""
         self._written.discard(name)
         self.folder.remove(name)
-
-    def open(self, name: str, nbytes: int) -> InputFile:
-        """Open a file that was written here, to read what is stored on the drive.
-
-        Raises:
-            FormatError: the file is missing, or has another length.
-            OSError: the file cannot be opened, or written bytes did not reach the drive.
-        """
-        # After a failed write-back the page cache may still hold the intended bytes.
-        sync_and_drop_pages(self.folder, name)
-        return InputFile(self.folder.path / name, nbytes, access=Access.ONCE, folder=self.folder)
-
-    def head_of(self, name: str, nbytes: int, head_nbytes: int) -> memoryview:
-        """The first bytes of a file of this length, as stored; for errors see `open`."""
-        view = Buffer().reserve(align_up(head_nbytes, BLOCK))
-        with self.open(name, nbytes) as file:
-            file.read(0, view)
-        return view[:head_nbytes]
 
     def write(self, name: str, nbytes: int) -> OutputFile:
         file = OutputFile(self.folder, name, nbytes, create=self._is_new(name), mode=self.modes.file)
@@ -296,6 +282,7 @@ class LocalOutput:
             stream.truncate(nbytes)
             stream.flush()
             os.fsync(stream.fileno())
+        self._complete.append(name)
 
     def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
         mode = self.modes.file if mode is None else mode | stat.S_IRUSR
@@ -312,66 +299,112 @@ class LocalOutput:
                 stream.close()
 
     def kept(self, part: str) -> bytes | None:
-        return self.read_notes(part)
+        record = self._read_record(RECORD + part)
+        return None if record is None else record.notes
+
+    def _read_record(self, name: str) -> Record | None:
+        """The record of a part; None if there is none, or its files are not as they were."""
+        content = read_own(self._whole, name)
+        record = None if content is None else Record.parse(content)
+        if record is None:
+            return None
+        with self._whole.subfolder(FOLDER) as folder:
+            if record.changed_in(folder):
+                return None
+            for file in record.files:
+                fd = folder.open_own(file, os.O_RDONLY)
+                try:
+                    restrict(fd, self.modes.file)  # It may have been created under another umask.
+                finally:
+                    os.close(fd)
+        return record
+
+    def check_parts(self) -> None:
+        """Check before the output is published that the files of all parts are as they were written.
+
+        Raises:
+            FormatError: one was deleted, or written to.
+        """
+        for name in self.place.names():
+            record = Record.parse(read_own(self.place, name) or b"") if name.startswith(RECORD) else None
+            if record is not None and (changed := record.changed_in(self.folder)):
+                what = "was written to, or deleted, before the output was complete"
+                raise FormatError(what, path=self.folder.path / changed[0], code="mismatch")
 
     def keep(self, part: str, notes: bytes) -> None:
-        """Do nothing: what is here is published as a whole."""
+        """Add the files, and then the record of the part. This fails if the output was published meanwhile."""
+        names, self._complete = self._complete, []
+        with subfolder(self._whole, FOLDER, self.modes.folder) as folder:
+            if self._whole is not self.place:
+                if self.kept(part) is not None:
+                    return  # Another attempt has finished it: its files are equal.
+                names = self.folder.names()
+                for name in names:
+                    rename(self.folder, name, folder, name)
+            os.fsync(folder.fd)
+            states = {name: _state_of(folder, name) for name in names}
+        files = {name: state for name, state in states.items() if state is not None}
+        if len(files) < len(states):
+            missing = min(states.keys() - files.keys())
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder.path / missing))
+        self._whole.write(RECORD + part, Record(files, notes).dump(), 0o600)
 
-    def read_notes(self, name: str) -> bytes | None:
-        """Read notes, which do not become part of the output; None if this user has no notes here."""
-        return read_notes(self.place, name)
 
-    def open_notes(self, name: str, header: bytes | None) -> LocalNotes:
-        """Open notes for appending. Of an output, they are named `relayout.*`.
-
-        Args:
-            header: begin new notes with it, in place of existing ones; None: continue existing notes.
-        """
-        self.notes.append(LocalNotes(self.place, name, header))
-        return self.notes[-1]
+def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFolder:
+    """A subfolder, which is made if it is missing; several processes may do so at the same time."""
+    with suppress(FileExistsError):
+        place.make(name, mode)
+    return place.subfolder(name)
 
 
-class LocalNotes(Closable):
-    """An append-only file. Thread-safe. Not synced to the drive: resumption verifies what it says."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The record of a finished part."""
 
-    def __init__(self, folder: OpenFolder, name: str, header: bytes | None) -> None:
-        """Open the notes, see `LocalOutput.open_notes`."""
-        self._lock = threading.Lock()
-        self._path = folder.path / name
-        self.are_kept = header is None
-        """Whether there is anything behind the header."""
-        if header is None:
-            self._fd = folder.open_own(name, os.O_WRONLY | os.O_APPEND)
-            return
-        folder.remove(name)
-        self._fd = folder.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+    files: Mapping[str, tuple[int, int]]
+    """For each file its length in bytes, and when it was last written to, in nanoseconds."""
+    notes: bytes
+
+    def changed_in(self, folder: OpenFolder) -> list[str]:
+        """The files that are not as they were."""
+        return [name for name, state in self.files.items() if _state_of(folder, name) != state]
+
+    def dump(self) -> bytes:
+        """Its content."""
+        return json.dumps({"files": self.files, "notes": self.notes.decode("latin-1")}).encode()
+
+    @staticmethod
+    def parse(content: bytes) -> Record | None:
+        """The inverse of `dump`; None if this is no record."""
         try:
-            self.append(header)
-        except BaseException:
-            self.close()
-            raise
-        self.are_kept = False
-
-    def append(self, text: bytes) -> None:
-        """Append `text` atomically."""
-        with self._lock, with_path(self._path):
-            while text:
-                text = text[os.write(self._fd, text) :]
-        self.are_kept = True
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+            value = json.loads(content)
+            files = {str(name): (int(nbytes), int(changed)) for name, (nbytes, changed) in value["files"].items()}
+            return Record(files, value["notes"].encode("latin-1"))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
 
 
-def read_notes(folder: OpenFolder, name: str) -> bytes | None:
-    """The content of notes; None if this user has none."""
+def _state_of(folder: OpenFolder, name: str) -> tuple[int, int] | None:
+    """The length of a regular file with a single name, and when it was last written to; None: there is none."""
+    status = folder.status(name)
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != folder.owner:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def read_own(folder: OpenFolder, name: str) -> bytes | None:
+    """The content of a file of this user; None if there is none."""
     try:
         fd = folder.open_own(name, os.O_RDONLY)
     except (FileNotFoundError, FormatError):
         return None
     with with_path(folder.path / name), open(fd, "rb") as file:
         return file.read()
+
+
+def has_parts(place: OpenFolder) -> bool:
+    """Whether there are finished parts, or others are making some."""
+    return any(name.startswith((RECORD, ATTEMPT)) for name in place.names())
 
 
 def _apply_umask(place: OpenFolder, modes: Modes) -> Modes:
@@ -381,9 +414,3 @@ def _apply_umask(place: OpenFolder, modes: Modes) -> Modes:
         granted = os.fstat(probe.fd).st_mode | stat.S_IRWXU
     place.remove("probe")
     return Modes(modes.folder & granted, modes.file & granted)
-
-
-def has_notes(place: OpenFolder) -> bool:
-    """Whether there are notes about files here."""
-    names = [name for name in place.names() if name.startswith("relayout.") and name != REPLACED]
-    return any(status.st_size > 0 for name in names if (status := place.status(name)) is not None)

@@ -54,11 +54,10 @@ def begin(
         from relayout.publish import folder
 
         replaced = partial(folder.replaceable, older, True) if force else None
-        shared = work.fingerprint if gathers else None
-        return folder.staging_folder(store.folder, replaced, modes=work.modes, shared=shared, is_live=work.is_live)
+        return folder.staging_folder(store.folder, work, replaced, gathers=gathers)
     from relayout.publish import bucket
 
-    return bucket.begin(_prefix(store), older, work, force=force, gathers=gathers and not work.is_live)
+    return bucket.begin(_prefix(store), older, work, force=force, gathers=gathers)
 
 
 def begin_part(store: Store, older: Replaceable, work: Work, *, force: bool = False) -> AbstractContextManager[Output]:
@@ -66,8 +65,7 @@ def begin_part(store: Store, older: Replaceable, work: Work, *, force: bool = Fa
     if isinstance(store, LocalStore):
         from relayout.publish import folder
 
-        shared = folder.shared_folder(work.fingerprint, is_live=work.is_live)
-        return folder.staging_part(store.folder, older.marker, shared, replace=force, modes=work.modes)
+        return folder.staging_part(store.folder, older.marker, work, replace=force)
     from relayout.publish import bucket
 
     return bucket.begin(_prefix(store), older, work, force=force, publishes=False)

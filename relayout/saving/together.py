@@ -23,7 +23,7 @@ from relayout.checkpoint.source import identity_of
 from relayout.conversion.jobs import complete_parts
 from relayout.conversion.layout import Conversion
 from relayout.conversion.resume import fingerprint_of
-from relayout.conversion.run import Summary, merged, needed_for_units, needed_nbytes, run_unit, summary_of, work_of
+from relayout.conversion.run import Summary, merged, needed_for, run_unit, summary_of, work_of
 from relayout.conversion.sidecar import HeaderWriter, digests_of_all
 from relayout.conversion.steps import CopyPlan, Step, TensorDigests, Written
 from relayout.core.arguments import ranks_text
@@ -34,7 +34,7 @@ from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.loader.group.collectives import Group
 from relayout.loader.held import HeldTensor, TensorHead
-from relayout.publish.output import LocalOutput, Output, Work
+from relayout.publish.output import Output, Work
 from relayout.publish.publishers import Destination
 from relayout.reporting import Progress, reporting
 from relayout.saving.folder import MemoryShard
@@ -367,7 +367,7 @@ class GroupSave:
         # The others are told before what they are writing is deleted.
         with ExitStack() as publishing, group.telling():
             fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
-            work = work_of(planned, fingerprint, is_resumable=False, is_live=True)
+            work = work_of(planned, fingerprint, is_resumable=False)
             with group.collective():
                 output = self._begin(work, publishing) if group.index == 0 else None
             shares, written, digests = self._write_own(work, progress)
@@ -384,8 +384,7 @@ class GroupSave:
         planned = self.save.planned
         self.destination.check(planned.source.root)
         output = publishing.enter_context(self.destination.begin(work, gathers=True))
-        if isinstance(output, LocalOutput):
-            output.check_space(needed_nbytes(planned))
+        output.check_space(needed_for(planned)[0], 0)
         return output
 
     def _write_own(self, work: Work, progress: Progress) -> tuple[Shares, Written, dict[int, str]]:
@@ -415,7 +414,7 @@ class GroupSave:
         headers = None if own is None else HeaderWriter(output, own)
         written, num_units = Written(), len(layout.units)
         if own is not None:
-            output.check_space(*needed_for_units(own, range(num_units)))
+            output.check_space(*needed_for(own))
         for unit in range(num_units):
             done = making.unit(unit)
             if headers is not None:

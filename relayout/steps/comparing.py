@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from relayout.conversion.changes import UNCHANGED, write_pieces
-from relayout.core.digests import digest_hex, proof_hex
+from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Extent, align_up, split
 from relayout.core.workers import each
-from relayout.errors import FormatError
 from relayout.format.delta import NEW, OLD, DeltaFile, DeltaManifest, dump_delta, encode
-from relayout.format.index import DIGESTED_NBYTES, MANIFEST_NAME, VERSION, IndexedFile, num_chunks
+from relayout.format.index import DIGESTED_NBYTES, MANIFEST_NAME, VERSION, num_chunks
 from relayout.format.manifest import parse_manifest
-from relayout.publish.output import LocalOutput, Output
+from relayout.publish.output import Output
 from relayout.storage.local.descriptors import with_path
 from relayout.storage.stores import WritableFile
 from relayout.storage.system import allocate, in_huge_pages
@@ -213,9 +212,6 @@ class StepOutput:
             blob: the manifest of the step.
         """
         manifest = parse_manifest(blob, MANIFEST_NAME)
-        if isinstance(self._full, LocalOutput):
-            for file in manifest.files:
-                _check_head(self._full, file)
         if self._delta is not None:
             for name, content in self._kept.tables.items():
                 self._delta.put(OLD + name, [content])
@@ -232,9 +228,3 @@ class StepOutput:
             self._delta.put(MANIFEST_NAME, [dump_delta(made)])
         self._kept.manifest, self._kept.side_files = blob, self._side_files
         self._kept.tables = {entry.table: self._small[entry.table] for entry in manifest.holders.values()}
-
-
-def _check_head(folder: LocalOutput, file: IndexedFile) -> None:
-    """Raise FormatError unless a file, which any process may have written, has its length and its header."""
-    if proof_hex(folder.head_of(file.name, file.nbytes, file.data_start)) != file.header_digest:
-        raise FormatError("differs from what was written", path=file.name, code="mismatch")

@@ -23,7 +23,7 @@ from relayout.cache.conversions import find_conversion
 from relayout.cache.folder import Cache
 from relayout.checkpoint.folder import glance
 from relayout.checkpoint.source import read_source as source_of
-from relayout.conversion.run import needed_nbytes
+from relayout.conversion.run import needed_for
 from relayout.errors import FormatError, PlanError
 from relayout.planning import check_plan
 from relayout.storage import stores
@@ -290,7 +290,7 @@ def test_all_that_is_not_the_model_a_second_time_goes_along(model: Path, tmp_pat
     assert left_out.keys() == {*STAYS, *FOLDERS_THAT_STAY}
     assert all(left_out[name].endswith(" (100 bytes)") for name in STAYS)
     planned = relayout.plan_conversion(model, tmp_path / "out", tp=2)
-    assert needed_nbytes(planned) >= planned.layout.nbytes + sum((model / name).stat().st_size for name in GOES)
+    assert needed_for(planned)[0] >= planned.layout.nbytes + sum((model / name).stat().st_size for name in GOES)
     relayout.carry_out(planned)
     assert relayout.verify(tmp_path / "out", source=model).ok
     relayout.restore(tmp_path / "out", tmp_path / "back")

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 from support import prestarted
 from support.halfway import NBYTES, NUM_TENSORS, PARTIAL, converting
-from support.journals import claims_in
+from support.interruptions import claims_in
 from support.patience import PATIENCE
 from support.prestarted import heed_all_signals
 from support.trees import tree
@@ -143,7 +143,7 @@ def test_several_signals_stop_a_conversion_as_one_and_keep_what_is_done(big: Pat
 
 def resumed_nbytes(big: Path) -> int:
     """How much the same command takes over; nothing is left beside its output, which is right."""
-    done = prestarted.run("convert", "big", "--tp", "1", "--json", cwd=big)
+    done = prestarted.run("convert", "big", "--tp", "1", "--max-part-size", "4M", "--json", cwd=big)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in big.iterdir()) == ["big", "big-tp1"]
     found = relayout.verify(big / "big-tp1", source=big / "big")

@@ -24,12 +24,11 @@ import xxhash
 from safetensors.numpy import save_file
 from support import prestarted
 from support.faults import environment
-from support.journals import claims_in
+from support.interruptions import claims_in
 from support.mounts import mounted_tmpfs
 from support.profile import IS_LONG, sample
 
 from relayout.conversion.layout import Conversion
-from relayout.conversion.resume import JOURNAL_NAME
 from relayout.conversion.run import carry_out
 from relayout.conversion.steps import SMALL_NBYTES
 from relayout.planning import plan_conversion
@@ -193,7 +192,7 @@ def strata(low: int, high: int, count: int) -> list[int]:
 
 
 def is_last_rename(line: str) -> bool:
-    return line.startswith("rename ") and f"{PARTIAL}/output -> " in line
+    return line.startswith("rename ") and "/output -> " in line
 
 
 def test_the_shim_sees_every_byte_of_a_conversion(model: Model) -> None:
@@ -246,24 +245,24 @@ def test_after_a_kill_the_same_command_goes_on(model: Model, shim: Path, tmp_pat
 
 
 def copying_calls(model: Model) -> list[str]:
-    """Those of an undisturbed run, from the first to where the last tensor is completed."""
+    """Those of an undisturbed run, from the first to where the last unit is finished."""
     calls = own_calls(model)
-    return calls[: max(n for n, line in enumerate(calls) if line.startswith("write") and JOURNAL_NAME in line) + 1]
+    return calls[: max(n for n, line in enumerate(calls) if line.startswith("rename") and "/part-unit-" in line) + 1]
 
 
 NUM_INTERRUPTIONS = 20 if IS_LONG else 4
-BEHIND_THE_LAST_TENSOR = [
-    "truncate|rank-0-part-{last}|2",
+BEHIND_THE_LAST_UNIT = [
+    "write|relayout.rank-0.json.zst|1",
     "sync|relayout.json|1",
 ]
 
 
-@pytest.mark.parametrize("moment", [*range(NUM_INTERRUPTIONS), *BEHIND_THE_LAST_TENSOR])
+@pytest.mark.parametrize("moment", [*range(NUM_INTERRUPTIONS), *BEHIND_THE_LAST_UNIT])
 def test_after_a_signal_the_same_command_goes_on(model: Model, shim: Path, tmp_path: Path, moment: int | str) -> None:
     is_odd = isinstance(moment, int) and moment % 2
     signal, code, word = ("term", 143, "terminated") if is_odd else ("int", 130, "interrupted")
     if isinstance(moment, str):
-        where = moment.format(last=len(model.planned().layout.units) - 1)
+        where = moment
     else:
         copying = [line for line in copying_calls(model) if PARTIAL in line]
         call = strata(1, len(copying) * 9 // 10, NUM_INTERRUPTIONS)[moment]
@@ -280,7 +279,7 @@ def test_after_a_signal_the_same_command_goes_on(model: Model, shim: Path, tmp_p
 def test_what_a_stop_behind_the_last_rename_leaves_is_cleared_by_the_same_command(
     model: Model, shim: Path, tmp_path: Path, how: str
 ) -> None:
-    done = run(tmp_path, source=model.place, shim=shim, faults=[f"rename|{PARTIAL}/output -> |1|{how}"])
+    done = run(tmp_path, source=model.place, shim=shim, faults=[f"rename|/output -> |1|{how}"])
     assert done.returncode in (0, 130, -signal.SIGKILL)
     assert content(tmp_path / "out") == model.complete
     done = run(tmp_path, source=model.place)
@@ -296,8 +295,8 @@ NO_EXCHANGE = f"exchange|{REPLACING}|1+|einval"
 
 # None: between two renames, where there is no output for a moment.
 REPLACEMENTS: list[tuple[list[str], bool | None]] = [
-    ([f"rename|{PARTIAL}/output -> |1|kill"], False),
-    ([f"rename|{PARTIAL}/output -> |1|after"], False),
+    (["rename|/output -> |1|kill"], False),
+    (["rename|/output -> |1|after"], False),
     ([f"exchange|{REPLACING}|1|kill"], False),
     ([f"exchange|{REPLACING}|1|after"], True),
     ([NO_EXCHANGE, "rename|/.out.relayout-old|1|kill"], False),
@@ -374,23 +373,8 @@ def test_where_names_cannot_be_exchanged_an_old_folder_is_replaced_all_the_same(
     assert_nothing_hidden(tmp_path)
 
 
-@pytest.mark.parametrize("number", [2, 12])
-def test_a_journal_line_that_is_torn_costs_that_tensor_and_those_of_the_same_write_only(
-    model: Model, shim: Path, tmp_path: Path, number: int
-) -> None:
-    done = run(tmp_path, source=model.place, shim=shim, faults=[f"write|{JOURNAL_NAME}|{number}|tear"])
-    assert done.returncode == -signal.SIGKILL
-    kept = claims_in(tmp_path / PARTIAL)
-    *lines, torn = (tmp_path / PARTIAL / JOURNAL_NAME).read_bytes().split(b"\n")
-    assert torn
-    files = [line for line in lines if b'"chunks"' in line]
-    assert len(kept) == len(lines) - len(files) - 1, "the first line is no tensor's, the last one is torn"
-    assert len(kept) >= number - len(files) - 2, "each write before has told of one tensor, or of files"
-    assert_goes_on(model, tmp_path, kept)
-
-
 def kept_after(place: Path) -> set[int]:
-    """What is kept after a conversion failed: nothing at all, or a journal that claims something."""
+    """What is kept after a conversion failed: nothing at all, or finished units."""
     kept = claims_in(place / PARTIAL)
     assert not (place / "out").exists()
     assert hidden(place) == ([PARTIAL] if kept else [])
@@ -422,8 +406,8 @@ def place_of_fault(log: Path, call: str, part: str, number: int) -> str:
         ("write", "model-rank-", 65, "eio"),
         ("truncate", "model-rank-1-part-2.safetensors", 1, "eio"),
         ("allocate", "model-rank-", 9, "enospc"),
-        ("write", JOURNAL_NAME, 2, "enospc"),
-        ("write", JOURNAL_NAME, 20, "eio"),
+        ("rename", "part-unit-0", 1, "enospc"),
+        ("rename", "part-unit-2", 1, "eio"),
         ("read", "model/tokenizer.json", 1, "eio"),
         ("write", "output/tokenizer.json", 1, "enospc"),
         ("sync", "output/tokenizer.json", 1, "eio"),
@@ -432,7 +416,7 @@ def place_of_fault(log: Path, call: str, part: str, number: int) -> str:
         ("sync", "model-rank-1-part-1.safetensors", 1, "eio"),
         ("truncate", "model-rank-1-part-1.safetensors", 2, "eio"),
         ("write", "relayout.json", 1, "enospc"),
-        ("rename", "relayout-partial/output -> ", 1, "eio"),
+        ("rename", "/output -> ", 1, "eio"),
     ],
 )
 def test_whatever_fails_the_file_is_named_and_what_is_done_kept(
@@ -451,35 +435,14 @@ def test_whatever_fails_the_file_is_named_and_what_is_done_kept(
     assert_goes_on(model, tmp_path, kept)
 
 
-def test_a_rank_file_that_cannot_be_read_again_is_written_again(model: Model, shim: Path, tmp_path: Path) -> None:
-    # Else the same command would fail for ever at the same bad block.
-    run(tmp_path, source=model.place, shim=shim, faults=["write|model-rank-|40|eio"])
-    assert kept_after(tmp_path)
-    done = run(tmp_path, source=model.place, shim=shim, faults=["read|model-rank-|2|eio"])
-    assert done.returncode == 0, done.stderr
-    assert content(tmp_path / "out") == model.complete
-    assert_nothing_hidden(tmp_path)
-
-
-def test_a_kill_while_claims_are_checked_costs_nothing_that_was_done(model: Model, shim: Path, tmp_path: Path) -> None:
-    run(tmp_path, source=model.place, shim=shim, faults=["write|model-rank-|40|eio"])
-    before = kept_after(tmp_path)
-    assert before
-    for number in (1, 2, 4):
-        done = run(tmp_path, source=model.place, shim=shim, faults=[f"read|model-rank-|{number}|kill"])
-        assert done.returncode == -signal.SIGKILL
-        assert claims_in(tmp_path / PARTIAL) == before
-    assert_goes_on(model, tmp_path, before)
-
-
-def test_a_journal_that_cannot_be_read_now_is_not_thrown_away(model: Model, shim: Path, tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_read_now_is_not_thrown_away(model: Model, shim: Path, tmp_path: Path) -> None:
     run(tmp_path, source=model.place, shim=shim, faults=["write|relayout.json|1|kill"])
     before = claims_in(tmp_path / PARTIAL)
     assert before
-    done = run(tmp_path, source=model.place, shim=shim, faults=[f"read|{JOURNAL_NAME}|1|eio"])
+    done = run(tmp_path, source=model.place, shim=shim, faults=["read|part-unit-1|1|eio"])
     assert not (tmp_path / "out").exists(), "all that was done has been done once more"
-    assert done.returncode in (2, 3)
-    assert f"{JOURNAL_NAME}: " in done.stderr
+    assert done.returncode == 3
+    assert "part-unit-1: " in done.stderr
     assert_goes_on(model, tmp_path, before)
 
 

@@ -273,20 +273,25 @@ def test_a_source_that_changes_is_refused(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_not_what_its_record_says_is_not_published(source: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_what_its_record_says_is_made_again(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
     all_jobs = jobs_of(source, tmp_path / "out", **OPTIONS)
     for job in all_jobs:
         run_job(job)
-    [file] = (tmp_path / ".out.relayout-partial").glob("shared-*/output/model-rank-2-part-1.safetensors")
+    [file] = (tmp_path / ".out.relayout-partial").glob("work-*/output/model-rank-2-part-1.safetensors")
     blob = bytearray(file.read_bytes())
     blob[200] ^= 1
     file.write_bytes(blob)
-    with pytest.raises(FormatError, match="differs from its unit's record"):
+    with pytest.raises(PlanError, match=f"1 of {len(all_jobs)} units are not done: 1"):
         commit_jobs(all_jobs)
     file.write_bytes(blob[:-1])
-    with pytest.raises(FormatError, match="bytes long"):
+    with pytest.raises(PlanError, match=f"1 of {len(all_jobs)} units are not done: 1"):
         commit_jobs(all_jobs)
     assert not (tmp_path / "out").exists()
+    assert [run_job(job).read_nbytes > 0 for job in all_jobs] == [job.unit == 1 for job in all_jobs]
+    commit_jobs(all_jobs)
+    assert_published(str(tmp_path), expected)
 
 
 def test_a_commit_that_was_interrupted_is_done_again(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.journals import claims_in, interrupted_before_the_end
+from support.interruptions import claims_in, finished_parts, interrupted_before_the_end
 from support.local_stores import check_output, staging_folder
 from support.mounts import mounted, mounted_tmpfs
 from support.patience import PATIENCE
@@ -46,8 +46,9 @@ import sys
 from pathlib import Path
 
 from relayout.publish.folder import staging_folder
+from relayout.publish.output import Work
 
-with staging_folder(Path(sys.argv[1])) as staging:
+with staging_folder(Path(sys.argv[1]), Work(what="a test", fingerprint="of-a-test")) as staging:
     folder = staging.folder.path
     (folder / "mine").write_text("first")
     print("held", flush=True)
@@ -102,28 +103,19 @@ def small_drive(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
-def test_what_an_earlier_attempt_left_may_be_cleared(tmp_path: Path) -> None:
-    place = tmp_path / ".out.relayout-partial"
+def test_what_an_earlier_attempt_left_of_no_finished_part_is_deleted(tmp_path: Path) -> None:
+    place = tmp_path / ".out.relayout-partial" / "work-of-a-test"
     (place / "output" / "sub").mkdir(parents=True)
     (place / "output" / "sub" / "file").write_text("old")
     (place / "output" / "sub").chmod(0o500)
-    (place / "relayout.note").write_text("old")
+    (place / "output" / "part").write_text("finished")
     with staging_folder(tmp_path / "out") as staging:
-        assert listing(staging.place.path) == ["output", "output/sub", "output/sub/file", "relayout.note"]
-        staging.clear()
         assert listing(staging.place.path) == ["output"]
-    assert listing(tmp_path) == ["out"]
-
-
-def test_what_files_take_on_the_drive_is_counted(tmp_path: Path) -> None:
-    with staging_folder(tmp_path / "out") as staging:
-        assert staging.place.allocated_nbytes() == 0
-        (staging.folder.path / "sub").mkdir()
-        (staging.folder.path / "sub" / "file").write_bytes(bytes(range(256)) * 4096)
-        (staging.place.path / "relayout.note").write_bytes(bytes(range(256)) * 4096)
-        with (staging.folder.path / "sparse").open("wb") as stream:
-            stream.truncate(2**30)
-        assert 2 * 2**20 <= staging.place.allocated_nbytes() < 2**22
+        staging.head("part", b"head", 4)
+        staging.keep("first", b"notes")
+        place.joinpath("output", "rest").write_text("of no part")
+        assert staging.kept("first") == b"notes"
+    assert listing(tmp_path) == ["out", "out/part", "out/rest"]
 
 
 def test_a_relative_output_stays_where_it_was_meant_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,9 +384,8 @@ def test_a_staged_file_that_is_deleted_meanwhile_is_not_made_again_without_its_b
             staging.write("gone", 100)
         with pytest.raises(FileNotFoundError, match="gone"):
             staging.head("gone", b"head", 100)
-        for forget in (lambda: staging.remove("gone"), staging.clear):
-            forget()
-            staging.write("gone", 100).close()
+        staging.remove("gone")
+        staging.write("gone", 100).close()
     assert (tmp_path / "out" / "gone").stat().st_size == 100
 
 
@@ -441,7 +432,7 @@ def test_all_is_on_the_drive_before_the_output_gets_its_name(tmp_path: Path, mon
         def renamed(folder: OpenFolder, name: str, target: OpenFolder, new_name: str) -> Any:
             if new_name == out.name:
                 made = {folder.path / name, *(folder.path / name).rglob("*")}
-                made |= {folder.path / "relayout.replaced"} if out.exists() else set()
+                made |= {folder.path / "replaced"} if out.exists() else set()
                 assert [path for path in made if synced.get(path.stat().st_ino) != state(path)] == []
                 published.append(
                     {str(path.relative_to(folder.path / name)) for path in made if path.parent != folder.path}
@@ -544,7 +535,7 @@ def test_an_interruption_while_threads_are_being_started_leaves_no_threads_and_k
     started: list[threading.Thread] = []
 
     def start(thread: threading.Thread) -> None:
-        if not [*tmp_path.glob(".out*")]:  # It only identifies the source yet.
+        if not finished_parts(tmp_path / ".out.relayout-partial"):
             true_start(thread)
             return
         is_second = bool(started)
@@ -552,22 +543,20 @@ def test_an_interruption_while_threads_are_being_started_leaves_no_threads_and_k
             started.append(thread)
             true_start(thread)
         if is_second or moment == "while the first comes up":
-            while not any(any(folder.rglob("*.safetensors")) for folder in tmp_path.glob(".out*")):
-                time.sleep(0.001)
             raise KeyboardInterrupt("now")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(KeyboardInterrupt, match="now") as caught:
-            convert(source, tmp_path / "out")
+            convert(source, tmp_path / "out", max_part_nbytes=2**22)
     running = [thread for thread in started if thread.is_alive()]
     for thread in running:
         thread.join()
     assert running == []
     kept = kept_tensors(caught.value, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.relayout-partial", "model"]
-    assert convert(source, tmp_path / "out").resumed_nbytes == len(kept) * 2**21
-    convert(source, tmp_path / "expected")
+    assert convert(source, tmp_path / "out", max_part_nbytes=2**22).resumed_nbytes == len(kept) * 2**21
+    convert(source, tmp_path / "expected", max_part_nbytes=2**22)
     assert content(tmp_path / "out") == content(tmp_path / "expected")
     assert_nothing_hidden(tmp_path / "out")
 
@@ -596,7 +585,7 @@ def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, monkeyp
     monkeypatch.setattr(OutputFile, "write", write_slowly)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt, match="now") as caught:
+        with pytest.raises(KeyboardInterrupt, match="now"):
             convert(source, tmp_path / "out")
         ended_first = written.is_set()
     finally:
@@ -604,9 +593,9 @@ def test_an_interruption_waits_for_what_is_being_written(tmp_path: Path, monkeyp
         written.wait(PATIENCE)  # Or the thread would meet the next test.
     assert writing.is_set()
     assert ended_first, "the conversion came to an end before its own writes"
-    assert kept_tensors(caught.value, tmp_path / "out") == {0}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model"]
     monkeypatch.undo()
-    assert convert(source, tmp_path / "out").resumed_nbytes == W.nbytes
+    convert(source, tmp_path / "out")
     assert content(tmp_path / "out") == content(tmp_path / "expected")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "model", "out"]
 
@@ -716,7 +705,8 @@ def test_a_force_that_was_killed_between_the_exchange_and_the_end_leaves_nothing
     source, out = write_source(tmp_path / "model"), tmp_path / "out"
     convert(source, out)
     shutil.copytree(out, tmp_path / ".out.relayout-partial" / "done")
-    (tmp_path / ".out.relayout-partial" / "relayout.journal").write_text("of what is done")
+    (tmp_path / ".out.relayout-partial" / "work-1").mkdir()
+    (tmp_path / ".out.relayout-partial" / "work-1" / "part-unit-0").write_text("of what is done")
     before = content(out)
     with pytest.raises(PlanError, match="already holds"):
         convert(source, out)

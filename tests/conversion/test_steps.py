@@ -313,14 +313,6 @@ def test_batches_follow_the_order_of_the_file_so_that_each_is_written_as_one_spa
     assert [[span.nbytes for span in step.spans] for step in steps] == [[2048], [400]]
 
 
-def test_tensors_that_are_done_are_left_out() -> None:
-    source = checkpoint([("U8", (512,), (WHOLE,)) for _ in range(5)], num_ranks=1)
-    conversion = conversion_of(source.source, source.plan, 512)
-    [step] = CopyPlan(conversion).steps(0, done={1, 4})
-    assert [t for t, _ in step.tensors] == [0, 2, 3]
-    assert [(span.targets[0].offset, span.nbytes) for span in step.spans] == [(512, 512), (1536, 1024)]
-
-
 def test_a_chunk_of_a_tensor_cut_by_columns_is_whole_rows_of_whole_blocks() -> None:
     # A rank's part of a row is 1024 bytes: four rows are a block of its file.
     source = checkpoint([("U8", (64, 4096), even(1, 4, 1024))], num_ranks=4)

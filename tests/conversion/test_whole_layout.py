@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.conversions import Conversions, dcp_tensors, grouped, stock_tensors
-from support.journals import interrupted_before_the_end
+from support.interruptions import interrupted_before_the_end
 from support.loader_fixtures import assert_equal
 from support.profile import sample
 from support.trees import content

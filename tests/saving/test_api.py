@@ -280,7 +280,7 @@ def test_an_interrupted_conversion_is_not_discarded_without_force(tmp_path: Path
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        relayout.convert(source, tmp_path / "out", tp=2, progress=fail)
+        relayout.convert(source, tmp_path / "out", tp=2, progress=fail, max_part_nbytes=20_000)
     kept = sorted(partial.rglob("*"))
     assert kept
     with pytest.raises(PlanError, match="holds an interrupted attempt"):

@@ -277,7 +277,7 @@ def test_a_folder_of_which_a_file_was_changed_before_it_is_published_is_no_step(
 
     monkeypatch.setattr(StepOutput, "put", put_after)
     publisher = relayout.Publisher(place, config=CONFIG, tp=2)
-    with pytest.raises(relayout.FormatError, match=r"rank-1-part-0\.safetensors: differs from what was written"):
+    with pytest.raises(relayout.FormatError, match=r"rank-1-part-0\.safetensors: was written to, or deleted, before"):
         publisher.publish(weights_of(1), 1)
     assert relayout.Steps(place).newest() is None
     monkeypatch.undo()

@@ -74,7 +74,8 @@ def test_a_file_of_an_output_that_a_backup_links_is_refused_closed_and_removed(
 def test_the_folder_beside_an_output_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: object, name: str, error: BaseException
 ) -> None:
-    (tmp_path / ".out.relayout-partial" / "output").mkdir(parents=True)  # Left by an earlier attempt.
+    # Left by an earlier attempt.
+    (tmp_path / ".out.relayout-partial" / "work-of-a-test" / "output").mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr(where, name, failing(error))
         for output in ("out", "other"):

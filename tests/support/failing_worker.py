@@ -385,7 +385,7 @@ CAUSES: list[tuple[str, tuple[str, ...], Callable[[Member], AbstractContextManag
     ("copying fails", SAVES[1:2], _raising("relayout.loader.held.HeldTensor.copy", _fire)),
     ("writing fails", (*SAVES, "publish_full"), _raising("os.pwrite", _fire)),
     ("comparing fails", PUBLISHES[1:], _raising("relayout.loader.held.HeldTensor.bytes_of", _fire)),
-    ("noting fails", SAVES, _raising("relayout.publish.folder.LocalPart.keep", _fire)),
+    ("noting fails", SAVES, _raising("relayout.publish.output.LocalOutput.keep", _fire)),
     ("no such rank", ("load", "load_plain", "iter_load"), _options(rank=7)),
     ("another rank", ("load", "iter_load"), _options(rank=0)),
     ("threads is 0", LOADS, _options(threads=0)),

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.interruptions import finished_parts
 from support.patience import PATIENCE
 from support.prestarted import heed_all_signals
-
-from relayout.conversion.resume import JOURNAL_NAME
 
 NUM_TENSORS = 48
 NBYTES = NUM_TENSORS * 2**19
@@ -43,9 +42,19 @@ def big(tmp_path: Path) -> Path:
 def converting(
     work: Path, prepare: Callable[[], object] = heed_all_signals, stderr: int = subprocess.PIPE
 ) -> Iterator[subprocess.Popen[str]]:
-    """A conversion of `big` that has noted a tensor as done; the rest takes a second and more."""
+    """A conversion of `big` that has finished a part; the rest takes a second and more."""
     with subprocess.Popen(
-        [sys.executable, "-c", _SLOWLY, "convert", "big", "--tp", "1", "--threads", "1", "--memory", "4MiB"],
+        [
+            sys.executable,
+            "-c",
+            _SLOWLY,
+            "convert",
+            "big",
+            "--tp=1",
+            "--threads=1",
+            "--memory=4MiB",
+            "--max-part-size=4MiB",
+        ],
         cwd=work,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -55,9 +64,8 @@ def converting(
         env=os.environ | {"TERM": "xterm"},
         preexec_fn=prepare,
     ) as child:
-        journal = work / PARTIAL / JOURNAL_NAME
         deadline = time.monotonic() + PATIENCE
-        while not journal.is_file() or journal.read_bytes().count(b"\n") < 2:
+        while not finished_parts(work / PARTIAL):
             assert child.poll() is None, "ended before it had begun"
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -272,7 +272,7 @@ def _member(folder: Path, url: str, number: int) -> None:
     seen.case("appears", save("appears", parts, progress=appear))
     with _failing("os.pwrite", OSError(errno.ENOSPC, "No space left on device"), number == 2):
         seen.case("full", save("full", parts))
-    with patch("relayout.saving.together.needed_nbytes", return_value=2**60) if number == 0 else nullcontext():
+    with patch("relayout.saving.together.needed_for", return_value=(2**60, 2**60)) if number == 0 else nullcontext():
         seen.case("space", save("space", parts))
     seen.case("after", save("full", parts))
     seen.case("layout", save("whole", parts, layout="whole"))
@@ -310,7 +310,7 @@ def _member(folder: Path, url: str, number: int) -> None:
         seen.case(case, (lambda later: later.result)(done()) if background else done)
     with _failing(f"{held}.copy", RuntimeError("the device is on fire"), number == 1):
         seen.case("copy", save("copy", parts, tp=1))  # This member only sends.
-    with _failing("relayout.publish.folder.LocalPart.keep", OSError(errno.EIO, "the drive is on fire"), number == 0):
+    with _failing("relayout.publish.output.LocalOutput.keep", OSError(errno.EIO, "the drive is on fire"), number == 0):
         seen.case("notes", save("notes", parts))
     with _failing(f"{held}.on_host", KeyboardInterrupt(), number == 2):
         seen.case("interrupted", lambda: save("interrupted", parts, background=True)().result())

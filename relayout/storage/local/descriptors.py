@@ -235,14 +235,6 @@ class OpenFolder(Closable):
             finally:
                 os.close(fd)
 
-    def allocated_nbytes(self) -> int:
-        """Bytes that the files here and in subfolders occupy on the drive."""
-        return sum(
-            os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
-            for _, _, names, fd in os.fwalk(".", dir_fd=self.fd)
-            for name in names
-        )
-
     def sync(self) -> None:
         """Write the entries of this folder and its subfolders to the drive."""
         for above, _, _, fd in os.fwalk(".", dir_fd=self.fd):

@@ -296,19 +296,15 @@ class InputFile(Closable):
         *,
         access: Access = Access.BUFFERED,
         version: str | None = None,
-        folder: OpenFolder | None = None,
     ) -> None:
-        """Open `path`; arguments and errors as for `Store.open`. With `folder`, use `OpenFolder.open_own`."""
+        """Open `path`; arguments and errors as for `Store.open`."""
         self.path = path
         self._lock = threading.Lock()
         self._access = access
         direct = access is not Access.BUFFERED
         try:
-            if folder is None:
-                check_regular(path)
-                self._fd, self._direct = _open(partial(os.open, path), TO_READ, direct)
-            else:
-                self._fd, self._direct = _open(partial(folder.open_own, path.name), TO_READ, direct)
+            check_regular(path)
+            self._fd, self._direct = _open(partial(os.open, path), TO_READ, direct)
         except OSError as error:
             if nbytes is None and error.errno in _NO_FILE:
                 code: FormatCode = "missing" if error.errno == errno.ENOENT else "invalid"
@@ -482,17 +478,6 @@ def _at_byte(error: OSError, offset: int, path: Path) -> OSError:
 
 def _no_direct_io(path: Path) -> OSError:
     return OSError(errno.EOPNOTSUPP, "the file system refuses direct I/O; use backend 'buffered'", str(path))
-
-
-def sync_and_drop_pages(folder: OpenFolder, name: str) -> None:
-    """Write a file's pages to the drive and drop them, so that the next read comes from the drive."""
-    fd = folder.open_own(name, os.O_RDONLY)
-    try:
-        with with_path(folder.path / name):
-            os.fsync(fd)
-        _drop_pages(fd, 0, 0)
-    finally:
-        os.close(fd)
 
 
 def _open(opener: Callable[[int], int], flags: int, direct: bool) -> tuple[int, bool]:

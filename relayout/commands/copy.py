@@ -51,7 +51,7 @@ from relayout.format.manifest import (
 )
 from relayout.publish.folder import remove_leftovers
 from relayout.publish.output import Output, Work
-from relayout.publish.publishers import begin, check_output
+from relayout.publish.publishers import Place
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import OpenFiles
 from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store, scheme_of
@@ -304,8 +304,9 @@ def copy_from(
     threads, piece_nbytes = share_memory(threads, memory, target)
     blob, manifest, kept = _kept(source, ranks)
     record = read_record(source, manifest)
+    place = Place(target, CONVERTED, force)
     for store in inputs:
-        check_output(target, store, CONVERTED, force=force)
+        place.check(store)
     copied = digest_hex(compact_json(["copy", kept.present]))
     nbytes = sum(file.nbytes for file in kept.files)
     work = Work(
@@ -315,7 +316,7 @@ def copy_from(
         modes=modes_of(inputs, [file.name for file in kept.files]),
         scratch=folder_text(scratch, "scratch"),
     )
-    with begin(target, CONVERTED, work, force=force) as made:
+    with place.begin(work) as made:
         copying = _Copying(source, manifest, kept, made)
         others_nbytes = sum(side.nbytes for side in record.side_files) + len(blob)
         resumed_nbytes = copying.copy_parts(

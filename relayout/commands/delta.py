@@ -47,7 +47,7 @@ from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
 from relayout.publish.output import Output, Work
-from relayout.publish.publishers import begin, check_output
+from relayout.publish.publishers import Place
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import Access, ReadableFile, Store, find_input, find_store
 from relayout.storage.system import Buffer, peak_nbytes
@@ -137,8 +137,9 @@ def delta(
     _check_layout(before, after)
     files = after.manifest.files
     total = sum(file.nbytes for file in files)
+    place = Place(target, DELTA_OUTPUT, force)
     for side in (before, after):
-        check_output(target, side.store, DELTA_OUTPUT, force=force)
+        place.check(side.store)
     known = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}
     changed = tuple(side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in known)
     tables = [entry.table for entry in before.manifest.holders.values()]
@@ -155,7 +156,7 @@ def delta(
         is_resumable=False,
         scratch=folder_text(scratch, "scratch"),
     )
-    with begin(target, DELTA_OUTPUT, work, force=force) as made:
+    with place.begin(work) as made:
         written, done = [], 0
         with reporting(progress, "comparing", total) as report:
             for index, file in enumerate(files):

@@ -29,7 +29,7 @@ from relayout.errors import FormatError
 from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.publish.output import Output, Work
-from relayout.publish.publishers import begin, check_output
+from relayout.publish.publishers import Place
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import HashedFile, OpenFiles, hash_files
 from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store
@@ -96,7 +96,8 @@ def restore(
     if manifest.whole is None:
         check_present(folder, manifest, range(manifest.num_ranks))
     record = read_record(folder, manifest)
-    check_output(target, folder, CONVERTED, force=force)
+    place = Place(target, CONVERTED, force)
+    place.check(folder)
     sizes = [file.nbytes for file in record.files]
     written, index = sum(sizes), [] if record.index is None else [record.index[0]]
     work = Work(
@@ -107,7 +108,7 @@ def restore(
         is_resumable=False,
         scratch=folder_text(scratch, "scratch"),
     )
-    with begin(target, CONVERTED, work, force=force) as made:
+    with place.begin(work) as made:
         # Each thread may have a complete shard that waits to be sent.
         made.check_space(written + sum(side.nbytes for side in record.side_files), threads * max(sizes, default=0))
         source = recorded_source(folder, record)

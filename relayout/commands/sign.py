@@ -30,7 +30,7 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import parse_object
 from relayout.format.index import CHUNKS_NAME, HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import SOURCE_RECORD_NAME, parse_manifest
-from relayout.publish.publishers import add
+from relayout.publish.publishers import publisher_of
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import sha256_hex
 from relayout.storage.stores import Access, Store, find_input
@@ -104,7 +104,7 @@ def sign(
 
         each(digest, list(sizes), integer(threads, "threads"))
     signature = _signed(signer, Path(str(path)).name, digests)
-    add(store, SIGNATURE_NAME, signature)
+    publisher_of(store).add(SIGNATURE_NAME, signature)
     return SignatureWritten(
         signature=store.location(SIGNATURE_NAME),
         content=digests[MANIFEST_NAME],

@@ -39,7 +39,7 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
 from relayout.publish.output import Output
-from relayout.publish.publishers import begin, begin_part, check_output
+from relayout.publish.publishers import Place
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import find_input, find_store, scheme_of
 from relayout.storage.system import peak_nbytes
@@ -141,7 +141,7 @@ def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
     Raises:
         PlanError: the output exists.
     """
-    check_output(planned.output, planned.source.root, CONVERTED, force=force)
+    Place(planned.output, CONVERTED, force).check(planned.source.root)
     units = planned.layout.units
     first = UnitJob(
         source=absolute(str(planned.source.root)),
@@ -190,9 +190,10 @@ def convert_unit(
     if not 0 <= unit < len(units):
         raise PlanError(f"unit {unit}, expected 0 to {len(units) - 1}", code="option")
     nbytes = planned.nbytes_of(units[unit])
-    check_output(planned.output, planned.source.root, CONVERTED, force=force)
+    place = Place(planned.output, CONVERTED, force)
+    place.check(planned.source.root)
     work = work_of(planned, fingerprint, scratch=scratch)
-    with begin_part(planned.output, CONVERTED, work, force=force) as output:
+    with place.begin_part(work) as output:
         conversion = planned.marked(output.mark)
         is_finished = read_unit(output, conversion, fingerprint, unit) is not None
         if not is_finished:
@@ -260,9 +261,10 @@ def commit_units(
     started = time.monotonic()
     source, layout, identity = planned.source, planned.layout, identity_of(planned.source)
     fingerprint = fingerprint_of(planned, identity.content)
-    check_output(planned.output, source.root, CONVERTED, force=force)
+    place = Place(planned.output, CONVERTED, force)
+    place.check(source.root)
     work = work_of(planned, fingerprint)
-    with begin(planned.output, CONVERTED, work, force=force, gathers=True) as output:
+    with place.begin(work, gathers=True) as output:
         conversion, units = planned.marked(output.mark), range(len(layout.units))
         written = {
             unit: done[1] for unit in units if (done := read_unit(output, conversion, fingerprint, unit)) is not None

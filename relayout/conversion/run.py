@@ -420,9 +420,10 @@ def read_unit(
     if notes is None or notes[0] != fingerprint:
         return None
     layout, (_, here, written) = conversion.layout, notes
-    with_bytes = {t for t in layout.units[unit] if conversion.extents_of(t)}
-    is_complete = with_bytes <= written.tensors.keys() and written.chunks.keys() >= set(layout.files_of_unit[unit])
-    return (here, written) if is_complete else None
+    tensors = set(layout.units[unit])
+    with_bytes = {t for t in tensors if conversion.extents_of(t)}
+    is_complete = with_bytes <= written.tensors.keys() and written.chunks.keys() == set(layout.files_of_unit[unit])
+    return (here, written) if is_complete and written.tensors.keys() <= tensors else None
 
 
 def part_name(unit: int) -> str:

@@ -25,7 +25,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -49,7 +49,7 @@ from relayout.publish.claim import (
     release,
 )
 from relayout.publish.output import LocalOutput, Replaceable, Work, check_space, first_of, kept_note
-from relayout.storage.cloud.store import Version
+from relayout.storage.cloud.store import CloudStore, Version, WritableClient
 from relayout.storage.local.descriptors import HeldLock, OpenFolder, take_lock
 from relayout.storage.local.store import OutputFile
 from relayout.storage.stores import Modes, RequestError, Store
@@ -64,17 +64,50 @@ _NUM_FILES = 4
 """Files that are sent at the same time."""
 
 
-def check_output(prefix: Prefix, source: Store, older: Replaceable, *, force: bool) -> None:
-    """Check that an output can be begun, see `publishers.check_output`."""
-    own, other = f"{prefix}/", f"{source}/"
-    if own == other:
-        raise PlanError("is the source itself; choose another prefix", path=str(prefix), code="exists")
-    if own.startswith(other) or other.startswith(own):
-        what = "is inside the source, or contains it; choose another prefix"
-        raise PlanError(what, path=str(prefix), code="exists")
-    if prefix.client.stat(prefix.prefix) is not None:
-        raise PlanError("exists and is not a folder", path=str(prefix), code="exists")
-    check_vacant(prefix, older, read_claim(prefix)[0], force=force)
+@dataclass(frozen=True, slots=True)
+class BucketPublisher:
+    """Publishes below a prefix; see `publishers.Publisher`."""
+
+    prefix: Prefix
+
+    @staticmethod
+    def of(store: Store) -> BucketPublisher:
+        """The publisher of a store. PlanError: it can only be read, or is a whole bucket."""
+        if not isinstance(store, CloudStore) or not isinstance(store.client, WritableClient):
+            what = "relayout cannot write to this store: choose another output"
+            raise PlanError(what, path=str(store), code="unsupported")
+        if not store.prefix:
+            what = f"the whole bucket cannot be an output: name a prefix in it, such as {store}/model"
+            raise PlanError(what, path=str(store), code="option")
+        return BucketPublisher(Prefix(store.client, store.prefix, store))
+
+    def check(self, source: Store, older: Replaceable, *, force: bool) -> None:
+        own, other = f"{self.prefix}/", f"{source}/"
+        if own == other:
+            raise PlanError("is the source itself; choose another prefix", path=str(self.prefix), code="exists")
+        if own.startswith(other) or other.startswith(own):
+            what = "is inside the source, or contains it; choose another prefix"
+            raise PlanError(what, path=str(self.prefix), code="exists")
+        if self.prefix.client.stat(self.prefix.prefix) is not None:
+            raise PlanError("exists and is not a folder", path=str(self.prefix), code="exists")
+        check_vacant(self.prefix, older, read_claim(self.prefix)[0], force=force)
+
+    def begin(
+        self, older: Replaceable, work: Work, *, force: bool, gathers: bool = False
+    ) -> AbstractContextManager[BucketOutput]:
+        return begin(self.prefix, older, work, force=force, gathers=gathers)
+
+    def begin_part(self, older: Replaceable, work: Work, *, force: bool) -> AbstractContextManager[BucketOutput]:
+        return begin(self.prefix, older, work, force=force, publishes=False)
+
+    def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
+        self.prefix.replace(name, expected, content)
+
+    def add(self, name: str, content: bytes) -> None:
+        self.prefix.put(name, content, replaced=True)
+
+    def remove(self, older: Replaceable) -> None:
+        remove_output(self.prefix, older)
 
 
 @contextmanager
@@ -123,7 +156,7 @@ def begin(
 
 
 def remove_output(prefix: Prefix, older: Replaceable) -> None:
-    """Delete an output and what is left of one, see `publishers.remove`.
+    """Delete an output and what is left of one, see `Publisher.remove`.
 
     The proof: a claim, or the records of the output, name the objects. They are noted in a claim before the first of
     them is deleted, so that what is left of a killed deletion is still named.

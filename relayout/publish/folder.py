@@ -18,8 +18,9 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from relayout.errors import PlanError, shown
@@ -44,9 +45,10 @@ from relayout.storage.local.descriptors import (
     rename,
     restrict,
     user_of_new_files,
+    write_file,
 )
 from relayout.storage.local.store import LocalStore, entries
-from relayout.storage.stores import older_folder, partial_folder, recovery_advice
+from relayout.storage.stores import Store, older_folder, partial_folder, recovery_advice
 
 _WORK = "work-"
 _LIVE = "live-"
@@ -62,11 +64,34 @@ _CANNOT_REPLACE = {
 }
 
 
-def check_output(output: Path, source: Path | None, older: Replaceable, *, force: bool) -> None:
-    """Check that an output can be begun, see `publishers.check_output`."""
-    remove_leftovers(output)
-    check_place(source, output)
-    replaceable(older, force, output)
+@dataclass(frozen=True, slots=True)
+class FolderPublisher:
+    """Publishes a folder; see `publishers.Publisher`."""
+
+    output: Path
+
+    def check(self, source: Store, older: Replaceable, *, force: bool) -> None:
+        remove_leftovers(self.output)
+        check_place(source.path(""), self.output)
+        replaceable(older, force, self.output)
+
+    def begin(
+        self, older: Replaceable, work: Work, *, force: bool, gathers: bool = False
+    ) -> AbstractContextManager[LocalOutput]:
+        replaced = partial(replaceable, older, True) if force else None
+        return staging_folder(self.output, work, replaced, gathers=gathers)
+
+    def begin_part(self, older: Replaceable, work: Work, *, force: bool) -> AbstractContextManager[LocalOutput]:
+        return staging_part(self.output, older.marker, work, replace=force)
+
+    def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
+        replace_file(self.output / name, expected, content)
+
+    def add(self, name: str, content: bytes) -> None:
+        write_file(self.output / name, content)
+
+    def remove(self, older: Replaceable) -> None:
+        remove_output(self.output, older)
 
 
 def replaceable(older: Replaceable, force: bool, folder: Path) -> frozenset[str]:
@@ -228,7 +253,7 @@ def _has_parts(place: OpenFolder, work: str) -> bool:
 
 
 def remove_output(output: Path, older: Replaceable) -> None:
-    """Delete an output and what is left of one, see `publishers.remove`.
+    """Delete an output and what is left of one, see `Publisher.remove`.
 
     The proof is that of a replacement: its records name its files, which are noted with the inode of their folder
     before that is moved to the folder beside it, and deleted there. What a link at its path leads to is another output.
@@ -256,7 +281,7 @@ def remove_output(output: Path, older: Replaceable) -> None:
 
 
 def replace_file(path: Path, expected: bytes | None, content: bytes) -> None:
-    """Replace a small file if its content is the expected one, see `publishers.replace`.
+    """Replace a small file if its content is the expected one, see `Publisher.replace`.
 
     Whoever holds the lock file replaces it. If somebody deletes that, two may hold a lock: so the file itself is
     locked, too, which no two processes hold, as its name is looked at after that.

@@ -25,7 +25,7 @@ from relayout.format.steps import (
     Chain,
     StepsIndex,
 )
-from relayout.publish.publishers import remove, replace
+from relayout.publish.publishers import publisher_of
 from relayout.storage.stores import Kind, Store, find_store
 
 Result = TypeVar("Result")
@@ -110,7 +110,7 @@ class Root:
                 what += "keep fewer steps (keep, keep_seconds), or delete what is retired (relayout steps --prune)"
                 raise PlanError(what, path=store.location(STEPS_NAME), code="limit")
             with suppress(FileExistsError):
-                replace(store, STEPS_NAME, blob, content)
+                publisher_of(store).replace(STEPS_NAME, blob, content)
                 return after
         raise PlanError("other processes replace its index again and again", path=self.location, code="busy")
 
@@ -165,7 +165,8 @@ class Root:
         try:
             for name in self._due(grace_seconds):
                 try:
-                    remove(find_store(self.path(name)), CONVERTED if name.startswith(FULL) else DELTA_OUTPUT)
+                    older = CONVERTED if name.startswith(FULL) else DELTA_OUTPUT
+                    publisher_of(find_store(self.path(name))).remove(older)
                     gone.append(name)
                 except (RelayoutError, OSError) as error:
                     failed.append(error)

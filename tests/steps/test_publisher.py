@@ -20,6 +20,8 @@ from support.patience import in_time
 from support.steps import CONFIG, assert_is_step, delete, files_of, outputs_of, put, weights_of
 
 import relayout
+from relayout.publish.bucket import BucketPublisher
+from relayout.publish.folder import FolderPublisher
 from relayout.saving import api
 
 
@@ -402,11 +404,9 @@ def test_what_makes_another_content_than_the_index_says_is_not_taken_for_the_ste
 def test_an_index_that_was_written_and_of_which_the_answer_was_lost_is_not_written_twice(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from relayout.steps import root as module
+    num_lost = 0
 
-    replace, num_lost = module.replace, 0
-
-    def every_other_is_lost(*arguments: Any) -> None:
+    def losing(replace: Callable[..., None], *arguments: Any) -> None:
         nonlocal num_lost
         replace(*arguments)  # Which refuses an index that is not what the caller has read.
         num_lost += 1
@@ -414,7 +414,8 @@ def test_an_index_that_was_written_and_of_which_the_answer_was_lost_is_not_writt
 
     publisher = relayout.Publisher(root, config=CONFIG, tp=2)
 
-    monkeypatch.setattr(module, "replace", every_other_is_lost)
+    for one in (FolderPublisher, BucketPublisher):
+        monkeypatch.setattr(one, "replace", lambda *given, replace=one.replace: losing(replace, *given))
     for step in (1, 2, 3):
         publisher.publish(weights_of(step), step)
     assert num_lost == 6

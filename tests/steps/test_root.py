@@ -15,7 +15,7 @@ import relayout
 from relayout.errors import PlanError
 from relayout.format.steps import Retired, StepsIndex
 from relayout.publish import folder as publish_folder
-from relayout.steps import root as root_module
+from relayout.publish.folder import FolderPublisher
 from relayout.steps.root import Root
 from relayout.storage.local import descriptors
 
@@ -117,14 +117,14 @@ def test_what_cannot_be_deleted_keeps_nothing_else_and_what_is_gone_is_written_d
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     due = retired_steps(tmp_path / "root", 5)
-    true_remove, bad = root_module.remove, due[2]
+    true_remove, bad = FolderPublisher.remove, due[2]
 
-    def remove(store: Any, older: Any) -> None:
-        if str(store).endswith(bad):
+    def remove(self: FolderPublisher, older: Any) -> None:
+        if self.output.name == bad:
             raise error
-        true_remove(store, older)
+        true_remove(self, older)
 
-    monkeypatch.setattr(root_module, "remove", remove)
+    monkeypatch.setattr(FolderPublisher, "remove", remove)
     with pytest.raises(type(error)):
         Root.at(tmp_path / "root").prune(0)
     left = due[2:] if isinstance(error, KeyboardInterrupt) else [bad]

@@ -20,7 +20,7 @@ from support.patience import PATIENCE
 from support.s3_server import Answer, Request, Server
 
 from relayout.errors import FormatError, PlanError
-from relayout.publish.publishers import add
+from relayout.publish.publishers import publisher_of
 from relayout.storage.cloud import connect, failures
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import Version
@@ -358,7 +358,7 @@ CALLS: dict[str, Callable[[str], object]] = {
     "open": lambda url: find_store(url).open("a.txt"),
     "head": lambda url: find_store(url).stat("a.txt"),
     "list": lambda url: list(find_store(url).walk()),
-    "put": lambda url: add(find_store(url), "a.txt", b"weights"),
+    "put": lambda url: publisher_of(find_store(url)).add("a.txt", b"weights"),
     "delete": lambda url: BucketClient.of(url.rpartition("/")[0]).delete(["x/a.txt"]),
     "upload": lambda url: upload(url.partition(":")[0], Path(__file__)),
     "multipart": lambda url: _multipart(url.partition(":")[0]),

@@ -15,7 +15,7 @@ from support.store_contract import MARKER, OLDER, SOME, WRITABLE, Ground, conten
 
 from relayout.errors import PlanError
 from relayout.publish.claim import CLAIM, Prefix, claim_prefix
-from relayout.publish.publishers import remove, replace
+from relayout.publish.publishers import publisher_of
 from relayout.storage.cloud.store import CloudStore, WritableClient
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Kind, Store
@@ -51,10 +51,10 @@ def test_an_output_is_deleted_and_nothing_beside_it(there: Ground) -> None:
     store, beside = there.store("out"), there.store("out2")
     make(store)
     there.write(beside, small=b"theirs")
-    remove(store, OLDER)
+    publisher_of(store).remove(OLDER)
     assert store.kind() is Kind.NOTHING
     assert content(beside, "small") == b"theirs"
-    remove(store, OLDER)
+    publisher_of(store).remove(OLDER)
     make(store)
     assert content(store, "small") == b"small"
 
@@ -66,7 +66,7 @@ def test_what_records_do_not_name_stays(there: Ground, what: str) -> None:
         make(store)
     there.write(store, theirs=b"theirs")
     with pytest.raises(PlanError, match="theirs"):
-        remove(store, OLDER)
+        publisher_of(store).remove(OLDER)
     assert content(store, "theirs") == b"theirs"
     assert what == "no output" or content(store, "first") == b"first"
 
@@ -80,7 +80,7 @@ def test_an_output_beside_which_a_claim_was_given_up_is_deleted(there: Ground) -
     assert made is not None
     made.give_up(prefix)
     assert CLAIM in prefix.objects()
-    remove(store, OLDER)
+    publisher_of(store).remove(OLDER)
     assert prefix.objects() == {}
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_folder_of_its_own_stays_and_what_it_leads_to(tmp_path: Path,
     def check() -> None:
         before = files(tmp_path)
         with pytest.raises(PlanError, match=r"out: (exists and is not a folder|is a mount point)"):
-            remove(LocalStore(out), OLDER)
+            publisher_of(LocalStore(out)).remove(OLDER)
         assert files(tmp_path) == before
         assert list((tmp_path / "place").iterdir()) == [out]
 
@@ -145,10 +145,10 @@ def test_a_deletion_that_is_killed_at_any_moment_is_ended_by_the_next(tmp_path: 
         with pytest.MonkeyPatch.context() as patch:
             calls = kill_at(patch, moment)
             with suppress(Killed):
-                remove(store, OLDER)
+                publisher_of(store).remove(OLDER)
         if len(calls) <= moment:
             break
-        remove(store, OLDER)
+        publisher_of(store).remove(OLDER)
         assert files(place) == {"theirs": b"theirs"}, (moment, calls)
         assert [path.name for path in place.iterdir()] == ["theirs"], (moment, calls)
         moment += 1
@@ -159,14 +159,14 @@ def test_a_small_file_is_replaced_if_it_is_what_was_expected(there: Ground) -> N
     store = there.store("root")
     if isinstance(store, LocalStore):
         store.folder.mkdir()
-    replace(store, "small", None, b"1")
+    publisher_of(store).replace("small", None, b"1")
     with pytest.raises(FileExistsError):
-        replace(store, "small", None, b"2")
-    replace(store, "small", b"1", b"22")
+        publisher_of(store).replace("small", None, b"2")
+    publisher_of(store).replace("small", b"1", b"22")
     with pytest.raises(FileExistsError):
-        replace(store, "small", b"1", b"3")
+        publisher_of(store).replace("small", b"1", b"3")
     with pytest.raises(FileExistsError):
-        replace(store, "missing", b"1", b"3")
+        publisher_of(store).replace("missing", b"1", b"3")
     assert content(store, "small") == b"22"
     assert store.stat("missing") is None
 
@@ -175,11 +175,11 @@ def test_of_many_that_replace_the_same_content_one_succeeds(there: Ground) -> No
     store = there.store("root")
     if isinstance(store, LocalStore):
         store.folder.mkdir()
-    replace(store, "small", None, b"before")
+    publisher_of(store).replace("small", None, b"before")
 
     def try_it(number: int) -> bool:
         try:
-            replace(store, "small", b"before", b"of %d" % number)
+            publisher_of(store).replace("small", b"before", b"of %d" % number)
         except FileExistsError:
             return False
         return True

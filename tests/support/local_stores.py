@@ -13,8 +13,9 @@ from relayout.core.extents import Extent
 from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.rank import StoredFile
-from relayout.publish import folder, publishers
+from relayout.publish import folder
 from relayout.publish.output import LocalOutput, Work
+from relayout.publish.publishers import Place
 from relayout.storage import reading
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Access
@@ -50,4 +51,4 @@ def staging_folder(place: Path) -> AbstractContextManager[LocalOutput]:
 
 
 def check_output(given: Path, place: Path, *, force: bool) -> None:
-    publishers.check_output(LocalStore(place), LocalStore(given), converted.CONVERTED, force=force)
+    Place(LocalStore(place), converted.CONVERTED, force).check(LocalStore(given))

@@ -173,8 +173,11 @@ def transfer(monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, SlowLive]:
     return engine, live
 
 
-def test_a_staging_that_was_given_up_ends_and_holds_nothing(transfer: tuple[Transfer, SlowLive]) -> None:
+def test_a_staging_that_was_given_up_ends_and_holds_nothing(
+    transfer: tuple[Transfer, SlowLive], caplog: pytest.LogCaptureFixture
+) -> None:
     engine, live = transfer
+    caplog.set_level("INFO")
     engine.receive_weights(Update("delta"))
     [given_up] = engine._stagings
     assert live.reading.acquire(timeout=60)
@@ -185,6 +188,7 @@ def test_a_staging_that_was_given_up_ends_and_holds_nothing(transfer: tuple[Tran
     assert (given_up.staged, engine.state()["is_staging"]) == (None, False)
     with pytest.raises(Stopped):
         given_up.wait(0)
+    assert "relayout: no longer staged: delta" in caplog.messages
 
 
 @pytest.mark.parametrize("heeds", [True, False])

@@ -97,7 +97,7 @@ def convert(
     expert_parallel: ExpertParallelOption = False,
     unmatched: _UnmatchedOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
-    max_part_size: _PartSizeOption = "48GB",
+    max_part_size: _PartSizeOption = "4GB",
     layout: _LayoutOption = "ranks",
     ranks: RanksOption = None,
     threads: ThreadsOption = 8,

@@ -54,8 +54,8 @@ from relayout.storage.stores import Store
 
 DEFAULT_ALIGNMENT = 4096
 
-DEFAULT_MAX_PART_NBYTES = 48 * 10**9
-"""The default size of a part, below the 50 GB that hubs take as one file."""
+DEFAULT_MAX_PART_NBYTES = 4 * 10**9
+"""The default size of a part. An interruption costs at most one unit, a part of each rank; hubs write files of 5 GB."""
 
 MAX_PART_HEADER_NBYTES = 20 * 10**6
 """A part ends before its header grows past this: the Hugging Face hub client refuses to parse 25 MB."""

@@ -361,3 +361,14 @@ def test_a_job_that_is_planned_otherwise_now_is_refused(source: Path, tmp_path: 
     with pytest.raises(PlanError, match="unit 0: this version of relayout would convert differently"):
         run_job(UnitJob.from_json(changed))
     assert not (tmp_path / "out").exists()
+
+
+def test_one_process_takes_over_the_units_of_others(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    all_jobs = jobs_of(source, tmp_path / "out", **OPTIONS)
+    for job in all_jobs[1:3]:
+        run_job(job)
+    with pytest.raises(PlanError, match="holds an interrupted attempt, with other options or of another source"):
+        relayout.convert(source, tmp_path / "out", **{**OPTIONS, "align": 8192})
+    done = relayout.convert(source, tmp_path / "out", **OPTIONS)
+    assert done.resumed_nbytes == sum(job.source_nbytes for job in all_jobs[1:3])
+    assert_published(str(tmp_path), expected)

@@ -196,7 +196,7 @@ def is_file(request: Request) -> bool:
 
 
 def test_after_a_kill_the_same_command_goes_on(server: Server, expected: Files) -> None:
-    """At any request: test_schedules.py."""
+    """At any request: test_claim.py."""
     with subprocess.Popen([*COMMAND, "--threads", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         server.interfere = at(is_file, lambda: os.kill(child.pid, signal.SIGKILL), after=3)
         child.wait()
@@ -233,7 +233,7 @@ MOMENTS = 20 if "RELAYOUT_SCHEDULES" in os.environ else 4
 def test_after_a_kill_at_any_time_the_output_is_that_of_a_local_conversion(
     server: Server, expected: Files, tmp_path: Path, moment: int
 ) -> None:
-    """Of requests: test_schedules.py."""
+    """Of requests: test_claim.py."""
     with subprocess.Popen([*COMMAND, "--threads", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         server.interfere = at(
             lambda one: one.method in ("PUT", "POST"),

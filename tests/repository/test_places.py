@@ -1,0 +1,66 @@
+"""Each module's tests are in a file of its name, but for the modules that are listed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+EXCEPTIONS = {
+    "loader/backends/base.py": "the conformance suite of backends: loader/test_backends.py",
+    "loader/backends/host.py": "the conformance suite of backends: loader/test_backends.py, test_load_memory.py",
+    "loader/changes.py": "deltas on the way into memory: commands/test_delta.py, engines/test_staging.py",
+    "loader/sources/checkpoint.py": "every load: loader/test_loading.py, test_load_options.py",
+    "relayout/__main__.py": "every test of the command: cli/",
+    "relayout/benchmark/loaders.py": "`bench` as a whole: benchmark/test_run.py",
+    "relayout/benchmark/machine.py": "`bench` as a whole: benchmark/test_run.py",
+    "relayout/benchmark/measure.py": "`bench` as a whole: benchmark/test_run.py",
+    "relayout/benchmark/verdict.py": "`bench` as a whole: benchmark/test_run.py",
+    "relayout/checkpoint/delta.py": "deltas as a whole: commands/test_delta.py",
+    "relayout/cli/reading.py": "what commands print: cli/test_app.py",
+    "relayout/cli/render.py": "what commands print: cli/test_app.py, test_terminal.py",
+    "relayout/cli/writing.py": "what commands do: cli/test_app.py, commands/",
+    "relayout/commands/convert.py": "conversions: conversion/test_run.py",
+    "relayout/commands/inspect.py": "what commands print: cli/test_app.py",
+    "relayout/commands/sign.py": "policies: checkpoint/test_trust.py",
+    "relayout/conversion/sidecar.py": "the folder as a whole: conversion/test_consistency.py, test_content.py",
+    "relayout/engines/sglang_rank.py": "the plugin of SGLang: engines/test_sglang.py",
+    "relayout/format/index.py": "the sidecar as a whole: format/test_manifest.py",
+    "relayout/format/rank_table.py": "the sidecar as a whole: format/test_manifest.py",
+    "relayout/format/source_record.py": "the sidecar as a whole: format/test_manifest.py",
+    "relayout/observe/vllm.py": "plans that are observed: observe/test_observation.py",
+    "relayout/plugins.py": "the plugins of engines: engines/test_vllm.py, test_sglang.py",
+    "relayout/steps/changing.py": "steps of a group: steps/test_group.py",
+    "relayout/steps/comparing.py": "steps as a whole: steps/test_publisher.py",
+    "relayout/steps/follower.py": "steps as a whole: steps/test_publisher.py",
+    "relayout/storage/cloud/bucket.py": "the conformance suite of stores: storage/test_stores.py",
+    "relayout/storage/cloud/store.py": "the conformance suite of stores: storage/test_stores.py",
+    "relayout/storage/local/store.py": "the conformance suite of stores: storage/test_stores.py",
+    "relayout/storage/web/http.py": "the conformance suite of stores: storage/test_stores.py",
+    "relayout/storage/web/hub.py": "loads from the hub: loader/test_hub.py",
+}
+"""Modules that are tested only as a part of something larger, and where."""
+
+
+def test_the_tests_of_a_module_are_in_a_file_of_its_name() -> None:
+    """In the folder of its package, or beside it: `relayout/x/y/z.py` is tested in `tests/x/test_z.py`."""
+    files = [path.relative_to(ROOT) for folder in ("relayout", "loader") for path in (ROOT / folder).rglob("*.py")]
+    missing = set()
+    for path in files:
+        # relayout/loader is a symbolic link to loader/.
+        if path.name == "__init__.py" or path.parts[:2] == ("relayout", "loader"):
+            continue
+        package = path.parts[:-1] if path.parts[0] == "loader" else path.parts[1:-1]
+        folder = ROOT.joinpath("tests", *package[:1])
+        if not any(folder.rglob(f"test_{path.stem.strip('_')}.py")):
+            missing.add(str(path))
+    assert missing == EXCEPTIONS.keys()
+
+
+def test_the_tests_of_exceptions_are_where_they_are_said_to_be() -> None:
+    for module, where in EXCEPTIONS.items():
+        folder = None
+        for place in where.partition(": ")[2].split(", "):
+            folder = place.rpartition("/")[0] if "/" in place else folder
+            path = ROOT / "tests" / (place if "/" in place else f"{folder}/{place}")
+            assert path.exists(), (module, path)

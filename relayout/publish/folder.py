@@ -163,8 +163,8 @@ def staging_folder(
 ) -> Iterator[LocalOutput]:
     """Yield a staging folder beside `output`, which becomes `output` when the block ends.
 
-    It has the finished parts of earlier attempts at the same work. If the block fails, it is deleted, unless it has
-    parts and the work is resumable. An existing `output` must be empty or, with `replaced`, an older output.
+    It has the finished parts of earlier attempts at the same work. If the block fails, it is deleted, unless there are
+    parts of resumable work. An existing `output` must be empty or, with `replaced`, an older output.
 
     Args:
         replaced: returns the files of an older output that may be deleted, or raises PlanError. With it, what was left
@@ -198,7 +198,7 @@ def staging_folder(
                 _remove(parent, place, output)
             except BaseException as error:
                 is_published = inner.status(FOLDER) is None
-                if is_published or not (work.is_resumable and staging.has_parts):
+                if is_published or not any(_has_parts(place, name) for name in _works(place)):
                     _remove(parent, place, output)
                 elif not gathers:
                     error.add_note(kept_note(str(place.path), error))

@@ -254,11 +254,6 @@ class LocalOutput:
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
         check_space(self._output.parent, self._output, nbytes)
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether there are finished parts here, or others are making some."""
-        return has_parts(self._whole)
-
     def remove(self, name: str) -> None:
         """Delete the file `name`, if it exists."""
         self._written.discard(name)

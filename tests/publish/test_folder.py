@@ -33,7 +33,8 @@ from relayout.commands.restore import restore
 from relayout.conversion.run import FileSink
 from relayout.errors import PlanError
 from relayout.publish import folder as local_staging
-from relayout.publish.output import check_space
+from relayout.publish.folder import staging_part
+from relayout.publish.output import Work, check_space
 from relayout.storage.local import descriptors
 from relayout.storage.local import store as local_store
 from relayout.storage.local.descriptors import OpenFolder
@@ -740,3 +741,22 @@ def test_a_lock_that_has_replaced_that_of_a_writer_is_not_removed_by_it(tmp_path
         lock.unlink()
         lock.write_text("process 1, writing it since 12:00:00")
     assert listing(tmp_path) == [".out.relayout-lock", "out"]
+
+
+def test_units_of_other_work_outlive_a_commit_that_fails(tmp_path: Path) -> None:
+    out, ours, theirs = tmp_path / "out", Work(what="ours", fingerprint="1"), Work(what="theirs", fingerprint="2")
+    for work in (ours, theirs):
+        with staging_part(out, "marker", work, replace=False) as staging:
+            staging.head("file", b"head", 4)
+            staging.keep("unit-0", b"notes")
+    (tmp_path / ".out.relayout-partial" / "work-1" / "part-unit-0").unlink()
+
+    def fail() -> None:
+        with local_staging.staging_folder(out, ours, gathers=True) as staging:
+            raise KeyError(staging.kept("unit-0"))
+
+    with pytest.raises(KeyError, match="None"):
+        fail()
+    with local_staging.staging_folder(out, theirs, gathers=True) as staging:
+        assert staging.kept("unit-0") == b"notes"
+    assert listing(tmp_path) == ["out", "out/file"]

@@ -53,7 +53,7 @@ def summary(done: Summary) -> Iterator[Block]:
         f" {decimal(done.written_nbytes)} written{overhead}"
     )
     if done.resumed_nbytes:
-        yield Line(f"{decimal(done.resumed_nbytes)} of it by an interrupted conversion, and verified")
+        yield Line(f"{decimal(done.resumed_nbytes)} of it was done by an interrupted conversion")
     if done.num_ranks == 1:
         yield Line("1 rank: no tensor is cut, stock loaders read the folder too")
     if done.is_private:
@@ -79,7 +79,7 @@ def copied(done: Copied) -> Iterator[Block]:
     now_nbytes = done.nbytes - done.resumed_nbytes
     yield Line(f"{decimal(now_nbytes)} in {_time(now_nbytes, done.seconds)}")
     if done.resumed_nbytes:
-        yield Line(f"{decimal(done.resumed_nbytes)} by an interrupted attempt, and verified")
+        yield Line(f"{decimal(done.resumed_nbytes)} of it was done by an interrupted copy")
 
 
 def units(done: ConvertedUnits) -> Iterator[Block]:

@@ -98,7 +98,7 @@ class Copied(Result):
     nbytes: int
     """Bytes of the rank files."""
     resumed_nbytes: int
-    """Bytes that an interrupted copy had written: checked, and not copied again."""
+    """Bytes of the files that an interrupted copy had finished: these were not copied again."""
     seconds: float
     peak_nbytes: int
     """The most memory that the process ever held (resident)."""

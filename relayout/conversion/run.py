@@ -73,7 +73,7 @@ class Summary(Result):
     """Bytes that are stored more than once, counted once for each copy beyond the first; None: not all ranks were
     converted."""
     resumed_nbytes: int
-    """Source bytes of tensors that an interrupted conversion had written: checked, and not written again."""
+    """Source bytes of the units that an interrupted conversion had finished: these were not made again."""
     seconds: float
     peak_nbytes: int
     """The most memory that the process ever held (resident)."""

@@ -88,7 +88,7 @@ def test_a_resumed_conversion_counts_what_it_has_read_itself(llama: Path, tmp_pa
     done = replace(done, source_nbytes=1_600_000_000, resumed_nbytes=1_200_000_000, seconds=10.0)
     lines = lines_of(summary(done))
     assert any(line.startswith("400.0 MB read in 10.0 s (40.00 MB/s)") for line in lines)
-    assert "1.2 GB of it by an interrupted conversion, and verified" in lines
+    assert "1.2 GB of it was done by an interrupted conversion" in lines
 
 
 @pytest.mark.parametrize("width", [*range(20, 100, 4), 60, 200])

@@ -185,7 +185,7 @@ def staging_folder(
                 place.remove(folder_of(work))
             inner = opened.enter_context(subfolder(place, folder_of(work)))
             _delete_replaced(parent, place, output)
-            staging = LocalOutput(output, inner, work.modes)
+            staging = LocalOutput(output, inner, work.modes, gathers=gathers)
             try:
                 _check_replaceable(place, parent, output)
                 if replaced is not None:

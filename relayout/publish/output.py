@@ -12,10 +12,11 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, shown
 from relayout.storage.local.descriptors import OpenFolder, rename, restrict, with_path
 from relayout.storage.local.store import OutputFile
@@ -178,6 +179,8 @@ RECORD = "part-"
 ATTEMPT = "attempt-"
 """Begins the name of the folder of a process that makes parts, beside that folder."""
 _TO_CREATE = os.O_RDWR | os.O_CREAT
+_HEAD_NBYTES = 2**16
+"""How many of a file's first bytes have a digest in the record of its part."""
 
 
 def check_space(folder: Path, output: Path, nbytes: int, advice: str = "") -> None:
@@ -194,18 +197,32 @@ class LocalOutput:
     """A private folder in which an output is assembled; see `Output`.
 
     A part is finished when its record is here, which is written after its files are on the drive. The record has the
-    length and the time of change of each file: a file that was written to since is no longer that of the part.
+    state of each file: its length, when it was last written to, and a digest of its first bytes.
+
+    Who makes the parts again if they have changed wants the same time, too: a file that was written to since is no
+    longer that of the part. Who only gathers parts of other processes, or publishes, does without it: some network file
+    systems change the time of a file after it was closed.
     """
 
     mark = ""
 
-    def __init__(self, output: Path, place: OpenFolder, modes: Modes, whole: OpenFolder | None = None) -> None:
+    def __init__(
+        self,
+        output: Path,
+        place: OpenFolder,
+        modes: Modes,
+        whole: OpenFolder | None = None,
+        *,
+        gathers: bool = False,
+    ) -> None:
         """Write files below `place`, a private folder of this user.
 
         Args:
             whole: the folder to which the files of finished parts are moved, and that has their records. Default:
                 `place`, in which every file that no record names is deleted.
+            gathers: whether other processes make all parts.
         """
+        self._wants_times = not gathers
         self._output = output
         self.place = place
         self._whole = place if whole is None else whole
@@ -304,7 +321,7 @@ class LocalOutput:
         if record is None:
             return None
         with self._whole.subfolder(FOLDER) as folder:
-            if record.changed_in(folder):
+            if record.changed_in(folder, with_times=self._wants_times):
                 return None
             for file in record.files:
                 fd = folder.open_own(file, os.O_RDONLY)
@@ -322,7 +339,7 @@ class LocalOutput:
         """
         for name in self.place.names():
             record = Record.parse(read_own(self.place, name) or b"") if name.startswith(RECORD) else None
-            if record is not None and (changed := record.changed_in(self.folder)):
+            if record is not None and (changed := record.changed_in(self.folder, with_times=False)):
                 what = "was written to, or deleted, before the output was complete"
                 raise FormatError(what, path=self.folder.path / changed[0], code="mismatch")
 
@@ -337,7 +354,7 @@ class LocalOutput:
                 for name in names:
                     rename(self.folder, name, folder, name)
             os.fsync(folder.fd)
-            states = {name: _state_of(folder, name) for name in names}
+            states = {name: FileState.of(folder, name) for name in names}
         files = {name: state for name, state in states.items() if state is not None}
         if len(files) < len(states):
             missing = min(states.keys() - files.keys())
@@ -353,38 +370,62 @@ def subfolder(place: OpenFolder, name: str, mode: int = stat.S_IRWXU) -> OpenFol
 
 
 @dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells a file of a part from another one at its place."""
+
+    nbytes: int
+    changed_ns: int
+    """When it was last written to, in nanoseconds."""
+    digest: str
+    """Digest of its first bytes, which are written last."""
+
+    @staticmethod
+    def of(folder: OpenFolder, name: str) -> FileState | None:
+        """The state of a regular file of the folder's owner, with a single name; None: there is none."""
+        try:
+            fd = folder.open_own(name, os.O_RDONLY)
+        except (FileNotFoundError, FormatError):
+            return None
+        with open(fd, "rb") as stream:
+            status = os.fstat(fd)
+            return FileState(status.st_size, status.st_mtime_ns, digest_hex(stream.read(_HEAD_NBYTES)))
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """The record of a finished part."""
 
-    files: Mapping[str, tuple[int, int]]
-    """For each file its length in bytes, and when it was last written to, in nanoseconds."""
+    files: Mapping[str, FileState]
     notes: bytes
 
-    def changed_in(self, folder: OpenFolder) -> list[str]:
-        """The files that are not as they were."""
-        return [name for name, state in self.files.items() if _state_of(folder, name) != state]
+    def changed_in(self, folder: OpenFolder, *, with_times: bool) -> list[str]:
+        """The files that are not as they were; `with_times`, also those that were only written to."""
+        changed = []
+        for name, state in self.files.items():
+            found = FileState.of(folder, name)
+            if found is not None and not with_times:
+                found = replace(found, changed_ns=state.changed_ns)
+            if found != state:
+                changed.append(name)
+        return changed
 
     def dump(self) -> bytes:
         """Its content."""
-        return json.dumps({"files": self.files, "notes": self.notes.decode("latin-1")}).encode()
+        files = {name: astuple(state) for name, state in self.files.items()}
+        return json.dumps({"files": files, "notes": self.notes.decode("latin-1")}).encode()
 
     @staticmethod
     def parse(content: bytes) -> Record | None:
         """The inverse of `dump`; None if this is no record."""
         try:
             value = json.loads(content)
-            files = {str(name): (int(nbytes), int(changed)) for name, (nbytes, changed) in value["files"].items()}
+            files = {
+                name: FileState(int(nbytes), int(changed), str(digest))
+                for name, (nbytes, changed, digest) in value["files"].items()
+            }
             return Record(files, value["notes"].encode("latin-1"))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
-
-
-def _state_of(folder: OpenFolder, name: str) -> tuple[int, int] | None:
-    """The length of a regular file with a single name, and when it was last written to; None: there is none."""
-    status = folder.status(name)
-    if status is None or not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != folder.owner:
-        return None
-    return status.st_size, status.st_mtime_ns
 
 
 def read_own(folder: OpenFolder, name: str) -> bytes | None:

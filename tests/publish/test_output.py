@@ -12,16 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.errors import FormatError
-from relayout.publish.output import ATTEMPT, RECORD, LocalOutput, Record, has_parts, subfolder
+from relayout.publish.output import ATTEMPT, RECORD, FileState, LocalOutput, Record, has_parts, subfolder
 from relayout.storage.local.descriptors import OpenFolder
 from relayout.storage.stores import Modes
 
 
 @given(
-    st.dictionaries(st.text(min_size=1), st.tuples(st.integers(0, 2**63), st.integers(0, 2**63)), max_size=4),
+    st.dictionaries(
+        st.text(min_size=1), st.builds(FileState, st.integers(0, 2**63), st.integers(0, 2**63), st.text()), max_size=4
+    ),
     st.binary(max_size=100),
 )
-def test_a_record_is_read_back(files: dict[str, tuple[int, int]], notes: bytes) -> None:
+def test_a_record_is_read_back(files: dict[str, FileState], notes: bytes) -> None:
     record = Record(files, notes)
     assert Record.parse(record.dump()) == record
 
@@ -36,11 +38,12 @@ def test_a_record_is_read_back(files: dict[str, tuple[int, int]], notes: bytes) 
         b'{"files": {}}',
         b'{"files": [], "notes": ""}',
         b'{"files": {"a": 1}, "notes": ""}',
-        b'{"files": {"a": [1, "x"]}, "notes": ""}',
+        b'{"files": {"a": [1, 2]}, "notes": ""}',
+        b'{"files": {"a": [1, "x", ""]}, "notes": ""}',
         b'{"files": {}, "notes": 1}',
         b'{"files": {}, "notes": "\\u1234"}',
         b"[" * 100_000,
-        Record({"a": (1, 2)}, b"n").dump()[:-1],
+        Record({"a": FileState(1, 2, "d")}, b"n").dump()[:-1],
     ],
 )
 def test_what_is_no_record_is_none(content: bytes) -> None:
@@ -107,6 +110,23 @@ def test_a_part_whose_file_has_changed_is_not_finished_and_not_published(place: 
     again = output_in(place)
     assert [name for name in place.names() if name.startswith(RECORD)] == [f"{RECORD}again", f"{RECORD}b"]
     assert again.folder.names() == ["b"]
+    again.folder.close()
+
+
+def test_who_gathers_parts_does_without_times_but_not_without_heads(place: OpenFolder) -> None:
+    made = output_in(place)
+    for name in ("a", "b"):
+        made.head(name, b"head", 4)
+        made.keep(name, b"notes")
+    os.utime(place.path / "output" / "a", ns=(0, 0))
+    (place.path / "output" / "b").write_bytes(b"haed")
+    made.folder.close()
+    gathering = LocalOutput(place.path.parent / "out", place, Modes(), gathers=True)
+    assert [gathering.kept(name) for name in ("a", "b")] == [b"notes", None]
+    gathering.check_parts()
+    gathering.folder.close()
+    again = output_in(place)
+    assert again.kept("a") is None
     again.folder.close()
 
 

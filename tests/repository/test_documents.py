@@ -163,7 +163,7 @@ def test_the_digests_in_the_format_document_are_right() -> None:
 def test_relayout_writes_the_example_of_the_format_document(tmp_path: Path) -> None:
     """All but what depends on the zstd library, and on the version of relayout."""
     source, plan = format_example.write_source(tmp_path)
-    relayout.convert(source, tmp_path / "out", tp=2, plan=plan)
+    relayout.convert(source, tmp_path / "out", tp=2, plan=plan, max_part_nbytes=format_example.MAX_PART_NBYTES)
     for rank in range(format_example.NUM_RANKS):
         name = f"model-rank-{rank}-part-0.safetensors"
         assert (tmp_path / "out" / name).read_bytes() == b"".join(format_example.rank_file(rank))

@@ -18,6 +18,7 @@ import xxhash
 from blake3 import blake3
 
 NUM_RANKS, ALIGNMENT, CHUNK_NBYTES, ITEM = 2, 4096, 2**20, 2
+MAX_PART_NBYTES = 48 * 10**9
 CONFIG = '{"model_type":"example","num_attention_heads":4,"num_key_value_heads":2}\n'
 PLAN = """\
 [sizes]
@@ -151,7 +152,7 @@ def record() -> dict[str, Any]:
         },
         "expert_parallel": False,
         "alignment": ALIGNMENT,
-        "max_part_nbytes": 48 * 10**9,
+        "max_part_nbytes": MAX_PART_NBYTES,
         "dcp": False,
         "layout": "ranks",
         "files": {

@@ -307,11 +307,10 @@ def copy_from(
     place = Place(target, CONVERTED, force)
     for store in inputs:
         place.check(store)
-    copied = digest_hex(compact_json(["copy", kept.present]))
     nbytes = sum(file.nbytes for file in kept.files)
     work = Work(
         what=f"a copy of {source}",
-        fingerprint=digest_hex(compact_json([digest_hex(blob), copied])),
+        fingerprint=digest_hex(compact_json(["copy", digest_hex(blob), kept.present])),
         others=[*names_of(kept, record), SIGNATURE_NAME],
         modes=modes_of(inputs, [file.name for file in kept.files]),
         scratch=folder_text(scratch, "scratch"),

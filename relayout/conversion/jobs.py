@@ -200,7 +200,7 @@ def convert_unit(
             output.check_space(needed_for(conversion, [unit])[0])
             plan, headers = CopyPlan(conversion, chunk_nbytes=chunk_nbytes), HeaderWriter(output, conversion)
             with reporting(progress, f"unit {unit} of {len(units)}", nbytes) as report:
-                make_unit(plan, unit, output, headers, identity, threads=threads, on_progress=report)
+                make_unit(plan, unit, output, headers, identity, fingerprint, threads=threads, on_progress=report)
         elif callable(progress):
             progress(nbytes, nbytes)
     return UnitRecord(unit, nbytes, 0 if is_finished else nbytes, time.monotonic() - started, peak_nbytes())

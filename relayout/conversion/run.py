@@ -353,6 +353,7 @@ class _Making:
                         self.output,
                         self.headers,
                         self.identity,
+                        fingerprint,
                         threads=self.threads,
                         on_progress=report.after(passed),
                     )
@@ -369,16 +370,13 @@ class _Making:
             for unit in range(len(units))
             if (done := read_unit(self.output, conversion, fingerprint, unit)) is not None
         }
-        kept, num_readers = (
-            merged(written for _, written in found.values()),
-            num_readers_of(self.threads, self.chunk_nbytes),
-        )
+        kept = merged(written for _, written in found.values())
+        num_readers = num_readers_of(self.threads, self.chunk_nbytes)
         if all(here == self.identity.here for here, _ in found.values()):
             is_proven = not changed_shards(conversion, kept, num_readers)
         else:
-            with reporting(
-                self.progress, "comparing the source", sum(conversion.nbytes_of(units[unit]) for unit in found)
-            ):
+            nbytes = sum(conversion.nbytes_of(units[unit]) for unit in found)
+            with reporting(self.progress, "comparing the source", nbytes):
                 is_proven = is_unchanged_since(conversion, kept, num_readers)
         return {unit: written for unit, (_, written) in found.items()} if is_proven else {}
 
@@ -389,6 +387,7 @@ def make_unit(
     output: Output,
     headers: HeaderWriter,
     identity: SourceIdentity,
+    fingerprint: Fingerprint,
     *,
     threads: int,
     on_progress: Callable[[int], None],
@@ -397,6 +396,7 @@ def make_unit(
 
     Args:
         identity: of the source, before it was read.
+        fingerprint: of the conversion, with the content of that identity.
 
     Raises:
         FormatError: the source is damaged, or has changed meanwhile.
@@ -406,8 +406,7 @@ def make_unit(
     written = run_unit(plan, unit, output, threads=threads, on_progress=on_progress)
     headers.write(unit, written)
     check_unchanged(conversion, identity)
-    notes = dump_notes(fingerprint_of(conversion, identity.content), identity.here, written)
-    output.keep(part_name(unit), notes)
+    output.keep(part_name(unit), dump_notes(fingerprint, identity.here, written))
     return written
 
 

@@ -316,8 +316,7 @@ class LocalOutput:
 
     def _read_record(self, name: str) -> Record | None:
         """The record of a part; None if there is none, or its files are not as they were."""
-        content = read_own(self._whole, name)
-        record = None if content is None else Record.parse(content)
+        record = Record.read(self._whole, name)
         if record is None:
             return None
         with self._whole.subfolder(FOLDER) as folder:
@@ -338,7 +337,7 @@ class LocalOutput:
             FormatError: one was deleted, or written to.
         """
         for name in self.place.names():
-            record = Record.parse(read_own(self.place, name) or b"") if name.startswith(RECORD) else None
+            record = Record.read(self.place, name) if name.startswith(RECORD) else None
             if record is not None and (changed := record.changed_in(self.folder, with_times=False)):
                 what = "was written to, or deleted, before the output was complete"
                 raise FormatError(what, path=self.folder.path / changed[0], code="mismatch")
@@ -413,6 +412,12 @@ class Record:
         """Its content."""
         files = {name: astuple(state) for name, state in self.files.items()}
         return json.dumps({"files": files, "notes": self.notes.decode("latin-1")}).encode()
+
+    @staticmethod
+    def read(place: OpenFolder, name: str) -> Record | None:
+        """The record in a file of this user; None if there is none."""
+        content = read_own(place, name)
+        return None if content is None else Record.parse(content)
 
     @staticmethod
     def parse(content: bytes) -> Record | None:

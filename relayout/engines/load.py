@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from relayout.cache.conversions import KeptConversion, Observer
     from relayout.checkpoint.delta import Paths
-    from relayout.engines.recording import Recording
-    from relayout.engines.staging import LiveWeights, Staged
     from relayout.engines.unwritten import Marks
     from relayout.format.index import Manifest
+    from relayout.live.recording import Recording
+    from relayout.live.staging import LiveWeights, Staged
     from relayout.loader.group.collectives import Group
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]

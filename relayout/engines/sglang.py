@@ -33,8 +33,8 @@ from relayout.engines.load import (
 )
 from relayout.engines.rank_weights import EngineOptions, listed, publish
 from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, is_draft, shapes_at
-from relayout.engines.sglang_updates import process_weights, restore_weights, update_weights
 from relayout.errors import PlanError, RelayoutError
+from relayout.live.sglang_updates import process_weights, restore_weights, update_weights
 from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from relayout.cache.conversions import Observer
-    from relayout.engines.recording import Recording
+    from relayout.live.recording import Recording
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"
@@ -86,7 +86,7 @@ def _register_transfer() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
         return
-    from relayout.engines.transfer import engine_class
+    from relayout.live.vllm_updates import engine_class
 
     if FORMAT not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(FORMAT, engine_class(WeightTransferEngine))
@@ -252,9 +252,9 @@ class VllmLoader:
         """What records where the weights come to lie, if they may change while the engine lives; else None."""
         if self._until_processed is None or engine.is_draft or not isinstance(self.load, Weights) or not _may_change():
             return None
-        from relayout.engines.recording import Recording
-        from relayout.engines.staging import Content, LiveWeights
-        from relayout.engines.vllm_reload import loader_of, note_defaults
+        from relayout.live.recording import Recording
+        from relayout.live.staging import Content, LiveWeights
+        from relayout.live.vllm_reload import loader_of, note_defaults
 
         if known.marks is not None:
             note_defaults(model)
@@ -394,7 +394,7 @@ def _followed(
     tensors: Iterable[tuple[str, torch.Tensor]], known: EngineModel, weights: RankWeights
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a reload; when all were taken, it is known again what a delta applies to."""
-    from relayout.engines.staging import Content
+    from relayout.live.staging import Content
 
     yield from tensors
     if known.live is not None:

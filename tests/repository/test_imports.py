@@ -25,8 +25,8 @@ ROOT = PACKAGE.parent
 WITH_TORCH = {
     "relayout.core.aten",
     "relayout.engines.global_tensor",
-    "relayout.engines.recording",
-    "relayout.engines.staging",
+    "relayout.live.recording",
+    "relayout.live.staging",
     "relayout.engines.unwritten",
     "relayout.observe.stand_ins",
     "relayout.observe.tracing",

@@ -11,8 +11,8 @@ import torch
 
 from relayout.engines.load import EngineRank, Experts
 from relayout.engines.rank_weights import EngineOptions
-from relayout.engines.recording import Recording
-from relayout.engines.staging import Content, LiveWeights
+from relayout.live.recording import Recording
+from relayout.live.staging import Content, LiveWeights
 
 
 def engine_rank(rank: int, tp: int, device: str) -> EngineRank:

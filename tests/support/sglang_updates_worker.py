@@ -1,6 +1,6 @@
 """Two ranks of a stand-in of SGLang whose weights are updated, case after case, and what each of them saw.
 
-`main` with `FOLDER` in sys.argv: it has what `steps` of tests/engines/test_sglang_updates.py makes. Each process writes
+`main` with `FOLDER` in sys.argv: it has what `steps` of tests/live/test_sglang_updates.py makes. Each process writes
 FOLDER/rank-N.json. With `live` behind it, what changes goes where it lies; of rank 1 only, with `live in part`.
 """
 
@@ -33,7 +33,7 @@ def _rank(folder: Path, rank: int) -> None:
     from support.fake_sglang import install
     from support.fake_vllm import Model
 
-    from relayout.engines.staging import LiveWeights
+    from relayout.live.staging import LiveWeights
 
     join(folder, rank, TP)
     engine = install(pytest.MonkeyPatch())

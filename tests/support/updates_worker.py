@@ -1,6 +1,6 @@
 """Two workers of a fake vLLM whose weights are updated, case after case, and what each of them saw.
 
-`main` with `FOLDER` in sys.argv: it has what `updated_folders` of tests/engines/test_transfer.py makes. Each process
+`main` with `FOLDER` in sys.argv: it has what `updated_folders` of tests/live/test_vllm_updates.py makes. Each process
 writes FOLDER/worker-N.json.
 """
 

@@ -51,7 +51,7 @@ def all_steps(out: Path, work: Path, layers: int, device: str) -> list[Step]:
     size = EMBEDDING_GB + layers * LAYER_GB
     small = max(2, layers // 4)
     tests = ("-rA", "-q", "-p", "no:cacheprovider", f"--basetemp={work / 'tests'}")
-    files = [str(ROOT / "tests" / name) for name in ("loader/test_cuda.py", "engines/test_staging.py")]
+    files = [str(ROOT / "tests" / name) for name in ("loader/test_cuda.py", "live/test_staging.py")]
     steps = [Step("tests", (python, "-m", "pytest", *files, *tests))]
     for name in ("limits", "engine_ways", "live", "groups", "sweep"):
         arguments = (str(out / f"{name}.jsonl"), str(work), str(small), device)

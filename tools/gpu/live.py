@@ -15,7 +15,7 @@ from torch import nn
 import relayout
 from gpu.loads import converted_of, measure, prepare, timed
 from gpu.results import Arguments
-from relayout.engines.staging import LiveWeights, Staged
+from relayout.live.staging import LiveWeights, Staged
 
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.2)
 MEMORY = 32 * 2**30

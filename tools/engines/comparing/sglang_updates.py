@@ -106,7 +106,7 @@ def outcomes(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     wanted = [{f"model-{n}": Live(root / f"model-{n}", rank).held() for n in range(3)} for rank in range(TP)]
     yield "a truncated file, SGLang alone", from_half_a_folder(root, wanted)
     load_plugins()
-    import relayout.engines.sglang_updates as updates
+    import relayout.live.sglang_updates as updates
 
     updates._group = lambda: None  # The ranks are not there at the same time.
     for mode, options in (("", {}), ("live: ", {"live": True})):

@@ -23,8 +23,8 @@ from vllm.model_executor.models import registry
 from engines.comparing.jobs import Job, Tensors, run_jobs
 from engines.comparing.vllm_updates import MEMORY, everything, loaded, stand_in_quantization
 from relayout.engines.load import known_of
-from relayout.engines.vllm_reload import rehearse, reload
 from relayout.errors import RelayoutError
+from relayout.live.vllm_reload import rehearse, reload
 from relayout.observe.stand_ins import Unpinned, fake_rank
 
 _PARTS = ("impl", "quant_method", "kernel", "scheme", "moe_kernel", "fused_experts")

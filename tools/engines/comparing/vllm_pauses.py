@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from engines.comparing.jobs import Job
 from engines.comparing.vllm_updates import MEMORY, leave_unpacked, loaded
 from relayout.engines.load import known_of
-from relayout.engines.vllm_reload import rehearse, reload
+from relayout.live.vllm_reload import rehearse, reload
 from relayout.observe.stand_ins import Unpinned, fake_rank
 
 

@@ -35,7 +35,7 @@ import relayout
 from engines.comparing.jobs import Job, note_differences, nothing_found
 from engines.comparing.vllm_updates import MEMORY, everything, leave_unpacked, loaded
 from relayout.engines.load import known_of
-from relayout.engines.vllm_reload import rehearse, reload
+from relayout.live.vllm_reload import rehearse, reload
 from relayout.observe.stand_ins import Unpinned, fake_rank
 
 NUM_SAMPLES = 20

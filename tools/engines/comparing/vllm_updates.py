@@ -23,8 +23,8 @@ from vllm.distributed import parallel_state
 from engines.comparing.jobs import Job, Tensors, note_differences, run_jobs
 from engines.comparing.vllm_classes import configuration
 from relayout.engines.load import known_of
-from relayout.engines.transfer import NAME
-from relayout.engines.vllm_reload import rehearse, reload
+from relayout.live.vllm_reload import rehearse, reload
+from relayout.live.vllm_updates import NAME
 from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels
 
 MEMORY = 2**32

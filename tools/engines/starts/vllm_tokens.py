@@ -83,7 +83,7 @@ class Fragile:
     def fail_while_updating(self) -> None:
         """From now on one worker gets half of what it changes only."""
         if self.rank == 0:  # type: ignore[attr-defined]
-            from relayout.engines.staging import LiveWeights
+            from relayout.live.staging import LiveWeights
 
             def fail(self: LiveWeights, staged: Any, reload: Any) -> None:
                 whole(self, replace(staged, flips=staged.flips[::2], tensors=None), reload)

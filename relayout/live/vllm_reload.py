@@ -26,7 +26,7 @@ from relayout.errors import PlanError, RelayoutError
 if TYPE_CHECKING:
     import torch
 
-    from relayout.engines.staging import Modules
+    from relayout.live.staging import Modules
 
 
 class _Some:

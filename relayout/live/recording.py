@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from relayout.core.aten import SHAPED, aten, geometry_of, is_view
 from relayout.engines.global_tensor import GlobalTensor
-from relayout.engines.views import View, view_of
+from relayout.live.views import View, view_of
 
 _UNREAD = SHAPED | {aten.view.dtype}
 """Operations that read no element, beside those that return views of the same dtype."""

@@ -27,8 +27,8 @@ import relayout
 from relayout.core.digests import digest_hex
 from relayout.engines.load import known_of
 from relayout.engines.rank_weights import RankWeights
-from relayout.engines.sglang_updates import update_weights
-from relayout.engines.staging import Flips, LiveWeights
+from relayout.live.sglang_updates import update_weights
+from relayout.live.staging import Flips, LiveWeights
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -257,7 +257,7 @@ def test_stages_of_a_pipeline_take_a_step_by_its_number(steps: Path, engine: Eng
 
 def after_the_proof(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Let something happen when all is read, and before anything changes. Nothing is held: it is read again."""
-    monkeypatch.setattr("relayout.engines.sglang_updates._HELD_NBYTES", 0)
+    monkeypatch.setattr("relayout.live.sglang_updates._HELD_NBYTES", 0)
     deliver, acts = RankWeights.deliver, [act]
 
     def delivered(weights: RankWeights, *args: Any) -> Any:

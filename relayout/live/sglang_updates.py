@@ -41,8 +41,8 @@ from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
     from relayout.engines.rank_weights import RankWeights
-    from relayout.engines.recording import Recording
-    from relayout.engines.staging import Staged
+    from relayout.live.recording import Recording
+    from relayout.live.staging import Staged
     from relayout.loader.group.collectives import Group
 
 Value = TypeVar("Value")
@@ -89,8 +89,8 @@ def process_weights(original: Callable[..., None], model: Any, weights: Iterable
     if not (known.options.live and is_followed):
         original(model, weights, target_device)
         return
-    from relayout.engines.recording import Recording
-    from relayout.engines.staging import Content, LiveWeights
+    from relayout.live.recording import Recording
+    from relayout.live.staging import Content, LiveWeights
 
     load: Load | None = None
 

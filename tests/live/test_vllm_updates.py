@@ -23,10 +23,10 @@ from relayout.core.digests import digest_hex
 from relayout.core.workers import Stopped, check_stop, current_stop
 from relayout.engines.load import Shapes, check_same_model
 from relayout.engines.rank_weights import EngineOptions, RankWeights
-from relayout.engines.recording import Recorded
-from relayout.engines.staging import Content, LiveWeights
-from relayout.engines.transfer import Init, Transfer, Update
 from relayout.errors import PlanError
+from relayout.live.recording import Recorded
+from relayout.live.staging import Content, LiveWeights
+from relayout.live.vllm_updates import Init, Transfer, Update
 
 pytestmark = pytest.mark.xdist_group("group")
 

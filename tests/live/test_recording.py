@@ -18,7 +18,7 @@ from torch import nn
 
 from relayout.core.slices import Slice
 from relayout.engines.global_tensor import GlobalTensor, Usage
-from relayout.engines.recording import Recorded, Recording
+from relayout.live.recording import Recorded, Recording
 
 Tensors = dict[str, torch.Tensor]
 Steps = list[Operation]

@@ -1,4 +1,4 @@
-"""relayout.engines.views against torch: what torch copies, and where elements that change must change after that."""
+"""relayout.live.views against torch: what torch copies, and where elements that change must change after that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.core.aten import geometry_of
-from relayout.engines.views import View, view_of
+from relayout.live.views import View, view_of
 
 
 @st.composite

@@ -28,9 +28,9 @@ from relayout.core.digests import Hash, digest_hex, new_digest
 from relayout.core.workers import check_stop, current_stop, each
 from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_url
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
-from relayout.engines.recording import Recorded
-from relayout.engines.views import View
 from relayout.errors import PlanError, about
+from relayout.live.recording import Recorded
+from relayout.live.views import View
 from relayout.loader.backends.base import kind_of
 from relayout.loader.backends.cuda import pin
 from relayout.loader.changes import Batch, ChangedPiece, RankChanges

@@ -26,7 +26,7 @@ from relayout.errors import PlanError, shown
 if TYPE_CHECKING:
     import torch
 
-    from relayout.engines.staging import Content, LiveWeights, Modules, Staged
+    from relayout.live.staging import Content, LiveWeights, Modules, Staged
 
 NAME = "relayout"
 _LOGGER = getLogger("vllm.relayout")
@@ -277,7 +277,7 @@ class Transfer:
             PlanError: this cannot be committed.
             FormatError, PlanError, OSError, MemoryError: as `LiveWeights.stage`.
         """
-        from relayout.engines.vllm_reload import rehearse
+        from relayout.live.vllm_reload import rehearse
 
         if self._is_mixed:
             raise PlanError("an update has failed: start the engine again", code="unsupported")
@@ -293,7 +293,7 @@ class Transfer:
         return staged
 
     def _reload(self, modules: Modules, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        from relayout.engines.vllm_reload import reload
+        from relayout.live.vllm_reload import reload
 
         reload(self.model, self.model_config, modules, tensors)
 

@@ -14,8 +14,8 @@ from support.fake_layerwise import LAYERWISE, Attention, Layer
 from support.fake_vllm import put_modules
 
 from relayout.engines.unwritten import Marks
-from relayout.engines.vllm_reload import check_padding, note_defaults, pack_tied, rehearse, reload
 from relayout.errors import FormatError, PlanError
+from relayout.live.vllm_reload import check_padding, note_defaults, pack_tied, rehearse, reload
 
 
 @pytest.mark.parametrize("padded", [False, True])

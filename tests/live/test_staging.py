@@ -25,8 +25,8 @@ import relayout
 from relayout.core.digests import digest_hex
 from relayout.core.workers import Stop, Stopped, heeding
 from relayout.engines.global_tensor import GlobalTensor
-from relayout.engines.staging import Flips, LiveWeights, Modules, Staged
 from relayout.errors import FormatError, PlanError
+from relayout.live.staging import Flips, LiveWeights, Modules, Staged
 
 TP = 2
 LIMIT = 2**30

@@ -1,0 +1,56 @@
+"""Fixtures: engines, and checkpoints that they load."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from support import fake_sglang, fake_vllm
+from support.checkpoints import write_family
+from support.conversions import stock_tensors
+from support.fake_sglang import AnyEngine
+from support.fake_vllm import Tensors
+from support.families import FAMILIES
+
+import relayout
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> fake_vllm.Engine:
+    """With relayout's plugin."""
+    caplog.set_level(logging.INFO)
+    return fake_vllm.install(monkeypatch)
+
+
+@pytest.fixture(params=[fake_vllm, fake_sglang], ids=["vllm", "sglang"])
+def engine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> AnyEngine:
+    """Each, with relayout's plugin."""
+    caplog.set_level(logging.INFO)
+    installed: AnyEngine = request.param.install(monkeypatch)
+    return installed
+
+
+@pytest.fixture(scope="session")
+def folders(llama: Path, qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama, and converted for 2 and 4 ranks; a tied qwen2, for 2; a qwen3_moe as moe, cut and with owned experts."""
+    root = tmp_path_factory.mktemp("engines")
+    shutil.copytree(llama, root / "llama")
+    shutil.copytree(qwen2, root / "qwen2")
+    (root / "moe").mkdir()
+    write_family(FAMILIES["qwen3_moe"], root / "moe")
+    for tp in (2, 4):
+        relayout.convert(root / "llama", root / f"llama-tp{tp}", tp=tp)
+    relayout.convert(root / "qwen2", root / "qwen2-tp2", tp=2)
+    relayout.convert(root / "moe", root / "moe-tp2", tp=2)
+    relayout.convert(root / "moe", root / "moe-ep2", tp=2, expert_parallel=True)
+    return root
+
+
+@pytest.fixture(scope="session")
+def whole(folders: Path) -> Tensors:
+    """The tensors of the llama."""
+    return stock_tensors(folders / "llama")

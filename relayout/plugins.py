@@ -43,9 +43,7 @@ def vllm_loader(load_config: Any) -> Any:
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from relayout.engines.vllm import loader_class
-
-    return loader_class(DefaultModelLoader, observe=_observer)(load_config)
+    return _plugin("vllm").loader_class(DefaultModelLoader, observe=_observer)(load_config)
 
 
 def sglang() -> None:
@@ -91,11 +89,17 @@ def _register(engine: str, *arguments: Any) -> None:
         SystemExit: it is not, and there is a policy, which nobody would ask. Engines go on after other exceptions.
     """
     try:
-        import_module(f"relayout.engines.{engine}").register(*arguments)
+        _plugin(engine).register(*arguments)
     except Exception as error:
         if "RELAYOUT_TRUST" in os.environ:
             raise SystemExit(f"relayout: RELAYOUT_TRUST cannot be kept in this {engine}: {error!r}") from error
         logging.getLogger(f"{engine}.relayout").warning("relayout: not available in this %s: %r", engine, error)
+
+
+def _plugin(engine: str) -> Any:
+    """Return the module that registers an engine's loader: with updates of a live engine, if they are installed."""
+    name = f"relayout.live.{engine}_updates"
+    return import_module(name if find_spec(name) else f"relayout.engines.{engine}")
 
 
 def _observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:

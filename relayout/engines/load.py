@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
@@ -30,14 +31,11 @@ if TYPE_CHECKING:
     from relayout.checkpoint.delta import Paths
     from relayout.engines.unwritten import Marks
     from relayout.format.index import Manifest
-    from relayout.live.recording import Recording
-    from relayout.live.staging import LiveWeights, Staged
     from relayout.loader.group.collectives import Group
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """The shape of each whole tensor of a model, by its name."""
-Sources: TypeAlias = tuple[str, tuple[str, ...]]
-"""A converted folder, or its URL, and the deltas that were applied to it, in this order."""
+Known = TypeVar("Known")
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 _OF_ANOTHER_RANK = rank_file_name(1, 0)
@@ -222,10 +220,12 @@ class Weights:
     """relayout delivers the weights of a converted folder, or of a checkpoint that the engine cannot read."""
 
     delivery: Delivery
+    engine: EngineRank
+    """The rank that they are for."""
     is_from_cache: bool = False
     """Whether they are a conversion of a checkpoint that the engine's own loader can read, too."""
 
-    def after(self, error: Exception, engine: EngineRank, source: str) -> Stock:
+    def after(self, error: Exception, source: str) -> Stock:
         """What loads a model after an error: the engine's own loader, in the place of a conversion in a cache.
 
         Raises:
@@ -233,9 +233,8 @@ class Weights:
         """
         if not self.is_from_cache:
             raise error
-        engine.logger.warning(
-            "relayout: cannot load from the cache: %s: %s loads %s itself", error, engine.name, source
-        )
+        what = "relayout: cannot load from the cache: %s: %s loads %s itself"
+        self.engine.logger.warning(what, error, self.engine.name, source)
         return Stock(f"the cache has failed: {error}")
 
 
@@ -366,14 +365,13 @@ def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -
     if not place.is_ours:
         return Stock("it was not converted")
     if place.manifest is not None:
-        engine.check(place.manifest, place.source)
-        return Weights(engine.weights(place.source, options, manifest=place.manifest).deliver())
+        return Weights(open_converted(place, None, options, engine).deliver(), engine)
     kept = _first_start(place, options, engine)
     if kept is not None and not isinstance(kept, Filling):  # Converted as this engine cuts and places tensors.
-        return Weights(engine.weights(str(kept), options, store=kept).deliver(), place.has_engines_loader)
+        return Weights(engine.weights(str(kept), options, store=kept).deliver(), engine, place.has_engines_loader)
     if place.has_engines_loader:
         return Stock("it is not in a cache", kept)
-    return Weights(engine.weights(place.source, options).deliver())
+    return Weights(engine.weights(place.source, options).deliver(), engine)
 
 
 def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -> KeptConversion | Filling | None:
@@ -388,13 +386,13 @@ def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank
     return first_start(wanted, options, otherwise, engine.logger)
 
 
-def open_update(path: str, deltas: Paths, options: EngineOptions, engine: EngineRank) -> RankWeights:
-    """The weights that a live engine is to have, by a folder or URL; for errors see `open_update_at`."""
-    return open_update_at(WeightsPlace(path), deltas, options, engine)
+def open_converted(
+    place: WeightsPlace, deltas: Paths | None, options: EngineOptions, engine: EngineRank
+) -> RankWeights:
+    """Open the weights of a converted folder, as deltas change them.
 
-
-def open_update_at(place: WeightsPlace, deltas: Paths, options: EngineOptions, engine: EngineRank) -> RankWeights:
-    """The weights that a live engine is to have: what deltas make of a converted folder.
+    Args:
+        deltas: applied in this order; None: the folder is loaded as it is.
 
     Raises:
         FormatError, PlanError, OSError: as `open_load`; or the folder was not converted.
@@ -408,72 +406,51 @@ def open_update_at(place: WeightsPlace, deltas: Paths, options: EngineOptions, e
 
 
 @dataclass(slots=True)
-class Update:
-    """New weights for a model, for which the engine calls its own loader once more."""
-
-    place: WeightsPlace
-    """Where the engine says that they are."""
-    weights: RankWeights | None
-    """What is loaded in place of that, proven; None: what is there."""
-    staged: Staged | None = None
-    """What changes where it lies, instead of a load."""
-    error: Exception | None = None
-    """What such a change has failed by. SGLang then tries the same again."""
-    is_whole: bool = True
-    """Whether the model takes all of it."""
-    has_begun: bool = False
-    """Whether the engine has asked for tensors, and may have changed something."""
-
-
-@dataclass(slots=True)
 class EngineModel:
-    """What is known of a model of an engine, from the moment when it is made."""
+    """A model of an engine, as its start knows it, from the moment when it is made."""
 
     options: EngineOptions
     place: WeightsPlace | None
-    """The source of the load that is about to begin; None: it has ended, and whatever loads next looks anew."""
+    """The source of the load that is about to begin; None: it has ended, and the next load looks anew."""
     marks: Marks | None = None
     """Marks in memory that was not looked at yet."""
     load: Load | None = None
     """The load that has begun."""
-    engine: EngineRank | None = None
-    """The rank that it is for."""
-    recording: Recording | None = None
-    """What notes where its weights come to lie."""
     names: tuple[Any, ...] | None = None
-    """How the engine's configuration names weights that relayout has loaded; None: it has not loaded any."""
+    """Names by which the engine's configuration has the weights that relayout has loaded; None: none were loaded."""
     shapes: Shapes | None = None
-    """The shapes of the weights that it has, if relayout has seen them."""
-    live: LiveWeights | None = None
-    """Its weights, if they may change while it lives."""
-    updated: Sources | None = None
-    """What it has since the last update; None: what the engine's configuration names."""
-    update: Update | None = None
-    """What the engine is loading in place of what it has."""
-    is_mixed: bool = False
-    """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
+    """Shapes of the weights that it has, if relayout has seen them."""
 
 
-_models: WeakKeyDictionary[Any, EngineModel] = WeakKeyDictionary()
-"""What is known of models, by the model, and by its configuration where an engine names no model.
+class ByModel(Generic[Known]):
+    """Values that belong to the models of an engine, and live as long as these.
 
-Engines hand nothing on between making a model, loading it and updating it: each is another call of another loader. So
-it is kept here, beside the engine's objects and not in them, for as long as they live.
-"""
+    Engines hand nothing on between making a model, loading it and updating it: each is another call of another loader.
+    So values are kept beside the engine's objects, not in them: by the model, and by its configuration where an engine
+    names no model.
+    """
 
+    def __init__(self) -> None:
+        self._values: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 
-def remember(known: EngineModel, *keys: object) -> None:
-    """Keep what is known of a model, by objects of the engine; those that cannot be keys are left out."""
-    for key in keys:
+    def remember(self, value: Known, *keys: object) -> None:
+        """Keep a value by objects of the engine. Objects that cannot be keys are left out."""
+        for key in keys:
+            with suppress(TypeError):  # Of a class that compares by value: nothing fails for it.
+                self._values[key] = value
+
+    def forget(self, key: object) -> None:
+        """Drop the value of an object, if there is one."""
+        with suppress(TypeError):
+            self._values.pop(key, None)
+
+    def of(self, key: object) -> Known | None:
+        """Return the value of an object, or None."""
         try:
-            _models[key] = known
-        except TypeError:  # Of a class that compares by value: nothing fails for it.
-            continue
+            return self._values.get(key)
+        except TypeError:
+            return None
 
 
-def known_of(key: object) -> EngineModel | None:
-    """What is known of a model; None: nothing."""
-    try:
-        return _models.get(key)
-    except TypeError:
-        return None
+MODELS: ByModel[EngineModel] = ByModel()
+"""Models that a start has made or loaded."""

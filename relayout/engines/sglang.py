@@ -1,40 +1,36 @@
 """SGLang: a converted folder is recognized and loads with no flag; `--load-format relayout` insists on it.
 
-SGLang has no registry of load formats, but official hooks for plugins. Eight are used: two are around the places where
+SGLang has no registry of load formats, but official hooks for plugins. Five are used: two are around the places where
 all files are found and read, one lets the name of the format pass, and two are around the making of a model and its
-loading: after that, no memory may be left unwritten. Three are around updates: only weights of the same model are let
-in, and change where they lie (`sglang_updates.py`).
+loading: after that, no memory may be left unwritten.
 `--model-loader-extra-config '{"relayout": {...}}'` has the options, which are those of vLLM's plugin.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from relayout.checkpoint.converted import find_manifest
 from relayout.checkpoint.trust import policy_of
 from relayout.engines.load import (
+    MODELS,
     EngineModel,
-    EngineRank,
     Stock,
     Weights,
     WeightsPlace,
-    known_of,
     open_load,
     refuse_unproven,
-    remember,
     source_url,
 )
-from relayout.engines.rank_weights import EngineOptions, listed, publish
+from relayout.engines.rank_weights import EngineOptions, RankWeights, listed, publish
 from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, is_draft, shapes_at
 from relayout.errors import PlanError, RelayoutError
-from relayout.live.sglang_updates import process_weights, restore_weights, update_weights
 from relayout.storage.stores import find_input
 
 if TYPE_CHECKING:
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
 
     _Named: TypeAlias = tuple[str, torch.Tensor]
 
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _OF_DEFAULT_LOADER = {"auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"}
 """Formats whose tensors SGLang's default loader reads: other loaders write memory in ways of their own."""
 
@@ -64,23 +59,61 @@ class _ExtraConfig(dict[str, Any]):
         return extra if isinstance(extra, _ExtraConfig) else _ExtraConfig(extra or {})
 
 
-def register() -> None:
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A hook around a function of SGLang."""
+
+    owner: ModuleType | type[Any]
+    """The module or class that has the function."""
+    name: str
+    parameters: tuple[str, ...]
+    """Names of the function's first parameters, as this hook expects them."""
+    around: Callable[..., Any]
+    """Called in place of the function, with that as its first argument."""
+
+
+def register(hooks: Callable[[], Sequence[Hook]] | None = None) -> None:
     """Hook into SGLang. May be called any number of times.
+
+    Args:
+        hooks: returns the hooks of a load, in a process that loads weights. Default: `load_hooks`.
 
     Raises:
         ImportError, AttributeError, TypeError: this SGLang is not as expected. It would only log hooks that fail.
     """
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
     from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if FORMAT not in LOAD_FORMAT_CHOICES:
-        _expect(LoadConfig, "_verify_load_format", ["self"])
-        HookRegistry.register(f"{LoadConfig.__module__}.LoadConfig._verify_load_format", verify, HookType.AROUND)
+        around = partial(verify, hooks or load_hooks)
+        _register([Hook(LoadConfig, "_verify_load_format", ("self",), around)])
         add_load_format_choices([FORMAT])
 
 
-def verify(original: Callable[[Any], None], config: Any) -> None:
+def _register(hooks: Sequence[Hook]) -> None:
+    """Register hooks with SGLang, if it is as all of them expect it.
+
+    Raises:
+        AttributeError, TypeError: it is not.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        names = list(inspect.signature(getattr(hook.owner, hook.name)).parameters)
+        if tuple(names[: len(hook.parameters)]) != hook.parameters:
+            expected = f"takes {names}, expected {list(hook.parameters)} first"
+            raise TypeError(f"{_target(hook)} {expected}")
+    for hook in hooks:
+        HookRegistry.register(_target(hook), hook.around, HookType.AROUND)
+
+
+def _target(hook: Hook) -> str:
+    """Return the full name of a hook's function, such as `sglang.srt.model_loader.loader.get_model_loader`."""
+    module = f"{hook.owner.__module__}." if isinstance(hook.owner, type) else ""
+    return f"{module}{hook.owner.__name__}.{hook.name}"
+
+
+def verify(hooks: Callable[[], Sequence[Hook]], original: Callable[[Any], None], config: Any) -> None:
     """Hook around `LoadConfig._verify_load_format` that takes out what only relayout understands.
 
     A process that makes such a configuration is about to load weights, so the loader is hooked here: to import it in
@@ -101,42 +134,41 @@ def verify(original: Callable[[Any], None], config: Any) -> None:
     config.model_loader_extra_config = extra
     original(config)
     try:
-        _hook_loader()
+        _hook_loader(hooks)
     except Exception as error:
         if extra.is_asked_for or policy_of(None) is not None:
             raise
         LOGGER.error("relayout: this SGLang does not recognize converted folders and would load them wrong: %r", error)
 
 
-def _hook_loader() -> None:
+def _hook_loader(hooks: Callable[[], Sequence[Hook]]) -> None:
     from sglang.srt.model_loader import loader
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    DefaultModelLoader = loader.DefaultModelLoader
-    if not getattr(DefaultModelLoader, "reads_relayout", False):
-        _expect(DefaultModelLoader, "_get_weights_iterator", ["self", "source"])
-        _expect(DefaultModelLoader, "_prepare_weights", ["self", "model_name_or_path"])
-        _expect(DefaultModelLoader, "load_weights_only", ["model", "weights"])
-        _expect(loader, "_initialize_model", ["model_config", "load_config"])
-        target = f"{DefaultModelLoader.__module__}.DefaultModelLoader"
-        HookRegistry.register(f"{target}._get_weights_iterator", weights_iterator, HookType.AROUND)
-        HookRegistry.register(f"{target}._prepare_weights", prepare_weights, HookType.AROUND)
-        HookRegistry.register(f"{target}.load_weights_only", load_weights, HookType.AROUND)
-        HookRegistry.register(f"{loader.__name__}._initialize_model", make_model, HookType.AROUND)
-        with suppress(ImportError):  # Another version has it elsewhere.
-            updater = import_module(_UPDATER)
-            _expect(updater.WeightUpdater, "update_weights_from_disk", ["self", "model_path", "load_format"])
-            HookRegistry.register(f"{_UPDATER}.WeightUpdater.update_weights_from_disk", update_weights, HookType.AROUND)
-            parameters = ["model", "weights", "target_device"]
-            _expect(DefaultModelLoader, "load_weights_and_postprocess", parameters)
-            HookRegistry.register(f"{target}.load_weights_and_postprocess", process_weights, HookType.AROUND)
-            _expect(DefaultModelLoader, "restore_weights_before_loading", parameters[::2])
-            HookRegistry.register(f"{target}.restore_weights_before_loading", restore_weights, HookType.AROUND)
-        if policy_of(None) is not None:
-            _expect(loader, "get_model_loader", ["load_config"])
-            HookRegistry.register(f"{loader.__name__}.get_model_loader", choose_loader, HookType.AROUND)
+    if not getattr(loader.DefaultModelLoader, "reads_relayout", False):
+        _register(hooks())
         HookRegistry.apply_hooks()
-        DefaultModelLoader.reads_relayout = True
+        loader.DefaultModelLoader.reads_relayout = True
+
+
+def load_hooks() -> list[Hook]:
+    """Return the hooks of a start.
+
+    Raises:
+        ImportError, AttributeError: this SGLang is not as expected.
+    """
+    from sglang.srt.model_loader import loader
+
+    stock = loader.DefaultModelLoader
+    hooks = [
+        Hook(stock, "_get_weights_iterator", ("self", "source"), weights_iterator),
+        Hook(stock, "_prepare_weights", ("self", "model_name_or_path"), prepare_weights),
+        Hook(stock, "load_weights_only", ("model", "weights"), load_weights),
+        Hook(loader, "_initialize_model", ("model_config", "load_config"), make_model),
+    ]
+    if policy_of(None) is not None:
+        hooks.append(Hook(loader, "get_model_loader", ("load_config",), choose_loader))
+    return hooks
 
 
 def choose_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
@@ -164,34 +196,43 @@ def weights_iterator(
     Raises:
         FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
     """
-    stock = partial(original, loader, source, **settings)
     known = _known_of_source(loader.load_config, source)
-    update, weights = known.update, None
-    if update is not None and update.staged is not None:
-        return iter(())
-    if update is not None:
-        known.place, weights, update.has_begun = update.place, update.weights, True
-    assert known.place is not None
-    if weights is None and not known.place.is_ours:
-        return stock()
-    known.engine = engine = engine_rank(source.model_config, loader.load_config.draft_model_idx)
-    known.load = open_load(known.place, known.options, engine) if weights is None else Weights(weights.deliver())
-    return _given(known, engine, loader, source, stock)
+    return deliver(known, None, loader, source, partial(original, loader, source, **settings))
 
 
 def _known_of_source(config: Any, source: Any) -> EngineModel:
-    """What is known of the model that tensors are read for, whose load or update begins, and where they are."""
+    """Return what is known of the model that tensors are read for, whose load begins, and where they are."""
     url, extra = source_url(str(source.model_or_path), getattr(source, "revision", None)), _ExtraConfig.of(config)
-    known = known_of(source.model_config)
-    if known is not None and (known.update or (known.place is not None and known.place.source == url)):
+    known = MODELS.of(source.model_config)
+    if known is not None and known.place is not None and known.place.source == url:
         return known
     return EngineModel(extra.options, WeightsPlace(url, extra.is_asked_for))
 
 
-def _given(
-    known: EngineModel, engine: EngineRank, loader: Any, source: Any, stock: Callable[[], Iterator[_Named]]
+def deliver(
+    known: EngineModel, weights: RankWeights | None, loader: Any, source: Any, stock: Callable[[], Iterator[_Named]]
 ) -> Iterator[_Named]:
-    """The tensors of a load, as SGLang names them."""
+    """Return the tensors of a load, as SGLang names them.
+
+    Args:
+        known: the model, with the place of its weights.
+        weights: opened before; None: those at the place.
+        loader, source: SGLang's `DefaultModelLoader`, and what it reads.
+        stock: returns the tensors as SGLang reads them itself.
+
+    Raises:
+        FormatError, PlanError, OSError, MemoryError: as `weights_iterator`.
+    """
+    assert known.place is not None
+    if weights is None and not known.place.is_ours:
+        return stock()
+    engine = engine_rank(source.model_config, loader.load_config.draft_model_idx)
+    opened = open_load(known.place, known.options, engine) if weights is None else Weights(weights.deliver(), engine)
+    known.load = opened
+    return _given(known, loader, source, stock)
+
+
+def _given(known: EngineModel, loader: Any, source: Any, stock: Callable[[], Iterator[_Named]]) -> Iterator[_Named]:
     load, draft_model_idx = known.load, loader.load_config.draft_model_idx
     if isinstance(load, Weights):
         try:
@@ -201,7 +242,7 @@ def _given(
                 yield from ((source.prefix + name, tensor) for name, tensor in load.delivery)
             publish(load.delivery.report(), LOGGER)
         except (RelayoutError, OSError) as error:
-            known.load = load = load.after(error, engine, str(source.model_or_path))
+            known.load = load = load.after(error, str(source.model_or_path))
     if isinstance(load, Stock):
         yield from stock()  # After an error the model is given all tensors anew, and writes over what it has.
         load.has_loaded()
@@ -244,7 +285,7 @@ def make_model(original: Callable[..., Any], model_config: Any, load_config: Any
 
         with Marks() as known.marks:
             model = original(model_config, load_config, *settings, **named)
-    remember(known, model, model_config)
+    MODELS.remember(known, model, model_config)
     return model
 
 
@@ -257,18 +298,17 @@ def load_weights(original: Callable[..., None], model: Any, weights: Any, *setti
         PlanError: some was not.
     """
     original(model, weights, *settings, **named)
-    known = known_of(model)
+    known = MODELS.of(model)
     if known is None:
         return
     place, load, marks = known.place, known.load, known.marks
     known.place = known.load = known.marks = None
     if marks is None or place is None:
         return
-    with nullcontext() if known.recording is None else known.recording.paused():
-        if not isinstance(load, Stock):
-            _check_written(model, place.source, load)
-            known.shapes = shapes_at(place)
-        marks.give_back(model)
+    if not isinstance(load, Stock):
+        _check_written(model, place.source, load)
+        known.shapes = shapes_at(place)
+    marks.give_back(model)
 
 
 def _check_written(model: Any, path: str, load: Weights | None) -> None:
@@ -282,15 +322,3 @@ def _check_written(model: Any, path: str, load: Weights | None) -> None:
             what = f"SGLang's {type(model).__name__} makes the layers of all stages of the pipeline ({listed(others)})"
             raise PlanError(f"{what}: it has no pipeline parallelism; use --pp-size 1", path=path, code="unsupported")
     check_written(model, path, "SGLang")
-
-
-def _expect(owner: Any, name: str, parameters: list[str]) -> None:
-    """Check that a hook's target takes these parameters first.
-
-    Raises:
-        AttributeError: there is no such target.
-        TypeError: it takes others.
-    """
-    names = list(inspect.signature(getattr(owner, name)).parameters)
-    if names[: len(parameters)] != parameters:
-        raise TypeError(f"{owner.__module__}.{owner.__name__}.{name} takes {names}, expected {parameters} first")

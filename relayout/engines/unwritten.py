@@ -11,6 +11,8 @@ A parameter of at most 512 KiB is full of them. Needs torch at import time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +38,24 @@ _NUM_MARKS, _NUM_ENTRY_MARKS = 2**6, 4
 """Marks in larger memory: in all, and in each entry along the first of three dimensions (an expert) if that is more."""
 _GOLDEN = (5**0.5 - 1) / 2
 """The golden section: `n` multiples of it, modulo 1, leave no gap that is larger than 1.9 / `n`."""
+
+
+_is_inspecting: ContextVar[bool] = ContextVar("relayout_is_inspecting", default=False)
+
+
+@contextmanager
+def inspection() -> Iterator[None]:
+    """Let this thread read or write memory within the block without loading weights; see `is_inspecting`."""
+    before = _is_inspecting.set(True)
+    try:
+        yield
+    finally:
+        _is_inspecting.reset(before)
+
+
+def is_inspecting() -> bool:
+    """Return whether this thread is within `inspection`: what it does to memory is relayout's own affair."""
+    return _is_inspecting.get()
 
 
 class Marks(TorchFunctionMode):
@@ -66,6 +86,7 @@ class Marks(TorchFunctionMode):
             self._replaced[memory.cdata] = memory, positions, numbers[positions], 8
             numbers.index_fill_(0, positions, _MARK)
 
+    @inspection()
     def give_back(self, model: torch.nn.Module) -> None:
         """Let all memory that nobody has written have again what it had before it was marked: the load is over.
 
@@ -100,6 +121,7 @@ def check_written(model: torch.nn.Module, path: str, engine: str, exempt: Collec
         raise PlanError(f"{what} {type(model).__name__} needs, or was converted without it", path=path, code="missing")
 
 
+@inspection()
 def unwritten(model: torch.nn.Module) -> list[str]:
     """Names of the parameters, and of the buffers that a checkpoint can have, where a mark is left."""
     samples: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from relayout.checkpoint.trust import policy_of
 from relayout.engines.load import (
+    MODELS,
     EngineModel,
     EngineRank,
     Experts,
@@ -26,13 +26,11 @@ from relayout.engines.load import (
     Weights,
     WeightsPlace,
     check_same_model,
-    known_of,
     open_load,
     refuse_unproven,
-    remember,
     source_url,
 )
-from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights, listed, publish, replicas, speculative
+from relayout.engines.rank_weights import Delivery, EngineOptions, listed, publish, replicas, speculative
 from relayout.errors import PlanError
 
 if TYPE_CHECKING:
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from relayout.cache.conversions import Observer
-    from relayout.live.recording import Recording
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"
@@ -54,11 +51,12 @@ _NAMES = ("model", "model_weights", "revision")
 """The fields of a model's configuration that vLLM replaces when weights are reloaded from elsewhere."""
 
 
-def register(observe: Callable[[], Observer] | None = None) -> None:
+def register(observe: Callable[[], Observer] | None = None, methods: type[VllmLoader] | None = None) -> None:
     """Tell vLLM about the load format, and let its default recognize converted folders. May be called repeatedly.
 
     Args:
         observe: returns what finds plans for models that no built-in plan is for.
+        methods: see `loader_class`.
 
     Raises:
         ImportError, AttributeError, TypeError: this vLLM is not as expected.
@@ -70,26 +68,12 @@ def register(observe: Callable[[], Observer] | None = None) -> None:
     formats = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
     if getattr(formats.get(FORMAT), "__module__", None) != __name__:
         formats.pop(FORMAT, None)  # A vLLM that has the format calls `plugins.vllm_loader`: the same, with less.
-        model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, observe=observe))
+        model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, observe=observe, methods=methods))
         if formats.get("auto") is DefaultModelLoader:  # Else it is another plugin's.
-            formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False)
-    _register_transfer()
+            formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False, methods=methods)
     if policy_of(None) is not None:
         others = {name: loader for name, loader in formats.items() if getattr(loader, "__module__", None) != __name__}
         formats.update({name: partial(_refused, loader) for name, loader in others.items()})
-
-
-def _register_transfer() -> None:
-    """Tell vLLM about relayout's weight transfer, if it has any."""
-    try:
-        from vllm.distributed.weight_transfer.base import WeightTransferEngine
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    except ImportError:
-        return
-    from relayout.live.vllm_updates import engine_class
-
-    if FORMAT not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(FORMAT, engine_class(WeightTransferEngine))
 
 
 def _refused(loader: type[Any], load_config: Any) -> Any:
@@ -103,13 +87,18 @@ def _refused(loader: type[Any], load_config: Any) -> Any:
 
 
 def loader_class(
-    stock: type[Any], *, is_asked_for: bool = True, observe: Callable[[], Observer] | None = None
+    stock: type[Any],
+    *,
+    is_asked_for: bool = True,
+    observe: Callable[[], Observer] | None = None,
+    methods: type[VllmLoader] | None = None,
 ) -> type[Any]:
     """The model loader: vLLM's default one, but for where the tensors come from.
 
     Args:
         is_asked_for: else only what is a converted folder is loaded by it.
         observe: see `register`.
+        methods: a subclass of `VllmLoader`, such as the one for models that change while they live. None: that itself.
 
     Raises:
         ImportError, TypeError: the default loader is not as expected.
@@ -122,7 +111,8 @@ def loader_class(
 
     setup = _Setup(stock, BaseModelLoader, is_asked_for, observe)
     # vLLM takes only loaders that are derived from its base, which calls the methods of this one.
-    loader = type("RelayoutModelLoader", (VllmLoader, BaseModelLoader), {"__module__": __name__, "setup": setup})
+    bases = (methods or VllmLoader, BaseModelLoader)
+    loader = type("RelayoutModelLoader", bases, {"__module__": __name__, "setup": setup})
     # Workers of trainers (prime-rl) check that it is vLLM's default loader before they call `_get_weights_iterator`.
     stock.register(loader)
     return loader
@@ -163,8 +153,6 @@ class VllmLoader:
         self._stock = self._make_stock()
         self.load: Load | None = None
         """The load that was carried out last."""
-        self._until_processed: ExitStack | None = None
-        """What is entered in a load and ends when vLLM has made of the weights what it computes with."""
 
     def _make_stock(self) -> Any:
         return self.setup.stock(self.load_config)
@@ -204,15 +192,12 @@ class VllmLoader:
 
         with Marks() as marks:
             model = self._stock.create_model(vllm_config, model_config, prefix)
-        remember(EngineModel(self._options, place, marks), model)
+        MODELS.remember(EngineModel(self._options, place, marks), model)
         return model
 
     def load_model(self, *arguments: Any, **options: Any) -> Any:
         """Make the model, load it and make it ready for kernels, as vLLM does."""
-        with ExitStack() as self._until_processed:
-            model = self.setup.base.load_model(self, *arguments, **options)
-        self._until_processed = None
-        return model
+        return self.setup.base.load_model(self, *arguments, **options)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Let the model load this rank's weights; check that all its memory was written, or is as vLLM leaves it.
@@ -220,7 +205,7 @@ class VllmLoader:
         Raises:
             FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit the model.
         """
-        known = known_of(model)
+        known = MODELS.of(model)
         if known is None or known.place is None or known.place.source != self.source_of(model_config):
             known = EngineModel(self._options, self._place(model_config))
         place, known.place = known.place, None
@@ -232,54 +217,34 @@ class VllmLoader:
         with replicas(group) as members:
             engine = self._engine_rank(model, model_config, members)
             self.load = open_load(place, self._options, engine)
-            recording = None if place.manifest is None else self._recording(known, model, engine)
             if isinstance(self.load, Weights):
                 try:
-                    self._take(self.load.delivery, model, model_config, recording)
+                    self._take(self.load, self._given(self.load, place, model), model, model_config)
                     known.names = tuple(getattr(model_config, name, None) for name in _NAMES)
                     known.shapes = place.shapes(engine.rank, engine.num_ranks)
-                    remember(known, model)
+                    MODELS.remember(known, model)
                 except Exception as error:
-                    self.load = self.load.after(error, engine, _path(model_config))
+                    self.load = self.load.after(error, _path(model_config))
             if isinstance(self.load, Stock):
                 self._stock.load_weights(model, model_config)
                 self.load.has_loaded()
         if known.marks is not None:
-            with nullcontext() if recording is None else recording.paused():
-                known.marks.give_back(model)
+            known.marks.give_back(model)
 
-    def _recording(self, known: EngineModel, model: Any, engine: EngineRank) -> Recording | None:
-        """What records where the weights come to lie, if they may change while the engine lives; else None."""
-        if self._until_processed is None or engine.is_draft or not isinstance(self.load, Weights) or not _may_change():
-            return None
-        from relayout.live.recording import Recording
-        from relayout.live.staging import Content, LiveWeights
-        from relayout.live.vllm_reload import loader_of, note_defaults
+    def _given(self, weights: Weights, place: WeightsPlace, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the tensors of a first load, as vLLM is given them."""
+        return self._tensors(weights.delivery, model)
 
-        if known.marks is not None:
-            note_defaults(model)
-        weights, recording = self.load.delivery.weights, Recording(model, loader_of)
-
-        def note(failed: object, *_: object) -> None:
-            if failed is None:
-                rank = replace(engine, members=None, progress=False)
-                known.live = LiveWeights(recording.finish(), rank, self._options, Content.of(weights))
-
-        self._until_processed.push(note)
-        self._until_processed.enter_context(recording)
-        return recording
-
-    def _take(self, delivery: Delivery, model: Any, model_config: Any, recording: Recording | None = None) -> None:
-        """Let vLLM's own loader load what is delivered: it takes what `get_all_weights` returns, and checks names."""
-        loader, tensors = self._make_stock(), self._tensors(delivery, model)
-        if recording is not None:
-            tensors = recording.given(tensors)
+    def _take(
+        self, weights: Weights, tensors: Iterator[tuple[str, torch.Tensor]], model: Any, model_config: Any
+    ) -> None:
+        """Let vLLM's own loader load tensors: it takes what `get_all_weights` returns, and checks names."""
+        loader = self._make_stock()
         loader.get_all_weights = lambda *_: tensors
         loader.counter_before_loading_weights = time.perf_counter()  # vLLM logs the seconds since then.
         loader.load_weights(model, model_config)
-        report = delivery.report()
-        with nullcontext() if recording is None else recording.paused():
-            self._check_written(model, model_config)
+        report = weights.delivery.report()
+        self._check_written(model, model_config)
         publish(report, _LOGGER)
         if report.unused:
             _LOGGER.warning("relayout: rank %d: vLLM did not use %s", report.rank, listed(report.unused))
@@ -301,11 +266,10 @@ class VllmLoader:
             FormatError, PlanError, OSError, MemoryError: as `load_weights`; before anything changes, if a model that
                 relayout has loaded is to be reloaded from what is not for it.
         """
-        place, known = self._place(model_config), known_of(model)
+        place, known = self._place(model_config), MODELS.of(model)
         names = None if known is None else known.names
-        if known is not None and known.live is not None:
-            known.live.loaded_again(None)  # Until all is loaded, nobody knows what a delta would apply to.
         if names is None and not place.is_ours:
+            self.load = Stock("it was not converted")
             return self._stock_weights(model_config, model)
         engine = self._engine_rank(model, model_config)
         if known is not None and names is not None:
@@ -319,9 +283,7 @@ class VllmLoader:
         if isinstance(self.load, Weights):
             weights = replace(self.load.delivery.weights, small_first=True)
             self.load = replace(self.load, delivery=weights.deliver())
-            tensors = self._tensors(self.load.delivery, model)
-            is_followed = known is not None and known.live is not None and weights.store is None
-            return tensors if not is_followed or known is None else _followed(tensors, known, weights)
+            return self._tensors(self.load.delivery, model)
         return self._stock_weights(model_config, model)
 
     def _stock_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
@@ -388,25 +350,6 @@ class VllmLoader:
             members=members,
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
         )
-
-
-def _followed(
-    tensors: Iterable[tuple[str, torch.Tensor]], known: EngineModel, weights: RankWeights
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a reload; when all were taken, it is known again what a delta applies to."""
-    from relayout.live.staging import Content
-
-    yield from tensors
-    if known.live is not None:
-        known.live.loaded_again(Content.of(weights))
-
-
-def _may_change() -> bool:
-    """Whether the engine was started with relayout's weight transfer."""
-    from vllm.config import get_current_vllm_config
-
-    transfer = getattr(get_current_vllm_config(), "weight_transfer_config", None)
-    return transfer is not None and transfer.backend == FORMAT
 
 
 def _path(model_config: Any) -> str:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from relayout.core.aten import SHAPED, aten, geometry_of, is_view
 from relayout.engines.global_tensor import GlobalTensor
+from relayout.engines.unwritten import inspection, is_inspecting
 from relayout.live.views import View, view_of
 
 _UNREAD = SHAPED | {aten.view.dtype}
@@ -162,20 +163,9 @@ class Recording(TorchDispatchMode):
         """Slices of which something was made that is no view, and the memories that were written to after that."""
         self._current: str | None = None
         """The slice that the engine was given last: what it writes without a view is of that."""
-        self.is_paused = False
-        """Whether nothing is recorded now."""
         self.has_unseen = False
         """Whether another thread may have written weights, or a parameter was loaded with what is made of others."""
         self._around = ExitStack()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record nothing of what is done meanwhile: somebody looks at the memory, and makes nothing of it."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
 
     def given(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Note what is given to the engine: whole tensors and global tensors."""
@@ -187,18 +177,17 @@ class Recording(TorchDispatchMode):
 
     def _next(self, left: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
         """The next tensor, which is made without being seen; None: there is no other."""
-        self.is_paused = True
         is_inmost = _get_current_dispatch_mode() is self
         if is_inmost:  # Each operation that torch's dispatcher need not show saves some microseconds.
             _pop_mode()
         try:
-            if (one := next(left, None)) is not None:
-                self._note(*one)
+            with inspection():
+                if (one := next(left, None)) is not None:
+                    self._note(*one)
             return one
         finally:
             if is_inmost:
                 _push_mode(self)
-            self.is_paused = False
 
     def _note(self, name: str, tensor: torch.Tensor) -> None:
         """Note where a slice is."""
@@ -222,7 +211,7 @@ class Recording(TorchDispatchMode):
         self._around.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (self.is_paused or _reads_nothing(func)):
+        if not (is_inspecting() or _reads_nothing(func)):
             if func is _COPY and isinstance(args[1], torch.Tensor):
                 self._copied(args[0], args[1])
             else:
@@ -372,7 +361,7 @@ def _seen_around(recording: Recording) -> Iterator[None]:
     thread = get_ident()
 
     def notes(tensors: Any) -> None:
-        if get_ident() == thread and not recording.is_paused:
+        if get_ident() == thread and not is_inspecting():
             for leaf in tree_leaves(tensors):
                 if isinstance(leaf, torch.Tensor):
                     recording.touched(leaf)
@@ -414,7 +403,7 @@ def _without_threads(recording: Recording) -> Iterator[None]:
     def carrying_out(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
         @wraps(submit)
         def carried_out(pool: Any, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-            if get_ident() != thread or recording.is_paused:
+            if get_ident() != thread or is_inspecting():
                 return submit(pool, work, *args, **options)
             future = Future[Any]()
             future.set_running_or_notify_cancel()
@@ -429,7 +418,7 @@ def _without_threads(recording: Recording) -> Iterator[None]:
     def starting(start: Callable[[Thread], None]) -> Callable[[Thread], None]:
         @wraps(start)
         def started(other: Thread) -> None:
-            recording.has_unseen |= get_ident() == thread and not recording.is_paused and not other.daemon
+            recording.has_unseen |= get_ident() == thread and not is_inspecting() and not other.daemon
             start(other)
 
         return started

@@ -3,6 +3,9 @@
 The path of the request is a converted folder, a delta for what the engine has, or a root of steps, of which the newest
 is taken, or with `ROOT#12` step 12. SGLang asks each rank by itself, and tells only what the first one answers. So all
 ranks first read and prove what they are to load; if one fails after that, all load again what they had.
+
+Four hooks: around the request, the load that SGLang makes of it, what this load reads, and what it does to weights
+before.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -19,21 +23,21 @@ from relayout.checkpoint.converted import read_manifest_blob
 from relayout.checkpoint.steps import follow, names_of_chain, steps_at
 from relayout.checkpoint.trust import policy_of
 from relayout.core.digests import digest_hex
+from relayout.engines import sglang
 from relayout.engines.load import (
+    MODELS,
+    ByModel,
     EngineModel,
     Load,
     Shapes,
-    Sources,
-    Update,
     Weights,
     WeightsPlace,
     check_same_model,
-    known_of,
-    open_update_at,
-    remember,
+    open_converted,
     source_url,
 )
 from relayout.engines.rank_weights import EngineOptions
+from relayout.engines.sglang import Hook
 from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, shapes_at
 from relayout.errors import PlanError, RelayoutError, about
 from relayout.format.steps import PublishedStep, StepsIndex
@@ -42,14 +46,93 @@ from relayout.storage.stores import scheme_of
 if TYPE_CHECKING:
     from relayout.engines.rank_weights import RankWeights
     from relayout.live.recording import Recording
-    from relayout.live.staging import Staged
+    from relayout.live.staging import LiveWeights, Staged
     from relayout.loader.group.collectives import Group
 
 Value = TypeVar("Value")
+Sources: TypeAlias = tuple[str, tuple[str, ...]]
+"""A converted folder, or its URL, and the deltas that were applied to it, in this order."""
 
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _Original: TypeAlias = Callable[..., tuple[bool, str]]
 _HELD_NBYTES = 4 * 2**30
 """The most memory for what changes where it lies; what takes more is read, and proven, again when it is changed."""
+
+
+def register() -> None:
+    """Hook into SGLang, for starts and updates; for errors see `sglang.register`."""
+    sglang.register(_hooks)
+
+
+def _hooks() -> list[Hook]:
+    """Return the hooks of a start, and those of updates where this SGLang has updates in the place known here."""
+    reading, *others = sglang.load_hooks()
+    try:
+        updater = import_module(_UPDATER)
+    except ImportError:  # Another version has it elsewhere.
+        return [reading, *others]
+    loader, parameters = reading.owner, ("model", "weights", "target_device")
+    return [
+        replace(reading, around=weights_iterator),
+        *others,
+        Hook(updater.WeightUpdater, "update_weights_from_disk", ("self", "model_path", "load_format"), update_weights),
+        Hook(loader, "load_weights_and_postprocess", parameters, process_weights),
+        Hook(loader, "restore_weights_before_loading", parameters[::2], restore_weights),
+    ]
+
+
+@dataclass(slots=True)
+class Update:
+    """New weights for a model, for which SGLang calls its own loader once more."""
+
+    place: WeightsPlace
+    """Where SGLang says that they are."""
+    weights: RankWeights | None
+    """Verified weights to load in place of those. None: those at the place."""
+    staged: Staged | None = None
+    """Changes to make in memory, in place of a load."""
+    error: Exception | None = None
+    """The exception that such a change has raised. SGLang retries the same update."""
+    is_whole: bool = True
+    """Whether the model takes all of it."""
+    has_begun: bool = False
+    """Whether SGLang has asked for tensors, and may have changed something."""
+
+
+@dataclass(slots=True)
+class LiveModel:
+    """A model of SGLang whose weights may change."""
+
+    weights: LiveWeights | None = None
+    """Its weights in memory, if they were recorded."""
+    has: Sources | None = None
+    """Its weights since the last update. None: those that SGLang's configuration names."""
+    update: Update | None = None
+    """The update that SGLang is loading."""
+    is_mixed: bool = False
+    """Whether an update has begun and has not ended: some weights are new, others old, others missing."""
+
+
+LIVE: ByModel[LiveModel] = ByModel()
+"""Models that were recorded or updated."""
+
+
+def weights_iterator(
+    original: Callable[..., Iterator[Any]], loader: Any, source: Any, **settings: Any
+) -> Iterator[Any]:
+    """Hook around `DefaultModelLoader._get_weights_iterator`: an update reads what was verified for it.
+
+    Raises:
+        FormatError, PlanError, OSError, MemoryError: as `sglang.weights_iterator`.
+    """
+    live, known = LIVE.of(source.model_config), MODELS.of(source.model_config)
+    update = None if live is None else live.update
+    if update is None or known is None:
+        return sglang.weights_iterator(original, loader, source, **settings)
+    if update.staged is not None:
+        return iter(())
+    known.place, update.has_begun = update.place, True
+    return sglang.deliver(known, update.weights, loader, source, partial(original, loader, source, **settings))
 
 
 def update_weights(
@@ -59,13 +142,13 @@ def update_weights(
 
     What SGLang reads itself, for a model that it has loaded itself, is its own.
     """
-    live = _Live(original, updater, str(load_format).lower() == FORMAT, (load_format, *args), named)
+    request = _Request(original, updater, str(load_format).lower() == FORMAT, (load_format, *args), named)
     if "weight_name_filter" in named:  # SGLang reads again what a rank has lost of the weights that it has.
-        return live.load(model_path, replace(live.again(), is_whole=False))
+        return request.load(model_path, replace(request.again(), is_whole=False))
     try:
-        return live.change(model_path)
+        return request.change(model_path)
     except (RelayoutError, OSError, MemoryError) as error:
-        return live.refused(model_path, error)
+        return request.refused(model_path, error)
 
 
 def process_weights(original: Callable[..., None], model: Any, weights: Iterable[Any], target_device: Any) -> None:
@@ -73,15 +156,17 @@ def process_weights(original: Callable[..., None], model: Any, weights: Iterable
 
     With the option `live` a load is recorded, so that this can be.
     """
-    known = known_of(model)
+    known = MODELS.of(model)
     if known is None:
         original(model, weights, target_device)
         return
-    update = known.update
+    live = LIVE.of(model) or LiveModel()
+    update = live.update
     if update is not None and update.staged is not None:
-        _commit(known, update, update.staged, model)
+        assert live.weights is not None
+        _commit(live.weights, update, update.staged, model)
         return
-    known.live = None
+    live.weights = None
     if update is not None:
         is_followed = update.is_whole and update.weights is not None
     else:  # What is not marked SGLang loads itself, or it is a draft model, which shares memory with another.
@@ -99,35 +184,30 @@ def process_weights(original: Callable[..., None], model: Any, weights: Iterable
         yield from recording.given(weights)
         load = known.load
 
-    try:
-        with Recording(model) as recording:
-            known.recording = recording
-            original(model, given(recording), target_device)
-    finally:
-        known.recording = None
-    if isinstance(load, Weights) and known.engine is not None:
+    with Recording(model) as recording:
+        original(model, given(recording), target_device)
+    if isinstance(load, Weights):
         recorded = recording.finish()
-        known.live = LiveWeights(recorded, known.engine, known.options, Content.of(load.delivery.weights))
+        live.weights = LiveWeights(recorded, load.engine, known.options, Content.of(load.delivery.weights))
+        LIVE.remember(live, model)
         what = "relayout: %d slices lie in memory as they are; SGLang has made something else of %d"
         LOGGER.info(what, len(recorded.views), len(recorded.reloaded))
 
 
 def restore_weights(original: Callable[..., None], model: Any, target_device: Any) -> None:
     """Hook around `DefaultModelLoader.restore_weights_before_loading`: what changes where it lies is not unpacked."""
-    known = known_of(model)
-    if known is None or known.update is None or known.update.staged is None:
+    live = LIVE.of(model)
+    if live is None or live.update is None or live.update.staged is None:
         original(model, target_device)
 
 
-def _commit(known: EngineModel, update: Update, staged: Staged, model: Any) -> None:
+def _commit(live: LiveWeights, update: Update, staged: Staged, model: Any) -> None:
     """Change weights where they lie.
 
     Raises:
         PlanError: the model has other weights than those that this was staged for.
         FormatError, OSError, MemoryError: as `LiveWeights.commit`.
     """
-    live = known.live
-    assert live is not None
     if update.error is not None:
         raise update.error
     try:
@@ -156,8 +236,8 @@ class _New:
     """What it is, for the answer."""
 
 
-class _Live:
-    """A model of SGLang that is asked to load other weights."""
+class _Request:
+    """A request to SGLang to load other weights into a model."""
 
     def __init__(
         self, original: _Original, updater: Any, is_asked_for: bool, args: Sequence[Any], named: dict[str, Any]
@@ -166,15 +246,17 @@ class _Live:
         self._args, self._named, self._is_asked_for = args, named, is_asked_for
         self._config, self._model = updater.model_config, updater.get_model()
         self._had_path = str(self._config.model_path)
-        self._known = known_of(self._model) or EngineModel(EngineOptions(), None)
-        remember(self._known, self._model, self._config)
+        self._known = MODELS.of(self._model) or EngineModel(EngineOptions(), None)
+        self._live = LIVE.of(self._model) or LiveModel()
+        MODELS.remember(self._known, self._model, self._config)
+        LIVE.remember(self._live, self._model, self._config)
         self._group: Group | None = None
         """The ranks that change together; None: there is one, or it is SGLang's own affair."""
 
     @property
     def _has(self) -> Sources:
         """What the model has."""
-        return self._known.updated or (self._url(self._had_path), ())
+        return self._live.has or (self._url(self._had_path), ())
 
     def _url(self, path: str) -> str:
         return source_url(path, getattr(self._config, "revision", None))
@@ -188,22 +270,22 @@ class _Live:
         Raises:
             FormatError, PlanError, OSError: it keeps what it has; or, if `is_mixed`, it has weights of both.
         """
-        place, known = self._place(path), self._known
+        place, known, live = self._place(path), self._known, self._live
         place.check_policy()
         if not (_is_root_or_delta(place) or place.is_ours) and known.shapes is None:
             return self._own(path, place)
         self._group = _group()
         new = self._proven(path, place)
-        was_mixed, known.is_mixed = known.is_mixed, True
+        was_mixed, live.is_mixed = live.is_mixed, True
         outcome = self._attempt(path, new.update)
         failed = [answer for is_done, answer in self._all_of(outcome) if not is_done]
         if not failed:
-            known.updated, known.shapes, known.is_mixed = new.content, new.shapes, False
+            live.has, known.shapes, live.is_mixed = new.content, new.shapes, False
             return True, f"{outcome[1]}{new.says}"
         if any(self._all_of(new.update.has_begun)):
-            known.is_mixed = not all(self._all_of(not was_mixed and self._go_back()))
+            live.is_mixed = not all(self._all_of(not was_mixed and self._go_back()))
         else:
-            known.is_mixed = was_mixed
+            live.is_mixed = was_mixed
         return self.refused(path, failed[0])
 
     def _own(self, path: str, place: WeightsPlace) -> tuple[bool, str]:
@@ -215,11 +297,11 @@ class _Live:
 
     def load(self, path: str, update: Update) -> tuple[bool, str]:
         """Let SGLang load, and answer. May raise anything."""
-        self._known.update = update
+        self._live.update = update
         try:
             return self._original(path, *self._args, **self._named)
         finally:
-            self._known.update = self._known.place = None
+            self._live.update = self._known.place = None
 
     def _attempt(self, path: str, update: Update | None) -> tuple[bool, str]:
         """Let SGLang load a path, or what it had there if there is no update; whatever this fails by is the answer.
@@ -239,15 +321,15 @@ class _Live:
         return done
 
     def again(self) -> Update:
-        """What the model has, to be loaded once more; for errors see `open_update_at`."""
+        """What the model has, to be loaded once more; for errors see `open_converted`."""
         path, deltas = self._has
         place = WeightsPlace(path, self._is_asked_for)
-        is_converted = self._known.updated is not None or (place.is_ours and place.manifest is not None)
+        is_converted = self._live.has is not None or (place.is_ours and place.manifest is not None)
         return Update(self._place(self._had_path), self._open(place, deltas) if is_converted else None)
 
     def _open(self, place: WeightsPlace, deltas: Sequence[str]) -> RankWeights:
-        """What deltas make of a converted folder; for errors see `open_update_at`."""
-        return open_update_at(place, deltas, self._known.options, engine_rank(self._config))
+        """What deltas make of a converted folder; for errors see `open_converted`."""
+        return open_converted(place, deltas, self._known.options, engine_rank(self._config))
 
     def _proven(self, path: str, place: WeightsPlace) -> _New:
         """What is at a path, read and compared with its digests by all ranks.
@@ -311,7 +393,7 @@ class _Live:
         """
         from relayout.loader.requests import MAX_IN_FLIGHT, plan_budget
 
-        live = self._known.live
+        live = self._live.weights
         if live is None:
             return None
         try:
@@ -331,7 +413,7 @@ class _Live:
             full, *others = _chain_of(self._url(_root_of(path)[0]), step, None)
             return full, tuple(others)
         if _is_delta(place.source):
-            if self._known.is_mixed:
+            if self._live.is_mixed:
                 what = "a delta changes what the engine has, and that is a mixture: update it from a folder"
                 raise PlanError(what, path=path, code="unsupported")
             base, deltas = self._has
@@ -348,7 +430,7 @@ class _Live:
     def refused(self, path: str, reason: object) -> tuple[bool, str]:
         """The answer to an update that was not made."""
         self._config.model_path = self._had_path
-        is_mixed = self._known.is_mixed
+        is_mixed = self._live.is_mixed
         state = "its weights are a mixture now: update them again, or start it again" if is_mixed else "keeps them"
         LOGGER.error("relayout: not updated from %s, SGLang %s: %s", path, state, reason)
         return False, f"relayout: weights were not updated, SGLang: {state}: {reason}"

@@ -26,7 +26,7 @@ from relayout.checkpoint.steps import follow, way_to
 from relayout.checkpoint.trust import policy_of
 from relayout.core.digests import Hash, digest_hex, new_digest
 from relayout.core.workers import check_stop, current_stop, each
-from relayout.engines.load import EngineRank, WeightsPlace, open_update, source_url
+from relayout.engines.load import EngineRank, WeightsPlace, open_converted, source_url
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.errors import PlanError, about
 from relayout.live.recording import Recorded
@@ -320,7 +320,8 @@ class LiveWeights:
         return Staged(before.digest, content, flips, changes, left, modules, tensors, held)
 
     def _stage_whole(self, path: str, deltas: tuple[str, ...], before: Content | None, memory: int) -> Staged:
-        content, recorded = Content.of(open_update(path, deltas, self._options, self._engine)), self.recorded
+        weights, recorded = open_converted(WeightsPlace(path), deltas, self._options, self._engine), self.recorded
+        content = Content.of(weights)
         self.first.check_same_layout(content, path)
         used = {*recorded.views, *recorded.reloaded}
         old, new = {} if before is None else before.digests, content.digests
@@ -348,7 +349,7 @@ class LiveWeights:
         """These slices of what deltas make of a folder, every byte proven."""
         engine = self._engine
         only = replace(engine, is_skipped=lambda name: name not in names or engine.is_skipped(name))
-        return replace(open_update(path, deltas, self._options, only), device="cpu", small_first=True)
+        return replace(open_converted(WeightsPlace(path), deltas, self._options, only), device="cpu", small_first=True)
 
     def rehearse(self, staged: Staged, model: torch.nn.Module, rehearse: Reload) -> None:
         """Let `rehearse` see what `commit` would let the engine load again, if that is anything.

@@ -3,6 +3,7 @@
 vLLM calls its workers in three steps. `update_weights` names a delta or a converted folder, and returns at once: each
 worker reads and proves its part in the background, while it serves. `finish_weight_update`, in a pause, waits until
 all workers have done so, and then lets all change their weights, or none. `start_weight_update` begins a session.
+A model that is started with it is loaded by `LiveLoader`, which records where its weights come to lie.
 """
 
 from __future__ import annotations
@@ -11,28 +12,112 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from relayout.core.arguments import integer, size
 from relayout.core.workers import Stop, Stopped, check_stop, heeding
-from relayout.engines.load import known_of
+from relayout.engines import vllm
+from relayout.engines.load import MODELS, ByModel, Weights, WeightsPlace
+from relayout.engines.vllm import FORMAT, VllmLoader
 from relayout.errors import PlanError, shown
 
 if TYPE_CHECKING:
     import torch
 
+    from relayout.cache.conversions import Observer
+    from relayout.engines.rank_weights import RankWeights
     from relayout.live.staging import Content, LiveWeights, Modules, Staged
 
-NAME = "relayout"
+LIVE: ByModel[LiveWeights] = ByModel()
+"""The weights of models that may change."""
 _LOGGER = getLogger("vllm.relayout")
 _NICENESS = 10
 """What the thread that reads new weights has: the engine's own threads come first."""
 _POLL_SECONDS = 0.1
+
+
+class LiveLoader(VllmLoader):
+    """A loader that records where the weights of a first load come to lie, if they may change later."""
+
+    _until_processed: ExitStack | None = None
+    """Ends when vLLM has made of the weights what it computes with."""
+
+    def load_model(self, *arguments: Any, **options: Any) -> Any:
+        """Make the model, load it and make it ready for kernels, as vLLM does."""
+        with ExitStack() as self._until_processed:
+            model = super().load_model(*arguments, **options)
+        self._until_processed = None
+        return model
+
+    def _given(self, weights: Weights, place: WeightsPlace, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors, engine = super()._given(weights, place, model), weights.engine
+        if self._until_processed is None or engine.is_draft or place.manifest is None or not _may_change():
+            return tensors
+        from relayout.live.recording import Recording
+        from relayout.live.staging import Content, LiveWeights
+        from relayout.live.vllm_reload import loader_of, note_defaults
+
+        known = MODELS.of(model)
+        if known is not None and known.marks is not None:
+            note_defaults(model)
+        recording, opened = Recording(model, loader_of), weights.delivery.weights
+
+        def note(failed: object, *_: object) -> None:
+            if failed is None:
+                rank = replace(engine, members=None, progress=False)
+                LIVE.remember(LiveWeights(recording.finish(), rank, self._options, Content.of(opened)), model)
+
+        self._until_processed.push(note)
+        return self._until_processed.enter_context(recording).given(tensors)
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the tensors of a reload; see `VllmLoader`. A delta then applies to what was loaded last."""
+        live = LIVE.of(model)
+        if live is None:
+            return super().get_all_weights(model_config, model)
+        live.loaded_again(None)  # Until all is loaded, nobody knows what a delta would apply to.
+        tensors = super().get_all_weights(model_config, model)
+        weights = self.load.delivery.weights if isinstance(self.load, Weights) else None
+        return tensors if weights is None or weights.store is not None else _followed(tensors, live, weights)
+
+
+def _followed(
+    tensors: Iterable[tuple[str, torch.Tensor]], live: LiveWeights, weights: RankWeights
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a reload. Once all were taken, record their content as the base for deltas."""
+    from relayout.live.staging import Content
+
+    yield from tensors
+    live.loaded_again(Content.of(weights))
+
+
+def _may_change() -> bool:
+    """Return whether the engine was started with relayout's weight transfer."""
+    from vllm.config import get_current_vllm_config
+
+    transfer = getattr(get_current_vllm_config(), "weight_transfer_config", None)
+    return transfer is not None and transfer.backend == FORMAT
+
+
+def register(observe: Callable[[], Observer] | None = None) -> None:
+    """Tell vLLM about the load format, and about relayout's weight transfer, if it has any; see `vllm.register`."""
+    vllm.register(observe, LiveLoader)
+    try:
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    if FORMAT not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(FORMAT, engine_class(WeightTransferEngine))
+
+
+loader_class = partial(vllm.loader_class, methods=LiveLoader)
+"""The loaders of a vLLM whose weights may change; arguments as of `vllm.loader_class`."""
 
 
 def engine_class(base: type[Any]) -> type[Any]:
@@ -41,11 +126,11 @@ def engine_class(base: type[Any]) -> type[Any]:
     Args:
         base: vLLM's `WeightTransferEngine`.
     """
-    return type("RelayoutTransferEngine", (Transfer, base), {"__module__": __name__})
+    return type("RelayoutTransferEngine", (TransferEngine, base), {"__module__": __name__})
 
 
 @dataclass(frozen=True, slots=True)
-class Init:
+class InitInfo:
     """What `init_weight_transfer_engine` may set; it need not be called."""
 
     memory: int | str = "4GiB"
@@ -56,7 +141,7 @@ class Init:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateInfo:
     """What `update_weights` is told."""
 
     source: str | list[str]
@@ -75,7 +160,12 @@ class _Staging:
     """New weights that are being read by a thread."""
 
     def __init__(
-        self, live: LiveWeights, update: Update, before: _Staging | None, memory: int, canceled: Sequence[_Staging] = ()
+        self,
+        live: LiveWeights,
+        update: UpdateInfo,
+        before: _Staging | None,
+        memory: int,
+        canceled: Sequence[_Staging] = (),
     ) -> None:
         """Start the thread.
 
@@ -158,10 +248,10 @@ class _Staging:
             check_stop(self._stop)
 
 
-class Transfer:
+class TransferEngine:
     """The methods of vLLM's `WeightTransferEngine`."""
 
-    init_info_cls, update_info_cls = Init, Update
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False
     defers_processing = True
 
@@ -171,7 +261,7 @@ class Transfer:
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._options = Init()
+        self._options = InitInfo()
         self._stagings: list[_Staging] = []
         self._canceled: list[_Staging] = []
         """Stagings of earlier sessions that were canceled and whose threads have not ended yet."""
@@ -185,7 +275,7 @@ class Transfer:
             if hasattr(self._worker, "sleep"):
                 self._worker.sleep = self._noted(self._worker.sleep)
 
-    def init_transfer_engine(self, init_info: Init) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Set limits."""
         size(init_info.memory, "memory")
         self._options = init_info
@@ -202,7 +292,7 @@ class Transfer:
             self._error = self._error or error
             _LOGGER.error("relayout: %s", error)
 
-    def receive_weights(self, update_info: Update) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """Begin to read new weights, after those that were named before in this session."""
         before = self._stagings[-1] if self._stagings else None
         memory = size(self._options.memory, "memory")
@@ -299,11 +389,11 @@ class Transfer:
 
     @property
     def _live(self) -> LiveWeights:
-        known = known_of(self.model)
-        if known is None or known.live is None:
+        live = LIVE.of(self.model)
+        if live is None:
             what = "the engine was not started on a converted folder: start it with --load-format relayout, on one"
             raise PlanError(what, code="unsupported")
-        return known.live
+        return live
 
     def _forget(self) -> None:
         """Cancel what is being read."""
@@ -314,8 +404,7 @@ class Transfer:
 
     def state(self) -> dict[str, Any]:
         """What this worker has, and what it is reading; `collective_rpc` calls it as `relayout_state`."""
-        known, last = known_of(self.model), self._stagings[-1] if self._stagings else None
-        live = None if known is None else known.live
+        live, last = LIVE.of(self.model), self._stagings[-1] if self._stagings else None
         staged = None if last is None else last.staged
         error = self._error or (None if last is None else last.error)
         return {
@@ -347,9 +436,9 @@ class Transfer:
 
         @wraps(sleep)
         def noted(level: int = 1) -> None:
-            known = known_of(self.model)
-            if level != 1 and known is not None and known.live is not None:  # At 1 they come back as they were.
-                known.live.loaded_again(None)
+            live = LIVE.of(self.model)
+            if level != 1 and live is not None:  # At 1 they come back as they were.
+                live.loaded_again(None)
             sleep(level)
 
         return noted
@@ -359,18 +448,18 @@ class Transfer:
         self._forget()
 
 
-def _parsed(update_info: Mapping[str, Any]) -> Update:
-    """Raise PlanError unless it is an `Update`."""
+def _parsed(update_info: Mapping[str, Any]) -> UpdateInfo:
+    """Raise PlanError unless it is an `UpdateInfo`."""
     source: Any = update_info.get("source")
     step = update_info.get("step")
     is_list = isinstance(source, list) and source and all(isinstance(one, str) for one in source)
     if not set(update_info) <= {"source", "step"} or not (isinstance(source, str) or is_list):
         what = f'update_weights: {shown(dict(update_info))}, expected {{"source": DELTA, FOLDER or STEPS, or a list}}'
         raise PlanError(what, code="option")
-    return Update(source, None if step is None else integer(step, "step"))
+    return UpdateInfo(source, None if step is None else integer(step, "step"))
 
 
-def _worker_of(engine: Transfer) -> Any:
+def _worker_of(engine: TransferEngine) -> Any:
     """The worker of vLLM that is just making its transfer engine; None: somebody else makes it.
 
     vLLM does not tell an engine whose it is. Without the worker nothing can be asked by `collective_rpc`, and after a

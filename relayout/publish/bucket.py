@@ -66,7 +66,7 @@ _NUM_FILES = 4
 
 @dataclass(frozen=True, slots=True)
 class BucketPublisher:
-    """Publishes below a prefix; see `publishers.Publisher`."""
+    """Publishes below a prefix; see `publishers.StorePublisher`."""
 
     prefix: Prefix
 
@@ -156,7 +156,7 @@ def begin(
 
 
 def remove_output(prefix: Prefix, older: Replaceable) -> None:
-    """Delete an output and what is left of one, see `Publisher.remove`.
+    """Delete an output and what is left of one, see `StorePublisher.remove`.
 
     The proof: a claim, or the records of the output, name the objects. They are noted in a claim before the first of
     them is deleted, so that what is left of a killed deletion is still named.

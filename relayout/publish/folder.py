@@ -66,7 +66,7 @@ _CANNOT_REPLACE = {
 
 @dataclass(frozen=True, slots=True)
 class FolderPublisher:
-    """Publishes a folder; see `publishers.Publisher`."""
+    """Publishes a folder; see `publishers.StorePublisher`."""
 
     output: Path
 
@@ -253,7 +253,7 @@ def _has_parts(place: OpenFolder, work: str) -> bool:
 
 
 def remove_output(output: Path, older: Replaceable) -> None:
-    """Delete an output and what is left of one, see `Publisher.remove`.
+    """Delete an output and what is left of one, see `StorePublisher.remove`.
 
     The proof is that of a replacement: its records name its files, which are noted with the inode of their folder
     before that is moved to the folder beside it, and deleted there. What a link at its path leads to is another output.
@@ -281,7 +281,7 @@ def remove_output(output: Path, older: Replaceable) -> None:
 
 
 def replace_file(path: Path, expected: bytes | None, content: bytes) -> None:
-    """Replace a small file if its content is the expected one, see `Publisher.replace`.
+    """Replace a small file if its content is the expected one, see `StorePublisher.replace`.
 
     Whoever holds the lock file replaces it. If somebody deletes that, two may hold a lock: so the file itself is
     locked, too, which no two processes hold, as its name is looked at after that.

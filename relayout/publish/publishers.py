@@ -11,7 +11,7 @@ from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Store
 
 
-class Publisher(Protocol):
+class StorePublisher(Protocol):
     """Publishes in one place: a folder, or a prefix of a bucket."""
 
     def check(self, source: Store, older: Replaceable, *, force: bool) -> None:
@@ -66,7 +66,7 @@ class Publisher(Protocol):
         """
 
 
-def publisher_of(store: Store) -> Publisher:
+def publisher_of(store: Store) -> StorePublisher:
     """The publisher of a store. PlanError: it can only be read, or is a whole bucket."""
     # Imported where they are used: most outputs need one.
     if isinstance(store, LocalStore):
@@ -79,16 +79,16 @@ def publisher_of(store: Store) -> Publisher:
 
 
 class Destination(Protocol):
-    """Where an output is published. Errors are those of `Publisher`."""
+    """Where an output is published. Errors are those of `StorePublisher`."""
 
     def check(self, source: Store) -> None:
-        """Check that an output would not destroy other files, see `Publisher.check`."""
+        """Check that an output would not destroy other files, see `StorePublisher.check`."""
 
     def begin(self, work: Work, *, gathers: bool = False) -> AbstractContextManager[Output]:
-        """Begin an output, see `Publisher.begin`."""
+        """Begin an output, see `StorePublisher.begin`."""
 
     def begin_part(self, work: Work) -> AbstractContextManager[Output]:
-        """Begin parts of an output, see `Publisher.begin_part`."""
+        """Begin parts of an output, see `StorePublisher.begin_part`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,8 @@ from support.updates_worker import TP, write_steps
 
 import relayout
 from relayout.core.digests import digest_hex
-from relayout.engines.load import known_of
 from relayout.engines.rank_weights import RankWeights
-from relayout.live.sglang_updates import update_weights
+from relayout.live.sglang_updates import LIVE, update_weights
 from relayout.live.staging import Flips, LiveWeights
 
 pytestmark = pytest.mark.xdist_group("group")
@@ -393,10 +392,10 @@ def loads_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def weights_of(model: Model) -> LiveWeights:
-    known = known_of(model)
-    assert known is not None
-    assert known.live is not None
-    return known.live
+    live = LIVE.of(model)
+    assert live is not None
+    assert live.weights is not None
+    return live.weights
 
 
 def test_what_changes_goes_where_it_lies(
@@ -467,12 +466,11 @@ def test_a_model_that_is_not_asked_to_be_live_is_not_recorded(
 ) -> None:
     model = model_of(engine, whole)
     engine.load(steps / "step-0", model, load_format="auto")
-    known = known_of(model)
-    assert known is not None
-    assert (known.live is not None) is bool(engine.options)
+    live = LIVE.of(model)
+    assert (live is not None and live.weights is not None) is bool(engine.options)
     engine.load(steps / "model-0", model, load_format="auto")
-    known = known_of(model)
-    assert known is None or known.live is None
+    live = LIVE.of(model)
+    assert live is None or live.weights is None
 
 
 @pytest.fixture(scope="module", params=["", "live", "live in part"])

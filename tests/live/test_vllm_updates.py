@@ -26,7 +26,7 @@ from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
 from relayout.live.recording import Recorded
 from relayout.live.staging import Content, LiveWeights
-from relayout.live.vllm_updates import Init, Transfer, Update
+from relayout.live.vllm_updates import InitInfo, TransferEngine, UpdateInfo
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -163,22 +163,22 @@ class SlowLive:
 
 
 @pytest.fixture
-def transfer(monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, SlowLive]:
+def transfer(monkeypatch: pytest.MonkeyPatch) -> tuple[TransferEngine, SlowLive]:
     """An engine's transfer that waits for a moment only, and weights that it cannot read in it."""
     live = SlowLive(heeds=True)
-    monkeypatch.setattr(Transfer, "_live", live)
-    engine = Transfer()
+    monkeypatch.setattr(TransferEngine, "_live", live)
+    engine = TransferEngine()
     engine.model = torch.nn.Linear(1, 1)
-    engine.init_transfer_engine(Init(wait_seconds=0.05))
+    engine.init_transfer_engine(InitInfo(wait_seconds=0.05))
     return engine, live
 
 
 def test_a_staging_that_was_given_up_ends_and_holds_nothing(
-    transfer: tuple[Transfer, SlowLive], caplog: pytest.LogCaptureFixture
+    transfer: tuple[TransferEngine, SlowLive], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, live = transfer
     caplog.set_level("INFO")
-    engine.receive_weights(Update("delta"))
+    engine.receive_weights(UpdateInfo("delta"))
     [given_up] = engine._stagings
     assert live.reading.acquire(timeout=60)
     with pytest.raises(TimeoutError, match="delta is still being read"):
@@ -193,13 +193,13 @@ def test_a_staging_that_was_given_up_ends_and_holds_nothing(
 
 @pytest.mark.parametrize("heeds", [True, False])
 def test_new_weights_are_read_after_what_was_given_up_has_ended(
-    transfer: tuple[Transfer, SlowLive], heeds: bool
+    transfer: tuple[TransferEngine, SlowLive], heeds: bool
 ) -> None:
     engine, live = transfer
     live.heeds = heeds
     for attempt in range(3):
         engine.start_weight_update()
-        engine.receive_weights(Update(f"delta-{attempt}"))
+        engine.receive_weights(UpdateInfo(f"delta-{attempt}"))
         if heeds or not attempt:
             assert live.reading.acquire(timeout=60)
         with pytest.raises(TimeoutError):

@@ -102,12 +102,10 @@ OFFLINE = [name for name in IMPORTABLE if not name.startswith(ONLINE)]
 
 
 def statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """All import statements below a node that are ever carried out."""
+    """All import statements below a node, also those that only type checkers see."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
-        elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            yield from statements(ast.Module(child.orelse, []))
         else:
             yield from statements(child)
 

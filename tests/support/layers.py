@@ -46,7 +46,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "loader",
         "live",
     ),
-    "live": ("core", "format", "storage", "checkpoint", "loader", "engines"),
+    "live": ("core", "format", "storage", "checkpoint", "cache", "loader", "engines"),
     "plugins": ("checkpoint", "plans", "planning", "engines"),
     "transformers": (
         *("core", "reporting", "checkpoint", "plans", "conversion", "planning", "loader"),

@@ -18,7 +18,7 @@ from sglang.srt.plugins import load_plugins
 
 from engines.comparing.sglang_classes import stand_in_rotary
 from engines.comparing.sglang_updates import Live
-from relayout.engines.load import known_of
+from relayout.live.sglang_updates import LIVE
 
 
 def main() -> None:
@@ -40,10 +40,10 @@ def main() -> None:
             computing[way].append(round(time.process_time() - computed, 4))
             assert done, answer
             if way.endswith("live"):
-                known = known_of(engine.model)
-                assert known is not None
-                assert known.live is not None
-                found = known.live.attest()
+                live = LIVE.of(engine.model)
+                assert live is not None
+                assert live.weights is not None
+                found = live.weights.attest()
                 assert (found.difference, found.unproven) == (None, ())
             assert engine.update(root / old)[0]
     result: dict[str, Any] = {

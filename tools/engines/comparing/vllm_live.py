@@ -22,9 +22,9 @@ from vllm.model_executor.models import registry
 
 from engines.comparing.jobs import Job, Tensors, run_jobs
 from engines.comparing.vllm_updates import MEMORY, everything, loaded, stand_in_quantization
-from relayout.engines.load import known_of
 from relayout.errors import RelayoutError
 from relayout.live.vllm_reload import rehearse, reload
+from relayout.live.vllm_updates import LIVE
 from relayout.observe.stand_ins import Unpinned, fake_rank
 
 _PARTS = ("impl", "quant_method", "kernel", "scheme", "moe_kernel", "fused_experts")
@@ -54,10 +54,10 @@ def _update(job: Job, root: Path, rank: int) -> dict[str, Any]:
         config, model = _started(job, root / "step-0", rank)
     except Exception as error:
         return {"outcome": "not loaded", "why": _said(error)}
-    before, known = _all(model), known_of(model)
-    if known is None or known.live is None:
+    before, live = _all(model), LIVE.of(model)
+    if live is None:
         return {"outcome": "not loaded", "why": "not by relayout"}
-    live, is_begun = known.live, False
+    is_begun = False
     try:
         with set_current_vllm_config(config), Unpinned():
             staged = live.stage([str(root / "delta-1")], live.content, MEMORY)

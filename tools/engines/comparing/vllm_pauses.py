@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from engines.comparing.jobs import Job
 from engines.comparing.vllm_updates import MEMORY, leave_unpacked, loaded
-from relayout.engines.load import known_of
 from relayout.live.vllm_reload import rehearse, reload
+from relayout.live.vllm_updates import LIVE
 from relayout.observe.stand_ins import Unpinned, fake_rank
 
 
@@ -37,9 +37,7 @@ def main() -> None:
     started = time.perf_counter()
     config, model = loaded(Job(root.name, str(root), str(root), 1), root / "step-0", 0)
     load_seconds = time.perf_counter() - started
-    known = known_of(model)
-    assert known is not None
-    live = known.live
+    live = LIVE.of(model)
     assert live is not None
     seconds: dict[str, list[float]] = {}
     computing: dict[str, list[float]] = {}

@@ -34,8 +34,8 @@ from vllm.config import set_current_vllm_config
 import relayout
 from engines.comparing.jobs import Job, note_differences, nothing_found
 from engines.comparing.vllm_updates import MEMORY, everything, leave_unpacked, loaded
-from relayout.engines.load import known_of
 from relayout.live.vllm_reload import rehearse, reload
+from relayout.live.vllm_updates import LIVE
 from relayout.observe.stand_ins import Unpinned, fake_rank
 
 NUM_SAMPLES = 20
@@ -98,10 +98,9 @@ class Engine:
 
 
 def _live(model: Any) -> Any:
-    known = known_of(model)
-    assert known is not None
-    assert known.live is not None
-    return known.live
+    live = LIVE.of(model)
+    assert live is not None
+    return live
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:

@@ -22,9 +22,8 @@ from vllm.distributed import parallel_state
 
 from engines.comparing.jobs import Job, Tensors, note_differences, run_jobs
 from engines.comparing.vllm_classes import configuration
-from relayout.engines.load import known_of
 from relayout.live.vllm_reload import rehearse, reload
-from relayout.live.vllm_updates import NAME
+from relayout.live.vllm_updates import FORMAT, LIVE
 from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels
 
 MEMORY = 2**32
@@ -37,10 +36,8 @@ def compare(job: Job, result: dict[str, Any]) -> None:
     for rank in range(job.tp * job.stages):
         fake_rank(rank % job.tp, job.tp, job.expert)
         config, model = loaded(job, root / "step-0", rank)
-        known = known_of(model)
-        assert known is not None
-        assert known.live is not None, "nothing was recorded"
-        live = known.live
+        live = LIVE.of(model)
+        assert live is not None, "nothing was recorded"
         sizes = dict(zip(live.first.columns.names, live.first.columns.sizes(), strict=True))
         views, again = live.recorded.views, live.recorded.reloaded
         result["views"], result["loaded_again"] = kinds(views), kinds(again)
@@ -66,7 +63,7 @@ def loaded(job: Job, folder: Path, rank: int) -> tuple[Any, Any]:
     from vllm.model_executor.model_loader import get_model_loader
 
     config = configuration(job, str(folder), "auto")
-    config.weight_transfer_config = WeightTransferConfig(backend=NAME)
+    config.weight_transfer_config = WeightTransferConfig(backend=FORMAT)
     config.parallel_config.rank = rank
     if job.stages > 1:  # There are no processes for them.
         parallel_state._PP = StandInGroup(rank // job.tp, job.stages)

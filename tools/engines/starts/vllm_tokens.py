@@ -96,14 +96,13 @@ class Fragile:
         """Change the last worker's memory, which nobody has written to."""
         import torch
 
-        from relayout.engines.load import known_of
+        from relayout.live.vllm_updates import LIVE
 
         if self.rank:  # type: ignore[attr-defined]
             model = self.model_runner.model  # type: ignore[attr-defined]
-            known = known_of(model)
-            assert known is not None
-            assert known.live is not None
-            view = known.live.recorded.views[FLIPPED][0]
+            live = LIVE.of(model)
+            assert live is not None
+            view = live.recorded.views[FLIPPED][0]
             [parameter] = [one for one in model.parameters() if one.untyped_storage()._cdata == view.memory]
             parameter.data.view(-1).view(torch.int16)[view.target] ^= 1
 

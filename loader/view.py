@@ -41,7 +41,7 @@ _FLAGS = mmap.MAP_PRIVATE | MAP_FIXED
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class Place:
     """The part of a whole tensor that a rank holds.
 
     Example:
@@ -214,7 +214,7 @@ class CheckpointView(Closable):
         reader, row = self._find(name)
         return TensorSlice(reader, self._pieces, row)
 
-    def place(self, name: str) -> TensorPlace:
+    def place(self, name: str) -> Place:
         """The part of the whole tensor that the rank holds.
 
         Raises:
@@ -222,7 +222,7 @@ class CheckpointView(Closable):
         """
         columns = self._pieces.columns
         _, row = self._find(name)
-        return TensorPlace(tuple(columns.source_shapes[row]), columns.parts[row])
+        return Place(tuple(columns.source_shapes[row]), columns.parts[row])
 
     def _opened(self) -> tuple[_Reader, Mapping[str, int]]:
         """The reader, and the row of each name. PlanError: they were released."""

@@ -51,7 +51,7 @@ from relayout.format.manifest import (
 )
 from relayout.publish.folder import remove_leftovers
 from relayout.publish.output import Output, Work
-from relayout.publish.publishers import Place
+from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import OpenFiles
 from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store, scheme_of
@@ -304,7 +304,7 @@ def copy_from(
     threads, piece_nbytes = share_memory(threads, memory, target)
     blob, manifest, kept = _kept(source, ranks)
     record = read_record(source, manifest)
-    place = Place(target, CONVERTED, force)
+    place = StoreDestination(target, CONVERTED, force)
     for store in inputs:
         place.check(store)
     nbytes = sum(file.nbytes for file in kept.files)

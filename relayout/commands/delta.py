@@ -47,7 +47,7 @@ from relayout.format.manifest import parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
 from relayout.publish.output import Output, Work
-from relayout.publish.publishers import Place
+from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import Access, ReadableFile, Store, find_input, find_store
 from relayout.storage.system import Buffer, peak_nbytes
@@ -137,7 +137,7 @@ def delta(
     _check_layout(before, after)
     files = after.manifest.files
     total = sum(file.nbytes for file in files)
-    place = Place(target, DELTA_OUTPUT, force)
+    place = StoreDestination(target, DELTA_OUTPUT, force)
     for side in (before, after):
         place.check(side.store)
     known = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}

@@ -29,7 +29,7 @@ from relayout.errors import FormatError
 from relayout.format.index import Manifest, RankTable
 from relayout.format.source_record import SourceRecord
 from relayout.publish.output import Output, Work
-from relayout.publish.publishers import Place
+from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import HashedFile, OpenFiles, hash_files
 from relayout.storage.stores import Access, ReadableFile, Store, WritableFile, find_input, find_store
@@ -96,7 +96,7 @@ def restore(
     if manifest.whole is None:
         check_present(folder, manifest, range(manifest.num_ranks))
     record = read_record(folder, manifest)
-    place = Place(target, CONVERTED, force)
+    place = StoreDestination(target, CONVERTED, force)
     place.check(folder)
     sizes = [file.nbytes for file in record.files]
     written, index = sum(sizes), [] if record.index is None else [record.index[0]]

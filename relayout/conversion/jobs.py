@@ -39,7 +39,7 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.format.source_record import ConversionOptions
 from relayout.plans.plan import Plan
 from relayout.publish.output import Output
-from relayout.publish.publishers import Place
+from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.stores import find_input, find_store, scheme_of
 from relayout.storage.system import peak_nbytes
@@ -141,7 +141,7 @@ def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
     Raises:
         PlanError: the output exists.
     """
-    Place(planned.output, CONVERTED, force).check(planned.source.root)
+    StoreDestination(planned.output, CONVERTED, force).check(planned.source.root)
     units = planned.layout.units
     first = UnitJob(
         source=absolute(str(planned.source.root)),
@@ -190,7 +190,7 @@ def convert_unit(
     if not 0 <= unit < len(units):
         raise PlanError(f"unit {unit}, expected 0 to {len(units) - 1}", code="option")
     nbytes = planned.nbytes_of(units[unit])
-    place = Place(planned.output, CONVERTED, force)
+    place = StoreDestination(planned.output, CONVERTED, force)
     place.check(planned.source.root)
     work = work_of(planned, fingerprint, scratch=scratch)
     with place.begin_part(work) as output:
@@ -261,7 +261,7 @@ def commit_units(
     started = time.monotonic()
     source, layout, identity = planned.source, planned.layout, identity_of(planned.source)
     fingerprint = fingerprint_of(planned, identity.content)
-    place = Place(planned.output, CONVERTED, force)
+    place = StoreDestination(planned.output, CONVERTED, force)
     place.check(source.root)
     work = work_of(planned, fingerprint)
     with place.begin(work, gathers=True) as output:

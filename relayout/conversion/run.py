@@ -30,7 +30,7 @@ from relayout.core.workers import Stop
 from relayout.errors import PlanError, shown
 from relayout.format.index import DIGESTED_NBYTES, chunks_over
 from relayout.publish.output import Output, Work
-from relayout.publish.publishers import Destination, Place
+from relayout.publish.publishers import Destination, StoreDestination
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import READ_NBYTES as REHASH_NBYTES
 from relayout.storage.reading import OpenFiles
@@ -117,7 +117,7 @@ def carry_out(
     threads, chunk_nbytes = share_memory(threads, memory, conversion.output)
     if destination is not None and not hasattr(destination, "begin_part"):
         raise PlanError(f"destination: {shown(destination)}, expected one of relayout.publish", code="option")
-    to = Place(conversion.output, CONVERTED, force) if destination is None else destination
+    to = StoreDestination(conversion.output, CONVERTED, force) if destination is None else destination
     to.check(conversion.source.root)
     identity = identity_of(conversion.source)
     fingerprint = fingerprint_of(conversion, identity.content)

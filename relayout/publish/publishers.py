@@ -92,7 +92,7 @@ class Destination(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoreDestination:
     """A store as a destination."""
 
     store: Store

@@ -32,7 +32,7 @@ from relayout.loader.held import HeldTensor, TensorHead
 from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
-from relayout.publish.publishers import Place
+from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
 from relayout.saving.folder import (
     MemoryFolder,
@@ -276,7 +276,7 @@ class Saving:
             return self.instead(save)
         step_nbytes = min(chunk_nbytes, round_nbytes(group.num_members) // threads)
         make = partial(Copying, save, exchange, threads, step_nbytes)
-        return GroupSave(save, Place(planned.output, CONVERTED, self.force), make).carry_out(self.progress)
+        return GroupSave(save, StoreDestination(planned.output, CONVERTED, self.force), make).carry_out(self.progress)
 
     @property
     def _called(self) -> str:

@@ -30,7 +30,7 @@ from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
 from relayout.publish.output import Output, Work
-from relayout.publish.publishers import Place
+from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
 from relayout.saving.api import (
     DEFAULT_MEMORY,
@@ -345,7 +345,7 @@ class _StepPlace:
     def begin(self, work: Work, *, gathers: bool = False) -> Iterator[Output]:
         """Begin what is written, which is published at the end of the block."""
         with ExitStack() as stack:
-            output = self._output(work, stack, partial(Place.begin, gathers=gathers))
+            output = self._output(work, stack, partial(StoreDestination.begin, gathers=gathers))
             yield output
         self.delta_nbytes = output.delta_nbytes
 
@@ -353,18 +353,18 @@ class _StepPlace:
     def begin_part(self, work: Work) -> Iterator[Output]:
         """Begin parts of what is written."""
         with ExitStack() as stack:
-            yield self._output(work, stack, Place.begin_part)
+            yield self._output(work, stack, StoreDestination.begin_part)
 
     def _output(
-        self, work: Work, stack: ExitStack, begun: Callable[[Place, Work], AbstractContextManager[Output]]
+        self, work: Work, stack: ExitStack, begun: Callable[[StoreDestination, Work], AbstractContextManager[Output]]
     ) -> StepOutput:
         delta = full = None
         if DELTA in self.names:
             place = find_store(self.root.path(self.names[DELTA]))
-            delta = stack.enter_context(begun(Place(place, DELTA_OUTPUT), self._delta_work(work)))
+            delta = stack.enter_context(begun(StoreDestination(place, DELTA_OUTPUT), self._delta_work(work)))
         if FULL in self.names:
             place = find_store(self.root.path(self.names[FULL]))
-            full = stack.enter_context(begun(Place(place, CONVERTED), work))
+            full = stack.enter_context(begun(StoreDestination(place, CONVERTED), work))
         return StepOutput(self.kept, self.planned.source.side_files, self.threads, delta=delta, full=full)
 
     def _delta_work(self, work: Work) -> Work:

@@ -19,7 +19,7 @@ from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.publish.claim import Prefix, Sent, bare
 from relayout.publish.output import LocalOutput, Output, Work
-from relayout.publish.publishers import Place
+from relayout.publish.publishers import StoreDestination
 from relayout.storage.cloud.store import CloudStore, WritableClient
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Access, Entry, Kind, Store, find_store, why_missing
@@ -393,7 +393,7 @@ def test_force_touches_nothing_where_there_is_anything_that_the_older_outputs_re
     source, out = there.store("source"), there.store("out")
     name, says = STRANGERS[stranger]
     there.write(out, **{MARKER: b"ours\nweights"}, weights=b"old")
-    Place(out, OLDER, True).check(source)
+    StoreDestination(out, OLDER, True).check(source)
 
     def renew() -> None:
         with staged(out, replace=True) as staging:
@@ -405,7 +405,7 @@ def test_force_touches_nothing_where_there_is_anything_that_the_older_outputs_re
     if when == "before":
         there.write(out, **{name: b"USER"})
         with pytest.raises(PlanError, match=says):
-            Place(out, OLDER, True).check(source)
+            StoreDestination(out, OLDER, True).check(source)
     if when == "meanwhile" and isinstance(out, CloudStore):
         says = r"did not write: |an object of this name exists|is not as expected|was replaced or deleted"
     with pytest.raises((PlanError, FileExistsError), match=says):
@@ -417,15 +417,15 @@ def test_force_touches_nothing_where_there_is_anything_that_the_older_outputs_re
 def test_a_place_that_holds_something_is_no_output(there: Ground) -> None:
     source, out = there.store("source"), there.store("out")
     there.write(source, weights=BYTES)
-    Place(out, OLDER, False).check(source)
+    StoreDestination(out, OLDER, False).check(source)
     there.write(out, mine=b"1")
     for force in (False, True):
         with pytest.raises(PlanError, match="out: is not empty"):
-            Place(out, OLDER, force).check(source)
+            StoreDestination(out, OLDER, force).check(source)
     there.write(out, **{MARKER: b"ours\nmine"})
     with pytest.raises(PlanError, match="out: already holds 2 files; it stays as it is, --force replaces it"):
-        Place(out, OLDER, False).check(source)
-    Place(out, OLDER, True).check(source)
+        StoreDestination(out, OLDER, False).check(source)
+    StoreDestination(out, OLDER, True).check(source)
     assert content(out, "mine") == b"1", "it changes nothing"
 
 
@@ -433,12 +433,12 @@ def test_a_place_that_holds_something_is_no_output(there: Ground) -> None:
 def test_an_output_in_the_source_or_around_it_is_refused(there: Ground, source: str, output: str) -> None:
     there.write(there.store("a/b"), weights=BYTES)
     with pytest.raises(PlanError, match="the source"):
-        Place(there.store(output), OLDER, True).check(there.store(source))
+        StoreDestination(there.store(output), OLDER, True).check(there.store(source))
 
 
 def test_a_name_that_only_begins_alike_is_beside_the_source(there: Ground) -> None:
     there.write(there.store("a"), weights=BYTES)
-    Place(there.store("a-tp2"), OLDER, False).check(there.store("a"))
+    StoreDestination(there.store("a-tp2"), OLDER, False).check(there.store("a"))
 
 
 # What the publisher needs of a client.
@@ -477,7 +477,7 @@ def test_a_file_is_uploaded_whole_and_its_version_is_that_of_listings(
 
 def add(store: Store, work: Work, part: str, **files: bytes) -> None:
     """A part of these files."""
-    with Place(store, OLDER).begin_part(work) as output:
+    with StoreDestination(store, OLDER).begin_part(work) as output:
         write(output, **files)
         output.keep(part, f"of {part}".encode())
 
@@ -511,10 +511,10 @@ def test_parts_are_published_together(there: Ground) -> None:
 
 def test_a_part_is_there_when_it_is_kept_and_else_not(there: Ground) -> None:
     store = there.store("out")
-    with Place(store, OLDER).begin_part(SOME) as output:
+    with StoreDestination(store, OLDER).begin_part(SOME) as output:
         write(output, first=b"1")
     add(store, SOME, "b", second=b"2")
-    with suppress(ZeroDivisionError), Place(store, OLDER).begin_part(SOME) as output:
+    with suppress(ZeroDivisionError), StoreDestination(store, OLDER).begin_part(SOME) as output:
         write(output, third=b"2")
         raise ZeroDivisionError
     with staged(store, gathers=True) as output:
@@ -525,12 +525,12 @@ def test_a_part_is_there_when_it_is_kept_and_else_not(there: Ground) -> None:
 
 def test_a_part_done_twice_is_there_once(there: Ground) -> None:
     store = there.store("out")
-    with Place(store, OLDER).begin_part(SOME) as outer:
+    with StoreDestination(store, OLDER).begin_part(SOME) as outer:
         assert outer.kept("a") is None
         write(outer, first=b"1")
         add(store, SOME, "a", first=b"1")
         outer.keep("a", b"of a")
-    with Place(store, OLDER).begin_part(SOME) as output:
+    with StoreDestination(store, OLDER).begin_part(SOME) as output:
         assert output.kept("a") == b"of a"
     with staged(store, gathers=True) as output:
         assert output.kept("a") == b"of a"

@@ -15,7 +15,7 @@ from relayout.format.source_record import SourceRecord
 from relayout.loader.sources.rank import StoredFile
 from relayout.publish import folder
 from relayout.publish.output import LocalOutput, Work
-from relayout.publish.publishers import Place
+from relayout.publish.publishers import StoreDestination
 from relayout.storage import reading
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import Access
@@ -51,4 +51,4 @@ def staging_folder(place: Path) -> AbstractContextManager[LocalOutput]:
 
 
 def check_output(given: Path, place: Path, *, force: bool) -> None:
-    Place(LocalStore(place), converted.CONVERTED, force).check(LocalStore(given))
+    StoreDestination(LocalStore(place), converted.CONVERTED, force).check(LocalStore(given))

@@ -13,7 +13,7 @@ from support import s3_server, toy_store
 
 from relayout.errors import FormatError
 from relayout.publish.output import Output, Replaceable, Work
-from relayout.publish.publishers import Place
+from relayout.publish.publishers import StoreDestination
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import Store, find_store
@@ -155,7 +155,7 @@ SOME = Work(
 
 @contextmanager
 def staged(store: Store, work: Work = SOME, *, replace: bool = False, gathers: bool = False) -> Iterator[Output]:
-    with Place(store, OLDER, replace).begin(work, gathers=gathers) as output:
+    with StoreDestination(store, OLDER, replace).begin(work, gathers=gathers) as output:
         yield output
 
 

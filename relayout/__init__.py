@@ -30,7 +30,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relayout import transformers
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.cache.folder import Cache
     from relayout.commands.convert import convert
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from relayout.commands.warm import warm
     from relayout.conversion.consistency import Difference, Verification
     from relayout.conversion.layout import Conversion
+    from relayout.conversion.planning import Preview, plan_conversion, preview
     from relayout.conversion.run import Summary, carry_out, is_carried_out
     from relayout.errors import FormatError, PlanError, RelayoutError
     from relayout.html_report.page import PageWritten, report
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from relayout.loader.diagnose import Explanation, explain
     from relayout.loader.in_place import apply
     from relayout.loader.view import CheckpointView, Place, TensorSlice, open, safe_open  # noqa: A004
-    from relayout.planning import Preview, plan_conversion, preview
     from relayout.plans.plan import Plan
-    from relayout.saving.api import save
-    from relayout.steps.follower import Follower, Steps
-    from relayout.steps.publisher import Publisher
+    from relayout.train import transformers
+    from relayout.train.follower import Follower, Steps
+    from relayout.train.publisher import Publisher
+    from relayout.train.save import save
 
 __all__ = [
     "Bench",
@@ -122,16 +122,16 @@ _HOMES = {
     "commands.warm": ("warm",),
     "conversion.layout": ("Conversion",),
     "conversion.run": ("Summary", "carry_out", "is_carried_out"),
-    "planning": ("Preview", "plan_conversion", "preview"),
+    "conversion.planning": ("Preview", "plan_conversion", "preview"),
     "plans.plan": ("Plan",),
     "errors": ("FormatError", "PlanError", "RelayoutError"),
     "html_report.page": ("PageWritten", "report"),
     "loader.api": ("iter_load", "load"),
     "loader.diagnose": ("Explanation", "explain"),
     "loader.in_place": ("apply",),
-    "saving.api": ("save",),
-    "steps.follower": ("Follower", "Steps"),
-    "steps.publisher": ("Publisher",),
+    "train.save": ("save",),
+    "train.follower": ("Follower", "Steps"),
+    "train.publisher": ("Publisher",),
     "cache.folder": ("Cache",),
     "loader.view": ("CheckpointView", "Place", "TensorSlice", "open", "safe_open"),
 }
@@ -140,7 +140,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import each public name on first use, so that `import relayout` is fast."""
     if name == "transformers":
-        return import_module("relayout.transformers")
+        return import_module("relayout.train.transformers")
     if name == "__version__":
         return import_module("relayout.format.index").VERSION
     for home, names in _HOMES.items():

@@ -104,6 +104,6 @@ def _plugin(engine: str) -> Any:
 
 def _observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:
     """What finds how the classes of the installed vLLM cut a checkpoint that no built-in plan is for."""
-    from relayout.planning import observer
+    from relayout.conversion.planning import observer
 
     return observer()

@@ -27,12 +27,12 @@ from relayout.benchmark.verdict import RankLoads, verdict, warnings_of
 from relayout.checkpoint.converted import check_present, is_converted, read_manifest, read_table
 from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert
+from relayout.conversion.planning import default_output
 from relayout.core.arguments import at_least_one, folder_text, integer, size
 from relayout.core.slices import num_bytes
 from relayout.errors import PlanError, how_to_install
 from relayout.format.index import MANIFEST_NAME
 from relayout.format.safetensors import TensorEntry, build_header
-from relayout.planning import default_output
 from relayout.plans.planner import plan_for
 from relayout.reporting import Result
 from relayout.storage.stores import check_exists, find_store

@@ -183,8 +183,8 @@ def check_plan(
     Exits with 1 if there are any.
     """
     with output(quiet, verbose, as_json) as out:
-        from relayout import planning
         from relayout.cli import render
+        from relayout.conversion import planning
 
         checked = planning.check_plan(source, plan=plan)
         out.show(checked, render.plan_check)

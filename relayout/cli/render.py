@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from relayout.commands.warm import Warmed
     from relayout.conversion.consistency import Verification
     from relayout.conversion.jobs import ConvertedUnits
+    from relayout.conversion.planning import PlanCheck, Preview
     from relayout.conversion.run import Summary
     from relayout.html_report.page import PageWritten
     from relayout.loader.diagnose import Diagnosis, FileFacts
     from relayout.observe.observation import ObservedPlan
-    from relayout.planning import PlanCheck, Preview
     from relayout.plans.family import Family
-    from relayout.steps.listing import StepsListing
+    from relayout.train.listing import StepsListing
 
 _USUAL_DEGREE = 8
 """The first lines of `inspect` are about this tensor-parallel degree, or the next lower one that is possible, unless

@@ -390,7 +390,7 @@ def steps(
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
-        from relayout.steps import listing
+        from relayout.train import listing
 
         listed = listing.list_steps(root, check=check, prune=prune, grace_seconds=grace)
         out.show(listed, render.steps)

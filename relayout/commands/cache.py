@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from relayout.cache.conversions import kept_conversion, plan_in
 from relayout.cache.folder import Cache, CacheEntry, cache_of
 from relayout.checkpoint.source import SourceCheckpoint
+from relayout.conversion.planning import observer
 from relayout.core.arguments import integer
 from relayout.core.arguments import ranks as ranks_of
 from relayout.errors import PlanError, RelayoutError, shown
-from relayout.planning import observer
 from relayout.plans.plan import Plan
 from relayout.reporting import Progress, Result
 from relayout.storage.stores import find_input

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
+from relayout.conversion.planning import plan_conversion
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, Summary, carry_out
 from relayout.core.arguments import integer, size
-from relayout.planning import plan_conversion
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
 from relayout.reporting import Progress

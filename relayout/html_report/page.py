@@ -31,13 +31,13 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.source import read_source
 from relayout.conversion.layout import Conversion
+from relayout.conversion.planning import default_output, plan_conversion
 from relayout.conversion.sidecar import recorded_source, stored_conversion
 from relayout.core.arguments import collapse_numbers, integer, path_text
 from relayout.core.digests import DIGEST_NBYTES, digest_hex
 from relayout.core.slices import CutTensor, num_bytes
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.index import RankTable
-from relayout.planning import default_output, plan_conversion
 from relayout.reporting import Result
 from relayout.storage.local.descriptors import OpenFolder, with_path
 from relayout.storage.stores import Store, find_input

@@ -20,9 +20,9 @@ from typing import Any
 from relayout.checkpoint.folder import CONFIG_NAME
 from relayout.errors import PlanError
 from relayout.format.steps import PublishedStep, StepsIndex
-from relayout.steps.follower import Steps
-from relayout.steps.publisher import Publisher
-from relayout.steps.root import Root
+from relayout.train.follower import Steps
+from relayout.train.publisher import Publisher
+from relayout.train.root import Root
 
 OPTIONS = "relayout_publisher"
 """The arguments of `relayout.Publisher` in the file of slime's `--custom-config-path`."""

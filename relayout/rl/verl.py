@@ -18,8 +18,8 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from relayout.errors import PlanError
 from relayout.format.steps import PublishedStep
 from relayout.loader.view import safe_open
-from relayout.steps.follower import Steps
-from relayout.steps.publisher import Publisher
+from relayout.train.follower import Steps
+from relayout.train.publisher import Publisher
 
 _POLL_SECONDS = 0.2
 

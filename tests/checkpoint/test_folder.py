@@ -23,9 +23,9 @@ from relayout.cache.conversions import find_conversion
 from relayout.cache.folder import Cache
 from relayout.checkpoint.folder import glance
 from relayout.checkpoint.source import read_source as source_of
+from relayout.conversion.planning import check_plan
 from relayout.conversion.run import needed_for
 from relayout.errors import FormatError, PlanError
-from relayout.planning import check_plan
 from relayout.storage import stores
 from relayout.storage.local.store import LocalStore
 
@@ -166,7 +166,7 @@ def test_a_volume_with_a_closed_folder_is_read_converted_verified_and_restored(m
     script = """
 import os, sys, relayout
 from pathlib import Path
-from relayout.planning import check_plan
+from relayout.conversion.planning import check_plan
 work = Path(sys.argv[1])
 model, mounted = work / "model", work / "mounted"
 relayout.load(model), relayout.inspect(model), check_plan(model)

@@ -27,8 +27,8 @@ from relayout.checkpoint.source import read_source as source_of
 from relayout.commands.convert import convert
 from relayout.errors import FormatError, PlanError
 from relayout.loader.held import TensorHead
-from relayout.saving.folder import MemoryFolder, lay_out_shards
 from relayout.storage.local.store import LocalStore
+from relayout.train.memory_folder import MemoryFolder, lay_out_shards
 
 Array = npt.NDArray[Any]
 INDEX = "model.safetensors.index.json"

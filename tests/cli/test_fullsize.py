@@ -11,7 +11,7 @@ from fullsize import dry_run, row
 from support.hub_models import MODELS, Model, tensor_nbytes
 
 import relayout
-from relayout.planning import preview
+from relayout.conversion.planning import preview
 
 pytestmark = pytest.mark.documents
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.cli.app import app
+from relayout.conversion.planning import KindWithoutRule, check_plan
 from relayout.errors import PlanError
-from relayout.planning import KindWithoutRule, check_plan
 
 Shapes = dict[str, tuple[int, ...]]
 KNOWN: Shapes = {

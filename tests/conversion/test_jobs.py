@@ -28,15 +28,16 @@ from support.toy_store import shelf
 import relayout
 from relayout.conversion import jobs
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
+from relayout.conversion.planning import plan_conversion
 from relayout.errors import FormatError, PlanError
-from relayout.planning import plan_conversion
 from relayout.plans.family import VLLM, Family, builtin_text
 from relayout.storage.stores import find_store
 
 OPTIONS: dict[str, Any] = {"tp": 4, "max_part_nbytes": MIB // 3}
 WITHOUT_VLLM = """
 import json, sys
-sys.modules |= dict.fromkeys(("vllm", "relayout.observe.observation", "relayout.planning"))  # Importing fails.
+# Importing fails.
+sys.modules |= dict.fromkeys(("vllm", "relayout.observe.observation", "relayout.conversion.planning"))
 from relayout.conversion import jobs
 for job in json.load(sys.stdin):
     jobs.run_job(jobs.UnitJob.from_json(job), threads=1)

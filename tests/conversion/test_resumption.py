@@ -22,11 +22,11 @@ import relayout
 from relayout.checkpoint.source import identity_of, read_source
 from relayout.commands.convert import convert
 from relayout.conversion.layout import Conversion
+from relayout.conversion.planning import plan_conversion
 from relayout.conversion.resume import differences_from_conversion, fingerprint_of
 from relayout.conversion.run import FileSink, Summary, carry_out, is_carried_out
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, PlanError
-from relayout.planning import plan_conversion
 from relayout.publish import output
 from relayout.storage.local import store as local_store
 from relayout.storage.local.store import InputFile, LocalStore, OutputFile

@@ -22,9 +22,9 @@ from support.fake_vllm import Engine, Model
 from support.store_contract import ground
 
 import relayout
-from relayout import planning
 from relayout.cache.conversions import KeptConversion, kept_conversion
 from relayout.commands.cache import add
+from relayout.conversion import planning
 from relayout.core.workers import PIPE, Child, start_child
 from relayout.engines.first_start import Filling, WantedConversion, first_start
 from relayout.engines.rank_weights import EngineOptions

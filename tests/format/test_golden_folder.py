@@ -18,7 +18,7 @@ from support import golden
 from support.models import as_integers
 
 import relayout
-from relayout.steps.listing import list_steps
+from relayout.train.listing import list_steps
 
 MAX_NBYTES = 80_000
 DTYPES = {"torch.float16": "F16", "torch.float32": "F32", "torch.int8": "I8", "torch.uint8": "U8"}

@@ -18,8 +18,8 @@ SUITES = (
     "tests/storage/test_stores.py",
     "tests/commands/test_every_store.py",
     "tests/loader/test_group_from_store.py",
-    "tests/steps/test_publisher.py",
-    "tests/steps/test_listing.py",
+    "tests/train/test_publisher.py",
+    "tests/train/test_listing.py",
     "tests/testing/test_stores.py",
 )
 

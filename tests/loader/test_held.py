@@ -21,8 +21,8 @@ from relayout.core.extents import Extent
 from relayout.core.slices import WHOLE, Cut
 from relayout.errors import PlanError
 from relayout.loader.held import HeldTensor, TensorHead, _as_numbers, part_of, unwrapped
-from relayout.saving.api import Held
-from relayout.saving.together import MemberParts
+from relayout.train.group_save import MemberParts
+from relayout.train.save import Held
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)), max_size=3))

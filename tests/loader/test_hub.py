@@ -21,8 +21,8 @@ from support.remote import URL, expect, files_of_rank
 from support.s3_server import Answer, Request, Server
 
 import relayout
+from relayout.conversion.planning import check_plan
 from relayout.errors import FormatError, PlanError
-from relayout.planning import check_plan
 from relayout.storage.cloud import connect, failures
 from relayout.storage.stores import RequestError, find_input, find_store
 from relayout.storage.web import hub as web_hub

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.planning import Shapes, all_slices, make_source, plan_of, ranges_of, shapes_of, slices_of
 
+from relayout.conversion.planning import find_plan
 from relayout.core.slices import WHOLE, Slice
 from relayout.errors import FormatError, PlanError
-from relayout.planning import find_plan
 from relayout.plans import planner
 from relayout.plans.family import builtin_families, find_family, parse_family
 from relayout.plans.plan import Plan

@@ -1,6 +1,6 @@
 """What a rank holds, against transformers' own tensor parallelism in real processes (gloo, CPU).
 
-Logits of models made of slices: tests/test_transformers.py, tests/repository/test_examples.py.
+Logits of models made of slices: tests/train/train/test_transformers.py, tests/repository/test_examples.py.
 """
 
 from __future__ import annotations

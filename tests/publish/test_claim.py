@@ -17,9 +17,9 @@ from support.bucket_world import NEVER, Chances, Killed, Request, World, WorldCl
 
 from relayout.conversion import jobs
 from relayout.conversion.layout import Conversion as ConversionPlan
+from relayout.conversion.planning import plan_conversion
 from relayout.conversion.run import carry_out
 from relayout.errors import PlanError, RelayoutError
-from relayout.planning import plan_conversion
 from relayout.publish import bucket
 from relayout.publish.claim import CLAIM, Claim
 from relayout.publish.output import marked

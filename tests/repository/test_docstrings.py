@@ -20,7 +20,7 @@ from support.signing import make_keys
 from support.training import next_step
 
 import relayout
-from relayout.planning import PlanOptions
+from relayout.conversion.planning import PlanOptions
 
 FUNCTIONS = [name for name in relayout.__all__ if inspect.isroutine(getattr(relayout, name))]
 NOT_RUN = {"plan_bench"}

@@ -92,10 +92,8 @@ IMPORTABLE = [name for name in MODULES if not name.endswith("__main__") and name
 ONLINE = (
     "relayout.loader",
     "relayout.engines",
-    "relayout.saving",
-    "relayout.steps",
+    "relayout.train",
     "relayout.rl",
-    "relayout.transformers",
     "relayout.testing.backends",
 )
 OFFLINE = [name for name in IMPORTABLE if not name.startswith(ONLINE)]

@@ -248,7 +248,7 @@ def test_more_files_than_may_be_open_are_converted_verified_and_restored(sharded
 def test_a_process_that_may_open_no_more_files_is_told_what_to_raise(sharded: Path, tmp_path: Path) -> None:
     use_up = """
 import os
-from relayout import planning as conversion
+from relayout.conversion import planning as conversion
 from relayout.cli.app import main
 
 plan_conversion = conversion.plan_conversion

@@ -379,8 +379,8 @@ CAUSES: list[tuple[str, tuple[str, ...], Callable[[Member], AbstractContextManag
     ("another output", SAVES[:1], _options(max_shard_size="50KB")),
     ("another step", PUBLISHES, _options(step=7)),
     ("no such step", PUBLISHES, _options(step=-1)),
-    ("planning fails", (*SAVES, *PUBLISHES), _raising("relayout.saving.api.checkpoint_of", _fire)),
-    ("planning is interrupted", SAVES, _raising("relayout.saving.api.checkpoint_of", KeyboardInterrupt)),
+    ("planning fails", (*SAVES, *PUBLISHES), _raising("relayout.train.save.checkpoint_of", _fire)),
+    ("planning is interrupted", SAVES, _raising("relayout.train.save.checkpoint_of", KeyboardInterrupt)),
     ("digests fail", SAVES[:1], _raising("relayout.loader.held.HeldTensor.digest", _fire)),
     ("copying fails", SAVES[1:2], _raising("relayout.loader.held.HeldTensor.copy", _fire)),
     ("writing fails", (*SAVES, "publish_full"), _raising("os.pwrite", _fire)),
@@ -477,7 +477,7 @@ class _Rules:
 
     def interrupt_a_wait(self) -> None:
         """Save behind one that the first member's progress holds up until the other has pressed Ctrl-C."""
-        from relayout.saving import api
+        from relayout.train import save as saving
 
         interrupted = self.folder / "interrupted"
 
@@ -486,7 +486,7 @@ class _Rules:
                 time.sleep(0.01)
 
         first = self.save("held", 8, background=True, progress=None if self.member.number else report)
-        line = api._lines[self.member.group]
+        line = saving._lines[self.member.group]
         before = line._last
 
         def interrupt() -> None:

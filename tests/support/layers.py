@@ -12,28 +12,23 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("core", "format", "storage", "publish"),
     "plans": ("core", "format", "storage"),
     "observe": ("core", "reporting", "format", "storage", "checkpoint", "plans", "loader"),
-    "conversion": ("core", "reporting", "format", "storage", "publish", "checkpoint", "plans"),
-    "planning": ("core", "reporting", "format", "storage", "checkpoint", "plans", "observe", "conversion"),
+    "conversion": ("core", "reporting", "format", "storage", "publish", "checkpoint", "plans", "observe"),
     "cache": ("core", "reporting", "format", "storage", "checkpoint", "plans", "conversion"),
     "commands": (
         *("core", "reporting", "format", "storage", "publish"),
-        *("checkpoint", "plans", "planning", "conversion", "cache"),
+        *("checkpoint", "plans", "conversion", "cache"),
     ),
     "loader": ("core", "reporting", "format", "storage", "checkpoint", "cache"),
-    "saving": (
+    "train": (
         *("core", "reporting", "format", "storage", "publish", "checkpoint", "plans"),
-        *("conversion", "planning", "loader"),
+        *("conversion", "loader", "engines"),
     ),
-    "steps": (
-        *("core", "reporting", "format", "storage", "publish", "checkpoint", "plans"),
-        *("conversion", "planning", "loader", "saving", "transformers"),
-    ),
-    "rl": ("format", "checkpoint", "loader", "steps"),
+    "rl": ("format", "checkpoint", "loader", "train"),
     "benchmark": (
-        *("core", "reporting", "format", "storage", "checkpoint", "plans", "planning"),
+        *("core", "reporting", "format", "storage", "checkpoint", "plans", "conversion"),
         *("commands", "loader"),
     ),
-    "html_report": ("core", "reporting", "format", "storage", "checkpoint", "conversion", "planning"),
+    "html_report": ("core", "reporting", "format", "storage", "checkpoint", "conversion"),
     "engines": (
         "core",
         "reporting",
@@ -44,19 +39,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "conversion",
         "cache",
         "loader",
-        "live",
     ),
     "live": ("core", "format", "storage", "checkpoint", "cache", "loader", "engines"),
-    "plugins": ("checkpoint", "plans", "planning", "engines"),
-    "transformers": (
-        *("core", "reporting", "checkpoint", "plans", "conversion", "planning", "loader"),
-        *("saving", "engines"),
-    ),
+    "plugins": ("checkpoint", "plans", "engines"),
     "clusters": ("reporting", "conversion"),
     "testing": ("core", "format", "storage", "checkpoint", "loader"),
     "cli": (
-        *("core", "reporting", "format", "storage", "plans", "observe", "conversion", "planning"),
-        *("commands", "loader", "benchmark", "html_report", "steps", "clusters"),
+        *("core", "reporting", "format", "storage", "plans", "observe", "conversion"),
+        *("commands", "loader", "benchmark", "html_report", "train", "clusters"),
     ),
 }
 """`plans` reads files only where a person names a plan file."""

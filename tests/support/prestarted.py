@@ -40,13 +40,13 @@ LOADER = f"{COMMANDS},torch,relayout.loader.api,relayout.loader.diagnose,relayou
 """What a load and `relayout doctor` import."""
 GROUP = (
     f"{LOADER},torch.distributed,relayout.loader.group.exchange,relayout.engines.global_tensor,"
-    "torch.distributed.tensor,relayout.saving.api,support.group_worker,support.replicas_worker,support.updates_worker,"
-    "support.sglang_updates_worker,relayout.loader.sharded,support.sharded_worker,support.saving_worker,support.steps_worker,relayout.steps.publisher,"
+    "torch.distributed.tensor,relayout.train.save,support.group_worker,support.replicas_worker,support.updates_worker,"
+    "support.sglang_updates_worker,relayout.loader.sharded,support.sharded_worker,support.saving_worker,support.steps_worker,relayout.train.publisher,"
     "support.fake_vllm,support.conversions"
 )
 """What the members of a process group import. Tests that have some are in one group of pytest-xdist, "group"."""
 TRANSFORMERS = (
-    "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.transformers,"
+    "torch.distributed.tensor,torch.multiprocessing,transformers.distributed,relayout.train.transformers,"
     "transformers.models.llama.modeling_llama"
 )
 """What tensor-parallel processes import. Tests that have some are in one group of pytest-xdist, "transformers"."""

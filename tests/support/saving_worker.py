@@ -149,7 +149,7 @@ def _is_stopped(folder: Path, number: int) -> None:
 
     import relayout
     from relayout.loader.group import collectives
-    from relayout.saving import together
+    from relayout.train import group_save
 
     def go_on() -> None:
         os.kill(int((folder / "stopped").read_text()), signal.SIGCONT)
@@ -161,7 +161,7 @@ def _is_stopped(folder: Path, number: int) -> None:
 
     collectives._QUIET_SECONDS = 0.5
     join(folder, number)
-    run_unit = together.run_unit
+    run_unit = group_save.run_unit
 
     def stop(*args: Any, **options: Any) -> Any:
         (folder / "stopped").write_text(str(os.getpid()))
@@ -169,7 +169,7 @@ def _is_stopped(folder: Path, number: int) -> None:
         return run_unit(*args, **options)
 
     if number == 2:
-        together.run_unit = stop
+        group_save.run_unit = stop
     if number == 0:
         logging.getLogger("relayout").addHandler(Continue())
         threading.Timer(CASE_SECONDS - 10, go_on).start()
@@ -272,7 +272,7 @@ def _member(folder: Path, url: str, number: int) -> None:
     seen.case("appears", save("appears", parts, progress=appear))
     with _failing("os.pwrite", OSError(errno.ENOSPC, "No space left on device"), number == 2):
         seen.case("full", save("full", parts))
-    with patch("relayout.saving.together.needed_for", return_value=(2**60, 2**60)) if number == 0 else nullcontext():
+    with patch("relayout.train.group_save.needed_for", return_value=(2**60, 2**60)) if number == 0 else nullcontext():
         seen.case("space", save("space", parts))
     seen.case("after", save("full", parts))
     seen.case("layout", save("whole", parts, layout="whole"))

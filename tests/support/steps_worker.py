@@ -56,7 +56,7 @@ def _publishes(folder: Path, root: str, num_members: int, tp: int, number: int) 
     seen.case("step 6", partial(publish, 6))
     with _failing("relayout.loader.held.HeldTensor.bytes_of", RuntimeError("the device is on fire"), is_last):
         seen.case("copy", partial(publish, 7))
-    with _failing("relayout.steps.comparing.write_pieces", RuntimeError("the device is on fire"), number == 0):
+    with _failing("relayout.train.comparing.write_pieces", RuntimeError("the device is on fire"), number == 0):
         seen.case("step 8", partial(publish, 8))  # It is a whole folder: nothing is compared.
         seen.case("compare", partial(publish, 9))
     norm = weights_of(10)["model.norm.weight"]

@@ -135,7 +135,7 @@ SMALL += ["new/model.safetensors.index.json"]
     ],
 )
 def test_a_chain_that_leads_elsewhere_is_named(root: str, damage: Any) -> None:
-    from relayout.steps.listing import list_steps
+    from relayout.train.listing import list_steps
 
     published(root)
     assert list_steps(root, check=True).differences == ()

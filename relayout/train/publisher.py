@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, Conversion
+from relayout.conversion.planning import PlanOptions
 from relayout.conversion.run import Summary
 from relayout.conversion.sidecar import other_names
 from relayout.core.arguments import at_least_one, folder_text, integer, size
@@ -26,13 +27,17 @@ from relayout.format.fields import MAX_SIZE
 from relayout.format.index import MANIFEST_NAME
 from relayout.format.steps import DELTA, FULL, PublishedStep, Retention, StepsIndex, Stored, step_name
 from relayout.loader.group.collectives import Group
-from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
-from relayout.saving.api import (
+from relayout.storage.stores import Store, find_store
+from relayout.train.changing import Changing
+from relayout.train.comparing import KeptStep, StepOutput
+from relayout.train.group_save import GroupSave, PlannedSave
+from relayout.train.root import GRACE_SECONDS, Root
+from relayout.train.save import (
     DEFAULT_MEMORY,
     DEFAULT_SHARD_NBYTES,
     DEFAULT_THREADS,
@@ -42,11 +47,6 @@ from relayout.saving.api import (
     holding,
     start,
 )
-from relayout.saving.together import GroupSave, PlannedSave
-from relayout.steps.changing import Changing
-from relayout.steps.comparing import KeptStep, StepOutput
-from relayout.steps.root import GRACE_SECONDS, Root
-from relayout.storage.stores import Store, find_store
 
 if TYPE_CHECKING:
     import torch
@@ -214,7 +214,7 @@ class Publisher:
         """What this process gives to a save."""
         if isinstance(weights, Mapping):
             return holding(weights, self._config, self._dtype)
-        from relayout.transformers import holding_model
+        from relayout.train.transformers import holding_model
 
         return holding_model(weights, self._dtype, self._max_shard_nbytes)
 
@@ -222,7 +222,7 @@ class Publisher:
         """The group that saves weights."""
         if isinstance(weights, Mapping):
             return self._group
-        from relayout.transformers import group_of
+        from relayout.train.transformers import group_of
 
         return group_of(self._group)
 

@@ -22,8 +22,8 @@ from relayout.format.delta import NEW, OLD
 from relayout.format.index import Manifest
 from relayout.format.steps import PublishedStep, Retired, StepsIndex, Stored
 from relayout.reporting import Result
-from relayout.steps.root import GRACE_SECONDS, Root
 from relayout.storage.stores import Store, find_store
+from relayout.train.root import GRACE_SECONDS, Root
 
 
 @dataclass(frozen=True, slots=True, repr=False)

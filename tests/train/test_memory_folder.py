@@ -22,7 +22,7 @@ from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.loader.held import HeldTensor
-from relayout.saving.folder import (
+from relayout.train.memory_folder import (
     MemoryFolder,
     MemoryShard,
     checkpoint_of,

@@ -37,7 +37,7 @@ from relayout.loader.held import HeldTensor, TensorHead
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import Destination
 from relayout.reporting import Progress, reporting
-from relayout.saving.folder import MemoryShard
+from relayout.train.memory_folder import MemoryShard
 
 Item = TypeVar("Item")
 ShardRange = tuple[str, Extent]

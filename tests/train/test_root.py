@@ -16,8 +16,8 @@ from relayout.errors import PlanError
 from relayout.format.steps import Retired, StepsIndex
 from relayout.publish import folder as publish_folder
 from relayout.publish.folder import FolderPublisher
-from relayout.steps.root import Root
 from relayout.storage.local import descriptors
+from relayout.train.root import Root
 
 
 def retire(root: Path, step: int) -> StepsIndex:

@@ -10,7 +10,7 @@ from relayout.format.steps import Chain, PublishedStep
 from relayout.loader.api import load
 from relayout.loader.in_place import apply, as_loaded
 from relayout.loader.sources.checkpoint import Asked
-from relayout.steps.root import GRACE_SECONDS, Root
+from relayout.train.root import GRACE_SECONDS, Root
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ from relayout.format.steps import (
     parse_steps,
     step_name,
 )
-from relayout.steps import root as module
-from relayout.steps.root import Root
+from relayout.train import root as module
+from relayout.train.root import Root
 
 HOUR, DAY = 3600, 24 * 3600
 
@@ -161,7 +161,7 @@ def test_an_index_that_nobody_could_read_is_not_written_and_fewer_steps_are_the_
     publisher = relayout.Publisher(root, keep=1000, **options)
     for step in (1, 2, 3):
         publisher.publish(weights_of(step), step)
-    monkeypatch.setattr("relayout.steps.publisher._RESERVED_NBYTES", 500)
+    monkeypatch.setattr("relayout.train.publisher._RESERVED_NBYTES", 500)
     monkeypatch.setattr(module, "MAX_STEPS_NBYTES", (root / "steps.json").stat().st_size + 500)
     for _ in range(2):
         with pytest.raises(

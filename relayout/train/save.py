@@ -18,6 +18,7 @@ from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.folder import CONFIG_NAME
 from relayout.checkpoint.source import identity_of, model_order
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
+from relayout.conversion.planning import PlanOptions
 from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import Summary, carry_out, share_memory
 from relayout.core.arguments import integer, size
@@ -29,12 +30,13 @@ from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.safetensors import METADATA_KEY
 from relayout.loader.group.collectives import Alone, Group
 from relayout.loader.held import HeldTensor, TensorHead
-from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
-from relayout.saving.folder import (
+from relayout.storage.stores import find_store
+from relayout.train.group_save import Copying, Exchange, GroupSave, MemberParts, PlannedSave, round_nbytes
+from relayout.train.memory_folder import (
     MemoryFolder,
     MemoryShard,
     check_names,
@@ -45,8 +47,6 @@ from relayout.saving.folder import (
     second_names,
     share_out,
 )
-from relayout.saving.together import Copying, Exchange, GroupSave, MemberParts, PlannedSave, round_nbytes
-from relayout.storage.stores import find_store
 
 if TYPE_CHECKING:
     import torch

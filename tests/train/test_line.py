@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.patience import PATIENCE, in_time
 
-from relayout.saving.api import _Line, _Turn
+from relayout.train.save import _Line, _Turn
 
 
 @pytest.mark.usefixtures("hasty")

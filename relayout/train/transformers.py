@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from relayout.checkpoint.folder import SINGLE_NAME
 from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
+from relayout.conversion.planning import PlanOptions
 from relayout.conversion.run import DEFAULT_MEMORY, Summary
 from relayout.core.arguments import integer, path_text, size
 from relayout.engines.load import find_folder
@@ -26,12 +27,11 @@ from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights, 
 from relayout.errors import PlanError
 from relayout.loader.held import HeldTensor, unwrapped
 from relayout.loader.models import check_model, checkpoint_of, storage_of
-from relayout.planning import PlanOptions
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched
 from relayout.reporting import Progress
-from relayout.saving.api import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding, check_floating, start
-from relayout.saving.folder import files_of
+from relayout.train.memory_folder import files_of
+from relayout.train.save import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding, check_floating, start
 
 if TYPE_CHECKING:
     import torch
@@ -218,7 +218,7 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def holding_model(model: Any, dtype: torch.dtype | None, max_shard_nbytes: int) -> Callable[[bool], Held]:
-    """What a process gives to a save of a model, see `saving.api.start` and `save_pretrained`."""
+    """What a process gives to a save of a model, see `save.start` and `save_pretrained`."""
     check_floating(dtype)
     model, name_of = unwrapped(model)
 

@@ -22,7 +22,7 @@ from support.steps import CONFIG, assert_is_step, delete, files_of, outputs_of, 
 import relayout
 from relayout.publish.bucket import BucketPublisher
 from relayout.publish.folder import FolderPublisher
-from relayout.saving import api
+from relayout.train import save as saving
 
 
 def test_followers_have_each_step_as_it_was_published(root: str) -> None:
@@ -118,7 +118,7 @@ def test_a_reader_of_an_older_index_goes_on_with_what_is_there(root: str, monkey
     slow = relayout.Follower(root, 0)
     slow.update()
     publisher.publish(weights_of(2), 2)
-    from relayout.steps import follower as module
+    from relayout.train import follower as module
 
     applied = module.apply
 
@@ -158,7 +158,7 @@ def test_a_second_publisher_takes_over_and_the_first_is_told(root: str, monkeypa
 
 def as_another_process(publish: Callable[[], object]) -> None:
     """Publish now, as another process may while this one is in the middle of a step."""
-    with patch.object(api, "_line_of_process", lambda _: api._Line()):
+    with patch.object(saving, "_line_of_process", lambda _: saving._Line()):
         in_time(publish)
 
 
@@ -265,7 +265,7 @@ def test_what_one_writes_that_was_overtaken_and_stood_still_beyond_the_grace_is_
 def test_a_folder_of_which_a_file_was_changed_before_it_is_published_is_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from relayout.steps.comparing import StepOutput
+    from relayout.train.comparing import StepOutput
 
     put_all, place = StepOutput.put, tmp_path / "steps"
 

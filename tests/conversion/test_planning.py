@@ -11,9 +11,9 @@ import pytest
 from support.planning import Shapes, conversion_of, make_source
 
 from relayout.checkpoint.source import SourceCheckpoint
+from relayout.conversion.planning import PlannedGroup, Preview, preview
 from relayout.core.extents import Extent
 from relayout.errors import PlanError
-from relayout.planning import PlannedGroup, Preview, preview
 from relayout.plans.planner import plan_for
 
 

@@ -30,8 +30,8 @@ from relayout.core.workers import each
 from relayout.format.delta import encode
 from relayout.format.index import DIGESTED_NBYTES, chunks_of
 from relayout.publish.output import Output
-from relayout.saving.together import PlannedSave, Shares, are_overlapping, round_nbytes
-from relayout.steps.comparing import KeptStep, StepOutput
+from relayout.train.comparing import KeptStep, StepOutput
+from relayout.train.group_save import PlannedSave, Shares, are_overlapping, round_nbytes
 
 _BLOCK_NBYTES = 2**19
 """What one thread compares at a time: both versions of it are in the cache of a core."""

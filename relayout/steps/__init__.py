@@ -1,1 +1,0 @@
-"""Weights as a sequence of steps: a root to which a trainer publishes, and from which readers follow."""

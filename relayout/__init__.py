@@ -30,6 +30,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.cache.folder import Cache
     from relayout.commands.convert import convert
@@ -140,13 +142,23 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import each public name on first use, so that `import relayout` is fast."""
     if name == "transformers":
-        return import_module("relayout.train.transformers")
+        return _module("train.transformers", name)
     if name == "__version__":
         return import_module("relayout.format.index").VERSION
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"relayout.{home}"), name)
+            return getattr(_module(home, name), name)
     raise AttributeError(f"module 'relayout' has no attribute {name!r}")
+
+
+def _module(home: str, name: str) -> ModuleType:
+    """Import the module that has a public name. Raise AttributeError if that is not installed."""
+    from relayout.extensions import find
+
+    module = find(home)
+    if module is None:
+        raise AttributeError(f"relayout.{name} needs relayout.{home}, which is not installed")
+    return module
 
 
 def __dir__() -> list[str]:

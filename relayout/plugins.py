@@ -13,6 +13,8 @@ from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from relayout import extensions
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
@@ -98,8 +100,7 @@ def _register(engine: str, *arguments: Any) -> None:
 
 def _plugin(engine: str) -> Any:
     """Return the module that registers an engine's loader: with updates of a live engine, if they are installed."""
-    name = f"relayout.live.{engine}_updates"
-    return import_module(name if find_spec(name) else f"relayout.engines.{engine}")
+    return extensions.find(f"live.{engine}_updates") or import_module(f"relayout.engines.{engine}")
 
 
 def _observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:

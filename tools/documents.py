@@ -20,7 +20,7 @@ from typing import Any
 
 from engines.cases import hub_cases
 from engines.hub_counts import HUB, is_equal, is_not_loaded
-from support.layers import EXCEPTIONS, LAYERS
+from support.layers import EVERYWHERE, EXCEPTIONS, LAYERS
 from typer.main import get_command
 
 from relayout.cli.app import app
@@ -133,7 +133,8 @@ def _roff(text: str) -> str:
 
 def packages() -> str:
     """The packages, each with the first line of its docstring and what it may import."""
-    rows = ["| package | what is in it | imports, beside `errors` |", "|---|---|---|"]
+    everywhere = ", ".join(f"`{name}`" for name in EVERYWHERE)
+    rows = [f"| package | what is in it | imports, beside {everywhere} |", "|---|---|---|"]
     for name, imports in LAYERS.items():
         module = importlib.import_module(f"relayout.{name}")
         what = str(module.__doc__).splitlines()[0].removesuffix(".")

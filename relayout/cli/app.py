@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from relayout import extensions
 from relayout.cli import reading, signals, writing
 from relayout.cli.command import (
     EXIT_DIFFERENCE,
@@ -20,7 +21,6 @@ from relayout.cli.command import (
     QuietOption,
     RanksOption,
     SourceArgument,
-    TrustRemoteCodeOption,
     VerboseOption,
     errors,
     examples,
@@ -63,6 +63,8 @@ app.add_typer(writing.commands)
 app.add_typer(reading.commands)
 app.add_typer(plans, name="plans")
 app.add_typer(cache, name="cache")
+for extension in extensions.with_commands():
+    extension.register({"": app, "plans": plans, "cache": cache})
 
 _FolderOption = Annotated[
     str | None, typer.Option("--folder", metavar="FOLDER", help="The cache's folder. Default: RELAYOUT_CACHE.")
@@ -148,26 +150,6 @@ def show_plan(
 
         text = builtin_text(name)
         out.print(text, {"name": name, "text": text})
-
-
-@plans.command("observe", epilog=examples("plans observe my-model -o my-plan.toml"))
-def observe_plan(
-    source: SourceArgument,
-    plan_file: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The plan file to write.")
-    ] = "plan.toml",
-    trust_remote_code: TrustRemoteCodeOption = False,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Observe how the installed vLLM shards a checkpoint, and write a plan file."""
-    with output(quiet, verbose, as_json) as out:
-        from relayout.cli import render
-        from relayout.observe import observation as observing
-
-        written = observing.observe_plan(source, plan_file, trust_remote_code=trust_remote_code)
-        out.show(written, render.observed)
 
 
 @plans.command("check", epilog=examples("plans check my-model", "plans check my-model --plan my-plan.toml"))

@@ -1,11 +1,10 @@
-"""The commands that only read checkpoints: inspect, verify, files, doctor, warm, bench, report."""
+"""The commands that only read checkpoints: inspect, verify, files, doctor, warm."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,8 +15,6 @@ from relayout.cli.command import (
     JsonOption,
     MemoryOption,
     PathArgument,
-    PlanOption,
-    Printing,
     QuietOption,
     RankOption,
     RanksOption,
@@ -25,12 +22,8 @@ from relayout.cli.command import (
     TrustOption,
     VerboseOption,
     examples,
-    filled,
     output,
 )
-
-if TYPE_CHECKING:
-    from relayout.benchmark.measure import Bench
 
 commands = typer.Typer()
 
@@ -165,122 +158,3 @@ def warm(
 
         done = relayout.warm(path, rank=rank, memory=memory, threads=threads, progress=out.work("warming"))
         out.show(done, render.warmed)
-
-
-@commands.command(epilog=examples("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8"))
-def bench(
-    path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="A checkpoint, plain or converted; with --size, a folder on the drive."),
-    ],
-    tp: Annotated[
-        int | None, typer.Option("--tp", "-tp", metavar="N", help="Tensor-parallel ranks. Default: as converted.")
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="The same checkpoint, converted or plain. Default: found beside PATH."),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Measure a temporary checkpoint of this size below PATH, such as 4GB."),
-    ] = None,
-    runs: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Loads per loader; medians count. Default: as many of 3 as 2 minutes allow."),
-    ] = None,
-    yes: Annotated[
-        bool | None,
-        typer.Option(
-            "--yes/--no",
-            "-y/-n",
-            help="Drop these files from the page cache; without that, only warm loads are measured. Default: ask.",
-        ),
-    ] = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure what relayout gains on this machine.
-
-    Loads one rank, and all ranks at once, by relayout and by other loaders, from a cold and from a warm page cache.
-    Each load runs in fresh processes; bytes are compared; the drive's limit is measured. PATH is only read. If it is
-    stopped, it prints what was measured by then.
-    """
-    with output(quiet, verbose, as_json) as out:
-        out.work("measuring")
-        result = _measured(out, path, tp, against, runs, yes) if size is None else _made(out, path, size, tp, runs)
-        _show_bench(out, result)
-        if result.wrong:
-            raise typer.Exit(EXIT_DIFFERENCE)
-
-
-def _show_bench(out: Printing, result: Bench) -> None:
-    from relayout.cli import render
-
-    out.show(result, render.bench)
-
-
-def _made(out: Printing, path: str, size: str, tp: int | None, runs: int | None) -> Bench:
-    """Measure a checkpoint that is made for it, and deleted afterwards."""
-    from relayout.benchmark import measure
-
-    with measure.made_checkpoint(path, size, tp, out.tell) as source:
-        plan = measure.plan_bench(source, tp=tp, runs=runs)
-        result = plan.run(drop_caches=True, tell=out.tell, partly=partial(_show_bench, out))
-    return replace(result, source=None, converted=None)
-
-
-def _measured(
-    out: Printing, path: str, tp: int | None, against: str | None, runs: int | None, yes: bool | None
-) -> Bench:
-    """Measure a checkpoint that is there."""
-    from relayout.benchmark import measure
-
-    plan = measure.plan_bench(path, tp=tp, against=against, runs=runs)
-    may_drop = may_drop_caches(len(plan.folders.every_file), plan.droppable_nbytes) if yes is None else yes
-    return plan.run(drop_caches=may_drop, tell=out.tell, partly=partial(_show_bench, out))
-
-
-def may_drop_caches(num_files: int, nbytes: int) -> bool:
-    """Ask whether files may be dropped from the page cache; no if nobody can answer."""
-    if not sys.stdin.isatty():
-        return False
-    question = (
-        f"Before each cold load, {num_files} files ({nbytes / 1e9:.1f} GB) are dropped from the page cache. Other"
-        " processes that use them will wait for the drive. If not, only warm loads are measured. Drop them?"
-    )
-    try:
-        return typer.confirm(filled(question), err=True)
-    except typer.Abort:  # The end of input; Ctrl-C is handled elsewhere.
-        return False
-
-
-@commands.command(epilog=examples("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8"))
-def report(
-    path: PathArgument,
-    page: Annotated[
-        str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="The page to write; replaces an older page. Default: NAME-report.html.",
-        ),
-    ] = None,
-    tp: Annotated[
-        int | None,
-        typer.Option("--tp", "-tp", metavar="N", help="For a plain checkpoint: forecast a conversion to N ranks."),
-    ] = None,
-    plan: PlanOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write an HTML page that shows every file and tensor.
-
-    It has bars to scale, tables and a search for each rank, and works offline.
-    """
-    with output(quiet, verbose, as_json) as out:
-        from relayout.cli import render
-
-        out.show(relayout.report(path, page, tp=tp, plan=plan), render.page)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
@@ -15,8 +15,6 @@ from relayout.core.arguments import collapse_numbers, ranks_text
 from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
-    from relayout.benchmark.measure import Bench
-    from relayout.benchmark.verdict import RankLoads
     from relayout.commands.cache import CacheListing
     from relayout.commands.copy import AlreadyThere, Copied
     from relayout.commands.delta import DeltaDone
@@ -28,11 +26,8 @@ if TYPE_CHECKING:
     from relayout.conversion.jobs import ConvertedUnits
     from relayout.conversion.planning import PlanCheck, Preview
     from relayout.conversion.run import Summary
-    from relayout.html_report.page import PageWritten
     from relayout.loader.diagnose import Diagnosis, FileFacts
-    from relayout.observe.observation import ObservedPlan
     from relayout.plans.family import Family
-    from relayout.train.listing import StepsListing
 
 _USUAL_DEGREE = 8
 """The first lines of `inspect` are about this tensor-parallel degree, or the next lower one that is possible, unless
@@ -74,7 +69,7 @@ def already_there(done: AlreadyThere) -> Iterator[Block]:
 
 def copied(done: Copied) -> Iterator[Block]:
     """What `copy` and `apply` print."""
-    ranks, what = _ranks(done.ranks, done.num_ranks), _count(done.num_files, "file")
+    ranks, what = _ranks(done.ranks, done.num_ranks), counted(done.num_files, "file")
     yield Line(f"{done.output}: {what} for {ranks}, every byte compared with its digest", "done", "bold green")
     now_nbytes = done.nbytes - done.resumed_nbytes
     yield Line(f"{decimal(now_nbytes)} in {_time(now_nbytes, done.seconds)}")
@@ -88,7 +83,7 @@ def units(done: ConvertedUnits) -> Iterator[Block]:
         how = f"{decimal(unit.source_nbytes)} in {unit.seconds:.1f} s" if unit.read_nbytes else "was done before"
         yield Line(f"unit {unit.unit} of {done.num_units} of {done.output}: {how}", "done", "bold green")
     if not done.units:
-        yield Line(f"nothing to do: {done.output} has {_count(done.num_units, 'unit')}")
+        yield Line(f"nothing to do: {done.output} has {counted(done.num_units, 'unit')}")
 
 
 def committed(done: Summary) -> Iterator[Block]:
@@ -99,13 +94,13 @@ def committed(done: Summary) -> Iterator[Block]:
 
 def signed(done: SignatureWritten) -> Iterator[Block]:
     """What `sign` prints."""
-    yield Line(f"{done.signature}: {_count(done.num_files, 'file')}", "signed", "bold green")
+    yield Line(f"{done.signature}: {counted(done.num_files, 'file')}", "signed", "bold green")
     yield Line(f"{decimal(done.nbytes)} in {_time(done.nbytes, done.seconds)}; content {done.content}")
 
 
 def restored(done: Restored) -> Iterator[Block]:
     """What `restore` prints."""
-    counts = f"{_count(done.num_tensors, 'tensor')} in {_count(done.num_files, 'file')}"
+    counts = f"{counted(done.num_tensors, 'tensor')} in {counted(done.num_files, 'file')}"
     yield Line(f"{done.output}: {counts}, every digest matches", "restored", "bold green")
     yield Line(
         f"{decimal(done.written_nbytes)} in {_time(done.written_nbytes, done.seconds)}, "
@@ -118,7 +113,7 @@ def delta_done(done: DeltaDone) -> Iterator[Block]:
     share = f"{decimal(done.delta_nbytes)}, {_percent(done.delta_nbytes, done.nbytes)} of {decimal(done.nbytes)}"
     yield Line(f"{done.output}: {share}", "written", "bold green")
     yield Line(
-        f"{_count(done.num_files, 'file')} in {_time(done.nbytes, done.seconds)}, "
+        f"{counted(done.num_files, 'file')} in {_time(done.nbytes, done.seconds)}, "
         f"peak memory {decimal(done.peak_nbytes)}"
     )
 
@@ -136,12 +131,12 @@ def warmed(done: Warmed) -> Iterator[Block]:
         (file.name, decimal(file.nbytes), *(_percent(n, file.nbytes) for n in (file.before_nbytes, file.after_nbytes)))
         for file in done.files
     ]
-    yield Table([Column("file", "name"), *_numbers("size", "in cache before", "now")], rows, "files")
+    yield Table([Column("file", "name"), *of_numbers("size", "in cache before", "now")], rows, "files")
 
 
 def cache(listing: CacheListing) -> Iterator[Block]:
     """What `cache` prints."""
-    held = f"{_count(len(listing.entries), 'checkpoint')}, {decimal(listing.nbytes)}" if listing.entries else "empty"
+    held = f"{counted(len(listing.entries), 'checkpoint')}, {decimal(listing.nbytes)}" if listing.entries else "empty"
     yield Line(f"{listing.folder}: {held if listing.exists else 'there is no cache; relayout cache add makes one'}")
     for entry in listing.removed:
         yield Line(f"{entry.name[:_SHOWN_NAME]}: {entry.source or '-'}, {decimal(entry.nbytes)}", "removed", "yellow")
@@ -159,51 +154,16 @@ def cache(listing: CacheListing) -> Iterator[Block]:
     ]
     if rows:
         yield Table(
-            [Column("entry"), Column("source", "name"), *_numbers("ranks", "size"), Column("used")], rows, "entries"
+            [Column("entry"), Column("source", "name"), *of_numbers("ranks", "size"), Column("used")],
+            rows,
+            "entries",
         )
-
-
-def steps(listing: StepsListing) -> Iterator[Block]:
-    """What `steps` prints."""
-    if listing.differences is not None:
-        if listing.differences:
-            yield Line(listing.root, f"{_count(len(listing.differences), 'difference')}:", "bold red")
-        else:
-            what = "every chain leads to what the index says; weights were not read: readers prove them"
-            yield Line(f"{listing.root}: {what}", "checked", "bold green")
-        yield Listing(listing.differences, "differences", "differs", "red")
-    yield Line(f"{listing.root}: {_count(len(listing.steps), 'step')}, {decimal(listing.nbytes)}")
-    for names, label in ((listing.deleted, "deleted"), (listing.pending, "being written")):
-        if names:
-            yield Line(", ".join(names), label, "yellow")
-    if listing.retired:
-        yield Line(f"{len(listing.retired)}, which --prune deletes when readers have had time", "retired")
-    rows = [
-        (
-            str(step.step),
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(step.time)),
-            "-" if step.full is None else decimal(step.full.nbytes),
-            "-" if step.delta is None else decimal(step.delta.nbytes),
-            step.stored[0].name,
-        )
-        for step in listing.steps
-    ]
-    if rows:
-        columns = [*_numbers("step"), Column("published"), *_numbers("full", "delta"), Column("name", "name", 1)]
-        yield Table(columns, rows, "steps")
-
-
-def page(done: PageWritten) -> Iterator[Block]:
-    """What `report` prints."""
-    what = "forecast of a conversion" if done.is_forecast else "converted checkpoint"
-    counts = f"{_count(done.num_tensors, 'tensor')}, {_count(done.num_ranks, 'rank')}"
-    yield Line(f"{done.output} ({decimal(done.nbytes)}): {what}, {counts}; open it in a browser", "wrote", "bold green")
 
 
 def preview(planned: Preview) -> Iterator[Block]:
     """What `convert --dry-run` prints."""
     units = f" of {planned.num_units:,} units" if planned.num_units > 1 else ""
-    files = f"{_count(planned.num_files, 'file')}{units}"
+    files = f"{counted(planned.num_files, 'file')}{units}"
     yield Line(
         f"{planned.source} ({decimal(planned.source_nbytes)}) -> {planned.output} "
         f"({decimal(planned.written_nbytes)} in {files}); nothing was written (--dry-run)"
@@ -217,9 +177,9 @@ def preview(planned: Preview) -> Iterator[Block]:
     if planned.balance < 1:
         numbers = zip(planned.ranks, planned.rank_tensors, planned.rank_nbytes, strict=True)
         of_ranks = [(str(rank), f"{count:,}", decimal(nbytes)) for rank, count, nbytes in numbers]
-        yield Table(_numbers("rank", "tensors", "bytes"), of_ranks, "ranks")
-    columns = [Column("tensors", "name"), *_numbers("count"), Column("dtype", drop=1), Column("shape", drop=2)]
-    columns += [Column("cut", "words"), Column("per rank", "words"), *_numbers("bytes")]
+        yield Table(of_numbers("rank", "tensors", "bytes"), of_ranks, "ranks")
+    columns = [Column("tensors", "name"), *of_numbers("count"), Column("dtype", drop=1), Column("shape", drop=2)]
+    columns += [Column("cut", "words"), Column("per rank", "words"), *of_numbers("bytes")]
     rows = []
     for group in planned.groups:
         shapes = " or ".join(map(_shape, group.rank_shapes[:3]))
@@ -229,17 +189,9 @@ def preview(planned: Preview) -> Iterator[Block]:
     yield from _exceptions(planned)
 
 
-def observed(done: ObservedPlan) -> Iterator[Block]:
-    """What `plans observe` prints."""
-    degrees = ", ".join(map(str, done.degrees))
-    rules = _count(done.num_rules, "rule")
-    yield Line(f"{done.output}: {rules}, observed from vLLM {done.engine} at {degrees} ranks", "wrote", "bold green")
-    yield Listing(done.unmatched, "patterns", "no rule")
-
-
 def families(built_in: Sequence[Family]) -> Iterator[Block]:
     """What `plans list` prints."""
-    yield Line(f"{_count(len(built_in), 'built-in plan')}; `relayout plans show NAME` prints one to start from")
+    yield Line(f"{counted(len(built_in), 'built-in plan')}; `relayout plans show NAME` prints one to start from")
     rows = []
     for family in built_in:
         types = ", ".join(family.model_types) + (f" ({family.quantization} only)" if family.quantization else "")
@@ -251,11 +203,11 @@ def plan_check(checked: PlanCheck) -> Iterator[Block]:
     """What `plans check` prints."""
     model = "no model_type in config.json" if checked.model_type is None else f"model type {checked.model_type}"
     plan = "no built-in plan matches it" if checked.plan is None else f"plan {checked.plan}"
-    yield Line(f"{checked.path}: {_count(checked.num_tensors, 'tensor')}, {model}, {plan}")
+    yield Line(f"{checked.path}: {counted(checked.num_tensors, 'tensor')}, {model}, {plan}")
     if checked.ok:
         yield Line("every tensor has a rule")
         return
-    yield Line(f"{_count(sum(kind.count for kind in checked.kinds), 'tensor')} without a rule; ways on:")
+    yield Line(f"{counted(sum(kind.count for kind in checked.kinds), 'tensor')} without a rule; ways on:")
     for name in checked.matching:
         yield Line("its rules match every tensor: check that the model is built so", f"--plan {name}")
     observed = "where vLLM is installed: cuts as its own loaders do; `relayout plans observe SRC` writes a plan file"
@@ -270,7 +222,7 @@ def plan_check(checked: PlanCheck) -> Iterator[Block]:
 def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
     """What `verify` prints; `has_source`: whether a comparison was asked for."""
     who = _ranks(result.ranks, result.num_ranks)
-    text = f"{_count(result.num_tensors, 'slice')} of {who}, {decimal(result.nbytes)} hashed"
+    text = f"{counted(result.num_tensors, 'slice')} of {who}, {decimal(result.nbytes)} hashed"
     if result.compared_with_source:
         text += ", every slice compared with the source"
     elif has_source:
@@ -285,7 +237,7 @@ def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
         elif result.has_signature:
             yield Line("its signature was not checked: --trust POLICY does that", "note", "yellow")
     else:
-        yield Line(text, f"{_count(len(result.differences), 'difference')}:", "bold red")
+        yield Line(text, f"{counted(len(result.differences), 'difference')}:", "bold red")
     yield Listing([str(difference) for difference in result.differences], "differences", "differs", "red")
     if result.culprit is not None:
         yield Line(_NEXT[result.culprit], "next")
@@ -309,13 +261,13 @@ def inspection(result: Inspection) -> Iterator[Block]:
     plan = "" if result.plan is None else f"plan {result.plan}, "
     yield Line(
         f"{result.path}: {kind} checkpoint, model type {result.model_type or 'unknown'}, {plan}"
-        f"{_count(result.num_tensors, 'tensor')}, {decimal(result.nbytes)} in {_count(result.num_files, 'file')}"
+        f"{counted(result.num_tensors, 'tensor')}, {decimal(result.nbytes)} in {counted(result.num_files, 'file')}"
     )
     if result.num_ranks is not None and len(result.present) < result.num_ranks:
         yield Line(f"the folder has only {_ranks(result.present, result.num_ranks)}")
     if result.ranks:
         who = "each rank gets" if len(result.ranks) > 1 else f"rank {result.ranks[0].rank} gets"
-        reads = _count(max(rank.num_reads for rank in result.ranks), "read")
+        reads = counted(max(rank.num_reads for rank in result.ranks), "read")
         yield Line("", f"{who} {_range([rank.nbytes for rank in result.ranks])} in {reads}")
     yield from _gain(result)
     if result.dcp is not None:
@@ -324,9 +276,12 @@ def inspection(result: Inspection) -> Iterator[Block]:
     if result.ranks:
         numbers = [(rank.rank, rank.num_tensors, rank.nbytes, rank.num_files, rank.num_reads) for rank in result.ranks]
         rows = [(str(rank), f"{count:,}", decimal(nbytes), *map(str, more)) for rank, count, nbytes, *more in numbers]
-        yield Table(_numbers("rank", "tensors", "bytes", "files", "reads to load"), rows, "ranks")
+        yield Table(of_numbers("rank", "tensors", "bytes", "files", "reads to load"), rows, "ranks")
     if result.amplification:
-        columns = [*_numbers("tp", "a rank needs", "reads slicing rows"), Column("reads whole shards", "number", 3)]
+        columns = [
+            *of_numbers("tp", "a rank needs", "reads slicing rows"),
+            Column("reads whole shards", "number", 3),
+        ]
         columns += [Column("output", "number", 2), Column("layout whole", "number", 1)]
         yield Table(columns, list(_amplification(result)), "degrees")
     whose = f"tensors of rank {result.ranks[0].rank}" if result.ranks else "tensors"
@@ -377,17 +332,17 @@ def diagnosis(result: Diagnosis) -> Iterator[Block]:
         yield Line(f"to {first.device}, {reason}", "backend")
     places = Counter({file.name: _file_system(file) for rank in result.ranks for file in rank.files}.values())
     for place, count in places.items():
-        yield Line(f"{_count(count, 'file')} on {place}", "files")
+        yield Line(f"{counted(count, 'file')} on {place}", "files")
     sharing = (
         f", {result.local_world_size} ranks on this node (LOCAL_WORLD_SIZE)" if result.local_world_size > 1 else ""
     )
     torch = "torch is not installed, but loading needs it" if result.torch is None else f"torch {result.torch}"
     gpus = ", ".join(result.gpus) or "no CUDA device"
-    yield Line(f"{_count(result.num_cpus, 'processor')}{sharing}; {torch}; {gpus}", "machine")
+    yield Line(f"{counted(result.num_cpus, 'processor')}{sharing}; {torch}; {gpus}", "machine")
     if (network := result.network) is not None:
         yield Line(
             f"{1000 * network.latency_seconds:.1f} ms to the first byte,"
-            f" {network.bytes_per_second / 1e9:.2f} GB/s over {_count(network.threads, 'connection')}"
+            f" {network.bytes_per_second / 1e9:.2f} GB/s over {counted(network.threads, 'connection')}"
             f" ({decimal(network.sample_nbytes)} read): rank {first.rank} would take"
             f" {network.seconds(first.read_nbytes):.1f} s",
             "network",
@@ -398,7 +353,7 @@ def diagnosis(result: Diagnosis) -> Iterator[Block]:
         yield Line("relayout convert writes a folder that loads without copies", "note", "yellow")
     for threads, memory in sorted({(rank.threads, rank.memory) for rank in result.ranks}):
         yield Line(
-            f"each rank uses at most {_count(threads, 'thread')} and {memory / 2**20:.0f} MiB of buffers", "budget"
+            f"each rank uses at most {counted(threads, 'thread')} and {memory / 2**20:.0f} MiB of buffers", "budget"
         )
     rows = [
         (
@@ -412,7 +367,7 @@ def diagnosis(result: Diagnosis) -> Iterator[Block]:
         )
         for rank in result.ranks
     ]
-    numbers = _numbers("bytes", "read/needed", "in place", "in cache", "requests")
+    numbers = of_numbers("bytes", "read/needed", "in place", "in cache", "requests")
     yield Table([Column("rank", "number"), Column("backend"), *numbers], rows, "ranks")
 
 
@@ -427,62 +382,6 @@ def _file_system(file: FileFacts) -> str:
     return f"{system.kind} at {system.mount_point}, blocks of {system.block_nbytes} bytes{drive}; direct I/O {works}"
 
 
-def bench(result: Bench) -> Iterator[Block]:
-    """What `bench` prints: the verdict, then the figures."""
-    yield Line(result.verdict)
-    yield Listing(result.warnings, "warnings", "warning:")
-    yield Listing(result.wrong, "loaders", "WRONG BYTES:", "bold red")
-    yield loads(result.loads, result.drive_gb_per_s)
-    yield Listing(list(failures(result.loads)), "failures", "failed:")
-    if result.drive_gb_per_s is not None:
-        yield Line(f"{result.drive_gb_per_s:.2f} GB/s by direct reads of the same files (10^9 bytes)", "drive:")
-    machine = result.machine
-    system = f"{machine.file_system}{'' if machine.drive is None else f' on {machine.drive}'}"
-    yield Line(
-        f"{machine.num_cpus} processors, {machine.memory_nbytes / 1e9:.0f} GB of memory, {system},"
-        f" load average {machine.load_average:.1f} at the start",
-        "machine:",
-    )
-    yield Listing(result.left_out, "reasons", "not measured:", "bold")
-    counts = {len(timing.runs) for group in result.loads for timing in group.done if timing.failure is None}
-    runs = f"up to {result.runs}" if min(counts, default=result.runs) < result.runs else str(result.runs)
-    same = "not all" if result.wrong else "all"
-    yield Line(
-        f"medians of {runs} runs, each in a fresh process; {same} loaders loaded the same bytes (compared after"
-        " the clock stopped); +MiB is a process's peak memory beyond its tensors"
-    )
-
-
-def loads(groups: Iterable[RankLoads], drive: float | None) -> Table:
-    """The figures: the loaders of each group of loads, the fastest first."""
-    rows: list[Sequence[str]] = []
-    for group in groups:
-        rows.append((f"{group.title}, {group.state}", *[""] * 6))
-        ours = None if group.is_too_short() else group.ours()
-        for timing in group.done:
-            share = "" if drive is None or group.state != "cold" else f"{100 * timing.gb_per_s / drive:.0f} %"
-            rows.append(
-                (
-                    f"  {timing.title}",
-                    f"{timing.median('seconds'):.2f}",
-                    f"{timing.gb_per_s:.2f}",
-                    share,
-                    f"{timing.median('cpu_seconds'):.2f}",
-                    f"{timing.median('peak_minus_needed_nbytes') / 2**20:.0f}",
-                    "" if ours is None else f"{timing.median('seconds') / ours.median('seconds'):.1f}x",
-                )
-            )
-    return Table([Column(""), *_numbers("s", "GB/s", "drive", "CPU s", "+MiB", "as long as relayout")], rows, "")
-
-
-def failures(groups: Iterable[RankLoads]) -> Iterator[str]:
-    """A line for each loader that failed."""
-    for group in groups:
-        for timing in group.timings:
-            if timing.failure is not None:
-                yield f"{group.title}, {group.state}: {timing.title}: {timing.failure}"
-
-
 def _exceptions(done: Summary | Preview) -> Iterator[Block]:
     """Tensors that no rule matches or the engine does not use, and files that are not copied."""
     for names, label, held in (
@@ -490,20 +389,20 @@ def _exceptions(done: Summary | Preview) -> Iterator[Block]:
         (done.unused, "unused by vLLM", ""),
     ):
         patterns = Counter(map(collapse_numbers, names))
-        texts = [f"{pattern}: {_count(count, 'tensor')}{held}" for pattern, count in patterns.items()]
+        texts = [f"{pattern}: {counted(count, 'tensor')}{held}" for pattern, count in patterns.items()]
         yield Listing(texts, "patterns", label)
     yield Listing(done.left_out, "files", "left out")
 
 
 def _tensors_of_ranks(done: Summary) -> str:
     ranks = _ranks(done.ranks, done.num_ranks)
-    return f"{_count(done.num_tensors, 'tensor')} for {ranks} in {_count(done.num_files, 'file')}"
+    return f"{counted(done.num_tensors, 'tensor')} for {ranks} in {counted(done.num_files, 'file')}"
 
 
 def _ranks(ranks: Sequence[int], num_ranks: int) -> str:
     """How many ranks, or which of how many."""
     some = f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)} of {num_ranks}"
-    return _count(num_ranks, "rank") if len(ranks) == num_ranks else some
+    return counted(num_ranks, "rank") if len(ranks) == num_ranks else some
 
 
 def _rank_sizes(done: Summary | Preview) -> str:
@@ -514,11 +413,13 @@ def _rank_sizes(done: Summary | Preview) -> str:
     return f"{text}; replicated {decimal(done.replicated_nbytes)} ({share})"
 
 
-def _numbers(*headings: str) -> list[Column]:
+def of_numbers(*headings: str) -> list[Column]:
+    """Return columns of numbers."""
     return [Column(heading, "number") for heading in headings]
 
 
-def _count(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """Return a number with its noun, such as "3 ranks"."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 

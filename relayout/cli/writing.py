@@ -1,4 +1,4 @@
-"""The commands that write or delete: convert, restore, copy, delta, apply, steps, sign."""
+"""The commands that write or delete: convert, restore, copy, delta, apply, sign."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import typer
 
 import relayout
 from relayout.cli.command import (
-    EXIT_DIFFERENCE,
     ConvertedArgument,
     DegreeOption,
     ExpertParallelOption,
@@ -365,37 +364,6 @@ def apply(
             base, changes, output_folder, force=force, threads=threads, scratch=scratch, progress=out.work("copying")
         )
         out.show(done, render.copied)
-
-
-@commands.command(
-    epilog=examples("steps s3://bucket/run-7", "steps s3://bucket/run-7 --check", "steps /shared/run-7 --prune")
-)
-def steps(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Where a trainer publishes its steps, or its URL.")],
-    check: Annotated[
-        bool, typer.Option("--check", help="Prove that a folder or deltas lead to each step; exit with 1 if not.")
-    ] = False,
-    prune: Annotated[bool, typer.Option("--prune", help="Delete what no step needs any more.")] = False,
-    grace: Annotated[
-        int, typer.Option("--grace", metavar="SECONDS", help="Not what was needed so short ago: readers may be at it.")
-    ] = 3600,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """List the steps that a trainer has published.
-
-    --check reads manifests, tables, headers, and the indexes of what changed, and compares their digests along every
-    chain. Readers compare the digests of the weights when they read them.
-    """
-    with output(quiet, verbose, as_json) as out:
-        from relayout.cli import render
-        from relayout.train import listing
-
-        listed = listing.list_steps(root, check=check, prune=prune, grace_seconds=grace)
-        out.show(listed, render.steps)
-        if listed.differences:
-            raise typer.Exit(EXIT_DIFFERENCE)
 
 
 @commands.command(

@@ -13,6 +13,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from relayout import extensions
 from relayout.checkpoint.folder import ADAPTER_WEIGHTS, CONFIG_NAME, WEIGHTS_OF_TRANSFORMERS
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.conversion.layout import (
@@ -235,11 +236,13 @@ def find_plan(
     if plan == VLLM:
         if num_ranks == 1:  # Which holds everything: no reason to start vLLM.
             return plan_for(checkpoint, 1)
-        from relayout.observe.observation import observed_plan
-
-        return observed_plan(
+        observation = extensions.find("observe.observation")
+        if observation is None:
+            raise PlanError("plan: 'vllm': relayout.observe is not installed", code="unsupported")
+        observed: Plan = observation.observed_plan(
             checkpoint, num_ranks, expert_parallel=expert_parallel, trust_remote_code=trust_remote_code
         )
+        return observed
     if plan is not None:
         path_text(plan, "plan", "a plan file, the name of a built-in plan, 'transformers' or 'vllm'")
     named = Path(plan) if isinstance(plan, os.PathLike) else plan

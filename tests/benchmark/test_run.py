@@ -29,7 +29,7 @@ from relayout.benchmark.verdict import Measured, RankLoads, Timing, verdict, war
 from relayout.checkpoint.converted import read_manifest, read_table
 from relayout.cli import signals
 from relayout.cli.app import app
-from relayout.cli.reading import may_drop_caches
+from relayout.benchmark.commands import may_drop_caches
 from relayout.errors import PlanError
 from relayout.storage.stores import find_store
 
@@ -354,7 +354,7 @@ def test_the_command_drops_no_cache_unasked_and_fits_80_columns(
     assert "one rank of 4, cold" in allowed.stdout
     assert "drive: 2.00 GB/s" in allowed.stdout
     assert all(len(line) <= 80 for line in (done.stdout + allowed.stdout).splitlines())
-    monkeypatch.setattr("relayout.cli.reading.may_drop_caches", lambda *about: pytest.fail("was asked"))
+    monkeypatch.setattr("relayout.benchmark.commands.may_drop_caches", lambda *about: pytest.fail("was asked"))
     assert CliRunner().invoke(app, ["bench", str(folders.source), "--no"]).exit_code == 0
     assert not_measured == [False, True, False]
 

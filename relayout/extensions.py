@@ -1,0 +1,32 @@
+"""Packages that relayout works without. The others find them by name and never import them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+_WITH_COMMANDS = ("train", "benchmark", "html_report", "observe")
+"""Packages that add commands, in the order of the help: each `register` of their module `commands` adds them."""
+
+
+def find(module: str) -> ModuleType | None:
+    """Import a module of an extension, such as "observe.observation". Return None if it is not installed."""
+    name = f"relayout.{module}"
+    try:
+        is_there = find_spec(name) is not None
+    except ModuleNotFoundError:  # Its package is not there either.
+        return None
+    return import_module(name) if is_there else None
+
+
+def with_commands() -> Iterator[ModuleType]:
+    """Yield the modules that add commands."""
+    for package in _WITH_COMMANDS:
+        module = find(f"{package}.commands")
+        if module is not None:
+            yield module

@@ -1,0 +1,73 @@
+"""The command `report`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from relayout.cli.command import (
+    Block,
+    JsonOption,
+    Line,
+    PathArgument,
+    PlanOption,
+    QuietOption,
+    VerboseOption,
+    examples,
+    output,
+)
+
+if TYPE_CHECKING:
+    from relayout.html_report.page import PageWritten
+
+
+def register(groups: Mapping[str, typer.Typer]) -> None:
+    """Add the commands.
+
+    Args:
+        groups: the command itself as "", and its groups by name.
+    """
+    groups[""].command(epilog=examples("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8"))(report)
+
+
+def report(
+    path: PathArgument,
+    page: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The page to write; replaces an older page. Default: NAME-report.html.",
+        ),
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", "-tp", metavar="N", help="For a plain checkpoint: forecast a conversion to N ranks."),
+    ] = None,
+    plan: PlanOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write an HTML page that shows every file and tensor.
+
+    It has bars to scale, tables and a search for each rank, and works offline.
+    """
+    with output(quiet, verbose, as_json) as out:
+        from relayout.html_report import page as pages
+
+        out.show(pages.report(path, page, tp=tp, plan=plan), _shown)
+
+
+def _shown(done: PageWritten) -> Iterator[Block]:
+    """Yield what the command prints."""
+    from rich.filesize import decimal
+
+    from relayout.cli.render import counted
+
+    what = "forecast of a conversion" if done.is_forecast else "converted checkpoint"
+    counts = f"{counted(done.num_tensors, 'tensor')}, {counted(done.num_ranks, 'rank')}"
+    yield Line(f"{done.output} ({decimal(done.nbytes)}): {what}, {counts}; open it in a browser", "wrote", "bold green")

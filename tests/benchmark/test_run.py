@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import relayout
 from relayout.benchmark import machine, measure, run
+from relayout.benchmark.commands import may_drop_caches
 from relayout.benchmark.loaders import LOADERS, Loader, LoadJob
 from relayout.benchmark.machine import direct_gb_per_s
 from relayout.benchmark.measure import expected_digests, plan_bench
@@ -29,7 +30,6 @@ from relayout.benchmark.verdict import Measured, RankLoads, Timing, verdict, war
 from relayout.checkpoint.converted import read_manifest, read_table
 from relayout.cli import signals
 from relayout.cli.app import app
-from relayout.benchmark.commands import may_drop_caches
 from relayout.errors import PlanError
 from relayout.storage.stores import find_store
 

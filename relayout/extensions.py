@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _WITH_COMMANDS = ("train", "benchmark", "html_report", "observe")
-"""Packages that add commands, in the order of the help: each `register` of their module `commands` adds them."""
+"""Packages that add commands, in the order of the help. Their module `commands` has them, and their group."""
 
 
 def find(module: str) -> ModuleType | None:

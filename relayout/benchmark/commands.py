@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -31,15 +31,12 @@ if TYPE_CHECKING:
     from relayout.benchmark.verdict import RankLoads
 
 
-def register(groups: Mapping[str, typer.Typer]) -> None:
-    """Add the commands.
-
-    Args:
-        groups: the command itself as "", and its groups by name.
-    """
-    groups[""].command(epilog=examples("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8"))(bench)
+commands = typer.Typer()
+GROUP = ""
+"""The group of the commands; empty: the command itself."""
 
 
+@commands.command(epilog=examples("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8"))
 def bench(
     path: Annotated[
         str,

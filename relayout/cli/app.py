@@ -64,7 +64,7 @@ app.add_typer(reading.commands)
 app.add_typer(plans, name="plans")
 app.add_typer(cache, name="cache")
 for extension in extensions.with_commands():
-    extension.register({"": app, "plans": plans, "cache": cache})
+    {"": app, "plans": plans}[extension.GROUP].add_typer(extension.commands)
 
 _FolderOption = Annotated[
     str | None, typer.Option("--folder", metavar="FOLDER", help="The cache's folder. Default: RELAYOUT_CACHE.")

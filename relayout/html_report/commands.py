@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,15 +23,12 @@ if TYPE_CHECKING:
     from relayout.html_report.page import PageWritten
 
 
-def register(groups: Mapping[str, typer.Typer]) -> None:
-    """Add the commands.
-
-    Args:
-        groups: the command itself as "", and its groups by name.
-    """
-    groups[""].command(epilog=examples("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8"))(report)
+commands = typer.Typer()
+GROUP = ""
+"""The group of the commands; empty: the command itself."""
 
 
+@commands.command(epilog=examples("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8"))
 def report(
     path: PathArgument,
     page: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,15 +24,12 @@ if TYPE_CHECKING:
     from relayout.observe.observation import ObservedPlan
 
 
-def register(groups: Mapping[str, typer.Typer]) -> None:
-    """Add the commands.
-
-    Args:
-        groups: the command itself as "", and its groups by name.
-    """
-    groups["plans"].command("observe", epilog=examples("plans observe my-model -o my-plan.toml"))(observe_plan)
+commands = typer.Typer()
+GROUP = "plans"
+"""The group of the commands."""
 
 
+@commands.command("observe", epilog=examples("plans observe my-model -o my-plan.toml"))
 def observe_plan(
     source: SourceArgument,
     plan_file: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,17 +26,14 @@ if TYPE_CHECKING:
     from relayout.train.listing import StepsListing
 
 
-def register(groups: Mapping[str, typer.Typer]) -> None:
-    """Add the commands.
-
-    Args:
-        groups: the command itself as "", and its groups by name.
-    """
-    groups[""].command(
-        epilog=examples("steps s3://bucket/run-7", "steps s3://bucket/run-7 --check", "steps /shared/run-7 --prune")
-    )(steps)
+commands = typer.Typer()
+GROUP = ""
+"""The group of the commands; empty: the command itself."""
 
 
+@commands.command(
+    epilog=examples("steps s3://bucket/run-7", "steps s3://bucket/run-7 --check", "steps /shared/run-7 --prune")
+)
 def steps(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Where a trainer publishes its steps, or its URL.")],
     check: Annotated[

@@ -285,7 +285,6 @@ class Saving:
     def _chosen(self) -> dict[str, str]:
         """The options that decide what is written, as the caller gave them."""
         options = {one.name: getattr(self.options, one.name) for one in fields(self.options)}
-        options |= {"max_part_nbytes": options.pop("part_nbytes"), "align": options.pop("alignment")}
         return {name: shown(value) for name, value in {**options, "max_shard_size": self.max_shard_nbytes}.items()}
 
     def _shards(

@@ -14,25 +14,42 @@ import pytest
 from support.patience import PATIENCE
 
 import relayout
-from relayout.planning import ConvertOptions, PlanOptions
+from relayout.planning import ConvertOptions, CutOptions, PlanOptions
+from relayout.saving.api import SaveOptions, Saving
 
 ROOT = Path(__file__).parents[2]
-TAKEN = {
+TAKEN: dict[str, tuple[Any, Any, Any]] = {
     "convert": (relayout.convert, ConvertOptions, PlanOptions),
     "plan_conversion": (relayout.plan_conversion, ConvertOptions, PlanOptions),
+    "save": (relayout.save, SaveOptions, Saving),
+    "save_pretrained": (relayout.transformers.save_pretrained, SaveOptions, Saving),
+    "Publisher.__init__": (relayout.Publisher, CutOptions, PlanOptions),
 }
 """Functions that take options, the type of these, and the class that has their defaults."""
-GIVEN = {"convert": ["source"], "plan_conversion": ["source"]}
+GIVEN = {
+    "convert": ["source"],
+    "plan_conversion": ["source"],
+    "save": ["tensors", "output"],
+    "save_pretrained": ["model", "output"],
+    "Publisher.__init__": ["root"],
+}
 """Arguments without a default, which are never looked at."""
 
 WRONG = """
 relayout.convert("model", tpp=2)
 relayout.convert("model", tp="2")
 relayout.plan_conversion("model", layout="hole")
+relayout.save({}, "out", max_shard_sise=5)
+relayout.save({}, "out", memory=None)
+relayout.transformers.save_pretrained(None, "out", scratch="/tmp")
+relayout.Publisher("root", layout="whole")
 """
 RIGHT = """
 relayout.convert("model", tp=2, plan=None, force=True)
 relayout.plan_conversion("model", "out", align="16KiB", layout="whole", ranks=range(4))
+relayout.save({}, "out", config={}, max_shard_size="5GB", tp=2, background=True)
+relayout.transformers.save_pretrained(None, "out", dtype=None, layout="whole")
+relayout.Publisher("root", tp=2, max_part_nbytes="1GiB", plan="llama")
 """
 
 

@@ -62,7 +62,7 @@ def told(function: Any) -> set[str]:
     """The arguments that a docstring explains, with those of the function that it refers to for its options."""
     text = str(inspect.getdoc(function))
     names = {name.strip() for names in re.findall(r"^ *([\w, ]+):", text, re.MULTILINE) for name in names.split(",")}
-    if others := re.search(r"^ *options: as for `(\w+)`", text, re.MULTILINE):
+    if others := re.search(r"^ *options: (?:all others )?as for `(\w+)`", text, re.MULTILINE):
         names |= told(getattr(relayout, others[1]))
     return names
 

@@ -14,6 +14,7 @@ import pytest
 from support.patience import PATIENCE
 
 import relayout
+from relayout.loader.sources.checkpoint import Asked, LoadOptions
 from relayout.planning import ConvertOptions, CutOptions, PlanOptions
 from relayout.saving.api import SaveOptions, Saving
 
@@ -24,6 +25,8 @@ TAKEN: dict[str, tuple[Any, Any, Any]] = {
     "save": (relayout.save, SaveOptions, Saving),
     "save_pretrained": (relayout.transformers.save_pretrained, SaveOptions, Saving),
     "Publisher.__init__": (relayout.Publisher, CutOptions, PlanOptions),
+    "load": (relayout.load, LoadOptions, Asked),
+    "iter_load": (relayout.iter_load, LoadOptions, Asked),
 }
 """Functions that take options, the type of these, and the class that has their defaults."""
 GIVEN = {
@@ -32,6 +35,8 @@ GIVEN = {
     "save": ["tensors", "output"],
     "save_pretrained": ["model", "output"],
     "Publisher.__init__": ["root"],
+    "load": ["path"],
+    "iter_load": ["path"],
 }
 """Arguments without a default, which are never looked at."""
 
@@ -43,12 +48,17 @@ relayout.save({}, "out", max_shard_sise=5)
 relayout.save({}, "out", memory=None)
 relayout.transformers.save_pretrained(None, "out", scratch="/tmp")
 relayout.Publisher("root", layout="whole")
+relayout.load("model", 0, nmaes="*")
+relayout.load("model", 0, verify="yes")
+relayout.iter_load("model", 0, into={})
 """
 RIGHT = """
 relayout.convert("model", tp=2, plan=None, force=True)
 relayout.plan_conversion("model", "out", align="16KiB", layout="whole", ranks=range(4))
 relayout.save({}, "out", config={}, max_shard_size="5GB", tp=2, background=True)
 relayout.transformers.save_pretrained(None, "out", dtype=None, layout="whole")
+relayout.load("model", 0, device="cuda", names=["*"], into={}, memory="64MiB", cache="")
+relayout.iter_load("model", rank=0, group=None, deltas="delta", trust=None)
 relayout.Publisher("root", tp=2, max_part_nbytes="1GiB", plan="llama")
 """
 

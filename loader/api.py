@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from relayout.core.arguments import check_named
+from relayout.core.arguments import check_named, takes
 from relayout.errors import FormatError, PlanError, warn
 from relayout.loader.backends.base import Options, load_arena
 from relayout.loader.backends.files import error_hints
-from relayout.loader.sources.checkpoint import Asked, doubt_cache, doubting, warn_if_slow
+from relayout.loader.sources.checkpoint import Asked, LoadOptions, doubt_cache, doubting, warn_if_slow
 from relayout.loader.sources.rank import RankSource
-from relayout.reporting import Progress
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
 
-    from relayout.cache.folder import CacheOption
-    from relayout.checkpoint.delta import Paths
-    from relayout.checkpoint.trust import Trust
     from relayout.loader.sources.rank import TensorColumns
 
 
+@takes(LoadOptions, Asked)
 def load(
     path: str | os.PathLike[str],
     rank: int | None = None,
     *,
-    device: str | torch.device = "cpu",
-    backend: str = "auto",
-    names: Sequence[str] | str | None = None,
-    verify: bool = False,
-    threads: int | None = None,
-    memory: int | str | None = None,
-    progress: Progress = None,
     into: Mapping[str, torch.Tensor] | torch.nn.Module | None = None,
-    tp: int | None = None,
-    group: ProcessGroup | None = None,
-    cache: CacheOption = None,
-    deltas: Paths = (),
-    trust: Trust = None,
+    **options: Unpack[LoadOptions],
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of one tensor-parallel rank, or the whole model; or fill what this process holds of one.
 
@@ -115,42 +100,26 @@ def load(
         >>> whole["model.layers.0.self_attn.q_proj.weight"].shape
         torch.Size([128, 128])
     """
-    asked = Asked(
-        path=path,
-        rank=rank,
-        device=device,
-        backend=backend,
-        names=names,
-        verify=verify,
-        threads=threads,
-        memory=memory,
-        progress=progress,
-        into=into,
-        tp=tp,
-        cache=cache,
-        deltas=deltas,
-        trust=trust,
-        is_shared=group is not None,
-    )
+    asked = Asked(path=path, rank=rank, into=into, **options)
     if isinstance(into, Mapping):
         check_named(into, "into")
     with error_hints():
         if rank is None and into is not None:
             from relayout.loader.sharded import load_held
 
-            return load_held(asked, group)
-        if group is not None:
+            return load_held(asked)
+        if asked.group is not None:
             from relayout.loader.group.sharing import load_together
 
-            return load_together(asked, group)
-        options, source = asked.options(), asked.source()
+            return load_together(asked, asked.group)
+        how, source = asked.options(), asked.source()
         try:
-            return _load(asked, source, options)
+            return _load(asked, source, how)
         except FormatError as error:
             if not doubt_cache(source, error):
                 raise
             warn(f"{error}: loading again")
-        return _load(asked, asked.source(), options)
+        return _load(asked, asked.source(), how)
 
 
 def _load(asked: Asked, source: RankSource, options: Options) -> dict[str, torch.Tensor]:
@@ -171,22 +140,11 @@ def _load(asked: Asked, source: RankSource, options: Options) -> dict[str, torch
     return load_into(contents, asked.into, asked.names, options)
 
 
+@takes(LoadOptions, Asked)
 def iter_load(
     path: str | os.PathLike[str],
     rank: int | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    backend: str = "auto",
-    names: Sequence[str] | str | None = None,
-    verify: bool = False,
-    threads: int | None = None,
-    memory: int | str | None = None,
-    progress: Progress = None,
-    tp: int | None = None,
-    group: ProcessGroup | None = None,
-    cache: CacheOption = None,
-    deltas: Paths = (),
-    trust: Trust = None,
+    **options: Unpack[LoadOptions],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of one rank, or of the whole model, in file order, as they arrive.
 
@@ -200,12 +158,13 @@ def iter_load(
     After a fork, the child may close the iterator and use the tensors that were yielded, but cannot continue.
 
     Args:
-        path, rank, device, backend, names, verify, threads, progress, tp, cache, deltas, trust: as for `load`.
+        path, rank: as for `load`.
         memory: bytes, or text such as "2GiB", of tensors that are being read or wait to be yielded, with all buffers.
             Default: 512 MiB, 2 GiB for all ranks of a node together, and always enough for the largest tensor.
         group: as for `load`, of a converted checkpoint. All members iterate to the end, each in one thread and on one
             CUDA stream, and wait for each other; the least `memory` counts for all. A member that stops early fails
             the others.
+        options: all others as for `load`.
 
     Raises:
         FormatError, OSError, MemoryError: as `load`, while iterating too.
@@ -217,33 +176,18 @@ def iter_load(
         >>> sum(tensor.nbytes for name, tensor in relayout.iter_load("llama-3.1-8b-tp8", rank=3)) > 200_000
         True
     """
-    asked = Asked(
-        path=path,
-        rank=rank,
-        device=device,
-        backend=backend,
-        names=names,
-        verify=verify,
-        threads=threads,
-        memory=memory,
-        progress=progress,
-        tp=tp,
-        cache=cache,
-        deltas=deltas,
-        trust=trust,
-        is_shared=group is not None,
-    )
+    asked = Asked(path=path, rank=rank, **options)
     with error_hints():
-        if group is not None:
+        if asked.group is not None:
             from relayout.loader.group.collectives import Group
             from relayout.loader.group.sharing import stream_together
 
-            return stream_together(partial(_prepared, asked), Group(group))
+            return stream_together(partial(_prepared, asked), Group(asked.group))
         from relayout.loader.stream import stream
 
-        source, contents, options = _prepared(asked)
+        source, contents, how = _prepared(asked)
         warn_if_slow(source)
-        return doubting(stream(contents, options), source)
+        return doubting(stream(contents, how), source)
 
 
 def _prepared(asked: Asked) -> tuple[RankSource, TensorColumns, Options]:

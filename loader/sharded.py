@@ -42,7 +42,6 @@ from relayout.storage.local.store import LocalStore
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
 
     from relayout.storage.stores import Store
 
@@ -196,9 +195,7 @@ class Wanted:
             PlanError: the checkpoint lacks one, or has one of another dtype or shape; or one is a copy of the model's.
         """
         whole = find_tensors(asked.path, asked.deltas, asked.trust, by_transformers=held.model is not None)
-        if asked.verify and whole.plain is not None:
-            what = "cannot be verified: only converted checkpoints have digests"
-            raise PlanError(what, path=str(whole.store), code="unsupported")
+        asked.check_proven(whole.store, is_plain=whole.plain is not None)
         columns = whole.pieces.columns
         names = list(columns.names)
         chosen = range(len(names)) if asked.names is None else select(names, asked.names)
@@ -282,15 +279,15 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known)
 
 
-def load_held(asked: Asked, process_group: ProcessGroup | None) -> dict[str, torch.Tensor]:
+def load_held(asked: Asked) -> dict[str, torch.Tensor]:
     """Fill what `asked.into` holds here; with a group, together with its other members, who call this, too."""
-    if process_group is None:
+    if asked.group is None:
         held, options = _prepared(asked)
         wanted = Wanted.of(asked, held)
         wanted.check_beside(wanted.mine)
         _fill_alone(wanted, options)
     else:
-        held = _fill_together(asked, Group.on_host(process_group))
+        held = _fill_together(asked, Group.on_host(asked.group))
     return dict(held.given)
 
 

@@ -13,7 +13,7 @@ from functools import cache as once
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from relayout.checkpoint.converted import (
     StoreOver,
@@ -51,6 +51,7 @@ from relayout.storage.stores import Store, check_exists, find_input, scheme_of
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from relayout.cache.folder import Cache, CacheOption, HeldEntry
     from relayout.checkpoint.delta import Paths
@@ -156,26 +157,42 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequenc
     return TensorColumns(table.names, table.dtypes, table.shapes, files, reads, table.digests)
 
 
+class LoadOptions(TypedDict, total=False):
+    """The options of `relayout.load`, which explains each, that `iter_load` has, too."""
+
+    device: str | torch.device
+    backend: str
+    names: Sequence[str] | str | None
+    verify: bool
+    threads: int | None
+    memory: int | str | None
+    progress: Progress
+    tp: int | None
+    group: ProcessGroup | None
+    cache: CacheOption
+    deltas: Paths
+    trust: Trust
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a caller asks of a load, as given: nothing is checked or read yet. `relayout.load` explains the fields."""
+    """A load as a caller asks for it: nothing is checked or read yet. `relayout.load` explains the fields."""
 
     path: str | os.PathLike[str] | Store
     rank: int | None = None
     device: str | torch.device = "cpu"
     backend: str = "auto"
-    names: Names = None
+    names: Sequence[str] | str | None = None
     verify: bool = False
     threads: int | None = None
     memory: int | str | None = None
     progress: Progress = None
     into: Mapping[str, torch.Tensor] | torch.nn.Module | None = None
     tp: int | None = None
+    group: ProcessGroup | None = None
     cache: CacheOption = None
     deltas: Paths = ()
     trust: Trust = None
-    is_shared: bool = False
-    """Whether the members of a group share the load."""
 
     def options(self) -> Options:
         """How to load.
@@ -184,10 +201,10 @@ class Asked:
             PlanError: the device cannot be used, or is "meta"; `threads` is not an integer, `memory` is not a size, or
                 a group cannot do this.
         """
-        if self.is_shared and self.into is not None and self.rank is not None:
+        if self.group is not None and self.into is not None and self.rank is not None:
             what = "group cannot be combined with into and a rank: a group loads a rank into new memory"
             raise PlanError(what, code="option")
-        if self.is_shared and self.cache:
+        if self.group is not None and self.cache:
             what = "group cannot be combined with cache: members share the reads of a rank, a cache fetches all of it"
             raise PlanError(what, code="option")
         if find_spec("torch") is None:  # Before anything is read.
@@ -216,14 +233,18 @@ class Asked:
             if tp is not None and (num_ranks := at_least_one(tp, "tp")) > 1:
                 raise PlanError(f"rank: missing, expected 0 to {num_ranks - 1}, as tp is given", code="option")
             rank, tp = 0, 1
-        cache = "" if self.is_shared else self.cache
+        cache = self.cache if self.group is None else ""
         found = find_rank(self.path, rank, tp=tp, cache=cache, progress=self.progress, trust=self.trust)
         if self.deltas:
             found = changed_rank(found, tp, self.deltas)
-        if self.verify and found.is_plain:
-            what = "cannot be verified: only converted checkpoints have digests"
-            raise PlanError(what, path=str(found.store), code="unsupported")
+        self.check_proven(found.store, is_plain=found.is_plain)
         return found
+
+    def check_proven(self, store: Store, *, is_plain: bool) -> None:
+        """Raise PlanError if digests are to be compared, of a plain checkpoint."""
+        if self.verify and is_plain:
+            what = "cannot be verified: only converted checkpoints have digests"
+            raise PlanError(what, path=str(store), code="unsupported")
 
 
 def warn_if_slow(source: RankSource) -> None:

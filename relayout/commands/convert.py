@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Literal
+from typing import Unpack
 
-from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
-from relayout.conversion.planning import plan_conversion
+from relayout.conversion.planning import ConvertOptions, PlanOptions, plan_conversion
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, Summary, carry_out
-from relayout.core.arguments import integer, size
-from relayout.plans.plan import Plan
-from relayout.plans.planner import Unmatched
+from relayout.core.arguments import integer, size, takes
 from relayout.reporting import Progress
 
 
+@takes(ConvertOptions, PlanOptions)
 def convert(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
     *,
-    tp: int = 1,
-    align: int | str = DEFAULT_ALIGNMENT,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    trust_remote_code: bool = False,
-    expert_parallel: bool = False,
-    unmatched: Unmatched | None = None,
-    max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
-    layout: Literal["ranks", "whole"] = "ranks",
-    ranks: str | Iterable[int] | None = None,
     force: bool = False,
     threads: int = DEFAULT_THREADS,
     memory: int | str = DEFAULT_MEMORY,
     scratch: str | os.PathLike[str] | None = None,
     progress: Progress = None,
+    **options: Unpack[ConvertOptions],
 ) -> Summary:
     """Rewrite a safetensors checkpoint so that each tensor-parallel rank's bytes are contiguous and aligned.
 
@@ -77,17 +66,5 @@ def convert(
         (8, 8)
     """
     threads, memory = integer(threads, "threads"), size(memory, "memory")
-    planned = plan_conversion(
-        source,
-        output,
-        tp=tp,
-        align=align,
-        plan=plan,
-        trust_remote_code=trust_remote_code,
-        expert_parallel=expert_parallel,
-        unmatched=unmatched,
-        max_part_nbytes=max_part_nbytes,
-        layout=layout,
-        ranks=ranks,
-    )
+    planned = plan_conversion(source, output, **options)
     return carry_out(planned, force=force, threads=threads, memory=memory, scratch=scratch, progress=progress)

@@ -9,9 +9,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from relayout import extensions
 from relayout.checkpoint.folder import ADAPTER_WEIGHTS, CONFIG_NAME, WEIGHTS_OF_TRANSFORMERS
@@ -23,7 +23,7 @@ from relayout.conversion.layout import (
     check_alignment,
     check_planned,
 )
-from relayout.core.arguments import collapse_numbers, integer, path_text, size
+from relayout.core.arguments import collapse_numbers, integer, path_text, size, takes
 from relayout.core.slices import Cut, CutTensor
 from relayout.errors import PlanError, shown
 from relayout.format.index import HUB_INDEX_NAME, RANKS, WHOLE_TENSORS
@@ -34,33 +34,48 @@ from relayout.reporting import Result
 from relayout.storage.stores import Store, find_input, find_store, scheme_of
 
 
+class CutOptions(TypedDict, total=False):
+    """The options of `relayout.convert` that decide how tensors are cut and aligned."""
+
+    tp: int
+    align: int | str
+    plan: Plan | str | os.PathLike[str] | None
+    trust_remote_code: bool
+    expert_parallel: bool
+    unmatched: Unmatched | None
+
+
+class ConvertOptions(CutOptions, total=False):
+    """The options that decide the bytes of a conversion; `relayout.convert` explains each."""
+
+    max_part_nbytes: int | str
+    layout: Literal["ranks", "whole"]
+    ranks: str | Iterable[int] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What decides the bytes that a conversion writes; `relayout.convert` explains each option.
+    """The values of `ConvertOptions`, checked. Sizes are numbers of bytes.
 
     Raises:
         PlanError: an option is invalid.
     """
 
-    tp: int
-    align: InitVar[int | str]
-    plan: Plan | str | os.PathLike[str] | None
-    trust_remote_code: bool
-    expert_parallel: bool
-    unmatched: Unmatched | None
-    max_part_nbytes: InitVar[int | str]
-    layout: str
-    ranks: str | Iterable[int] | None
-    alignment: int = field(init=False)
-    """The alignment in bytes."""
-    part_nbytes: int = field(init=False)
-    """The size of a rank's files, about."""
+    tp: int = 1
+    align: int | str = DEFAULT_ALIGNMENT
+    plan: Plan | str | os.PathLike[str] | None = None
+    trust_remote_code: bool = False
+    expert_parallel: bool = False
+    unmatched: Unmatched | None = None
+    max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES
+    layout: Literal["ranks", "whole"] = "ranks"
+    ranks: str | Iterable[int] | None = None
 
-    def __post_init__(self, align: int | str, max_part_nbytes: int | str) -> None:
-        parsed: dict[str, object] = {
+    def __post_init__(self) -> None:
+        parsed = {
             "tp": integer(self.tp, "tp"),
-            "alignment": (alignment := size(align, "align")),
-            "part_nbytes": size(max_part_nbytes, "max_part_nbytes (--max-part-size)"),
+            "align": (alignment := size(self.align, "align")),
+            "max_part_nbytes": size(self.max_part_nbytes, "max_part_nbytes (--max-part-size)"),
         }
         check_alignment(alignment)
         if self.layout not in (RANKS, WHOLE_TENSORS):
@@ -82,8 +97,8 @@ class PlanOptions:
             output,
             checkpoint,
             plan,
-            alignment=self.alignment,
-            max_part_nbytes=self.part_nbytes,
+            alignment=int(self.align),
+            max_part_nbytes=int(self.max_part_nbytes),
             layout=self.layout,
             ranks=self.ranks,
         )
@@ -110,19 +125,11 @@ def _check_opened_by_transformers(planned: Conversion) -> None:
     raise PlanError(what, path=source.folder.location(CONFIG_NAME), code="unsupported")
 
 
+@takes(ConvertOptions, PlanOptions)
 def plan_conversion(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
-    *,
-    tp: int = 1,
-    align: int | str = DEFAULT_ALIGNMENT,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    trust_remote_code: bool = False,
-    expert_parallel: bool = False,
-    unmatched: Unmatched | None = None,
-    max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
-    layout: Literal["ranks", "whole"] = "ranks",
-    ranks: str | Iterable[int] | None = None,
+    **options: Unpack[ConvertOptions],
 ) -> Conversion:
     """Read the source's headers and decide everything that `convert` does. Writes nothing.
 
@@ -130,8 +137,7 @@ def plan_conversion(
         source: a checkpoint folder, a Hugging Face cache snapshot, or one .safetensors file.
         output: the folder to make; default is `SOURCE-tpN` beside the source folder. A single file has no default: it
             would lie in the folder of the source.
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks:
-            as for `convert`.
+        options: as for `convert`.
 
     Returns:
         What `preview` shows, `carry_out` carries out, and `is_carried_out` finds done.
@@ -146,19 +152,9 @@ def plan_conversion(
         >>> len(relayout.preview(plan).rank_nbytes)
         4
     """
-    options = PlanOptions(
-        tp=tp,
-        align=align,
-        plan=plan,
-        trust_remote_code=trust_remote_code,
-        expert_parallel=expert_parallel,
-        unmatched=unmatched,
-        max_part_nbytes=max_part_nbytes,
-        layout=layout,
-        ranks=ranks,
-    )
+    parsed = PlanOptions(**options)
     store = find_input(source)
-    target = find_store(default_output(source, options.tp) if output is None else output)
+    target = find_store(default_output(source, parsed.tp) if output is None else output)
     checkpoint = read_source(store)
     if {file.name for file in checkpoint.files} == {ADAPTER_WEIGHTS}:
         what = f"an adapter of PEFT ({ADAPTER_WEIGHTS}): engines load it as it is, beside the converted model"
@@ -172,7 +168,7 @@ def plan_conversion(
     if checkpoint.is_file and store.parent()[1].startswith("."):
         what = "a hidden file, which could not be restored: rename it"
         raise PlanError(what, path=str(source), code="option")
-    return options.lay_out(checkpoint, target)
+    return parsed.lay_out(checkpoint, target)
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, wraps
+from inspect import Parameter, signature
 from itertools import groupby, pairwise, zip_longest
+from typing import Any, TypeVar, cast
 
 from relayout.errors import PlanError, shown
 
@@ -23,6 +25,34 @@ _UNITS: dict[str, int] = {"": 1, "B": 1} | {
 }
 _MAX_NBYTES = 2**63 - 1
 """The largest file offset (`off_t`)."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def takes(options: type[Any], parsed: type[Any]) -> Callable[[Function], Function]:
+    """Return a decorator for functions with `**options: Unpack[...]`: they show each option, and refuse all others.
+
+    Args:
+        options: the TypedDict with the names and types of the options.
+        parsed: the dataclass with a field for each of them, which has its default and checks its value.
+    """
+    fields = [one for name, one in signature(parsed).parameters.items() if name in options.__optional_keys__]
+
+    def decorate(function: Function) -> Function:
+        own = [one for one in signature(function).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+        shown = sorted([*fields, *own], key=lambda one: one.kind)
+        known = frozenset(one.name for one in shown)
+
+        @wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            for name in given:
+                if name not in known:
+                    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}")
+            return function(*args, **given)
+
+        checked.__signature__ = signature(function).replace(parameters=shown)  # type: ignore[attr-defined]
+        return cast("Function", checked)
+
+    return decorate
 
 
 def size(value: int | str, what: str) -> int:

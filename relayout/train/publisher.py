@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
-from relayout.conversion.layout import DEFAULT_ALIGNMENT, Conversion
-from relayout.conversion.planning import PlanOptions
+from relayout.conversion.layout import Conversion
+from relayout.conversion.planning import CutOptions, PlanOptions
 from relayout.conversion.run import Summary
 from relayout.conversion.sidecar import other_names
-from relayout.core.arguments import at_least_one, folder_text, integer, size
+from relayout.core.arguments import at_least_one, folder_text, integer, takes
 from relayout.core.digests import digest_hex
 from relayout.errors import PlanError, RelayoutError, shown
 from relayout.format.delta import NEW, OLD, delta_name
@@ -27,8 +27,6 @@ from relayout.format.fields import MAX_SIZE
 from relayout.format.index import MANIFEST_NAME
 from relayout.format.steps import DELTA, FULL, PublishedStep, Retention, StepsIndex, Stored, step_name
 from relayout.loader.group.collectives import Group
-from relayout.plans.plan import Plan
-from relayout.plans.planner import Unmatched
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
@@ -37,16 +35,7 @@ from relayout.train.changing import Changing
 from relayout.train.comparing import KeptStep, StepOutput
 from relayout.train.group_save import GroupSave, PlannedSave
 from relayout.train.root import GRACE_SECONDS, Root
-from relayout.train.save import (
-    DEFAULT_MEMORY,
-    DEFAULT_SHARD_NBYTES,
-    DEFAULT_THREADS,
-    Held,
-    Saving,
-    check_floating,
-    holding,
-    start,
-)
+from relayout.train.save import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, check_floating, holding, start
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +68,7 @@ class Publisher:
         1
     """
 
+    @takes(CutOptions, PlanOptions)
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -92,16 +82,11 @@ class Publisher:
         keep_seconds: int = 24 * 3600,
         grace_seconds: int = GRACE_SECONDS,
         keep_in: str | os.PathLike[str] | None = None,
-        tp: int = 1,
-        align: int | str = DEFAULT_ALIGNMENT,
-        plan: Plan | str | os.PathLike[str] | None = None,
-        trust_remote_code: bool = False,
-        expert_parallel: bool = False,
-        unmatched: Unmatched | None = None,
         max_part_nbytes: int | str = DEFAULT_STEP_PART_NBYTES,
         max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
         threads: int = DEFAULT_THREADS,
         progress: Progress = None,
+        **options: Unpack[CutOptions],
     ) -> None:
         """Take the options; nothing is read or written yet.
 
@@ -118,9 +103,8 @@ class Publisher:
                 what it holds of tensors that others write; of a process without a group, the weights once.
             max_part_nbytes: as for `relayout.save`. Beside the last step, what changed in a part is in memory, encoded,
                 for each rank whose files this process writes.
-
-        All other arguments (`config`, `dtype`, `group`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`,
-        `unmatched`, `max_shard_size`, `threads`, `progress`) are those of `relayout.save`.
+            config, dtype, group, max_shard_size, threads, progress: as for `relayout.save`.
+            options: as for `relayout.convert`.
 
         Raises:
             PlanError: an option has a value that it cannot have.
@@ -134,18 +118,13 @@ class Publisher:
         self._full_share = full_share
         self._retention = Retention(at_least_one(keep, "keep"), integer(keep_seconds, "keep_seconds"))
         self._grace_seconds = integer(grace_seconds, "grace_seconds")
-        self._max_shard_nbytes = size(max_shard_size, "max_shard_size")
-        self._threads, self._progress = at_least_one(threads, "threads"), progress
-        self._options = PlanOptions(
-            tp=tp,
-            align=align,
-            plan=plan,
-            trust_remote_code=trust_remote_code,
-            expert_parallel=expert_parallel,
-            unmatched=unmatched,
+        self._saving = Saving(
+            output=self._root.location,
+            max_shard_size=max_shard_size,
+            threads=at_least_one(threads, "threads"),
+            progress=progress,
             max_part_nbytes=max_part_nbytes,
-            layout="ranks",
-            ranks=None,
+            **options,
         )
         kept_in = folder_text(keep_in, "keep_in")
         self._kept = KeptStep(None if kept_in is None else Path(kept_in))
@@ -185,22 +164,12 @@ class Publisher:
 
             def carry_out(save: PlannedSave) -> Summary:
                 place = self._announce(save, number)
-                make = partial(Changing, save, self._kept, self._threads)
-                summary = GroupSave(save, place, make, is_last=False).carry_out(self._progress)
+                make = partial(Changing, save, self._kept, self._saving.threads)
+                summary = GroupSave(save, place, make, is_last=False).carry_out(self._saving.progress)
                 published.append(self._move(place))
                 return summary
 
-            saving = Saving(
-                output=self._root.location,
-                max_shard_nbytes=self._max_shard_nbytes,
-                force=False,
-                threads=self._threads,
-                memory=DEFAULT_MEMORY,
-                progress=self._progress,
-                options=self._options,
-                instead=carry_out,
-                what=f"step {number}",
-            )
+            saving = replace(self._saving, instead=carry_out, what=f"step {number}")
             return saving, self._held_by(weights)
 
         try:
@@ -216,7 +185,7 @@ class Publisher:
             return holding(weights, self._config, self._dtype)
         from relayout.train.transformers import holding_model
 
-        return holding_model(weights, self._dtype, self._max_shard_nbytes)
+        return holding_model(weights, self._dtype, int(self._saving.max_shard_size))
 
     def _of(self, weights: Any) -> ProcessGroup | None:
         """The group that saves weights."""
@@ -240,7 +209,7 @@ class Publisher:
         if len(set(group.all_gather(base))) > 1:
             base = None  # One of them failed alone: what it keeps is of no step, or of another one.
         names = _by_first(group, lambda: self._announced(step, base))
-        return _StepPlace(self._root, step, names, planned, self._kept, self._threads, group)
+        return _StepPlace(self._root, step, names, planned, self._kept, self._saving.threads, group)
 
     def _announced(self, step: int, base: str | None) -> dict[str, str]:
         """The names of what is written for a step, by kind; they are in the index now.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,11 +17,11 @@ import numpy as np
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.folder import CONFIG_NAME
 from relayout.checkpoint.source import identity_of, model_order
-from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES, Conversion
-from relayout.conversion.planning import PlanOptions
+from relayout.conversion.layout import Conversion
+from relayout.conversion.planning import ConvertOptions, PlanOptions
 from relayout.conversion.resume import fingerprint_of
 from relayout.conversion.run import Summary, carry_out, share_memory
-from relayout.core.arguments import integer, size
+from relayout.core.arguments import integer, size, takes
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
@@ -30,8 +30,6 @@ from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.safetensors import METADATA_KEY
 from relayout.loader.group.collectives import Alone, Group
 from relayout.loader.held import HeldTensor, TensorHead
-from relayout.plans.plan import Plan
-from relayout.plans.planner import Unmatched
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
 from relayout.storage.stores import find_store
@@ -71,95 +69,6 @@ class Sharding:
     """The `metadata` of the index.json, which is there if there are several shards."""
 
 
-def save(
-    tensors: Mapping[str, torch.Tensor],
-    output: str | os.PathLike[str],
-    *,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    dtype: torch.dtype | None = None,
-    tp: int = 1,
-    align: int | str = DEFAULT_ALIGNMENT,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    trust_remote_code: bool = False,
-    expert_parallel: bool = False,
-    unmatched: Unmatched | None = None,
-    max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
-    layout: Literal["ranks", "whole"] = "ranks",
-    ranks: str | Iterable[int] | None = None,
-    group: ProcessGroup | None = None,
-    background: bool = False,
-    max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
-    force: bool = False,
-    threads: int = DEFAULT_THREADS,
-    memory: int | str = DEFAULT_MEMORY,
-    progress: Progress = None,
-) -> Summary | Future[Summary]:
-    """Write tensors in memory, such as a model in training, as the folder that `convert` makes of their checkpoint.
-
-    The weight files are byte for byte those that `convert` writes, and `restore` gives a checkpoint with these tensors,
-    by these names. If config.json says `tie_word_embeddings`, and two names are one embedding in memory, the first is
-    saved. Models of transformers 5 may have other names than their checkpoints, such as those of merged experts, which
-    are refused: `relayout.transformers.save_pretrained` writes the names of the checkpoint.
-    Nothing is gathered: no process needs more than 512 MiB beside the tensors.
-
-    Args:
-        tensors: by name, on any device. Of a DTensor (FSDP2, tensor-parallel, or both), this process gives its shard.
-            They must not change before the save has ended; with `background`, before this function returns.
-        output: the folder to make, or its URL. It appears complete or not at all. All processes must reach it.
-        config: the content of config.json, or that file; or a folder whose small files, such as config.json and those
-            of the tokenizer, are copied. Of a group, that of the first member counts.
-        dtype: the floating-point dtype to write, to which tensors are cast while they are copied. Default: their own.
-        group: a process group; all members save together, each with what it holds, and with equal options. Default:
-            this process alone, which holds everything.
-        background: copy the tensors to host memory, and return at once.
-        max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
-        force: replace an output folder that relayout wrote, or discard an interrupted conversion.
-        tp, align, plan, trust_remote_code, expert_parallel, unmatched, max_part_nbytes, layout, ranks:
-            as for `convert`.
-        threads, memory, progress: as for `convert`.
-
-    Returns:
-        What was written; with `background`, a future of that, which raises what this function would have.
-
-    Raises:
-        FormatError: config.json is damaged.
-        PlanError: the tensors cannot be saved like this; elements are missing; experts are merged.
-        OSError: writing failed, or a member of the group is gone.
-
-    If it fails, nothing is left: a later process has other tensors.
-
-    Example:
-        >>> import relayout, torch
-        >>> tensors = {"model.norm.weight": torch.ones(64)}
-        >>> relayout.save(tensors, "saved", config={"model_type": "llama"}, tp=2).num_files
-        2
-    """
-
-    def prepare() -> tuple[Saving, Callable[[bool], Held]]:
-        saving = Saving(
-            output=output,
-            max_shard_nbytes=size(max_shard_size, "max_shard_size"),
-            force=force,
-            threads=integer(threads, "threads"),
-            memory=size(memory, "memory"),
-            progress=progress,
-            options=PlanOptions(
-                tp=tp,
-                align=align,
-                plan=plan,
-                trust_remote_code=trust_remote_code,
-                expert_parallel=expert_parallel,
-                unmatched=unmatched,
-                max_part_nbytes=max_part_nbytes,
-                layout=layout,
-                ranks=ranks,
-            ),
-        )
-        return saving, holding(tensors, config, dtype)
-
-    return start(prepare, group, background)
-
-
 def holding(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any] | str | os.PathLike[str] | None,
@@ -195,7 +104,7 @@ class Held:
     files: Mapping[str, bytes]
     """Small files beside the weights; of a group, those of the first member count."""
     index: Sharding | None = None
-    """How tensors are grouped into shards; None: by their order, and `max_shard_nbytes`."""
+    """How tensors are grouped into shards; None: by their order, and `max_shard_size`."""
     left_out: frozenset[str] = frozenset()
     """Names that are not saved, as another name has the tensor; of a group, those of the first member count."""
 
@@ -209,21 +118,35 @@ class Held:
         return replace(self, tensors=on_host)
 
 
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """The options of a save, which all processes of a group give alike."""
+class SaveOptions(ConvertOptions, total=False):
+    """The options that all processes of a group give alike; `relayout.save` and `relayout.convert` explain them."""
 
-    output: str | os.PathLike[str]
-    max_shard_nbytes: int
+    max_shard_size: int | str
     force: bool
     threads: int
-    memory: int
+    memory: int | str
     progress: Progress
-    options: PlanOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving(PlanOptions):
+    """A save: the values of `SaveOptions`, checked, and where they lead. Sizes are numbers of bytes."""
+
+    output: str | os.PathLike[str]
+    max_shard_size: int | str = DEFAULT_SHARD_NBYTES
+    force: bool = False
+    threads: int = DEFAULT_THREADS
+    memory: int | str = DEFAULT_MEMORY
+    progress: Progress = None
     instead: Callable[[PlannedSave], Summary] | None = None
     """Carries out what was planned, in place of a save to `output`."""
     what: str = "a save"
     """What this is, where members of a group do different things."""
+
+    def __post_init__(self) -> None:
+        PlanOptions.__post_init__(self)  # By name: a class with slots is not the one that super() looks for.
+        for name, parse in (("max_shard_size", size), ("threads", integer), ("memory", size)):
+            object.__setattr__(self, name, parse(getattr(self, name), name))
 
     def run(self, hold: Callable[[bool], Held], group: Group | None) -> Summary:
         """Save what `hold` gives, told whether this process is the first of its group."""
@@ -284,9 +207,8 @@ class Saving:
 
     def _chosen(self) -> dict[str, str]:
         """The options that decide what is written, as the caller gave them."""
-        options = {one.name: getattr(self.options, one.name) for one in fields(self.options)}
-        options |= {"max_part_nbytes": options.pop("part_nbytes"), "align": options.pop("alignment")}
-        return {name: shown(value) for name, value in {**options, "max_shard_size": self.max_shard_nbytes}.items()}
+        names = [*(one.name for one in fields(PlanOptions)), "max_shard_size"]
+        return {name: shown(getattr(self, name)) for name in names}
 
     def _shards(
         self, heads: Sequence[TensorHead], groups: Sharding | None
@@ -295,7 +217,7 @@ class Saving:
 
         Args:
             heads: in the order in which shards are filled.
-            groups: None: by that order, and `max_shard_nbytes`.
+            groups: None: by that order, and `max_shard_size`.
 
         Raises:
             PlanError: there are none, or one has the name of the metadata.
@@ -305,7 +227,7 @@ class Saving:
         if any(head.name == METADATA_KEY for head in heads):
             raise PlanError("safetensors has its metadata by this name", tensor=METADATA_KEY, code="option")
         if groups is None:
-            shared_out = share_out([head.nbytes for head in heads], self.max_shard_nbytes)
+            shared_out = share_out([head.nbytes for head in heads], int(self.max_shard_size))
             names = [[heads[t].name for t in tensors] for tensors in shared_out]
             num_parameters = sum(prod(head.shape) for head in heads)
             totals = {"total_parameters": num_parameters, "total_size": sum(head.nbytes for head in heads)}
@@ -318,7 +240,62 @@ class Saving:
         return ordered, {shard.name: shard for shard in shards}, {} if index is None else {HUB_INDEX_NAME: index}
 
     def _planned(self, folder: MemoryFolder, heads: Sequence[TensorHead]) -> Conversion:
-        return self.options.lay_out(checkpoint_of(folder, heads), find_store(self.output))
+        return self.lay_out(checkpoint_of(folder, heads), find_store(self.output))
+
+
+@takes(SaveOptions, Saving)
+def save(
+    tensors: Mapping[str, torch.Tensor],
+    output: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    group: ProcessGroup | None = None,
+    background: bool = False,
+    **options: Unpack[SaveOptions],
+) -> Summary | Future[Summary]:
+    """Write tensors in memory, such as a model in training, as the folder that `convert` makes of their checkpoint.
+
+    The weight files are byte for byte those that `convert` writes, and `restore` gives a checkpoint with these tensors,
+    by these names. If config.json says `tie_word_embeddings`, and two names are one embedding in memory, the first is
+    saved. Models of transformers 5 may have other names than their checkpoints, such as those of merged experts, which
+    are refused: `relayout.transformers.save_pretrained` writes the names of the checkpoint.
+    Nothing is gathered: no process needs more than 512 MiB beside the tensors.
+
+    Args:
+        tensors: by name, on any device. Of a DTensor (FSDP2, tensor-parallel, or both), this process gives its shard.
+            They must not change before the save has ended; with `background`, before this function returns.
+        output: the folder to make, or its URL. It appears complete or not at all. All processes must reach it.
+        config: the content of config.json, or that file; or a folder whose small files, such as config.json and those
+            of the tokenizer, are copied. Of a group, that of the first member counts.
+        dtype: the floating-point dtype to write, to which tensors are cast while they are copied. Default: their own.
+        group: a process group; all members save together, each with what it holds, and with equal options. Default:
+            this process alone, which holds everything.
+        background: copy the tensors to host memory, and return at once.
+        max_shard_size: bytes of a shard of the checkpoint that `restore` gives back.
+        options: as for `convert`.
+
+    Returns:
+        What was written; with `background`, a future of that, which raises what this function would have.
+
+    Raises:
+        FormatError: config.json is damaged.
+        PlanError: the tensors cannot be saved like this; elements are missing; experts are merged.
+        OSError: writing failed, or a member of the group is gone.
+
+    If it fails, nothing is left: a later process has other tensors.
+
+    Example:
+        >>> import relayout, torch
+        >>> tensors = {"model.norm.weight": torch.ones(64)}
+        >>> relayout.save(tensors, "saved", config={"model_type": "llama"}, tp=2).num_files
+        2
+    """
+
+    def prepare() -> tuple[Saving, Callable[[bool], Held]]:
+        return Saving(output=output, **options), holding(tensors, config, dtype)
+
+    return start(prepare, group, background)
 
 
 Hold = Callable[[bool], Held]

@@ -12,26 +12,21 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 from relayout.checkpoint.folder import SINGLE_NAME
-from relayout.conversion.layout import DEFAULT_ALIGNMENT, DEFAULT_MAX_PART_NBYTES
-from relayout.conversion.planning import PlanOptions
-from relayout.conversion.run import DEFAULT_MEMORY, Summary
-from relayout.core.arguments import integer, path_text, size
+from relayout.conversion.run import Summary
+from relayout.core.arguments import path_text, takes
 from relayout.engines.load import find_folder
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights, listed
 from relayout.errors import PlanError
 from relayout.loader.held import HeldTensor, unwrapped
 from relayout.loader.models import check_model, checkpoint_of, storage_of
-from relayout.plans.plan import Plan
-from relayout.plans.planner import Unmatched
-from relayout.reporting import Progress
 from relayout.train.memory_folder import files_of
-from relayout.train.save import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, Sharding, check_floating, start
+from relayout.train.save import Held, SaveOptions, Saving, Sharding, check_floating, start
 
 if TYPE_CHECKING:
     import torch
@@ -139,27 +134,15 @@ class _Weight:
         return self._weights.read(self._name, index) if isinstance(part, GlobalTensor) else part
 
 
+@takes(SaveOptions, Saving)
 def save_pretrained(
     model: Any,
     output: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
-    tp: int = 1,
-    align: int | str = DEFAULT_ALIGNMENT,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    trust_remote_code: bool = False,
-    expert_parallel: bool = False,
-    unmatched: Unmatched | None = None,
-    max_part_nbytes: int | str = DEFAULT_MAX_PART_NBYTES,
-    layout: Literal["ranks", "whole"] = "ranks",
-    ranks: str | Iterable[int] | None = None,
     background: bool = False,
-    max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
-    force: bool = False,
-    threads: int = DEFAULT_THREADS,
-    memory: int | str = DEFAULT_MEMORY,
-    progress: Progress = None,
+    **options: Unpack[SaveOptions],
 ) -> Summary | Future[Summary]:
     """Write a model of transformers as the folder that `convert` makes of what its `save_pretrained` writes.
 
@@ -168,15 +151,13 @@ def save_pretrained(
     the files of a tokenizer are not.
 
     Args:
+        output, background: as for `relayout.save`.
         model: of transformers 5, also in DistributedDataParallel, and with compiled layers; not quantized, and without
             adapters. All processes give the same one, not stages.
         dtype: the floating-point dtype to write, as if the model had been loaded by `from_pretrained(dtype=...)`: what
             its class keeps in FP32 at a dtype of 16 bits is FP32. The model keeps its own dtypes.
         group: the processes that hold the model. Default: the default group, if there is one.
-
-    All other arguments (`output`, `tp`, `align`, `plan`, `trust_remote_code`, `expert_parallel`, `unmatched`,
-    `max_part_nbytes`, `layout`, `ranks`, `background`, `max_shard_size`, `force`, `threads`, `memory`,
-    `progress`) are those of `relayout.save`.
+        options: as for `relayout.save`.
 
     Raises:
         PlanError: the model cannot be saved like this; or as `relayout.save`.
@@ -184,27 +165,8 @@ def save_pretrained(
     """
 
     def prepare() -> tuple[Saving, Callable[[bool], Held]]:
-        max_shard_nbytes = size(max_shard_size, "max_shard_size")
-        saving = Saving(
-            output=output,
-            max_shard_nbytes=max_shard_nbytes,
-            force=force,
-            threads=integer(threads, "threads"),
-            memory=size(memory, "memory"),
-            progress=progress,
-            options=PlanOptions(
-                tp=tp,
-                align=align,
-                plan=plan,
-                trust_remote_code=trust_remote_code,
-                expert_parallel=expert_parallel,
-                unmatched=unmatched,
-                max_part_nbytes=max_part_nbytes,
-                layout=layout,
-                ranks=ranks,
-            ),
-        )
-        return saving, holding_model(model, dtype, max_shard_nbytes)
+        saving = Saving(output=output, **options)
+        return saving, holding_model(model, dtype, int(saving.max_shard_size))
 
     return start(prepare, group_of(group), background)
 

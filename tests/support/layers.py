@@ -28,7 +28,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("core", "reporting", "format", "storage", "publish", "checkpoint", "plans"),
         *("conversion", "planning", "loader", "saving", "transformers"),
     ),
-    "rl": ("format", "checkpoint", "loader", "steps"),
     "benchmark": (
         *("core", "reporting", "format", "storage", "checkpoint", "plans", "planning"),
         *("commands", "loader"),
@@ -52,11 +51,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("core", "reporting", "checkpoint", "plans", "conversion", "planning", "loader"),
         *("saving", "engines"),
     ),
-    "clusters": ("reporting", "conversion"),
     "testing": ("core", "format", "storage", "checkpoint", "loader"),
     "cli": (
         *("core", "reporting", "format", "storage", "plans", "observe", "conversion", "planning"),
-        *("commands", "loader", "benchmark", "html_report", "steps", "clusters"),
+        *("commands", "loader", "benchmark", "html_report", "steps"),
     ),
 }
 """`plans` reads files only where a person names a plan file."""

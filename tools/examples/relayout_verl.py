@@ -1,6 +1,6 @@
 """verl: the weights of an actor go to rollouts as steps of a root, which other readers may follow, too.
 
-`backend=relayout` and `custom_backend_module=relayout.rl.verl` of `checkpoint_engine`, with the root and arguments of
+`backend=relayout` and `custom_backend_module=relayout_verl` of `checkpoint_engine`, with the root and arguments of
 `relayout.Publisher` in `engine_kwargs.relayout`. verl's interface has whole tensors on both sides: the first process of
 the actor collects them in host memory and publishes them, and each rollout worker reads all of them. Importing this
 module needs verl.

@@ -1,6 +1,6 @@
 """slime: what it writes for its engines becomes a step, and its folder a root from which engines take that step.
 
-`--update-weight-transport disk --custom-update-weight-post-write-path relayout.rl.slime.published`. After each sync
+`--update-weight-transport disk --custom-update-weight-post-write-path relayout_slime.published`. After each sync
 slime has a whole Hugging Face checkpoint in `UPDATE_WEIGHT_DISK_DIR/weight_vNNNNNN`, which all its engines then load by
 SGLang's `update_weights_from_disk`. Its tensors are published to the root `UPDATE_WEIGHT_DISK_DIR/relayout-steps`, as
 a delta or as a converted folder, and links to what a reader needs of it are put into the checkpoint. An SGLang with

@@ -1,4 +1,4 @@
-"""`--ray`: what the driver does, with ray's interface in threads; and on a real cluster, if ray is installed."""
+"""Conversions on Ray: what the driver does, with ray's interface in threads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import relayout_on_ray as on_ray
 from support.fake_ray import FakeRay
 from support.loader_fixtures import MIB, mlp_model
 from support.trees import content
-from typer.testing import CliRunner
 
 import relayout
-from relayout.cli.app import app
-from relayout.clusters import on_ray
 from relayout.conversion import jobs
 from relayout.errors import FormatError, PlanError
 
@@ -191,16 +189,3 @@ def test_without_ray_the_extra_is_named(source: Path, tmp_path: Path, monkeypatc
     with pytest.raises(PlanError, match=r"ray is not installed: pip install '\.\[ray\]'"):
         on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS))
     assert not list(tmp_path.iterdir())
-
-
-def cli(*words: str) -> Any:
-    return CliRunner().invoke(app, list(words))
-
-
-def test_the_command_has_the_option(source: Path, tmp_path: Path, ray: FakeRay) -> None:
-    words = ["convert", str(source), "-o", str(tmp_path / "out"), "--tp", "4", "--max-part-size", str(MIB // 4)]
-    done = cli(*words, "--ray", "auto", "--json")
-    assert done.exit_code == 0, done.output
-    assert_same(tmp_path / "out", source)
-    for other in (["--unit", "0/1"], ["--commit"]):
-        assert "it does both" in cli(*words, "--ray", "auto", *other).stderr

@@ -184,8 +184,29 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
     assert_same(tmp_path / "out", source)
 
 
-def test_without_ray_the_extra_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_package_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(PlanError, match=r"ray is not installed: pip install '\.\[ray\]'"):
+    with pytest.raises(PlanError, match=r"ray is not installed: pip install 'ray>=2\.49'$"):
         on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS))
     assert not list(tmp_path.iterdir())
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, source: Path, output: Path, *words: str) -> None:
+    arguments = [str(source), "-o", str(output), "--tp", "4", "--max-part-size", str(MIB // 4), *words]
+    monkeypatch.setattr(sys, "argv", ["relayout_on_ray.py", *arguments])
+    on_ray.main()
+
+
+def test_the_file_is_a_program(
+    source: Path, tmp_path: Path, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_main(monkeypatch, source, tmp_path / "out", "--address", "local", "--threads", "2", "--memory", "128MiB")
+    assert_same(tmp_path / "out", source)
+    assert [one["address"] for one in ray.inits] == ["local"]
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: 4 ranks, ")
+    with pytest.raises(SystemExit, match=r"^error: .*/out: already holds .* --force replaces it$"):
+        run_main(monkeypatch, source, tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"^error: .* no built-in plan 'unknown'"):
+        run_main(monkeypatch, source, tmp_path / "out", "--plan", "unknown")
+    run_main(monkeypatch, source, tmp_path / "out", "--force")
+    assert_same(tmp_path / "out", source)

@@ -70,14 +70,6 @@ _UnitOption = Annotated[
         " share SRC and OUT. --max-part-size sets the number of units, --dry-run shows it.",
     ),
 ]
-_RayOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Convert on the nodes of this Ray cluster: auto (RAY_ADDRESS, or that of this machine), HOST:PORT, or"
-        " local to start one.",
-    ),
-]
 
 
 @commands.command(
@@ -109,7 +101,6 @@ def convert(
     commit: Annotated[
         bool, typer.Option("--commit", help="Publish OUT after processes with --unit have converted all units.")
     ] = False,
-    ray: _RayOption = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -120,7 +111,7 @@ def convert(
     any model can be converted, into a folder for stock loaders.
     """
     with output(quiet, verbose, as_json) as out:
-        way = _Way(dry_run, force, if_missing, threads, memory, scratch, unit, commit, ray)
+        way = _Way(dry_run, force, if_missing, threads, memory, scratch, unit, commit)
         out.begin(f"reading the headers of {source}")
         planned = relayout.plan_conversion(
             source,
@@ -140,7 +131,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What `convert` does with a conversion: shows it, or carries it out here, as a part of an array, or on Ray."""
+    """What `convert` does with a conversion: shows it, or carries it out here, or as a part of an array."""
 
     dry_run: bool
     force: bool
@@ -150,13 +141,8 @@ class _Way:
     scratch: str | None
     unit: str | None
     commit: bool
-    ray: str | None
 
     def __post_init__(self) -> None:
-        if self.ray is not None and self.if_missing:
-            raise PlanError("--ray cannot be combined with --if-missing", code="option")
-        if self.ray is not None and (self.unit is not None or self.commit):
-            raise PlanError("--ray cannot be combined with --unit or --commit: it does both", code="option")
         if self.unit is not None and self.commit:
             raise PlanError("--unit cannot be combined with --commit: run --commit separately", code="option")
 
@@ -175,20 +161,7 @@ class _Way:
             str(planned.output), run.differences(planned, threads=threads, memory=memory), out, force=force
         ):
             return
-        if self.ray is not None:
-            from relayout.clusters import on_ray
-
-            done = on_ray.convert(
-                planned,
-                address=self.ray,
-                force=force,
-                threads=threads,
-                memory=memory,
-                scratch=scratch,
-                progress=progress,
-            )
-            out.show(done, render.summary)
-        elif self.unit is not None:
+        if self.unit is not None:
             share = jobs.convert_share(
                 planned, self.unit, force=force, threads=threads, memory=memory, scratch=scratch, progress=progress
             )

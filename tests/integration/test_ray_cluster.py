@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import relayout_on_ray as on_ray
 from support import seaweedfs
 from support.loader_fixtures import mlp_model
 from support.patience import PATIENCE
 from support.traps import caught_in, set_traps
 
 import relayout
-from relayout.clusters import on_ray
 from relayout.conversion.jobs import run_job, unit_jobs
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import CloudStore
@@ -40,7 +40,8 @@ ADDRESS = "127.0.0.2"
 """Not 127.0.0.1, in whose place ray puts this machine's own."""
 DRIVER = """
 import json, relayout, sys, ray
-from relayout.clusters import on_ray
+sys.path.append(sys.argv[5])
+import relayout_on_ray as on_ray
 ray.init(address=sys.argv[1], _node_ip_address="127.0.0.2", log_to_driver=False)
 done = lambda done, total: print(f"done: {done} of {total}", flush=True)
 planned = relayout.plan_conversion(sys.argv[2], sys.argv[3], **json.loads(sys.argv[4]))
@@ -175,7 +176,7 @@ def digests_of(folder: Path) -> dict[str, str]:
 @pytest.fixture
 def ray_environment() -> Iterator[dict[str, str]]:
     """The environment of a driver that starts Ray on this machine; its sockets are in a folder with a short path."""
-    pytest.importorskip("ray", reason="needs the extra `ray`")
+    pytest.importorskip("ray", reason="ray is not installed")
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         yield {**os.environ, **RAY_OPTIONS, "RAY_TMPDIR": folder}
 
@@ -185,16 +186,12 @@ def test_tasks_import_nothing_of_the_folder_in_which_the_driver_is_started(
 ) -> None:
     source = mlp_model(tmp_path / "source")
     relayout.convert(source, tmp_path / "expected", tp=2)
-    words = ["convert", "../source", "-o", "../out", "--tp", "2", "--ray", "local"]
     here = tmp_path / "here"
     here.mkdir()
     set_traps(here, tmp_path / "caught")
-    # As the installed command: the script's own folder comes first, not the working folder.
-    script = tmp_path / "bin" / "relayout"
-    script.parent.mkdir()
-    script.write_text("from relayout.__main__ import main\nmain()\n")
+    words = ["../source", "-o", "../out", "--tp", "2", "--address", "local"]
     done = subprocess.run(
-        [sys.executable, str(script), *words],
+        [sys.executable, on_ray.__file__, *words],
         cwd=here,
         env=ray_environment,
         capture_output=True,
@@ -210,7 +207,7 @@ def test_tasks_import_nothing_of_the_folder_in_which_the_driver_is_started(
 @pytest.fixture(scope="module", params=[Folder, Buckets])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     """A source, what becomes of it locally, and a cluster, whose sockets are in a folder with a short path."""
-    pytest.importorskip("ray", reason="needs the extra `ray`")
+    pytest.importorskip("ray", reason="ray is not installed")
     if request.param is Buckets and (why := seaweedfs.absence()) is not None:
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("ray")
@@ -262,6 +259,7 @@ def test_a_worker_that_is_killed_costs_its_units_only(place: Folder) -> None:
 
 def test_after_its_driver_is_killed_a_conversion_goes_on(place: Folder) -> None:
     words = [sys.executable, "-c", DRIVER, place.nodes.address, place.source, place.output, json.dumps(OPTIONS)]
+    words.append(str(Path(on_ray.__file__).parent))
     before = place.fetched_nbytes()
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None

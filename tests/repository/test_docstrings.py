@@ -101,6 +101,7 @@ def test_a_docstring_can_be_understood_alone() -> None:
     package = Path(relayout.__file__).parent
     files = [path for folder in (package, package.parent / "loader") for path in folder.rglob("*.py")]
     files = [path for path in files if not path.is_relative_to(package / "loader")]
+    files += (package.parent / "tools" / "examples").glob("*.py")
     found = [(path, *one) for path in files for one in docstrings(path)]
     assert len(found) > 2000
     fragments = [f"{path}:{line}: {text.strip()[:60]}" for path, line, text in found if FRAGMENT.match(text)]

@@ -33,8 +33,6 @@ WITH_TORCH = {
     "relayout.observe.tracing",
 }
 """What defines a kind of tensor, or uses it throughout, and so needs torch at import time."""
-OF_TRAINERS = {"relayout.rl.verl"}
-"""What a trainer imports, to get a subclass of its own class."""
 
 NOT_FOR_LOADS = {
     "relayout.checkpoint.source",
@@ -89,7 +87,7 @@ def module_files() -> dict[str, Path]:
 
 FILES = module_files()
 MODULES = sorted(FILES)
-IMPORTABLE = [name for name in MODULES if not name.endswith("__main__") and name not in WITH_TORCH | OF_TRAINERS]
+IMPORTABLE = [name for name in MODULES if not name.endswith("__main__") and name not in WITH_TORCH]
 ONLINE = (
     "relayout.loader",
     "relayout.engines",

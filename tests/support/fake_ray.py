@@ -1,4 +1,4 @@
-"""As much of ray as `relayout.clusters.on_ray` uses, with a thread for a worker."""
+"""As much of ray as `tools/examples/relayout_on_ray.py` uses, with a thread for a worker."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ import relayout
 
 
 def load_stock(folder: Path) -> PreTrainedModel:
-    """By transformers alone."""
+    """Load a folder by transformers alone."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-import relayout.engines
 from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
 from engines.comparing.vllm_classes import load_rank, setup
 from relayout.observe.stand_ins import Unpinned, fake_rank
@@ -68,7 +67,7 @@ def compare(job: Job, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    os.environ |= {"MX_PLUGIN_DIR": str(Path(relayout.engines.__file__).parent), "MX_LOAD_PLUGIN": "relayout"}
+    os.environ |= {"MX_PLUGIN_DIR": str(Path(__file__).parents[2] / "examples"), "MX_LOAD_PLUGIN": "relayout"}
     run_jobs(compare)
 
 

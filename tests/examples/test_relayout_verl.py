@@ -48,7 +48,7 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
         },
     )  # fmt: skip
     sys.modules["verl.checkpoint_engine"].__path__ = [str(Path(SOURCE, "verl", "checkpoint_engine"))]
-    for name in ("verl.checkpoint_engine.base", "relayout.rl.verl"):
+    for name in ("verl.checkpoint_engine.base", "relayout_verl"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("verl.checkpoint_engine.base")
 
@@ -87,7 +87,7 @@ class Replica:
 def test_verls_manager_moves_the_weights_of_each_step_to_all_rollouts(verl: Any, llama: Path, tmp_path: Path) -> None:
     whole = stock_tensors(llama)
     options = {"bucket_size": 1, "root": str(tmp_path / "root"), "wait_seconds": 60}
-    config = SimpleNamespace(backend="relayout", custom_backend_module="relayout.rl.verl")
+    config = SimpleNamespace(backend="relayout", custom_backend_module="relayout_verl")
     actors = [SimpleNamespace(walked=0) for _ in range(2)]
     manager = verl.CheckpointEngineManager(config, Group(worker_handles=actors), [])
     new = partial(verl.CheckpointEngineRegistry.new, "relayout")
@@ -124,7 +124,7 @@ def test_verls_manager_moves_the_weights_of_each_step_to_all_rollouts(verl: Any,
 
 
 def test_a_rollout_does_not_wait_for_ever(verl: Any, tmp_path: Path) -> None:
-    importlib.import_module("relayout.rl.verl")
+    importlib.import_module("relayout_verl")
     engine = verl.CheckpointEngineRegistry.new("relayout", bucket_size=1, root=str(tmp_path), wait_seconds=0.5)
     engine.init_process_group(engine.prepare())
 

@@ -1,9 +1,15 @@
-"""verl: the weights of an actor go to rollouts as steps of a root, which other readers may follow, too.
+"""A backend of verl's checkpoint engine: an actor publishes its weights as steps, and rollouts read them.
 
-`backend=relayout` and `custom_backend_module=relayout.rl.verl` of `checkpoint_engine`, with the root and arguments of
-`relayout.Publisher` in `engine_kwargs.relayout`. verl's interface has whole tensors on both sides: the first process of
-the actor collects them in host memory and publishes them, and each rollout worker reads all of them. Importing this
-module needs verl.
+    checkpoint_engine:
+      backend: relayout
+      custom_backend_module: relayout_verl
+      engine_kwargs: {relayout: {root: /shared/run-7, config: /models/llama-3.1-8b, tp: 8}}
+
+An example for verl 1dda039b (August 2026), not part of the package: put its folder on the PYTHONPATH of verl's
+processes, or copy it to one that is there. `engine_kwargs.relayout` has the root and arguments of `relayout.Publisher`.
+
+verl's interface has whole tensors on both sides: the first process of the actor collects them in host memory and
+publishes them, and each rollout worker reads all of them. Other readers may follow the root, too.
 """
 
 from __future__ import annotations
@@ -15,11 +21,8 @@ from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from relayout.errors import PlanError
+from relayout import PlanError, Publisher, Steps, safe_open
 from relayout.format.steps import PublishedStep
-from relayout.loader.view import safe_open
-from relayout.train.follower import Steps
-from relayout.train.publisher import Publisher
 
 _POLL_SECONDS = 0.2
 
@@ -31,39 +34,39 @@ class RelayoutCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(
         self, bucket_size: int, root: str, is_master: bool = False, wait_seconds: float = 1800, **options: Any
     ) -> None:
-        """Take what verl's configuration says.
+        """Take the options of verl's configuration.
 
         Args:
-            bucket_size: verl's, which nothing here needs.
-            root: a folder that all can reach, or the URL of a prefix of a bucket.
-            is_master: whether this is the first process of the actor.
-            wait_seconds: how long a rollout waits for a step.
+            bucket_size: verl's, and not used here.
+            root: a folder that all processes can reach, or the URL of a prefix of a bucket.
+            is_master: True in the first process of the actor.
+            wait_seconds: seconds that a rollout waits for a step.
             options: arguments of `relayout.Publisher`.
         """
         self._root, self._wait_seconds = root, wait_seconds
         self._publisher = Publisher(root, **options) if is_master else None
         self._before: tuple[str, ...] | None = None
-        """The names of the step that was there before this update."""
+        """Names of the newest step before this update."""
 
     def prepare(self) -> tuple[str, ...]:
-        """The names of the newest step, none of which is ever used again."""
+        """Return the names of the newest step. A name is used once."""
         return _names(Steps(self._root).newest())
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[tuple[str, ...]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """All are told what the first process of the actor has found: what it will replace."""
+        """Send all processes the newest step that the first process of the actor found."""
         return {"before": [metadata[0]] * actor_wg_world_size}, {"before": [metadata[0]] * rollout_world_size}
 
     def init_process_group(self, before: tuple[str, ...]) -> None:
-        """Note what was there before."""
+        """Note the newest step before this update."""
         self._before = before
 
     async def send_weights(
         self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None
     ) -> dict[str, float] | None:
-        """Publish the weights of an actor, of which every process carries out the generator; errors as of `publish`."""
+        """Publish the weights of an actor; errors as of `publish`. Every process runs the generator to its end."""
         if self._publisher is None:
             for _ in weights:
                 pass
@@ -75,10 +78,10 @@ class RelayoutCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return {"relayout/nbytes": float(sum(one.nbytes for one in entry.stored))}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
-        """The weights of the step that is published meanwhile, on this process's GPU, if it has one.
+        """Yield the weights of the next step that is published, on this process's GPU, if it has one.
 
         Raises:
-            PlanError: none is published in time.
+            PlanError: no step is published in time.
             FormatError, OSError: as `relayout.safe_open`.
         """
         import torch
@@ -95,7 +98,7 @@ class RelayoutCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 yield name, whole.get_tensor(name)
 
     async def _published(self) -> PublishedStep:
-        """Wait for a step that was not there before."""
+        """Wait for a step other than the newest one before this update."""
         until = time.monotonic() + self._wait_seconds
         while time.monotonic() < until:
             newest = Steps(self._root).newest()
@@ -106,7 +109,7 @@ class RelayoutCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         raise PlanError(what, path=self._root, code="missing")
 
     def finalize(self) -> None:
-        """Do nothing: nothing is held between updates but what the publisher keeps."""
+        """Do nothing: only the publisher keeps anything between updates."""
 
 
 def _names(entry: PublishedStep | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""relayout.engines.mx_plugin_relayout, by ModelExpress's own loader of plugins.
+"""The plugin of ModelExpress, by ModelExpress's own loader of plugins.
 
 What it loads is compared in the real vLLM: `tools/run engines vllm --step modelexpress`.
 """
@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-import relayout.engines
-
+EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
 plugins = pytest.importorskip("modelexpress.plugins", reason="ModelExpress 0.8 is not installed")
 
 
 def test_modelexpress_finds_it_and_passes_over_it_where_vllm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MX_PLUGIN_DIR", str(Path(relayout.engines.__file__).parent))
+    monkeypatch.setenv("MX_PLUGIN_DIR", str(EXAMPLES))
     plugins.initialize_plugins()
     assert set(plugins.plugins) == {"relayout"}
     strategy = plugins.get_plugin("relayout")

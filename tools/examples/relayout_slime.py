@@ -1,10 +1,16 @@
-"""slime: what it writes for its engines becomes a step, and its folder a root from which engines take that step.
+"""A hook of slime: publishes each checkpoint that slime writes for its engines as a step.
 
-`--update-weight-transport disk --custom-update-weight-post-write-path relayout.rl.slime.published`. After each sync
-slime has a whole Hugging Face checkpoint in `UPDATE_WEIGHT_DISK_DIR/weight_vNNNNNN`, which all its engines then load by
-SGLang's `update_weights_from_disk`. Its tensors are published to the root `UPDATE_WEIGHT_DISK_DIR/relayout-steps`, as
-a delta or as a converted folder, and links to what a reader needs of it are put into the checkpoint. An SGLang with
-relayout reads that root, each rank its slices; any other one the checkpoint. slime deletes it with the links.
+    --update-weight-mode full --update-weight-transport disk --update-weight-disk-dir /shared/run-7
+    --custom-update-weight-post-write-path relayout_slime.published
+
+An example for slime 624b824a (August 2026), not part of the package: put its folder on slime's PYTHONPATH, or copy it
+to one that is there.
+
+After each sync slime has a whole Hugging Face checkpoint in `UPDATE_WEIGHT_DISK_DIR/weight_vNNNNNN`, which all its
+engines then load by SGLang's `update_weights_from_disk`. The hook publishes its tensors to
+`UPDATE_WEIGHT_DISK_DIR/relayout-steps`, as a delta or as a converted folder, and puts links to the files that lead to
+the step into the checkpoint. An SGLang with relayout follows the links, and each rank reads its slices; an SGLang
+without relayout reads the checkpoint. slime deletes the checkpoint with the links.
 """
 
 from __future__ import annotations
@@ -17,25 +23,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from relayout.checkpoint.folder import CONFIG_NAME
-from relayout.errors import PlanError
+from relayout import PlanError, Publisher, Steps
 from relayout.format.steps import PublishedStep, StepsIndex
-from relayout.train.follower import Steps
-from relayout.train.publisher import Publisher
 from relayout.train.root import Root
 
 OPTIONS = "relayout_publisher"
-"""The arguments of `relayout.Publisher` in the file of slime's `--custom-config-path`."""
+"""Name of the arguments of `relayout.Publisher` in the file of slime's `--custom-config-path`."""
 _ROOT = "relayout-steps"
 _DELTA = "delta_encoding"
-"""A name in the index of a checkpoint that has only what changed, as slime's delta mode writes it."""
+"""Name in the index of a checkpoint that slime wrote in its delta mode."""
 
 
 def published(args: Any, version_dir: str, rollout_engines: object) -> None:
-    """Publish what slime has written; slime calls this in every process of the trainer, and the first one does it.
+    """Publish a checkpoint; slime calls this in every process of the trainer, and the first one publishes.
 
     Args:
-        args: slime's. `relayout_publisher`, if it is there, has arguments of `relayout.Publisher`.
+        args: slime's arguments. `relayout_publisher` may have arguments of `relayout.Publisher`.
         version_dir: the checkpoint.
 
     Raises:
@@ -52,7 +55,7 @@ def published(args: Any, version_dir: str, rollout_engines: object) -> None:
         raise PlanError(what, path=version_dir, code="unsupported")
     root = Path(args.update_weight_disk_dir, _ROOT)
     options = {"tp": args.sglang_tp_size} | dict(getattr(args, OPTIONS, None) or {})
-    publisher = _publisher(str(root), (folder / CONFIG_NAME).read_text("utf-8"), json.dumps(options, sort_keys=True))
+    publisher = _publisher(str(root), (folder / "config.json").read_text("utf-8"), json.dumps(options, sort_keys=True))
     step = publisher.publish(_tensors(folder), int(version))
     link_step(root, step, folder)
 
@@ -64,12 +67,12 @@ def _is_delta(folder: Path) -> bool:
 
 @cache
 def _publisher(root: str, config: str, options: str) -> Publisher:
-    """The publisher of a root, which has the last step; another one begins with a folder."""
+    """Return the publisher of a root. It keeps the last step; a new publisher begins with a folder."""
     return Publisher(root, config=json.loads(config), **json.loads(options))
 
 
 def _tensors(folder: Path) -> Mapping[str, Any]:
-    """The tensors of a checkpoint. safetensors maps its files: they are read when they are converted."""
+    """Map the tensors of a checkpoint. Their bytes are read when they are converted."""
     from safetensors import safe_open
 
     tensors: dict[str, Any] = {}
@@ -80,13 +83,13 @@ def _tensors(folder: Path) -> Mapping[str, Any]:
 
 
 def link_step(root: Path, step: PublishedStep, folder: Path) -> None:
-    """Make a folder a root that has one step of another root, by links, and what leads to it.
+    """Make a folder a root with one step of another root, by links to all files that lead to this step.
 
-    The folder may be one already: of an earlier step, or of a call that failed halfway. Links to the same root are made
-    again, and the index is replaced as a whole: a reader has the older step or this one.
+    The folder may have links of an earlier step, or of a call that failed halfway. The index is replaced as a whole: a
+    reader has the earlier step or this one.
 
     Raises:
-        FileExistsError: something else has the name of a link.
+        FileExistsError: a file or another link has the name of a link.
     """
     entries = Steps(root).entries()
     end = next(i for i in reversed(range(len(entries))) if entries[i].content == step.content)

@@ -1,9 +1,12 @@
-"""ModelExpress: a strategy of its chain of loaders that loads converted folders, in vLLM.
+"""A plugin of ModelExpress: a strategy in its chain of loaders that loads converted folders in vLLM.
 
-ModelExpress imports this file itself, and nothing else does: `MX_LOAD_PLUGIN=relayout`, and `MX_PLUGIN_DIR` names this
-folder, or one that has a link to this file. Its own last resort calls vLLM's default loader by its class, past what
-vLLM has registered, so it knows no converted folders. The contract is that of modelexpress 0.8 (plugins.py and
-load_strategy/base.py: `LoadStrategy`).
+    MX_LOAD_PLUGIN=relayout vllm serve llama-3.1-8b-tp8 -tp 8 --load-format modelexpress
+
+An example for modelexpress 0.8 (plugins.py, and `LoadStrategy` in load_strategy/base.py), not part of the package: copy
+this file, under this name, to ModelExpress's folder of plugins, or set `MX_PLUGIN_DIR` to the folder that has it.
+
+ModelExpress's own last resort calls vLLM's default loader by its class, not by vLLM's registry, so it does not
+recognize converted folders.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from relayout.engines.load import WeightsPlace, source_url
 
 
 def register_plugin() -> type[Any]:
-    """The strategy's class: what ModelExpress calls this file for."""
+    """Return the class of the strategy; ModelExpress calls this."""
     from modelexpress.load_strategy.base import NativeLoadStrategy  # type: ignore[import-not-found]
 
     class RelayoutStrategy(NativeLoadStrategy):  # type: ignore[misc]  # It has no types here.
@@ -25,13 +28,13 @@ def register_plugin() -> type[Any]:
         name = "relayout"
 
         def is_available(self, ctx: Any) -> bool:
-            """Whether this is the first load of a converted folder, by vLLM; others are left to the next strategy."""
+            """Return True for the first load of a converted folder by vLLM; the next strategy takes all others."""
             return not ctx.is_reload and _is_ours(ctx.model_config) and bool(super().is_available(ctx))
 
         def load(self, result: Any, ctx: Any) -> Any:
-            """Load as vLLM does without a word of the format.
+            """Load by vLLM's own choice of a loader, which relayout's plugin has extended.
 
-            What fails here has written to the model, and ModelExpress makes another before it goes on.
+            A load that fails has written to the model: ModelExpress makes a new one for the next strategy.
 
             Raises:
                 FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit the
@@ -47,7 +50,7 @@ def register_plugin() -> type[Any]:
 
 
 def _is_ours(model_config: Any) -> bool:
-    """Whether vLLM loads the model, and its weights are a converted folder."""
+    """Return True if vLLM loads the model, and its weights are a converted folder."""
     vllm = sys.modules.get("vllm.config")
     if vllm is None or not isinstance(model_config, vllm.ModelConfig):
         return False

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import relayout_slime as slime
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,6 @@ from support.fake_vllm import Model, put_modules
 
 import relayout
 from relayout.errors import PlanError
-from relayout.rl import slime
 
 SOURCE = os.environ.get("RELAYOUT_SLIME", "")
 TP = 2
@@ -35,7 +35,7 @@ def args(tmp_path: Path, llama: Path) -> SimpleNamespace:
     (tmp_path / "disk").mkdir()
     return SimpleNamespace(
         update_weight_disk_dir=str(tmp_path / "disk"), sglang_tp_size=TP, hf_checkpoint=str(llama),
-        custom_update_weight_post_write_path="relayout.rl.slime.published", update_weight_start_version=0,
+        custom_update_weight_post_write_path="relayout_slime.published", update_weight_start_version=0,
         update_weight_disk_keep_files=False, update_weight_local_checkpoint_dir=None, offload_rollout=False,
         ci_test=False, relayout_publisher={"full_every": 3},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`--ray`: what the driver does, with ray's interface in threads; and on a real cluster, if ray is installed."""
+"""Conversions on Ray: what the driver does, with ray's interface in threads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import relayout_on_ray as on_ray
 from support.fake_ray import FakeRay
 from support.loader_fixtures import MIB, mlp_model
 from support.trees import content
-from typer.testing import CliRunner
 
 import relayout
-from relayout.cli.app import app
-from relayout.clusters import on_ray
 from relayout.conversion import jobs
 from relayout.errors import FormatError, PlanError
 
@@ -186,21 +184,29 @@ def test_an_interruption_cancels_what_runs_and_the_same_call_goes_on(
     assert_same(tmp_path / "out", source)
 
 
-def test_without_ray_the_extra_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_package_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(PlanError, match=r"ray is not installed: pip install '\.\[ray\]'"):
+    with pytest.raises(PlanError, match=r"ray is not installed: pip install 'ray>=2\.49'$"):
         on_ray.convert(relayout.plan_conversion(source, tmp_path / "out", **OPTIONS))
     assert not list(tmp_path.iterdir())
 
 
-def cli(*words: str) -> Any:
-    return CliRunner().invoke(app, list(words))
+def run_main(monkeypatch: pytest.MonkeyPatch, source: Path, output: Path, *words: str) -> None:
+    arguments = [str(source), "-o", str(output), "--tp", "4", "--max-part-size", str(MIB // 4), *words]
+    monkeypatch.setattr(sys, "argv", ["relayout_on_ray.py", *arguments])
+    on_ray.main()
 
 
-def test_the_command_has_the_option(source: Path, tmp_path: Path, ray: FakeRay) -> None:
-    words = ["convert", str(source), "-o", str(tmp_path / "out"), "--tp", "4", "--max-part-size", str(MIB // 4)]
-    done = cli(*words, "--ray", "auto", "--json")
-    assert done.exit_code == 0, done.output
+def test_the_file_is_a_program(
+    source: Path, tmp_path: Path, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_main(monkeypatch, source, tmp_path / "out", "--address", "local", "--threads", "2", "--memory", "128MiB")
     assert_same(tmp_path / "out", source)
-    for other in (["--unit", "0/1"], ["--commit"]):
-        assert "it does both" in cli(*words, "--ray", "auto", *other).stderr
+    assert [one["address"] for one in ray.inits] == ["local"]
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: 4 ranks, ")
+    with pytest.raises(SystemExit, match=r"^error: .*/out: already holds .* --force replaces it$"):
+        run_main(monkeypatch, source, tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"^error: .* no built-in plan 'unknown'"):
+        run_main(monkeypatch, source, tmp_path / "out", "--plan", "unknown")
+    run_main(monkeypatch, source, tmp_path / "out", "--force")
+    assert_same(tmp_path / "out", source)

@@ -1,12 +1,18 @@
-"""Conversions as tasks of a Ray cluster.
+"""A conversion on a Ray cluster: each unit is a task.
+
+    python relayout_on_ray.py llama-3.1-8b -o llama-3.1-8b-tp8 --tp 8 --address auto
+
+Programs call `convert`, with a copy of this file, or its folder on PYTHONPATH. It is an example for Ray 2.49 and later
+(tested with 2.60.0), and not part of the package. Every node needs ray and the dependencies of relayout.
 
 Only jobs and records pass through Ray: no tensors, no secrets. Every node must reach source and output by the same path
-or URL. A task that fails by an OSError, or whose node is lost, is retried elsewhere; what it left does not count. The
-resource `relayout_io` of a node limits how many units it converts at the same time.
+or URL. A task that fails with an OSError, or whose node is lost, is retried elsewhere. The resource `relayout_io` of a
+node limits how many units it converts at the same time.
 """
 
 from __future__ import annotations
 
+import argparse
 import errno
 import logging
 import os
@@ -26,7 +32,7 @@ import relayout
 from relayout.conversion.jobs import UnitJob, UnitRecord, commit_jobs, run_job, unit_jobs
 from relayout.conversion.layout import Conversion
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, Summary
-from relayout.errors import PlanError, RelayoutError, how_to_install
+from relayout.errors import PlanError, RelayoutError
 from relayout.reporting import Progress, reporting
 
 IO_RESOURCE = "relayout_io"
@@ -147,7 +153,7 @@ def _cluster(address: str, threads: int) -> Iterator[_Cluster]:
     try:
         import ray
     except ImportError:
-        raise PlanError(f"ray is not installed: {how_to_install('ray')}", code="unsupported") from None
+        raise PlanError("ray is not installed: pip install 'ray>=2.49'", code="unsupported") from None
     is_ours = not ray.is_initialized()
     if is_ours:
         if address == "auto":
@@ -200,3 +206,36 @@ def _own_signals() -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="SRC", help="a checkpoint folder, or its URL, that every node can read")
+    parser.add_argument("-o", "--output", metavar="OUT", required=True, help="the folder or prefix to write")
+    parser.add_argument("--tp", type=int, required=True, help="number of tensor-parallel ranks")
+    parser.add_argument("--plan", help="as for `relayout convert`; 'vllm' is observed once, before the first task")
+    parser.add_argument("--max-part-size", metavar="SIZE", default="4GB", help="sets the number of units")
+    parser.add_argument("--address", default="auto", help="HOST:PORT, ray://HOST:PORT, auto (RAY_ADDRESS) or local")
+    parser.add_argument("--threads", type=int, default=DEFAULT_THREADS, help="threads of each task")
+    parser.add_argument("--memory", metavar="SIZE", default=DEFAULT_MEMORY, help="memory limit of these threads")
+    parser.add_argument("--force", action="store_true", help="replace an older output that relayout wrote")
+    given = parser.parse_args()
+    try:
+        planned = relayout.plan_conversion(
+            given.source, given.output, tp=given.tp, plan=given.plan, max_part_nbytes=given.max_part_size
+        )
+        done = convert(
+            planned,
+            address=given.address,
+            force=given.force,
+            threads=given.threads,
+            memory=given.memory,
+            progress=True,
+        )
+    except (RelayoutError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"{done.output}: {done.num_ranks} ranks, {done.written_nbytes} bytes in {done.seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Runs the jobs of a conversion on many machines."""

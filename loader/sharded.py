@@ -26,7 +26,7 @@ from relayout.core.slices import BITS, NOT_HELD, Slice
 from relayout.errors import PlanError, did_you_mean, shown
 from relayout.loader.backends.base import Allocation, Memory, Options, resolve_device
 from relayout.loader.group.collectives import Group
-from relayout.loader.group.exchange import Exchange, RunningExchange
+from relayout.loader.group.exchange import ExchangePlan, RunningExchange
 from relayout.loader.group.plan import Divided, Division
 from relayout.loader.group.sharing import check_same
 from relayout.loader.held import HeldTensor, unwrapped
@@ -492,10 +492,11 @@ class _Together:
                 offset_of, nothing = dict(zip(mine, starts, strict=True)), np.empty(0, np.uint8)
                 offsets = [offset_of.get(row, 0) for row in row_of]
                 slices = [bytes_of_row.get(row, nothing) for row in row_of]
-                running = RunningExchange(Exchange.of(group, files, divided), backend, budget, memory, offsets, slices)
-            arrived = running.run(report.after(done))
+                exchange = ExchangePlan.of(group, files, divided)
+                running = RunningExchange(group, exchange, backend, budget, memory, offsets, slices)
+            running.run(report.after(done))
             with group.collective(is_last=is_last):
-                running.finish(arrived, report.after(done))
+                running.finish(report.after(done))
                 if arena is not None:
                     loaded = make_views(arena.tensor(), columns)
                     for row, name in zip(mine, columns.names, strict=True):

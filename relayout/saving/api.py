@@ -27,6 +27,7 @@ from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
 from relayout.errors import PlanError, shown
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.safetensors import METADATA_KEY
+from relayout.loader.group.all_to_all import round_nbytes
 from relayout.loader.group.collectives import Alone, Group
 from relayout.loader.held import HeldTensor, TensorHead
 from relayout.planning import PlanOptions
@@ -45,7 +46,7 @@ from relayout.saving.folder import (
     second_names,
     share_out,
 )
-from relayout.saving.together import Copying, Exchange, GroupSave, MemberParts, PlannedSave, round_nbytes
+from relayout.saving.together import Copying, Exchange, GroupSave, MemberParts, PlannedSave
 from relayout.storage.stores import find_store
 
 if TYPE_CHECKING:

@@ -53,8 +53,8 @@ _BY_STATE_DICT = "load the tensors by relayout.load(path), and call model.load_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """What this process holds of a model."""
+class LocalStateDict:
+    """The part of a model or state dict that this process holds."""
 
     tensors: Mapping[str, HeldTensor]
     """What it holds of each tensor, by the model's names."""
@@ -66,7 +66,7 @@ class Held:
     """The model, if it is one of transformers: its checkpoints may have other names."""
 
     @staticmethod
-    def of(into: Mapping[str, torch.Tensor] | torch.nn.Module) -> Held:
+    def of(into: Mapping[str, torch.Tensor] | torch.nn.Module) -> LocalStateDict:
         """What a state dict or model has here.
 
         Raises:
@@ -78,7 +78,7 @@ class Held:
         if isinstance(into, Mapping):
             _check_memory(into)
             held = {name: HeldTensor.of(name, tensor) for name, tensor in into.items()}
-            return Held(held, into, frozenset(storage_of(one.data) for one in held.values()))
+            return LocalStateDict(held, into, frozenset(storage_of(one.data) for one in held.values()))
         model, name_of = unwrapped(into)
         if not isinstance(model, Module):
             what = f"into is a {type(into).__name__}, expected tensors by name, or a torch.nn.Module"
@@ -93,9 +93,9 @@ class Held:
         memory = frozenset(storage_of(one) for one in own if why_not_plain(one) is None)
         transformers = sys.modules.get("transformers")
         if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-            return Held(held, state, memory)
+            return LocalStateDict(held, state, memory)
         check_model(model)
-        return Held(held, state, memory, model)
+        return LocalStateDict(held, state, memory, model)
 
     def read_by(self, names: Sequence[str]) -> tuple[dict[str, HeldTensor], list[HeldTensor], frozenset[str]]:
         """Find the tensors of a checkpoint among what is held.
@@ -178,7 +178,7 @@ class Wanted:
     """What this process wants of a checkpoint."""
 
     whole: WholeTensors
-    held: Held
+    held: LocalStateDict
     chosen: frozenset[int]
     """The rows of the checkpoint's tensors whose names match."""
     mine: Mapping[int, HeldTensor]
@@ -189,7 +189,7 @@ class Wanted:
     """Names of tensors that the checkpoint may have beside."""
 
     @staticmethod
-    def of(asked: Asked, held: Held) -> Wanted:
+    def of(asked: Asked, held: LocalStateDict) -> Wanted:
         """Find the tensors.
 
         Raises:
@@ -294,7 +294,7 @@ def load_held(asked: Asked, process_group: ProcessGroup | None) -> dict[str, tor
     return dict(held.given)
 
 
-def _prepared(asked: Asked) -> tuple[Held, Options]:
+def _prepared(asked: Asked) -> tuple[LocalStateDict, Options]:
     """What this process holds, and how it is loaded to where that is.
 
     Raises:
@@ -305,7 +305,7 @@ def _prepared(asked: Asked) -> tuple[Held, Options]:
         if value:
             what = f"{option} cannot be combined with into and no rank: what is held is read as it is stored"
             raise PlanError(what, code="option")
-    options, held = asked.options(), Held.of(asked.into)
+    options, held = asked.options(), LocalStateDict.of(asked.into)
     device = resolve_device(held.device)
     if str(options.device) not in ("cpu", str(device)):
         raise PlanError(f"into is on {device}, device is {options.device}", code="option")
@@ -363,7 +363,7 @@ class _Told(NamedTuple):
         return NOT_HELD if which is None else self.parts[which]
 
 
-def _fill_together(asked: Asked, group: Group) -> Held:
+def _fill_together(asked: Asked, group: Group) -> LocalStateDict:
     """Read this member's share of what all want, and exchange it."""
     with group.telling():
         with group.collective():

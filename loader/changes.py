@@ -39,7 +39,7 @@ class ChangedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PieceBatch:
     """Neighboring pieces of a weight file, which are read at once."""
 
     file: int
@@ -140,18 +140,18 @@ class RankChanges:
         changes = {index: of_file for index, of_file in changes.items() if of_file}
         return RankChanges(changes, _parts(last.new, new, changes, new.names if names is None else names), old, new)
 
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[PieceBatch]:
         """All that changes."""
         return [batch for index in self.changes for batch in self._batches(index)]
 
-    def stored_nbytes(self, batch: Batch) -> int:
+    def stored_nbytes(self, batch: PieceBatch) -> int:
         """Bytes that deltas have of some pieces."""
         pieces, of_file = batch.pieces, self.changes[batch.file]
         return sum(changes.index.place(pieces.start, pieces.stop).nbytes for changes in of_file)
 
     def run(
         self,
-        batches: Collection[Batch],
+        batches: Collection[PieceBatch],
         use: Callable[[ChangedPiece, Buffer], object] | None,
         threads: int,
         *,
@@ -164,7 +164,7 @@ class RankChanges:
             FormatError: it is damaged.
         """
 
-        def work(buffer: Buffer, batch: Batch) -> int:
+        def work(buffer: Buffer, batch: PieceBatch) -> int:
             for piece in self._read(batch):
                 if use is not None:
                     use(piece, buffer)
@@ -174,7 +174,7 @@ class RankChanges:
         with reporting(progress, phase, total) as report:
             Workers(threads, list(batches), Buffer, work).run(report)
 
-    def _read(self, batch: Batch) -> Iterator[ChangedPiece]:
+    def _read(self, batch: PieceBatch) -> Iterator[ChangedPiece]:
         of_file, pieces = self.changes[batch.file], batch.pieces
         stored: dict[int, list[tuple[Changes, memoryview]]] = {}
         for changes in of_file:
@@ -184,11 +184,11 @@ class RankChanges:
         for piece, found in stored.items():
             yield ChangedPiece(extents[piece].nbytes, self.parts[batch.file][piece], found)
 
-    def _batches(self, index: int) -> Iterator[Batch]:
+    def _batches(self, index: int) -> Iterator[PieceBatch]:
         wanted = sorted(self.parts[index])
         first = 0
         for end in range(1, len(wanted) + 1):
-            batch = Batch(index, range(wanted[first], wanted[end - 1] + 1))
+            batch = PieceBatch(index, range(wanted[first], wanted[end - 1] + 1))
             is_last = end == len(wanted) or wanted[end] != batch.pieces.stop
             if is_last or self.stored_nbytes(batch) >= _BATCH_NBYTES:
                 yield batch

@@ -141,14 +141,13 @@ class HeldTensor:
         found: Bytes = bytes_of(data).numpy()
         return found
 
-    def copy(self, part: Transfer, memory: Bytes, target: int, stride: int) -> None:
-        """Copy bytes of the part, given as a transfer from the whole tensor to it, to memory: runs `stride` apart."""
-        extent = Extent(part.target, part.target_end - part.target)
+    def copy(self, memory: Bytes, part: Transfer) -> None:
+        """Copy the runs of a transfer from the part's bytes, in dense order, to memory on the host."""
+        extent = Extent(part.source, part.source_end - part.source)
         if part.count == 1:
-            self.read(extent, memory[target : target + part.nbytes])
+            self.read(extent, memory[part.target : part.target_end])
         else:
-            runs = Transfer(0, target, part.nbytes, part.count, part.target_stride, stride)
-            copy_runs(self.bytes_of(extent), memory, runs)
+            copy_runs(self.bytes_of(extent), memory, part, -extent.offset)
 
 
 def _check_name(name: object) -> None:

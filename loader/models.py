@@ -45,7 +45,7 @@ def check_model(model: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ModelTensorView:
     """A tensor of the checkpoint as a part of one of the model's tensors."""
 
     origin: str
@@ -57,10 +57,10 @@ class View:
     """Where the part begins along each axis of the model's tensor."""
 
     @staticmethod
-    def whole(origin: TensorHead) -> View:
+    def whole(origin: TensorHead) -> ModelTensorView:
         """All of a tensor of the model."""
         axes = tuple(axis if length > 1 else None for axis, length in enumerate(origin.shape))
-        return View(origin.name, origin.shape, axes, (0,) * len(axes))
+        return ModelTensorView(origin.name, origin.shape, axes, (0,) * len(axes))
 
     def of(self, name: str, held: HeldTensor) -> HeldTensor:
         """What a process holds of it, from what it holds of the origin."""
@@ -95,7 +95,9 @@ def _met(ranges: Sequence[Range], first: int, length: int) -> list[tuple[int, in
     return found
 
 
-def checkpoint_of(model: Any, heads: Sequence[TensorHead]) -> tuple[dict[str, View], dict[str, torch.Tensor]]:
+def checkpoint_of(
+    model: Any, heads: Sequence[TensorHead]
+) -> tuple[dict[str, ModelTensorView], dict[str, torch.Tensor]]:
     """The tensors of the checkpoint that transformers would write of a model, in its order.
 
     Args:
@@ -139,9 +141,9 @@ def checkpoint_of(model: Any, heads: Sequence[TensorHead]) -> tuple[dict[str, Vi
 class ReadNames:
     """What the names of a checkpoint are for a model."""
 
-    views: Mapping[str, View]
+    views: Mapping[str, ModelTensorView]
     """What part of the model's tensors each is."""
-    lacking: Mapping[str, View]
+    lacking: Mapping[str, ModelTensorView]
     """The parts that the checkpoint lacks, by the names that transformers would write."""
     ignored: frozenset[str]
     """Names that are none of the model's, and that transformers expects."""
@@ -164,19 +166,19 @@ def read_by(model: Any, heads: Sequence[TensorHead], names: Iterable[str]) -> Re
     saved, _ = checkpoint_of(model, heads)
     written = saved if getattr(model, "_weight_conversions", None) is None else checkpoint_of(_Unused(model), heads)[0]
     parts, asked = _by_pattern(_targets(model, written, known)), _targets(model, names, known)
-    views = dict[str, View]()
+    views = dict[str, ModelTensorView]()
     for (target, pattern), same in _by_pattern(asked).items():
         mine = parts.get((target, pattern), [])
         if target not in known:  # Unless the model was loaded with a renaming of the caller's, `key_mapping`.
             views |= {name: saved[name] for name in same if name in saved}
         elif pattern is None:
-            views |= {name: View.whole(known[target]) for name in same}
+            views |= {name: ModelTensorView.whole(known[target]) for name in same}
         elif len(same) == len(mine):
             views |= {name: written[part] for name, part in zip(same, mine, strict=True)}
         else:
             views |= {name: written[name] for name in same if name in mine}
     taken = set(views.values())
-    whole = {view.origin for view in taken if view == View.whole(known[view.origin])}
+    whole = {view.origin for view in taken if view == ModelTensorView.whole(known[view.origin])}
     lacking = {name: view for name, view in written.items() if view not in taken and view.origin not in whole}
     rest = {name: target for name, (target, _) in asked.items() if name not in views}
     return ReadNames(views, lacking, _ignored_by(model, asked, rest))
@@ -257,7 +259,7 @@ def _view_of(
     copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
     origins: Mapping[int, str],
     fakes: Mapping[str, torch.Tensor],
-) -> View:
+) -> ModelTensorView:
     """The part of a tensor of the model that a tensor of the checkpoint is.
 
     Raises:
@@ -277,7 +279,7 @@ def _view_of(
     if not prod(shape):
         if shape != whole:
             raise refused
-        return View.whole(TensorHead(origin, "", shape))
+        return ModelTensorView.whole(TensorHead(origin, "", shape))
     dense = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
     axis_of = {stride: axis for axis, (stride, length) in enumerate(zip(dense, whole, strict=True)) if length > 1}
     axes = tuple(axis_of.get(step) if length > 1 else None for step, length in zip(steps, shape, strict=True))
@@ -286,7 +288,7 @@ def _view_of(
     fits = all(starts[axis] + length <= whole[axis] for axis, length in sizes.items())
     if prod(sizes.values()) != prod(shape) or not fits:
         raise refused
-    return View(origin, shape, axes, starts)
+    return ModelTensorView(origin, shape, axes, starts)
 
 
 def _origin_of(

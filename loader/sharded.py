@@ -26,7 +26,7 @@ from relayout.core.slices import BITS, NOT_HELD, Slice
 from relayout.errors import PlanError, did_you_mean, shown
 from relayout.loader.backends.base import Allocation, Memory, Options, resolve_device
 from relayout.loader.group.collectives import Group
-from relayout.loader.group.exchange import Exchange, RunningExchange
+from relayout.loader.group.exchange import ExchangePlan, RunningExchange
 from relayout.loader.group.plan import Divided, Division
 from relayout.loader.group.sharing import check_same
 from relayout.loader.held import HeldTensor, unwrapped
@@ -52,8 +52,8 @@ _BY_STATE_DICT = "load the tensors by relayout.load(path), and call model.load_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """What this process holds of a model."""
+class LocalStateDict:
+    """The part of a model or state dict that this process holds."""
 
     tensors: Mapping[str, HeldTensor]
     """What it holds of each tensor, by the model's names."""
@@ -65,7 +65,7 @@ class Held:
     """The model, if it is one of transformers: its checkpoints may have other names."""
 
     @staticmethod
-    def of(into: Mapping[str, torch.Tensor] | torch.nn.Module) -> Held:
+    def of(into: Mapping[str, torch.Tensor] | torch.nn.Module) -> LocalStateDict:
         """What a state dict or model has here.
 
         Raises:
@@ -77,7 +77,7 @@ class Held:
         if isinstance(into, Mapping):
             _check_memory(into)
             held = {name: HeldTensor.of(name, tensor) for name, tensor in into.items()}
-            return Held(held, into, frozenset(storage_of(one.data) for one in held.values()))
+            return LocalStateDict(held, into, frozenset(storage_of(one.data) for one in held.values()))
         model, name_of = unwrapped(into)
         if not isinstance(model, Module):
             what = f"into is a {type(into).__name__}, expected tensors by name, or a torch.nn.Module"
@@ -92,9 +92,9 @@ class Held:
         memory = frozenset(storage_of(one) for one in own if why_not_plain(one) is None)
         transformers = sys.modules.get("transformers")
         if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-            return Held(held, state, memory)
+            return LocalStateDict(held, state, memory)
         check_model(model)
-        return Held(held, state, memory, model)
+        return LocalStateDict(held, state, memory, model)
 
     def read_by(self, names: Sequence[str]) -> tuple[dict[str, HeldTensor], list[HeldTensor], frozenset[str]]:
         """Find the tensors of a checkpoint among what is held.
@@ -177,7 +177,7 @@ class Wanted:
     """What this process wants of a checkpoint."""
 
     whole: WholeTensors
-    held: Held
+    held: LocalStateDict
     chosen: frozenset[int]
     """The rows of the checkpoint's tensors whose names match."""
     mine: Mapping[int, HeldTensor]
@@ -188,7 +188,7 @@ class Wanted:
     """Names of tensors that the checkpoint may have beside."""
 
     @staticmethod
-    def of(asked: Asked, held: Held) -> Wanted:
+    def of(asked: Asked, held: LocalStateDict) -> Wanted:
         """Find the tensors.
 
         Raises:
@@ -291,7 +291,7 @@ def load_held(asked: Asked) -> dict[str, torch.Tensor]:
     return dict(held.given)
 
 
-def _prepared(asked: Asked) -> tuple[Held, Options]:
+def _prepared(asked: Asked) -> tuple[LocalStateDict, Options]:
     """What this process holds, and how it is loaded to where that is.
 
     Raises:
@@ -302,7 +302,7 @@ def _prepared(asked: Asked) -> tuple[Held, Options]:
         if value:
             what = f"{option} cannot be combined with into and no rank: what is held is read as it is stored"
             raise PlanError(what, code="option")
-    options, held = asked.options(), Held.of(asked.into)
+    options, held = asked.options(), LocalStateDict.of(asked.into)
     device = resolve_device(held.device)
     if str(options.device) not in ("cpu", str(device)):
         raise PlanError(f"into is on {device}, device is {options.device}", code="option")
@@ -360,7 +360,7 @@ class _Told(NamedTuple):
         return NOT_HELD if which is None else self.parts[which]
 
 
-def _fill_together(asked: Asked, group: Group) -> Held:
+def _fill_together(asked: Asked, group: Group) -> LocalStateDict:
     """Read this member's share of what all want, and exchange it."""
     with group.telling():
         with group.collective():
@@ -489,10 +489,11 @@ class _Together:
                 offset_of, nothing = dict(zip(mine, starts, strict=True)), np.empty(0, np.uint8)
                 offsets = [offset_of.get(row, 0) for row in row_of]
                 slices = [bytes_of_row.get(row, nothing) for row in row_of]
-                running = RunningExchange(Exchange.of(group, files, divided), backend, budget, memory, offsets, slices)
-            arrived = running.run(report.after(done))
+                exchange = ExchangePlan.of(group, files, divided)
+                running = RunningExchange(group, exchange, backend, budget, memory, offsets, slices)
+            running.run(report.after(done))
             with group.collective(is_last=is_last):
-                running.finish(arrived, report.after(done))
+                running.finish(report.after(done))
                 if arena is not None:
                     loaded = make_views(arena.tensor(), columns)
                     for row, name in zip(mine, columns.names, strict=True):

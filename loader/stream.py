@@ -33,7 +33,7 @@ _SLACK = 2 * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TensorBatch:
     """Consecutive tensors that share an arena."""
 
     start: int
@@ -52,7 +52,7 @@ class Reader:
         """The least of what each process may read ahead: all need the same batches, on machines that are not alike."""
         return nbytes
 
-    def reads_of(self, batch: Batch) -> Sequence[Read]:
+    def reads_of(self, batch: TensorBatch) -> Sequence[Read]:
         """The reads of a batch that this process carries out."""
         return batch.layout.reads
 
@@ -60,10 +60,10 @@ class Reader:
         """A block that all processes carry out: one that fails in it fails all. After the last one, they are done."""
         return nullcontext()
 
-    def fill(self, batch: Batch, memory: torch.Tensor) -> None:
+    def fill(self, batch: TensorBatch, memory: torch.Tensor) -> None:
         """Fill what others have read of a batch at the end of a block; what this process reads of it has arrived."""
 
-    def prove(self, batch: Batch, memory: torch.Tensor, num_threads: int) -> None:
+    def prove(self, batch: TensorBatch, memory: torch.Tensor, num_threads: int) -> None:
         """Prove what others have read of a batch."""
 
     @property
@@ -155,14 +155,14 @@ class PartCounter:
             return not self._left[part]
 
 
-def _plan_batches(contents: TensorColumns, limit: int) -> Iterator[Batch]:
+def _plan_batches(contents: TensorColumns, limit: int) -> Iterator[TensorBatch]:
     start, sizes = 0, contents.sizes()
     for rows in batches(sizes, limit):
         piece = slice(rows.start, rows.stop)
         layout = place(contents.reads[piece], sizes[piece], start)
         offsets = [offset - start for offset in layout.offsets]
         names, dtypes, shapes = contents.names[piece], contents.dtypes[piece], contents.shapes[piece]
-        yield Batch(start, layout, TensorColumns(names, dtypes, shapes, offsets=offsets), sum(sizes[piece]))
+        yield TensorBatch(start, layout, TensorColumns(names, dtypes, shapes, offsets=offsets), sum(sizes[piece]))
         start += max(layout.nbytes, BLOCK)  # No two batches at one offset.
 
 
@@ -170,7 +170,13 @@ class _Window(Generic[Span]):
     """One address space for all batches. Some have memory; a thread that reads into another batch waits."""
 
     def __init__(
-        self, pool: Pool[Span], parts: Sequence[Batch], counter: PartCounter, arena_nbytes: int, bound: int, stop: Stop
+        self,
+        pool: Pool[Span],
+        parts: Sequence[TensorBatch],
+        counter: PartCounter,
+        arena_nbytes: int,
+        bound: int,
+        stop: Stop,
     ) -> None:
         """Open batches have at most `bound` bytes in all, but one is always open. Most take `arena_nbytes`."""
         self._pool = pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from relayout.checkpoint.source import identity_of
@@ -17,6 +17,7 @@ from relayout.format.index import Read
 from relayout.loader.backends.base import Allocation, Backend, Memory, Options, ReadJob, RunningJob
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import ThreadedJob, reserve
+from relayout.loader.group.all_to_all import AllToAll, pack, unpack
 from relayout.loader.group.collectives import Group
 from relayout.loader.group.plan import Divided, Division, ExchangedRange, ExchangeRound, plan_exchange
 from relayout.loader.requests import Budget
@@ -42,19 +43,20 @@ _NUM_BUFFERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """How the members of a group fill slices of tensors that are divided among them. All of them plan the same."""
+class ExchangePlan:
+    """How a member of a group fills its slices of tensors that are divided among the members."""
 
-    group: Group
+    member: int
     files: tuple[StoredFile, ...]
     """The files, as they are read."""
     tensors: Sequence[Divided]
     rounds: Sequence[ExchangeRound]
+    """The rounds, in which all members have planned the same."""
 
     @staticmethod
-    def of(group: Group, files: tuple[StoredFile, ...], tensors: Sequence[Divided]) -> Exchange:
+    def of(group: Group, files: tuple[StoredFile, ...], tensors: Sequence[Divided]) -> ExchangePlan:
         """Plan it; the slices of `tensors` are those of all members, in their order."""
-        return Exchange(group, files, tensors, plan_exchange(tensors, group.num_members))
+        return ExchangePlan(group.index, files, tensors, plan_exchange(tensors, group.num_members))
 
     def alone(self, offsets: Sequence[int]) -> tuple[Read, ...]:
         """What this member reads for itself, to memory that has the slices at these offsets."""
@@ -62,12 +64,12 @@ class Exchange:
             Read(tensor.file, transfer.shifted(source=tensor.offset, target=offset))
             for tensor, offset in zip(self.tensors, offsets, strict=True)
             if not tensor.division.exchanged
-            for transfer in tensor.division.slices[self.group.index]
+            for transfer in tensor.division.slices[self.member]
         )
 
     def ahead(self) -> list[ExchangedRange]:
         """What this member reads for all, in order."""
-        return [piece for each in self.rounds for piece in each.ranges if piece.member == self.group.index]
+        return [piece for each in self.rounds for piece in each.ranges if piece.member == self.member]
 
 
 class RunningExchange:
@@ -75,7 +77,8 @@ class RunningExchange:
 
     def __init__(
         self,
-        exchange: Exchange,
+        group: Group,
+        plan: ExchangePlan,
         backend: Backend[Any],
         budget: Budget,
         memory: Memory[Any],
@@ -91,30 +94,49 @@ class RunningExchange:
         Raises:
             FormatError, OSError: as `Backend.start`.
         """
-        self._exchange = exchange
+        self._plan, self._slices, self._messages = plan, slices, AllToAll(group)
+        self._done = 0
         self._jobs: list[RunningJob] = []
         try:
-            files, alone = _needed(exchange.files, exchange.alone(offsets))
+            files, alone = _needed(plan.files, plan.alone(offsets))
             self._jobs.append(backend.start(memory, ReadJob(files, alone, budget)))
-            files, ranges = _needed(exchange.files, exchange.ahead())
+            files, ranges = _needed(plan.files, plan.ahead())
             self._ahead = ReadAhead(files, ranges, backend.access, budget)
             self._jobs.append(self._ahead.job)
-            self._mail = _Mail(exchange.group, exchange.tensors, slices, exchange.rounds)
         except BaseException:
             self.cancel()
             raise
 
-    def run(self, report: Callable[[int], None]) -> int:
-        """Carry out all rounds, outside of such a block; returns the bytes that have arrived so."""
-        return self._mail.exchange_all(self._ahead, report)
+    def run(self, report: Callable[[int], None]) -> None:
+        """Carry out all rounds, outside of such a block."""
+        me = self._plan.member
+        for each in self._plan.rounds:
+            messages = self._messages.exchange(each.sent(me), each.received(me), partial(self._fill, each))
+            for piece in each.ranges:
+                if piece.member != me:
+                    parts = piece.kept(self._plan.tensors, me)
+                    unpack(messages[piece.member], ((self._slices[row], part) for row, part in parts))
+            self._done += sum(piece.sizes[me] for piece in each.ranges)
+            report(self._done)
 
-    def finish(self, done: int, report: Callable[[int], None]) -> None:
-        """Wait for all bytes, in such a block; so many had arrived before."""
-        rounds = self._exchange.rounds
-        done += self._mail.unpack(rounds[-1] if rounds else None)
+    def _fill(self, each: ExchangeRound, messages: Sequence[Bytes]) -> None:
+        """Write this member's messages of a round, and its own slices, from the range that it has read."""
+        me, tensors = self._plan.member, self._plan.tensors
+        for piece in each.ranges:
+            if piece.member == me:
+                view = self._ahead.take()
+                for member, message in enumerate(messages):
+                    if member != me:
+                        pack(message, ((partial(copy_runs, view), part) for _, part in piece.kept(tensors, member)))
+                for row, part in piece.kept(tensors, me):
+                    copy_runs(view, self._slices[row], part)
+                self._ahead.release()
+
+    def finish(self, report: Callable[[int], None]) -> None:
+        """Wait for all bytes, in such a block."""
         alone, ahead = self._jobs
         ahead.join()
-        alone.join(lambda nbytes: report(done + nbytes))
+        alone.join(lambda nbytes: report(self._done + nbytes))
 
     def cancel(self) -> None:
         """Stop reading; the threads have ended on return."""
@@ -179,11 +201,11 @@ class ExchangedLoad:
                     base, offset_of = arena.tensor(), dict(zip(tensors.names, tensors.offsets, strict=True))
                     offsets = [offset_of.get(name, 0) for name in chosen]
                     slices = [base.numpy()[offset:] for offset in offsets]
-                    exchange = Exchange.of(group, self.source.files, divided)
-                    running = RunningExchange(exchange, backend, budget, arena, offsets, slices)
-                done = running.run(report)
+                    exchange = ExchangePlan.of(group, self.source.files, divided)
+                    running = RunningExchange(group, exchange, backend, budget, arena, offsets, slices)
+                running.run(report)
                 with group.collective(is_last=True):
-                    running.finish(done, report)
+                    running.finish(report)
                     return make_views(base, tensors)
         except BaseException as error:
             if running is not None:
@@ -263,76 +285,3 @@ class ReadAhead:
         self._arrived.clear()
         for buffer in self._buffers:
             buffer.discard()
-
-
-class _Mail:
-    """Messages between this member and the others."""
-
-    def __init__(
-        self,
-        group: Group,
-        tensors: Sequence[Divided],
-        slices: Sequence[Bytes],
-        rounds: Sequence[ExchangeRound],
-    ) -> None:
-        """`slices` are the bytes of this member's slices."""
-        import torch
-
-        self._group = group
-        self._tensors = tensors
-        self._slices = slices
-        self._rounds = rounds
-        most_sent = max((sum(each.sent(group.index)) for each in rounds), default=0)
-        most_received = max((sum(each.received(group.index)) for each in rounds), default=0)
-        self._sent, self._received = (torch.empty(most, dtype=torch.uint8) for most in (most_sent, most_received))
-
-    def exchange_all(self, ahead: ReadAhead, report: Callable[[int], None]) -> int:
-        """Carry out all rounds; the messages of the last one are still to be unpacked. Returns the bytes that arrived.
-
-        Raises:
-            the errors of `Group.collective`.
-        """
-        done, me = 0, self._group.index
-        for before, each in zip([None, *self._rounds], self._rounds, strict=False):
-            sent_sizes, received_sizes = each.sent(me), each.received(me)
-            sent, received = self._sent[: sum(sent_sizes)], self._received[: sum(received_sizes)]
-            with self._group.collective():
-                done += self.unpack(before)
-                report(done)
-                self.pack(each, ahead)
-                self._group.exchange(sent, sent_sizes, received, received_sizes)
-        return done
-
-    def pack(self, each: ExchangeRound, ahead: ReadAhead) -> None:
-        """Read this member's range of a round, and write the messages to the others.
-
-        Raises:
-            what `ReadAhead.take` raises.
-        """
-        me, sent = self._group.index, self._sent.numpy()
-        for piece in each.ranges:
-            if piece.member == me:
-                view = ahead.take()
-                for member, start in enumerate(_starts(each.sent(me))):
-                    if member != me:
-                        for _, packed, _ in piece.packed(self._tensors, member):
-                            copy_runs(view, sent, packed, 0, start)
-                for row, part in piece.kept(self._tensors, me):
-                    copy_runs(view, self._slices[row], part)
-                ahead.release()
-
-    def unpack(self, each: ExchangeRound | None) -> int:
-        """Copy from the messages of a round to the arena; returns the bytes that the round put there."""
-        if each is None:
-            return 0
-        me, received = self._group.index, self._received.numpy()
-        starts = _starts(each.received(me))
-        for piece in each.ranges:
-            if piece.member != me:
-                for row, _, unpacked in piece.packed(self._tensors, me):
-                    copy_runs(received, self._slices[row], unpacked, starts[piece.member])
-        return sum(piece.sizes[me] for piece in each.ranges)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return list(accumulate(sizes, initial=0))[:-1]

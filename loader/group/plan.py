@@ -197,25 +197,13 @@ class ExchangedRange:
     """The member that reads it."""
 
     def kept(self, tensors: Sequence[Divided], member: int) -> Iterator[tuple[int, Transfer]]:
-        """The parts of a member's slices in it, as (row, from the bytes of the range to the slice's)."""
+        """The parts of a member's slices in it, as (row, from the bytes of the range to the slice's).
+
+        They are `sizes[member]` bytes.
+        """
         for row in self.rows:
             for part in tensors[row].sent(self.extent, member):
                 yield row, part.shifted(source=-self.extent.offset)
-
-    def packed(self, tensors: Sequence[Divided], member: int) -> Iterator[tuple[int, Transfer, Transfer]]:
-        """The parts by way of a message without gaps, as (row, from the range to the message, from there to the slice).
-
-        The message has `sizes[member]` bytes.
-        """
-        position = 0
-        for row, part in self.kept(tensors, member):
-            stride = part.nbytes if part.count > 1 else 0
-            yield (
-                row,
-                replace(part, target=position, target_stride=stride),
-                replace(part, source=position, source_stride=stride),
-            )
-            position += part.total_nbytes
 
 
 @dataclass(frozen=True, slots=True)

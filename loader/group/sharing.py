@@ -22,7 +22,7 @@ from relayout.loader.group.plan import Portion, PortionRound, assign_reads
 from relayout.loader.requests import Budget
 from relayout.loader.sources.checkpoint import Asked
 from relayout.loader.sources.rank import ArenaPlan, RankSource, StoredFile, TensorColumns
-from relayout.loader.stream import Batch, PartCounter, Reader, stream
+from relayout.loader.stream import PartCounter, Reader, TensorBatch, stream
 from relayout.loader.tensors import make_views, to_device
 from relayout.reporting import reporting
 from relayout.storage.stores import Access, ReadableFile
@@ -102,7 +102,7 @@ class _SharedStream(Reader):
     def least(self, nbytes: int) -> int:
         return min(self._sharing.group.all_gather(nbytes))
 
-    def reads_of(self, batch: Batch) -> Sequence[Read]:
+    def reads_of(self, batch: TensorBatch) -> Sequence[Read]:
         portions = self._sharing.portions(batch.layout.reads, batch.start)
         self._rounds[batch.start] = PortionRound(self._sharing.group.index, portions)
         return self._rounds[batch.start].reads
@@ -110,10 +110,10 @@ class _SharedStream(Reader):
     def collective(self, *, is_last: bool = False) -> AbstractContextManager[None]:
         return self._sharing.group.collective(is_last=is_last)
 
-    def fill(self, batch: Batch, memory: torch.Tensor) -> None:
+    def fill(self, batch: TensorBatch, memory: torch.Tensor) -> None:
         self._sharing.group.broadcast(self._rounds[batch.start].within(memory, batch.start))
 
-    def prove(self, batch: Batch, memory: torch.Tensor, num_threads: int) -> None:
+    def prove(self, batch: TensorBatch, memory: torch.Tensor, num_threads: int) -> None:
         sent = self._rounds.pop(batch.start)
         self._sharing.prove(batch.layout.reads, [sent], memory, batch.start, num_threads)
 

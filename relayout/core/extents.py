@@ -123,6 +123,16 @@ class Transfer:
         """Exchange source and target."""
         return Transfer(self.target, self.source, self.nbytes, self.count, self.target_stride, self.source_stride)
 
+    def packed(self, target: int) -> Transfer:
+        """Write the runs one behind the other, from `target` on."""
+        stride = self.nbytes if self.count > 1 else 0
+        return Transfer(self.source, target, self.nbytes, self.count, self.source_stride, stride)
+
+    def unpacked(self, source: int) -> Transfer:
+        """Read the runs one behind the other, from `source` on."""
+        stride = self.nbytes if self.count > 1 else 0
+        return Transfer(source, self.target, self.nbytes, self.count, stride, self.target_stride)
+
     def normalized(self) -> Transfer:
         """Make one run of runs that are contiguous in both spaces; other transfers stay as they are."""
         if self.count == 1 or self.nbytes == self.source_stride == self.target_stride:

@@ -33,7 +33,7 @@ from relayout.live.recording import Recorded
 from relayout.live.views import View
 from relayout.loader.backends.base import kind_of
 from relayout.loader.backends.cuda import pin
-from relayout.loader.changes import Batch, ChangedPiece, RankChanges
+from relayout.loader.changes import ChangedPiece, PieceBatch, RankChanges
 from relayout.loader.requests import num_cpus
 from relayout.storage.system import Buffer
 
@@ -152,7 +152,7 @@ class Staged:
     """What changes in parameters, as far as it is held in memory."""
     changes: RankChanges | None
     """What deltas change; None: the new weights do not come by deltas."""
-    left: Sequence[Batch]
+    left: Sequence[PieceBatch]
     """What is read of these again in the commit."""
     modules: frozenset[str] | None
     """What the engine loads again; None: all."""

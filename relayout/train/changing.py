@@ -29,9 +29,10 @@ from relayout.core.slices import BITS, CutTensor
 from relayout.core.workers import each
 from relayout.format.delta import encode
 from relayout.format.index import DIGESTED_NBYTES, chunks_of
+from relayout.loader.group.all_to_all import AllToAll, round_nbytes
 from relayout.publish.output import Output
 from relayout.train.comparing import KeptStep, StepOutput
-from relayout.train.group_save import PlannedSave, Shares, are_overlapping, round_nbytes
+from relayout.train.group_save import PlannedSave, Shares, are_overlapping
 
 _BLOCK_NBYTES = 2**19
 """What one thread compares at a time: both versions of it are in the cache of a core."""
@@ -173,6 +174,7 @@ class Changing:
         assert isinstance(output, StepOutput)
         self._save, self._kept, self._threads, self._output = save, kept, threads, output
         self._planned, self._me = save.planned, save.group.index
+        self._messages = AllToAll(save.group)
         self._shares, self._own = shares, shares[save.group.index]
         self._hashers = save.hashers()
         self._places = _places_of(self._own, self._planned)
@@ -329,8 +331,7 @@ class Changing:
                 values = data[start : start + part.nbytes]
                 if part.count > 1:
                     values = np.empty(part.total_nbytes, np.uint8)
-                    packed = Transfer(start, 0, part.nbytes, part.count, part.source_stride, part.nbytes)
-                    copy_runs(data, values, packed)
+                    copy_runs(data, values, part.packed(0), -extent.offset)
                 stride = part.target_stride or part.nbytes
                 yield route.member, _Piece(t, route.which, part.target, part.count, part.nbytes, stride, _NONE, values)
 
@@ -358,26 +359,20 @@ class Changing:
 
     def _swap(self, found: Sequence[tuple[int, _Piece]], *, is_last: bool) -> tuple[list[_Piece], bool]:
         """Send pieces to the other members. Returns those of others, and whether it was the last round of all."""
-        import torch
-
         group = self._save.group
-        if group.num_members == 1:
-            return [], is_last
-        messages = [
-            _message([piece for other, piece in found if other == member] if member != group.index else [])
+        sent = [
+            _message([piece for other, piece in found if other == member != group.index])
             for member in range(group.num_members)
         ]
-        sent = torch.from_numpy(np.concatenate(messages))
-        sizes = [len(message) for message in messages]
+        sizes = [sum(map(len, parts)) for parts in sent]
         asked = group.all_gather((sizes, is_last))
-        received_sizes = [sizes_of_member[group.index] for sizes_of_member, _ in asked]
-        with group.collective():
-            received = torch.empty(sum(received_sizes), dtype=torch.uint8)
-            group.exchange(sent, sizes, received, received_sizes)
-        pieces, position = list[_Piece](), 0
-        for size in received_sizes:
-            pieces += _pieces_in(received.numpy()[position : position + size], self._width)
-            position += size
+
+        def fill(messages: Sequence[Bytes]) -> None:
+            for message, parts in zip(messages, sent, strict=True):
+                np.concatenate(parts, out=message)
+
+        received = self._messages.exchange(sizes, [of_member[group.index] for of_member, _ in asked], fill)
+        pieces = [piece for message in received for piece in _pieces_in(message, self._width)]
         return pieces, all(last for _, last in asked)
 
     def _complete(self, pending: Mapping[str, _Pending]) -> None:
@@ -453,10 +448,11 @@ def _elements(memory: Bytes, start: int, part: Transfer, stride: int, width: int
     return np.ndarray(shape, f"<u{width}", memory.data, start, (stride or part.nbytes, width))
 
 
-def _message(pieces: Sequence[_Piece]) -> Bytes:
+def _message(pieces: Sequence[_Piece]) -> list[Bytes]:
+    """The parts of a message, in order."""
     heads = np.array([[len(pieces), 0, 0, 0, 0, 0], *(piece.head for piece in pieces)], np.int64)
     content = (part for piece in pieces for part in (piece.places.view(np.uint8), piece.values))
-    return np.concatenate([heads.view(np.uint8).ravel(), *content])
+    return [heads.view(np.uint8).ravel(), *content]
 
 
 def _pieces_in(message: Bytes, width: Callable[[int], int]) -> Iterator[_Piece]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -28,10 +27,11 @@ from relayout.conversion.sidecar import HeaderWriter, digests_of_all
 from relayout.conversion.steps import CopyPlan, Step, TensorDigests, Written
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import EMPTY_DIGEST, Hash, new_digest
-from relayout.core.extents import Bytes, Extent, Transfer, copy_runs, split
+from relayout.core.extents import Bytes, Extent, Transfer, split
 from relayout.core.slices import CutTensor, Range
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
+from relayout.loader.group.all_to_all import AllToAll
 from relayout.loader.group.collectives import Group
 from relayout.loader.held import HeldTensor, TensorHead
 from relayout.publish.output import Output, Work
@@ -44,16 +44,6 @@ ShardRange = tuple[str, Extent]
 """What one read covers: of a shard, by name."""
 Wanted = Callable[[int, int], Sequence[Transfer]]
 """What a member wants of a tensor, (member, position): transfers from its bytes. Their targets do not matter."""
-
-
-_ROUND_NBYTES = 2**25
-_SENT_NBYTES = 2**28
-"""The most that a member of a group sends in a round, if it has all that the others want."""
-
-
-def round_nbytes(num_members: int) -> int:
-    """About how much a member gets in a round."""
-    return min(_ROUND_NBYTES, _SENT_NBYTES // num_members)
 
 
 class TensorRange(NamedTuple):
@@ -121,14 +111,14 @@ class MemberParts:
         return [members for members, nbytes in by_part if nbytes and len(members) > 1]
 
     def sent(self, piece: TensorRange, wanted: Sequence[Transfer], sender: int, receiver: int) -> Iterator[Transfer]:
-        """What a member sends of bytes that another wants: transfers from the tensor to what the sender holds."""
+        """What a member sends of bytes that another wants: transfers from what the sender holds to the tensor."""
         parts = self.parts[piece.tensor]
         which = parts.cut.which[sender]
         if self.sender(piece.tensor, which, receiver) == sender:
             for held in parts.transfers[which]:
                 for part in wanted:
                     for clipped in part.clipped(piece.start, piece.end):
-                        yield from held.within(clipped)
+                        yield from (one.inverted() for one in held.within(clipped))
 
     def senders(self, t: int, receiver: int) -> list[int]:
         """The members that together send a tensor to the receiver, each its part."""
@@ -153,6 +143,7 @@ class Exchange:
     ) -> None:
         """`held` are the parts of tensors that this member has, by position. A round delivers about `nbytes`."""
         self._group = group
+        self._messages = AllToAll(group)
         self._holders = holders
         self._held = held
         self._shards = shards
@@ -199,62 +190,34 @@ class Exchange:
 
     def _round(self, ranges: Sequence[ShardRange], wanted: Wanted, *, is_last: bool) -> bool:
         """Exchange what the members want next. Returns whether all have said that it is their last round."""
-        me = self._group.index
+        me, holders, num_members = self._group.index, self._holders, self._group.num_members
         buffers = [np.empty(extent.nbytes, np.uint8) for _, extent in ranges]
-        places = [
-            (TensorRange(t, part.offset, part.end), buffer, position - part.offset)
-            for (file, extent), buffer in zip(ranges, buffers, strict=True)
-            for t, part, position in self._shards[file].parts(extent)
-        ]
-        received: list[list[tuple[Transfer, Bytes, int]]] = [[] for _ in range(self._group.num_members)]
-        for piece, buffer, origin in places:
-            for sender in self._holders.senders(piece.tensor, me):
-                for part in self._holders.sent(piece, wanted(me, piece.tensor), sender, me):
-                    if sender == me:
-                        self._held[piece.tensor].copy(part, buffer, origin + part.source, part.source_stride)
-                    else:
-                        received[sender].append((part, buffer, origin))
-        mine = [piece for piece, _, _ in places]
+        mine = list[TensorRange]()
+        received: list[list[tuple[Bytes, Transfer]]] = [[] for _ in range(num_members)]
+        for (file, extent), buffer in zip(ranges, buffers, strict=True):
+            for t, part, position in self._shards[file].parts(extent):
+                mine.append(TensorRange(t, part.offset, part.end))
+                for sender in holders.senders(t, me):
+                    for one in holders.sent(mine[-1], wanted(me, t), sender, me):
+                        moved = one.shifted(target=position - part.offset)
+                        if sender == me:
+                            self._held[t].copy(buffer, moved)
+                        else:
+                            received[sender].append((buffer, moved))
         asked: list[tuple[list[TensorRange], bool]] = self._group.all_gather((mine, is_last))
-        self._swap([[] if other == me else pieces for other, (pieces, _) in enumerate(asked)], received, wanted)
-        with self._lock:
-            for one, buffer in zip(ranges, buffers, strict=True):
-                self._delivered.setdefault(one, []).append(buffer)
-        return all(last for _, last in asked)
-
-    def _swap(
-        self,
-        asked: Sequence[Sequence[TensorRange]],
-        received: Sequence[Sequence[tuple[Transfer, Bytes, int]]],
-        wanted: Wanted,
-    ) -> None:
-        """Send each other member what it asked for, and put what arrives in its place: (part, memory, origin there)."""
-        import torch
-
-        me = self._group.index
-        received_sizes = [sum(part.total_nbytes for part, _, _ in parts) for parts in received]
-        with self._group.collective():
-            to_send = [
-                [
-                    (piece.tensor, part)
-                    for piece in pieces
-                    for part in self._holders.sent(piece, wanted(other, piece.tensor), me, other)
-                ]
-                for other, pieces in enumerate(asked)
+        sent = [
+            [
+                (self._held[piece.tensor].copy, part)
+                for piece in (pieces if other != me else ())
+                for part in holders.sent(piece, wanted(other, piece.tensor), me, other)
             ]
-            sent_sizes = [sum(part.total_nbytes for _, part in parts) for parts in to_send]
-            sent, arrived = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (sent_sizes, received_sizes))
-            position, memory = 0, sent.numpy()
-            for t, part in chain.from_iterable(to_send):
-                self._held[t].copy(part, memory, position, _packed(part))
-                position += part.total_nbytes
-            self._group.exchange(sent, sent_sizes, arrived, received_sizes)
-        position, memory = 0, arrived.numpy()
-        for part, buffer, origin in chain.from_iterable(received):
-            stride = part.source_stride
-            moved = Transfer(position, origin + part.source, part.nbytes, part.count, _packed(part), stride)
-            copy_runs(memory, buffer, moved)
-            position += part.total_nbytes
+            for other, (pieces, _) in enumerate(asked)
+        ]
+        self._messages.transfer(sent, received)
+        with self._lock:
+            for covered, buffer in zip(ranges, buffers, strict=True):
+                self._delivered.setdefault(covered, []).append(buffer)
+        return all(last for _, last in asked)
 
 
 def are_overlapping(parts: CutTensor) -> bool:
@@ -282,11 +245,6 @@ def _meetings(by_part: Sequence[Sequence[Range]]) -> npt.NDArray[np.bool_]:
         meet[number, owners[meets]] = True
     numbers = [distinct[tuple(ranges)] for ranges in by_part]
     return meet[np.ix_(numbers, numbers)]
-
-
-def _packed(part: Transfer) -> int:
-    """The stride of runs that lie one behind the other."""
-    return part.nbytes if part.count > 1 else 0
 
 
 def shares_of(num_ranks: int, num_members: int) -> list[list[int]]:

@@ -28,12 +28,13 @@ from relayout.core.slices import NOT_HELD, Cut, CutTensor, Slice
 from relayout.errors import PlanError, shown
 from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.safetensors import METADATA_KEY
+from relayout.loader.group.all_to_all import round_nbytes
 from relayout.loader.group.collectives import Alone, Group
 from relayout.loader.held import HeldTensor, TensorHead
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress
 from relayout.storage.stores import find_store
-from relayout.train.group_save import Copying, Exchange, GroupSave, MemberParts, PlannedSave, round_nbytes
+from relayout.train.group_save import Copying, Exchange, GroupSave, MemberParts, PlannedSave
 from relayout.train.memory_folder import (
     MemoryFolder,
     MemoryShard,

@@ -101,6 +101,13 @@ def test_shifting_moves_each_space_by_its_own_distance(transfer: Transfer, sourc
     assert transfer.shifted() == transfer
 
 
+@given(transfer=transfers(), start=st.integers(-9, 9))
+def test_packing_lays_one_run_behind_the_other(transfer: Transfer, start: int) -> None:
+    places = range(start, start + transfer.total_nbytes)
+    assert moves(transfer.packed(start)) == [(a, place) for (a, _), place in zip(moves(transfer), places, strict=True)]
+    assert moves(transfer.unpacked(start)) == [(p, b) for (_, b), p in zip(moves(transfer), places, strict=True)]
+
+
 @given(transfer=transfers(min_nbytes=1))
 def test_a_transfer_knows_its_size_and_its_ends(transfer: Transfer) -> None:
     assert transfer.total_nbytes == len(moves(transfer))

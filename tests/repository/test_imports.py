@@ -92,7 +92,6 @@ ONLINE = (
     "relayout.loader",
     "relayout.engines",
     "relayout.train",
-    "relayout.rl",
     "relayout.testing.backends",
 )
 OFFLINE = [name for name in IMPORTABLE if not name.startswith(ONLINE)]

@@ -23,7 +23,7 @@ import relayout
 from relayout.core.slices import NOT_HELD
 from relayout.errors import PlanError
 from relayout.loader.held import HeldTensor, TensorHead
-from relayout.loader.models import View, _origin_of, storage_of
+from relayout.loader.models import ModelTensorView, _origin_of, storage_of
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
@@ -385,7 +385,7 @@ def test_pipeline_stages_are_refused_as_no_whole_model(tmp_path: Path) -> None:
 
 def test_of_what_a_process_has_nothing_of_it_gives_nothing() -> None:
     """Such as a DTensor on a mesh of other processes."""
-    view = View("x", (2, 2), (0, 1), (1, 0))
+    view = ModelTensorView("x", (2, 2), (0, 1), (1, 0))
     held = view.of("y", HeldTensor(TensorHead("x", "F32", (4, 2)), NOT_HELD, torch.empty(0)))
     assert (held.head, held.part) == (TensorHead("y", "F32", (2, 2)), NOT_HELD)
     assert held.data.numel() == 0

@@ -1,0 +1,104 @@
+"""All-to-all rounds: in each, a message in host memory goes from each member of a group to each other one.
+
+Where sender and receiver have planned the same transfers, from the memory of one to that of the other, a message has
+their runs one behind the other (`pack`, `unpack`). Messages of another form are their caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from relayout.core.extents import Bytes, Transfer, copy_runs
+from relayout.loader.group.collectives import Group
+
+_ROUND_NBYTES = 2**25
+"""About the most bytes that a member receives in a round."""
+_SENT_NBYTES = 2**28
+"""About the most bytes that a member sends in a round, if it has all that the others want."""
+
+Copy: TypeAlias = Callable[[Bytes, Transfer], None]
+"""Copies the runs of a transfer to memory, from what a member holds."""
+
+
+def round_nbytes(num_members: int) -> int:
+    """Return about how many bytes a member should receive in a round."""
+    return min(_ROUND_NBYTES, _SENT_NBYTES // num_members)
+
+
+def pack(message: Bytes, parts: Iterable[tuple[Copy, Transfer]]) -> None:
+    """Fill a message with the runs of transfers."""
+    position = 0
+    for copy, part in parts:
+        copy(message, part.packed(position))
+        position += part.total_nbytes
+
+
+def unpack(message: Bytes, parts: Iterable[tuple[Bytes, Transfer]]) -> None:
+    """Copy the runs of transfers from a message, each to its memory."""
+    position = 0
+    for memory, part in parts:
+        copy_runs(message, memory, part.unpacked(position))
+        position += part.total_nbytes
+
+
+class AllToAll:
+    """Carries out the rounds of a group, one after the other, through memory that it keeps. Not thread-safe."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._sent = self._received = np.empty(0, np.uint8)
+
+    def exchange(
+        self, sent: Sequence[int], received: Sequence[int], fill: Callable[[Sequence[Bytes]], None]
+    ) -> list[Bytes]:
+        """Carry out a round, which is a block of `Group.collective`.
+
+        Args:
+            sent: bytes of this member's message to each member.
+            received: bytes of the message from each member to this one.
+            fill: writes this member's messages, in the block. Those of the round before are valid until it returns.
+
+        Returns:
+            The message from each member.
+
+        Raises:
+            the errors of `Group.collective`.
+        """
+        import torch
+
+        with self._group.collective():
+            self._sent = _at_least(sum(sent), self._sent)
+            fill(_messages(self._sent, sent))
+            self._received = _at_least(sum(received), self._received)
+            outgoing, incoming = self._sent[: sum(sent)], self._received[: sum(received)]
+            self._group.exchange(torch.from_numpy(outgoing), list(sent), torch.from_numpy(incoming), list(received))
+        return _messages(self._received, received)
+
+    def transfer(
+        self, sent: Sequence[Sequence[tuple[Copy, Transfer]]], received: Sequence[Sequence[tuple[Bytes, Transfer]]]
+    ) -> None:
+        """Carry out a round of transfers, to each member and from each; for errors see `exchange`."""
+        sent_sizes, received_sizes = (
+            [sum(part.total_nbytes for _, part in parts) for parts in side] for side in (sent, received)
+        )
+
+        def fill(messages: Sequence[Bytes]) -> None:
+            for message, parts in zip(messages, sent, strict=True):
+                pack(message, parts)
+
+        messages = self.exchange(sent_sizes, received_sizes, fill)
+        for message, parts in zip(messages, received, strict=True):
+            unpack(message, parts)
+
+
+def _at_least(nbytes: int, memory: Bytes) -> Bytes:
+    return memory if len(memory) >= nbytes else np.empty(nbytes, np.uint8)
+
+
+def _messages(memory: Bytes, sizes: Sequence[int]) -> list[Bytes]:
+    """The messages in memory, one behind the other."""
+    return [memory[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]

@@ -30,8 +30,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from relayout.benchmark.measure import Bench, BenchPlan, plan_bench
     from relayout.cache.folder import Cache
     from relayout.commands.convert import convert
@@ -141,24 +139,18 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import each public name on first use, so that `import relayout` is fast."""
-    if name == "transformers":
-        return _module("train.transformers", name)
     if name == "__version__":
         return import_module("relayout.format.index").VERSION
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(_module(home, name), name)
-    raise AttributeError(f"module 'relayout' has no attribute {name!r}")
-
-
-def _module(home: str, name: str) -> ModuleType:
-    """Import the module that has a public name. Raise AttributeError if that is not installed."""
-    from relayout.extensions import find
-
-    module = find(home)
-    if module is None:
-        raise AttributeError(f"relayout.{name} needs relayout.{home}, which is not installed")
-    return module
+    home = "train.transformers" if name == "transformers" else next((of for of in _HOMES if name in _HOMES[of]), None)
+    if home is None:
+        raise AttributeError(f"module 'relayout' has no attribute {name!r}")
+    try:
+        module = import_module(f"relayout.{home}")
+    except ModuleNotFoundError as error:
+        if error.name and f"relayout.{home}.".startswith(f"{error.name}."):
+            raise AttributeError(f"relayout.{name} needs relayout.{home}, which is not installed") from None
+        raise
+    return module if name == "transformers" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

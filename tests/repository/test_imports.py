@@ -317,6 +317,16 @@ def test_no_other_package_imports_an_extension() -> None:
     assert [one for one in others if package_of(one.target) in EXTENSIONS] == []
 
 
+def test_the_name_of_a_class_is_given_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert len(homes) > 200
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
 def test_a_package_says_what_lives_there() -> None:
     packages = [name for name, path in FILES.items() if path.name == "__init__.py"]
     assert {"relayout.core", "relayout.format", "relayout.storage", "relayout.loader.backends"} <= set(packages)

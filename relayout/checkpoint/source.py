@@ -25,6 +25,7 @@ from relayout.checkpoint.folder import (
     Config,
     SideFiles,
     advice_without_shards,
+    check_exists,
     check_name,
     choose_shards,
     chosen_by_transformers,
@@ -33,7 +34,7 @@ from relayout.checkpoint.folder import (
     find_side_files,
     glance,
     other_shards,
-    refuse_rank_files,
+    refuse_incomplete,
 )
 from relayout.core.arguments import collapse_numbers
 from relayout.core.digests import digest_hex
@@ -49,9 +50,7 @@ from relayout.storage.stores import (
     Kind,
     ReadableFile,
     Store,
-    check_exists,
     nowhere,
-    refuse_unfinished,
     unversioned,
 )
 from relayout.storage.system import filesystem_of
@@ -263,8 +262,7 @@ def _read_folder(root: Store, by_transformers: bool) -> SourceCheckpoint:
             " another degree; or convert its source, which `relayout restore` writes"
         )
         raise PlanError(what, path=str(root), code="exists")
-    refuse_unfinished(root)
-    refuse_rank_files(root, names)
+    refuse_incomplete(root, names)
     shards = [name for name in names if name.endswith(".safetensors")]
     config = find_config(root)
     chosen = chosen_by_transformers(root, names, config.content) if by_transformers else None

@@ -16,7 +16,7 @@ from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent, Grid, align_up, split
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, and_others
-from relayout.format.fields import Fields, parse_object
+from relayout.format.fields import Fields, parse_object, refuse_lfs_pointer
 from relayout.format.index import (
     CHUNKS_NAME,
     HUB_INDEX_NAME,
@@ -37,7 +37,7 @@ from relayout.format.manifest import (
     parse_manifest,
 )
 from relayout.format.rank_table import parse_table
-from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
+from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.publish.output import Replaceable
 from relayout.storage.local.store import holes
 from relayout.storage.stores import (

@@ -14,9 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from relayout.errors import FormatError, MissingPathError, PlanError, about, did_you_mean, shown
-from relayout.format.fields import decode
+from relayout.format.fields import check_depth, decode, refuse_surrogates
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, RANK_FILE
-from relayout.format.safetensors import check_depth, refuse_surrogates
 from relayout.publish.output import left_of, refuse_unfinished
 from relayout.storage.stores import Entry, Kind, Store, if_there
 

@@ -41,10 +41,10 @@ from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, shown
-from relayout.format.fields import Fields, check_apart, check_path, parse_object
+from relayout.format.fields import LFS_POINTER, Fields, check_apart, check_path, parse_object
 from relayout.format.index import MANIFEST_NAME, RANK_FILE
 from relayout.format.manifest import compact_json
-from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
+from relayout.format.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
 from relayout.storage.stores import (
     FileStat,
     Kind,

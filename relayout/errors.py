@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from errno import ENOENT
 from os import PathLike
 from reprlib import Repr
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 FormatCode: TypeAlias = Literal[
     "truncated",
@@ -43,6 +43,7 @@ PlanCode: TypeAlias = Literal[
 ]
 Code: TypeAlias = FormatCode | PlanCode
 """The kinds of errors, by the names on which programs match. They are listed here only; mypy checks each use."""
+_Code = TypeVar("_Code", FormatCode, PlanCode)
 
 FORMAT_CODES: Mapping[FormatCode, str] = {
     "truncated": "shorter than declared",
@@ -97,26 +98,16 @@ class RelayoutError(Exception):
         option
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        path: Where = None,
-        tensor: str | None = None,
-        offset: int | None = None,
-        code: Code = "invalid",
-    ) -> None:
-        super().__init__(what)
-        self.what = what
-        """The text without file and tensor."""
-        self.path = path
-        """The file or folder as the caller named it, or the name of a part of a file."""
-        self.tensor = tensor
-        """The tensor's name."""
-        self.offset = offset
-        """Absolute byte offset in the file, if known."""
-        self.code: Code = code
-        """The kind of error: a key of `relayout.errors.FORMAT_CODES` or `PLAN_CODES`."""
+    what: str
+    """The text without file and tensor."""
+    path: Where
+    """The file or folder as the caller named it, or the name of a part of a file."""
+    tensor: str | None
+    """The tensor's name."""
+    offset: int | None
+    """Absolute byte offset in the file, if known."""
+    code: Code
+    """The kind of error: a key of `relayout.errors.FORMAT_CODES` or `PLAN_CODES`."""
 
     @property
     def text(self) -> str:
@@ -144,10 +135,8 @@ class RelayoutError(Exception):
         self.code = self.code if code is None else code
 
 
-class FormatError(RelayoutError):
-    """A file violates its format. `relayout.errors.FORMAT_CODES` lists the codes."""
-
-    code: FormatCode
+class _Family(RelayoutError, Generic[_Code]):
+    """Base of one family: its constructor takes the codes of this family only."""
 
     def __init__(
         self,
@@ -156,29 +145,22 @@ class FormatError(RelayoutError):
         path: Where = None,
         tensor: str | None = None,
         offset: int | None = None,
-        code: FormatCode = "invalid",
+        code: _Code = "invalid",
     ) -> None:
-        super().__init__(what, path=path, tensor=tensor, offset=offset, code=code)
+        super().__init__(what)
+        self.what, self.path, self.tensor, self.offset = what, path, tensor, offset
+        self.code: _Code = code
 
 
-class PlanError(RelayoutError, ValueError):
+class FormatError(_Family[FormatCode]):
+    """A file violates its format. `relayout.errors.FORMAT_CODES` lists the codes."""
+
+
+class PlanError(_Family[PlanCode], ValueError):
     """The request is invalid, or cannot be carried out on this checkpoint: what Python calls a ValueError.
 
     `relayout.errors.PLAN_CODES` lists the codes.
     """
-
-    code: PlanCode
-
-    def __init__(
-        self,
-        what: str,
-        *,
-        path: Where = None,
-        tensor: str | None = None,
-        offset: int | None = None,
-        code: PlanCode = "invalid",
-    ) -> None:
-        super().__init__(what, path=path, tensor=tensor, offset=offset, code=code)
 
 
 class MissingPathError(PlanError, FileNotFoundError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from relayout.core.extents import Grid
@@ -177,42 +177,23 @@ class Backend(ABC, Generic[Span]):
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a backend cannot be used."""
+Probe: TypeAlias = "Callable[[str | torch.device, Sequence[StoredFile], bool], Backend[Any] | str]"
+"""Returns the backend for the device of the tensors and the files to read, or why it cannot be used, with its name.
 
-    reason: str
-    """A sentence for a person, which names the backend."""
-
-
-Factory: TypeAlias = "Callable[[str | torch.device, Sequence[StoredFile], bool], Backend[Any] | Refusal]"
-"""Makes a backend for the device of the tensors (as `resolve_device` returns it) and the files to read.
-
-It is also told whether the caller has named the backend, which may then change settings of the whole process.
+The last argument is True if the caller named the backend, which may then change settings of the whole process.
 """
 
-
-def _factory(module: str, name: str) -> Factory:
-    """A factory of a module that is imported on first use: most loads need only `host`."""
-
-    def offer(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> Backend[Any] | Refusal:
-        made: Factory = getattr(import_module(f"relayout.loader.backends.{module}"), name)
-        return made(device, files, is_by_name)
-
-    return offer
-
-
-REGISTRY: dict[str, Factory] = {
-    "auto": _factory("host", "offer_auto"),
-    "direct": _factory("host", "offer_direct"),
-    "buffered": _factory("host", "offer_buffered"),
-    "pinned": _factory("cuda", "offer_pinned"),
-    "gds": _factory("cuda", "offer_gds"),
+REGISTRY: dict[str, tuple[str | None, Probe | str]] = {
+    "auto": (None, "relayout.loader.backends.host:offer_auto"),
+    "direct": (None, "relayout.loader.backends.host:offer_direct"),
+    "buffered": (None, "relayout.loader.backends.host:offer_buffered"),
+    "pinned": ("cuda", "relayout.loader.backends.cuda:offer_pinned"),
+    "gds": ("cuda", "relayout.loader.backends.cuda:offer_gds"),
 }
-"""The factory of each backend."""
+"""For each backend the kind of device that it loads to (None: any) and its probe, or MODULE:FUNCTION to import it."""
 
 _AUTO = {"cuda": ("gds", "pinned")}
-"""Which backends "auto" tries for a kind of device, the best first; for other kinds, its own."""
+"""Backends that "auto" tries for a kind of device, the best first; for other kinds, its own."""
 
 
 def check_name(name: str) -> None:
@@ -221,37 +202,17 @@ def check_name(name: str) -> None:
         raise PlanError(f"backend {name!r}, expected one of {', '.join(REGISTRY)}", code="option")
 
 
-def choose(name: str, device: str | torch.device, files: Sequence[StoredFile]) -> Backend[Any]:
-    """The backend of that name; for "auto", the best one for these files and this device.
-
-    Raises:
-        PlanError: there is no backend of that name, or it cannot be used here.
-    """
-    check_name(name)
-    resolved, is_by_name = resolve_device(device), name != "auto"
-    refusals: list[str] = []
-    for tried in (name,) if is_by_name else _AUTO.get(kind_of(resolved), (name,)):
-        offer = REGISTRY[tried](resolved, files, is_by_name)
-        if not isinstance(offer, Refusal):
-            reason = f"requested: {offer.reason}" if is_by_name else offer.reason
-            state = ["experimental: never tested on a GPU"] if offer.is_experimental else []
-            offer.reason = "; ".join([*refusals, reason, *state])
-            return offer
-        refusals.append(offer.reason)
-    raise PlanError("; ".join(refusals), code="unsupported")
-
-
 def kind_of(device: str | torch.device) -> str:
     """The kind of a device: "cpu", "cuda" or another of torch's."""
     return str(device).partition(":")[0]
 
 
-def refuse_without_descriptors(backend: str, files: Sequence[StoredFile]) -> Refusal | None:
-    """Why a backend that needs file descriptors cannot read the files; None if it can."""
+def refuse_without_descriptors(backend: str, files: Sequence[StoredFile]) -> str | None:
+    """Return why a backend that needs file descriptors cannot read the files; None if it can."""
     without = next((file for file in files if file.path is None), None)
     if without is None:
         return None
-    return Refusal(f"backend {backend!r} needs file descriptors, which {without.folder} does not have")
+    return f"backend {backend!r} needs file descriptors, which {without.folder} does not have"
 
 
 def resolve_device(device: str | torch.device) -> str | torch.device:
@@ -279,6 +240,7 @@ class Options:
     """How to load: what a caller asked for, checked."""
 
     device: str | torch.device = "cpu"
+    """A device that `resolve_device` returned."""
     backend: str = "auto"
     verify: bool = False
     threads: int | None = None
@@ -292,15 +254,31 @@ class Options:
         return kind_of(self.device)
 
     def backend_for(self, files: Sequence[StoredFile]) -> Backend[Any]:
-        """The backend for these files; for errors see `choose`."""
-        return choose(self.backend, self.device, self.proving(files))
-
-    def choose(self, files: Sequence[StoredFile]) -> tuple[Backend[Any], Budget]:
-        """The backend for these files, and its budget.
+        """Return the backend for these files; for "auto", the best one. Its `reason` explains the choice.
 
         Raises:
-            PlanError: as `choose` and `plan_budget`.
+            PlanError: there is no backend of that name, or it cannot be used here.
         """
+        check_name(self.backend)
+        files, is_by_name, refusals = self.proving(files), self.backend != "auto", list[str]()
+        for name in (self.backend,) if is_by_name else _AUTO.get(self.kind, (self.backend,)):
+            kind, probe = REGISTRY[name]
+            if kind not in (None, self.kind):
+                memory = "host memory" if kind == "cpu" else f"a {kind.upper()} device"
+                refusals.append(f"backend {name!r} loads to {memory}, not to {str(self.device)!r}")
+                continue
+            offer: Probe = resolve_name(probe) if isinstance(probe, str) else probe
+            found = offer(self.device, files, is_by_name)
+            if not isinstance(found, str):
+                reason = f"requested: {found.reason}" if is_by_name else found.reason
+                state = ["experimental: never tested on a GPU"] if found.is_experimental else []
+                found.reason = "; ".join([*refusals, reason, *state])
+                return found
+            refusals.append(found)
+        raise PlanError("; ".join(refusals), code="unsupported")
+
+    def choose(self, files: Sequence[StoredFile]) -> tuple[Backend[Any], Budget]:
+        """Return the backend for these files, and its budget; for errors see `backend_for` and `plan_budget`."""
         backend = self.backend_for(files)
         return backend, plan_budget(self.threads, self.memory, backend.max_buffer_nbytes, cost_of(files))
 

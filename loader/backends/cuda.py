@@ -21,7 +21,7 @@ from weakref import finalize
 from relayout.core.extents import BLOCK, Grid, Transfer
 from relayout.errors import FormatError
 from relayout.format.index import Read
-from relayout.loader.backends.base import Backend, Memory, ReadJob, Refusal, kind_of, refuse_without_descriptors
+from relayout.loader.backends.base import Backend, Memory, ReadJob, kind_of, refuse_without_descriptors
 from relayout.loader.backends.files import ReadableFiles, closed_on_error
 from relayout.loader.backends.host import ThreadedJob, scatter
 from relayout.loader.requests import MAX_BUFFERS, Budget, Request, plan_requests
@@ -376,21 +376,19 @@ class ScatteredOnDevice:
         return self._pieces[which][start : start + nbytes]
 
 
-def offer_pinned(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend | Refusal:
-    """`pinned`, for loads to a CUDA device."""
-    if refused := _refusal("pinned", device):
-        return refused
+def offer_pinned(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend:
+    """Return `pinned`."""
     backend = DeviceBackend(device, _lanes_of(device))
     backend.reason = "read into pinned memory, copied from there"
     return backend
 
 
-def offer_gds(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend | Refusal:
-    """`gds`, where GPUDirect Storage works. Opening cuFile refuses compat mode to the whole process."""
-    if refused := _refusal("gds", device) or refuse_without_descriptors("gds", files):
+def offer_gds(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> DeviceBackend | str:
+    """Return `gds`, where GPUDirect Storage works. Opening cuFile refuses compat mode to the whole process."""
+    if refused := refuse_without_descriptors("gds", files):
         return refused
     if any(file.is_proven for file in files):
-        return Refusal("backend 'gds' does not show its bytes to the host, which proves them: use 'pinned' to verify")
+        return "backend 'gds' does not show its bytes to the host, which proves them: use 'pinned' to verify"
     # Imported here: loads to host memory need no cuFile.
     from relayout.loader.backends import cufile
 
@@ -406,7 +404,7 @@ def offer_gds(device: str | torch.device, files: Sequence[StoredFile], is_by_nam
             backend.gds = driver.path
             return backend
         why = driver
-    return Refusal(f"backend 'gds': GPUDirect Storage is not available: {why}")
+    return f"backend 'gds': GPUDirect Storage is not available: {why}"
 
 
 def is_integrated(device: str | torch.device | int) -> bool:
@@ -414,12 +412,6 @@ def is_integrated(device: str | torch.device | int) -> bool:
     import torch
 
     return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
-
-
-def _refusal(name: str, device: str | torch.device) -> Refusal | None:
-    if kind_of(device) == "cuda":
-        return None
-    return Refusal(f"backend {name!r} loads to a CUDA device, not to {str(device)!r}")
 
 
 def _lanes_of(device: str | torch.device) -> Callable[[int], CudaLane]:

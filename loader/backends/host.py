@@ -22,11 +22,9 @@ from relayout.core.extents import BLOCK, Extent, Transfer, align_up, copy_runs, 
 from relayout.core.workers import Workers
 from relayout.loader.backends.base import (
     Backend,
-    Factory,
     Memory,
     Pool,
     ReadJob,
-    Refusal,
     kind_of,
     refuse_without_descriptors,
 )
@@ -387,28 +385,27 @@ class _PacedJob(ThreadedJob[Buffer, Request]):
             self.job.on_arrival(transfer.target, transfer.total_nbytes)
 
 
-def _factory(access: Access) -> Factory:
-    """The factory of the backend with this access."""
-
-    def offer(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> HostBackend | Refusal:
-        separator, how = ", ", "read through the page cache"
-        if access is Access.DIRECT:
-            if refused := refuse_without_descriptors("direct", files):
-                return refused
-            how = "read past the page cache"
-        elif access is Access.AUTO:
-            separator = "; "
-            if any(file.folder.cost.is_remote for file in files):
-                how = "threads request ranges of the files, which go straight into memory"
-            else:
-                how = "bytes in the page cache are read there, all others by direct I/O where the file system allows it"
-        if kind_of(device) != "cpu":
-            how += f"{separator}then copied to {device} in one piece"
-        backend = HostBackend(access)
-        backend.reason = how
-        return backend
-
-    return offer
+def _offer(
+    access: Access, device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool
+) -> HostBackend | str:
+    separator, how = ", ", "read through the page cache"
+    if access is Access.DIRECT:
+        if refused := refuse_without_descriptors("direct", files):
+            return refused
+        how = "read past the page cache"
+    elif access is Access.AUTO:
+        separator = "; "
+        if any(file.folder.cost.is_remote for file in files):
+            how = "threads request ranges of the files, which go straight into memory"
+        else:
+            how = "bytes in the page cache are read there, all others by direct I/O where the file system allows it"
+    if kind_of(device) != "cpu":
+        how += f"{separator}then copied to {device} in one piece"
+    backend = HostBackend(access)
+    backend.reason = how
+    return backend
 
 
-offer_auto, offer_direct, offer_buffered = map(_factory, (Access.AUTO, Access.DIRECT, Access.BUFFERED))
+offer_auto, offer_direct, offer_buffered = (
+    partial(_offer, access) for access in (Access.AUTO, Access.DIRECT, Access.BUFFERED)
+)

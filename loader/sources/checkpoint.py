@@ -24,6 +24,7 @@ from relayout.checkpoint.converted import (
     read_manifest,
     read_table,
 )
+from relayout.checkpoint.folder import check_exists
 from relayout.checkpoint.trust import TrustedStore, refuse_deltas, trusted
 from relayout.core.arguments import at_least_one, integer, size
 from relayout.core.digests import digest_hex
@@ -47,7 +48,7 @@ from relayout.loader.sources.rank import (
     select,
 )
 from relayout.reporting import Progress
-from relayout.storage.stores import Store, check_exists, find_input, scheme_of
+from relayout.storage.stores import Store, find_input, scheme_of
 
 if TYPE_CHECKING:
     import torch

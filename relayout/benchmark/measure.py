@@ -25,6 +25,7 @@ from relayout.benchmark.machine import Machine, describe, direct_gb_per_s, num_c
 from relayout.benchmark.run import Folders, RankGroup, Tell, digest_of
 from relayout.benchmark.verdict import RankLoads, verdict, warnings_of
 from relayout.checkpoint.converted import check_present, is_converted, read_manifest, read_table
+from relayout.checkpoint.folder import check_exists
 from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert
 from relayout.conversion.planning import default_output
@@ -35,7 +36,7 @@ from relayout.format.index import MANIFEST_NAME
 from relayout.format.safetensors import TensorEntry, build_header
 from relayout.plans.planner import plan_for
 from relayout.reporting import Result
-from relayout.storage.stores import check_exists, find_store
+from relayout.storage.stores import find_store
 
 _MADE_TP = 4
 _MAX_RANKS = 64

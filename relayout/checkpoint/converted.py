@@ -10,13 +10,13 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from relayout.checkpoint.folder import advice_on_snapshots, glance, refuse_rank_files
+from relayout.checkpoint.folder import advice_on_snapshots, check_exists, glance, refuse_incomplete
 from relayout.core.arguments import ranks_text
 from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent, Grid, align_up, split
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, and_others
-from relayout.format.fields import Fields, parse_object
+from relayout.format.fields import Fields, parse_object, refuse_lfs_pointer
 from relayout.format.index import (
     CHUNKS_NAME,
     HUB_INDEX_NAME,
@@ -37,7 +37,7 @@ from relayout.format.manifest import (
     parse_manifest,
 )
 from relayout.format.rank_table import parse_table
-from relayout.format.safetensors import LENGTH_NBYTES, refuse_lfs_pointer
+from relayout.format.safetensors import LENGTH_NBYTES
 from relayout.publish.output import Replaceable
 from relayout.storage.local.store import holes
 from relayout.storage.stores import (
@@ -50,10 +50,8 @@ from relayout.storage.stores import (
     ReadOnlyStore,
     RequestCost,
     Store,
-    check_exists,
     everywhere,
     if_there,
-    refuse_unfinished,
 )
 from relayout.storage.system import Buffer
 
@@ -99,9 +97,8 @@ def read_manifest_blob(folder: Store) -> bytes:
         check_exists(folder)
         advice = ""
         if not folder.cost.is_remote and folder.kind() is Kind.FOLDER:
-            refuse_unfinished(folder)
             entries = glance(folder)
-            refuse_rank_files(folder, (entry.name for entry in entries))
+            refuse_incomplete(folder, (entry.name for entry in entries))
             advice = advice_on_snapshots(entries)
         what = f"not a converted folder ({MANIFEST_NAME} is missing){advice or '; relayout convert makes one'}"
         raise FormatError(what, path=str(folder), code="missing")

@@ -21,6 +21,7 @@ from relayout.checkpoint.converted import (
     proof_of,
     read_manifest,
 )
+from relayout.checkpoint.folder import check_exists
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, about, shown
@@ -53,7 +54,6 @@ from relayout.storage.stores import (
     FileStat,
     ReadableFile,
     Store,
-    check_exists,
     entered,
     everywhere,
     find_input,

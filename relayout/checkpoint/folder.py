@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from relayout.errors import FormatError, PlanError, about, shown
-from relayout.format.fields import decode
+from relayout.errors import FormatError, MissingPathError, PlanError, about, did_you_mean, shown
+from relayout.format.fields import check_depth, decode, refuse_surrogates
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME, RANK_FILE
-from relayout.format.safetensors import check_depth, refuse_surrogates
-from relayout.storage.stores import Entry, Store, if_there
+from relayout.publish.output import left_of, refuse_unfinished
+from relayout.storage.stores import Entry, Kind, Store, if_there
 
 _MAX_CONFIG_NBYTES = 16 * 2**20
 CONFIG_NAME = "config.json"
@@ -39,8 +39,40 @@ class Config:
     """Names of the files that were read."""
 
 
-def refuse_rank_files(folder: Store, names: Iterable[str]) -> None:
-    """Raise FormatError if some of these files have slices: without the manifest they would be taken for tensors."""
+def check_exists(store: Store) -> None:
+    """Raise MissingPathError if there is nothing at the store's own path or prefix."""
+    if store.kind() is Kind.NOTHING:
+        raise MissingPathError(explain_missing(store), path=str(store))
+
+
+def explain_missing(store: Store) -> str:
+    """Return the message for a store of `Kind.NOTHING`: the reason, and possibly a remedy."""
+    path = store.path("")
+    if path is None:
+        return "no objects with this prefix"
+    from relayout.storage.web.hub import advice_on_model  # Only for errors.
+
+    return f"no such file or folder{left_of(path) or _similar(path)}{advice_on_model(str(path))}"
+
+
+def _similar(path: Path) -> str:
+    """Return the end of a message about a path that does not exist: a name beside it that is like it."""
+    try:
+        with os.scandir(path.parent) as listed:
+            names = [entry.name for entry in islice(listed, _MAX_GLANCED) if entry.name[0] != "."]
+        return did_you_mean(path.name, names)
+    except OSError:
+        return ""
+
+
+def refuse_incomplete(folder: Store, names: Iterable[str]) -> None:
+    """Raise an error for a folder without a manifest that has a part of an output, and is no plain checkpoint.
+
+    Raises:
+        FormatError: one of these files has slices, which would be taken for tensors.
+        PlanError: an output is assembled in the folder.
+    """
+    refuse_unfinished(folder)
     if any(map(RANK_FILE.fullmatch, names)):
         what = (
             "is missing beside rank files: copy all of the converted folder again; if these are vLLM's sharded state,"

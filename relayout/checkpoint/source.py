@@ -25,6 +25,7 @@ from relayout.checkpoint.folder import (
     Config,
     SideFiles,
     advice_without_shards,
+    check_exists,
     check_name,
     choose_shards,
     chosen_by_transformers,
@@ -33,25 +34,23 @@ from relayout.checkpoint.folder import (
     find_side_files,
     glance,
     other_shards,
-    refuse_rank_files,
+    refuse_incomplete,
 )
 from relayout.core.arguments import collapse_numbers
 from relayout.core.digests import digest_hex
 from relayout.core.extents import BLOCK, Extent
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, shown
-from relayout.format.fields import Fields, check_apart, check_path, parse_object
+from relayout.format.fields import LFS_POINTER, Fields, check_apart, check_path, parse_object
 from relayout.format.index import MANIFEST_NAME, RANK_FILE
 from relayout.format.manifest import compact_json
-from relayout.format.safetensors import LENGTH_NBYTES, LFS_POINTER, Header, header_nbytes, parse_header
+from relayout.format.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
 from relayout.storage.stores import (
     FileStat,
     Kind,
     ReadableFile,
     Store,
-    check_exists,
     nowhere,
-    refuse_unfinished,
     unversioned,
 )
 from relayout.storage.system import filesystem_of
@@ -263,8 +262,7 @@ def _read_folder(root: Store, by_transformers: bool) -> SourceCheckpoint:
             " another degree; or convert its source, which `relayout restore` writes"
         )
         raise PlanError(what, path=str(root), code="exists")
-    refuse_unfinished(root)
-    refuse_rank_files(root, names)
+    refuse_incomplete(root, names)
     shards = [name for name in names if name.endswith(".safetensors")]
     config = find_config(root)
     chosen = chosen_by_transformers(root, names, config.content) if by_transformers else None

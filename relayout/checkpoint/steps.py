@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from relayout.checkpoint.folder import explain_missing
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.steps import MAX_STEPS_NBYTES, STEPS_NAME, Chain, StepsIndex, parse_steps
-from relayout.storage.stores import Kind, Store, find_input, if_there, why_missing
+from relayout.storage.stores import Kind, Store, find_input, if_there
 
 _Way = TypeVar("_Way")
 _Result = TypeVar("_Result")
@@ -96,7 +97,7 @@ def no_steps(store: Store) -> PlanError:
     """The error for a root without a step."""
     what = f"has no steps yet ({STEPS_NAME} of relayout.Publisher is missing)"
     if store.kind() is Kind.NOTHING:
-        what = f"has no steps yet: {why_missing(store)}"
+        what = f"has no steps yet: {explain_missing(store)}"
     elif store.stat(STEPS_NAME) is not None:
         what = "has no steps yet"
     return PlanError(what, path=str(store), code="missing")

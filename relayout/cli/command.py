@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar
 
 import typer
@@ -44,11 +45,9 @@ _SECONDS_BETWEEN_EVENTS = 1.0
 _PIPE_WIDTH = 100_000
 _RULE = "    \n    \n -  \n" + 5 * "    \n"
 """A box of rich: a line below the headings, and no others."""
-_GAP = 2
-"""Cells between two columns."""
 _ELLIPSIS = "..."
-_SHORT_NAME, _LEAST_NAME = 36, 32
-"""Cells to which names are shortened before words are wrapped, and before a column is dropped."""
+_NAME_WIDTHS = (10_000, 72, 48, 36, 32)
+"""Cells that names may have: the first with which a table fits, its words on several lines, before columns go."""
 _LEAST_WORDS = 12
 """Cells that a column of words has at least."""
 
@@ -194,7 +193,12 @@ class Printing:
         """
         signals.raise_when_asked()
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        return progress(what, as_json=self.as_json, quiet=self.quiet, verbose=self.verbose)
+        return _Events(what) if self.as_json else self._shows_progress
+
+    @property
+    def _shows_progress(self) -> bool:
+        """True if progress is shown to a person on stderr: as a bar on a terminal, elsewhere as lines."""
+        return not self.quiet and sys.stderr is not None and (self.verbose or sys.stderr.isatty())
 
     def tell(self, line: str) -> None:
         """Print a line of progress on stderr."""
@@ -203,7 +207,7 @@ class Printing:
 
     def begin(self, line: str) -> None:
         """Print on stderr what begins, for a person who waits: on a terminal, or with `verbose`."""
-        if not self.as_json and progress(line, quiet=self.quiet, verbose=self.verbose) is True:
+        if not self.as_json and self._shows_progress:
             tell(line)
 
     def show(self, result: R, text: Callable[[R], Iterable[Block]]) -> None:
@@ -357,7 +361,7 @@ def show(blocks: Iterable[Block], *, verbose: bool = False) -> None:
         limit = num_lines if verbose else _MAX_ROWS if isinstance(block, Table) else _MAX_LINES
         if isinstance(block, Table):
             cells = [list(map(escape_controls, row)) for row in block.rows[:limit]]
-            drawn = table(block.columns, cells, console.width)
+            drawn = table(block.columns, cells, console)
             for line in [drawn] if drawn is not None else _lines_of(block.columns, cells):
                 console.print(line)
         else:
@@ -365,13 +369,6 @@ def show(blocks: Iterable[Block], *, verbose: bool = False) -> None:
                 _print_line(console, block.label, block.style, text)
         if num_lines > limit:
             console.print(f"... and {num_lines - limit} more {block.what}; --verbose prints all")
-
-
-def progress(what: str, *, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> Progress:
-    """How progress is shown on stderr: as JSON events; as a bar in a terminal; elsewhere as lines with `verbose`."""
-    if as_json:
-        return _Events(what)
-    return not quiet and sys.stderr is not None and (verbose or sys.stderr.isatty())
 
 
 class _Events:
@@ -412,41 +409,35 @@ def _print_line(console: Console, label: str, style: str, text: str) -> None:
     console.print(line.append(" " if label and text else "").append(escape_controls(text)))
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> RichTable | None:
-    """A table of at most `width` cells: names are shortened, words wrapped, then columns dropped; None: impossible.
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], console: Console) -> RichTable | None:
+    """Return a table that fits the console: names are shortened, words wrapped, then columns dropped; None: impossible.
 
     Numbers are never shortened.
     """
     from rich.box import Box
+    from rich.cells import cell_len
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    for dropped in sorted({0, *(column.drop for column in columns)}):
+    for dropped, most in product(sorted({0, *(column.drop for column in columns)}), _NAME_WIDTHS):
+        shown = RichTable(box=Box(_RULE, ascii=True), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         kept = [i for i, column in enumerate(columns) if not 0 < column.drop <= dropped]
-        cells = {i: [columns[i].heading, *(row[i] for row in rows)] for i in kept}
-        name_width = _name_width([(columns[i].kind, cells[i]) for i in kept], width)
-        if name_width is not None:
-            break
-    else:
-        return None
-    shown = RichTable(box=Box(_RULE, ascii=True), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for i in kept:
-        kind = columns[i].kind
-        shown.add_column(
-            Text(columns[i].heading),
-            justify="right" if kind == "number" else "left",
-            no_wrap=kind != "words",
-            min_width=_least_width(cells[i]) if kind == "words" else None,
-        )
-    for n in range(1, len(rows) + 1):
-        shown.add_row(
-            *(Text(shortened(cells[i][n], name_width) if columns[i].kind == "name" else cells[i][n]) for i in kept)
-        )
-    return shown
+        for i in kept:
+            heading, kind = columns[i].heading, columns[i].kind
+            natural = max(cell_len(cell) for cell in (heading, *(row[i] for row in rows)))
+            least = min(natural, {"name": most, "words": _LEAST_WORDS}.get(kind, natural))
+            justify: Literal["left", "right"] = "right" if kind == "number" else "left"
+            shown.add_column(Text(heading), justify=justify, overflow="fold", no_wrap=kind != "words", min_width=least)
+        for row in rows:
+            shown.add_row(*(Text(shortened(row[i], most) if columns[i].kind == "name" else row[i]) for i in kept))
+        # Not `console.measure`, which limits what it returns to the width.
+        if shown.__rich_measure__(console, console.options).minimum <= console.width:
+            return shown
+    return None
 
 
 def _lines_of(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Iterator[Text]:
-    """Each row as a line that ends between words, for a terminal on which its table has no room."""
+    """Yield each row as a line that ends between words, for a terminal on which its table has no room."""
     from rich.text import Text
 
     for row in rows:
@@ -454,45 +445,16 @@ def _lines_of(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Itera
         yield Text(", ".join(cells))
 
 
-def _name_width(columns: Sequence[tuple[str, Sequence[str]]], width: int) -> int | None:
-    """How many cells names may have, so that columns, given as kinds and cells, fit; None: they cannot."""
-    natural = [(kind, max(map(_num_cells, cells))) for kind, cells in columns]
-    room = width - _GAP * (len(columns) - 1) - sum(cells for kind, cells in natural if kind in ("text", "number"))
-    names = [cells for kind, cells in natural if kind == "name"]
-    words = sum(cells for kind, cells in natural if kind == "words")
-    least_words = sum(_least_width(cells) for kind, cells in columns if kind == "words")
-    if sum(names) + words <= room:
-        return width
-    if not names:
-        return width if least_words <= room else None
-    share = max((room - words) // len(names), min(_SHORT_NAME, (room - least_words) // len(names)))
-    return share if share >= min(_LEAST_NAME, max(names)) else None
-
-
-def _least_width(cells: Sequence[str]) -> int:
-    """Cells that a column of words needs: no word is broken."""
-    longest = max((_num_cells(word) for cell in cells for word in cell.split()), default=0)
-    return min(max(map(_num_cells, cells)), max(_LEAST_WORDS, longest))
-
-
 def shortened(name: str, width: int) -> str:
-    """The name, or its start and its end: a third and two thirds, as names of tensors differ at the end."""
-    if _num_cells(name) <= width:
+    """Return the name, or a third of the width from its start and the rest from its end, where tensor names differ."""
+    from rich.cells import cell_len, set_cell_size
+
+    if cell_len(name) <= width:
         return name
     room = max(0, width - len(_ELLIPSIS))
-    start, end = name, name
-    while _num_cells(start) > room // 3:
-        start = start[:-1]
-    while _num_cells(end) > room - room // 3:
-        end = end[1:]
+    start = set_cell_size(name, room // 3).rstrip()
+    end = set_cell_size(name[::-1], room - room // 3)[::-1].lstrip()
     return f"{start}{_ELLIPSIS}{end}"
-
-
-def _num_cells(text: str) -> int:
-    """The width of a text on a terminal, where some characters are two cells wide."""
-    from rich.cells import cell_len
-
-    return cell_len(text)
 
 
 def _console() -> Console:

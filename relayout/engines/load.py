@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from relayout.checkpoint.converted import check_lengths, check_present, find_manifest, read_record
-from relayout.checkpoint.folder import refuse_rank_files
+from relayout.checkpoint.folder import explain_missing, refuse_incomplete
 from relayout.checkpoint.trust import TrustedStore, policy_of, trusted
 from relayout.engines.first_start import Filling, WantedConversion, first_start
 from relayout.engines.rank_weights import Delivery, EngineOptions, RankWeights
 from relayout.errors import PlanError
 from relayout.format.index import rank_file_name
-from relayout.storage.stores import Kind, Store, find_input, scheme_of, why_missing
+from relayout.storage.stores import Kind, Store, find_input, scheme_of
 
 if TYPE_CHECKING:
     import torch
@@ -160,7 +160,7 @@ def _look_at(path: str, engine: str) -> _Content:
             store.prove_side_files()  # The engine reads them itself.
         if manifest is not None:
             return _Content(store, manifest)
-        reason = None if store.kind() is Kind.FOLDER else why_missing(store)
+        reason = None if store.kind() is Kind.FOLDER else explain_missing(store)
     except PlanError as error:  # Of a store or the hub.
         if policy_of(None) is not None:
             raise
@@ -173,7 +173,7 @@ def _look_at(path: str, engine: str) -> _Content:
             code="missing",
         )
     if store.stat(_OF_ANOTHER_RANK) is not None:  # Engines would take its slices for whole tensors.
-        refuse_rank_files(store, [_OF_ANOTHER_RANK])
+        refuse_incomplete(store, [_OF_ANOTHER_RANK])
     return _Content(store, None)
 
 

@@ -1,15 +1,38 @@
-"""Typed access to JSON and TOML that others wrote, and to the slices and file names in it. Pure."""
+"""Strict JSON and TOML that others wrote: typed access to it, and to the slices and names in it. Pure."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isinf
 from typing import Any, NoReturn, TypeVar
 
 from relayout.core.slices import NOT_HELD, Slice
 from relayout.errors import FormatError, PlanError, about, shown
-from relayout.format.safetensors import MAX_AXES, refuse_lfs_pointer, strict_json
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+"""The start of the text that git-lfs leaves in place of a file that it has not downloaded."""
+
+MAX_DEPTH = 127
+"""Levels of nested JSON, the outermost counted (serde_json's limit)."""
+_FEW_BRACKETS = 2**22
+_CHARACTERS_PER_BRACKET = 16
+"""The shortest entry of a header has three in 51."""
+_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(sorted(set(range(256)) - set(b'[]{}"')))
+_STRING, _ESCAPE = re.compile(rb'"[^"]*"'), re.compile(rb"\\.", re.DOTALL)
+_DIGITS_AS_0 = bytes.maketrans(b"123456789", b"000000000")
+_OUT_OF_RANGE = b"0" * 309
+"""The digits of an integer that no double has are at least so many."""
+
+MAX_NAME_LENGTH = 4096
+"""Characters of a tensor's name."""
+
+MAX_AXES = 64
+"""numpy's and PyTorch's limit."""
 
 
 def parse_object(blob: bytes, where: str) -> dict[str, Any]:
@@ -19,6 +42,92 @@ def parse_object(blob: bytes, where: str) -> dict[str, Any]:
         if not isinstance(top, dict):
             raise FormatError(f"a JSON {type(top).__name__}, expected an object", code="field")
         return top
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON as the reference reader's parser (serde_json) does, and refuse duplicate names.
+
+    Python's own reader is laxer: it takes NaN, -0 as an integer, the last of two equal names, numbers that no double
+    has, lone surrogates, and any depth that the stack has room for. Refused also is what consists of little but
+    brackets, each of which would become 70 bytes of memory.
+
+    Raises:
+        FormatError: `text` is not such JSON.
+    """
+    brackets = text.count("[") + text.count("{")
+    if brackets > _FEW_BRACKETS + len(text) // _CHARACTERS_PER_BRACKET:
+        raise FormatError(f"{brackets} brackets in {len(text)} characters of JSON", code="limit")
+    check_depth(text)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    raise FormatError(f"name {shown(name)} occurs twice", code="syntax")
+                seen.add(name)
+        return result
+
+    def refuse(constant: str) -> NoReturn:
+        raise FormatError(f"{constant} is not a JSON number", code="syntax")
+
+    def integer(digits: str) -> int | float:
+        # serde_json reads "-0" as a float, and integers beyond 64 bits as floats.
+        if digits == "-0" or len(digits) > 20:
+            return floating(digits)
+        return int(digits)
+
+    def floating(digits: str) -> float:
+        value = float(digits)
+        if isinf(value):
+            raise FormatError(f"a number is out of range: {digits[:20]}...", code="syntax")
+        return value
+
+    # Columns have millions of integers, which Python reads in a third of the time where none can be special.
+    is_plain = "-" not in text and _OUT_OF_RANGE not in text.encode("utf-8", "replace").translate(_DIGITS_AS_0)
+    try:
+        parsed = json.loads(
+            text,
+            object_pairs_hook=unique,
+            parse_constant=refuse,
+            parse_int=None if is_plain else integer,
+            parse_float=floating,
+        )
+    except json.JSONDecodeError as error:
+        raise FormatError(f"not valid JSON: {error.msg} at character {error.pos}", code="syntax") from None
+    refuse_surrogates(text, parsed)
+    return parsed
+
+
+def check_depth(text: str) -> None:
+    """Refuse JSON of more than MAX_DEPTH levels, whatever room the caller's stack has.
+
+    Of text that is no JSON, the levels count that a parser enters before it finds out.
+
+    Raises:
+        FormatError: it has more.
+    """
+    blob = text.encode("utf-8", "replace")
+    if b"\\" in blob:
+        blob = _ESCAPE.sub(b"", blob)
+    left = _STRING.sub(b"", blob.translate(_AS_BRACKETS, _NO_BRACKETS).replace(b'""', b""))
+    for _ in range(MAX_DEPTH):
+        # Takes away the innermost level of each branch.
+        left, before = left.replace(b"[]", b""), left
+        if len(left) == len(before):
+            break
+    if b"[]" in left or left.count(b"[") > MAX_DEPTH:
+        raise FormatError("JSON nested too deeply", code="syntax")
+
+
+def refuse_surrogates(text: str, parsed: Any) -> None:
+    """Refuse JSON with a string that is no Unicode text. FormatError: there is one."""
+    if "\\u" in text:  # Only an escape can bring in half of a surrogate pair.
+        try:
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise FormatError("a string holds half of a surrogate pair", code="syntax") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -54,6 +163,16 @@ def decode(blob: bytes) -> str:
         return blob.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FormatError(f"not UTF-8 at byte {error.start}", code="syntax") from None
+
+
+def refuse_lfs_pointer(blob: bytes) -> None:
+    """Refuse what git-lfs leaves in place of a file.
+
+    Raises:
+        FormatError: `blob`, the first bytes of a file or all of it, is such a pointer.
+    """
+    if blob.startswith(LFS_POINTER):
+        raise FormatError("this is a git-lfs pointer, not the file itself: run `git lfs pull`")
 
 
 _MAX_DOTS = 256
@@ -168,6 +287,18 @@ def parse_slice(value: Any) -> Slice:
             raise FormatError(f"{shown(item)} in {shown(value)} is not a range", code="field")
     ranges = (tuple((start, length) for start, length in ranges) for ranges in value.values())
     return Slice(tuple(zip(axes, ranges, strict=True)))
+
+
+def check_name(name: str) -> None:
+    """Refuse a tensor name that is too long for rules that look at its parts.
+
+    Raises:
+        FormatError: it is longer than MAX_NAME_LENGTH.
+    """
+    if len(name) > MAX_NAME_LENGTH:
+        raise FormatError(
+            f"tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}", code="limit"
+        )
 
 
 _MAX_PATH_LENGTH, _MAX_PART_NBYTES = 4095, 255

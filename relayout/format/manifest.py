@@ -14,7 +14,7 @@ from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, digest_hex, proof
 from relayout.core.extents import BLOCK, Transfer
 from relayout.core.slices import Slice
 from relayout.errors import FormatError, about, readable, shown
-from relayout.format.fields import MAX_SIZE, Fields, dump_slice, parse_object
+from relayout.format.fields import MAX_AXES, MAX_SIZE, Fields, dump_slice, parse_object
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     FILE_VERSION,
@@ -29,7 +29,7 @@ from relayout.format.index import (
     RankEntry,
     Read,
 )
-from relayout.format.safetensors import LENGTH_NBYTES, MAX_AXES, MAX_HEADER_NBYTES, json_text
+from relayout.format.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES, json_text
 
 SOURCE_RECORD_NAME = "relayout.source.json.zst"
 

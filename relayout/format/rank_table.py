@@ -15,7 +15,7 @@ from relayout.core.digests import proof_hex
 from relayout.core.extents import Transfer
 from relayout.core.slices import BITS, num_bytes
 from relayout.errors import FormatCode, FormatError, PlanError, about, shown
-from relayout.format.fields import Fields, dump_slice, parse_object, parse_slice
+from relayout.format.fields import Fields, check_name, dump_slice, parse_object, parse_slice, refuse_lfs_pointer
 from relayout.format.index import (
     ARENA_ALIGNMENT,
     FORMAT_VERSION,
@@ -32,7 +32,6 @@ from relayout.format.manifest import (
     decompress,
     parse_shapes,
 )
-from relayout.format.safetensors import check_name, refuse_lfs_pointer
 
 Column = npt.NDArray[np.int64]
 

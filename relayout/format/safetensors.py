@@ -8,43 +8,22 @@ A file is 8 bytes (little-endian length n of the header), n bytes of JSON in UTF
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isinf
-from typing import Any, NoReturn
+from typing import Any
 
 from relayout.core.extents import align_up
 from relayout.core.slices import BITS
 from relayout.errors import FormatError, PlanError, about, shown
+from relayout.format.fields import MAX_AXES, check_name, refuse_lfs_pointer, strict_json
 
 MAX_HEADER_NBYTES = 100_000_000
 """The reference reader refuses a longer header."""
 
-MAX_NAME_LENGTH = 4096
-"""Characters of a tensor's name."""
-
-MAX_AXES = 64
-"""numpy's and PyTorch's limit."""
-
 LENGTH_NBYTES = 8
 """Bytes of the length field that starts a file."""
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
-"""The start of the text that git-lfs leaves in place of a file that it has not downloaded."""
-
 _MAX_SIZE = 2**64 - 1
-MAX_DEPTH = 127
-"""Levels of nested JSON, the outermost counted (serde_json's limit)."""
-_FEW_BRACKETS = 2**22
-_CHARACTERS_PER_BRACKET = 16
-"""The shortest entry of a header has three in 51."""
-_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(sorted(set(range(256)) - set(b'[]{}"')))
-_STRING, _ESCAPE = re.compile(rb'"[^"]*"'), re.compile(rb"\\.", re.DOTALL)
-_DIGITS_AS_0 = bytes.maketrans(b"123456789", b"000000000")
-_OUT_OF_RANGE = b"0" * 309
-"""The digits of an integer that no double has are at least so many."""
 METADATA_KEY = "__metadata__"
 
 
@@ -76,16 +55,6 @@ class Header:
     """Length of the data section in bytes."""
     is_in_order: bool = True
     """Whether it names the tensors in their order."""
-
-
-def refuse_lfs_pointer(blob: bytes) -> None:
-    """Refuse what git-lfs leaves in place of a file.
-
-    Raises:
-        FormatError: `blob`, the first bytes of a file or all of it, is such a pointer.
-    """
-    if blob.startswith(LFS_POINTER):
-        raise FormatError("this is a git-lfs pointer, not the file itself: run `git lfs pull`")
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
@@ -215,110 +184,12 @@ json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """A value as JSON, without white space, non-ASCII characters as they are."""
 
 
-def strict_json(text: str) -> Any:
-    """Parse JSON as the reference reader's parser (serde_json) does, and refuse duplicate names.
-
-    Python's own reader is laxer: it takes NaN, -0 as an integer, the last of two equal names, numbers that no double
-    has, lone surrogates, and any depth that the stack has room for. Refused also is what consists of little but
-    brackets, each of which would become 70 bytes of memory.
-
-    Raises:
-        FormatError: `text` is not such JSON.
-    """
-    brackets = text.count("[") + text.count("{")
-    if brackets > _FEW_BRACKETS + len(text) // _CHARACTERS_PER_BRACKET:
-        raise FormatError(f"{brackets} brackets in {len(text)} characters of JSON", code="limit")
-    check_depth(text)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            for name, _ in pairs:
-                if name in seen:
-                    raise FormatError(f"name {shown(name)} occurs twice", code="syntax")
-                seen.add(name)
-        return result
-
-    def refuse(constant: str) -> NoReturn:
-        raise FormatError(f"{constant} is not a JSON number", code="syntax")
-
-    def integer(digits: str) -> int | float:
-        # serde_json reads "-0" as a float, and integers beyond 64 bits as floats.
-        if digits == "-0" or len(digits) > 20:
-            return floating(digits)
-        return int(digits)
-
-    def floating(digits: str) -> float:
-        value = float(digits)
-        if isinf(value):
-            raise FormatError(f"a number is out of range: {digits[:20]}...", code="syntax")
-        return value
-
-    # Columns have millions of integers, which Python reads in a third of the time where none can be special.
-    is_plain = "-" not in text and _OUT_OF_RANGE not in text.encode("utf-8", "replace").translate(_DIGITS_AS_0)
-    try:
-        parsed = json.loads(
-            text,
-            object_pairs_hook=unique,
-            parse_constant=refuse,
-            parse_int=None if is_plain else integer,
-            parse_float=floating,
-        )
-    except json.JSONDecodeError as error:
-        raise FormatError(f"not valid JSON: {error.msg} at character {error.pos}", code="syntax") from None
-    refuse_surrogates(text, parsed)
-    return parsed
-
-
-def check_depth(text: str) -> None:
-    """Refuse JSON of more than MAX_DEPTH levels, whatever room the caller's stack has.
-
-    Of text that is no JSON, the levels count that a parser enters before it finds out.
-
-    Raises:
-        FormatError: it has more.
-    """
-    blob = text.encode("utf-8", "replace")
-    if b"\\" in blob:
-        blob = _ESCAPE.sub(b"", blob)
-    left = _STRING.sub(b"", blob.translate(_AS_BRACKETS, _NO_BRACKETS).replace(b'""', b""))
-    for _ in range(MAX_DEPTH):
-        # Takes away the innermost level of each branch.
-        left, before = left.replace(b"[]", b""), left
-        if len(left) == len(before):
-            break
-    if b"[]" in left or left.count(b"[") > MAX_DEPTH:
-        raise FormatError("JSON nested too deeply", code="syntax")
-
-
-def refuse_surrogates(text: str, parsed: Any) -> None:
-    """Refuse JSON with a string that is no Unicode text. FormatError: there is one."""
-    if "\\u" in text:  # Only an escape can bring in half of a surrogate pair.
-        try:
-            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise FormatError("a string holds half of a surrogate pair", code="syntax") from None
-
-
 def _parse_metadata(value: Any) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise FormatError(f"{METADATA_KEY} must map strings to strings", code="field")
     return value
-
-
-def check_name(name: str) -> None:
-    """Refuse a tensor name that is too long for rules that look at its parts.
-
-    Raises:
-        FormatError: it is longer than MAX_NAME_LENGTH.
-    """
-    if len(name) > MAX_NAME_LENGTH:
-        raise FormatError(
-            f"tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}", code="limit"
-        )
 
 
 def _parse_entry(name: str, entry: Any) -> TensorEntry:

@@ -9,10 +9,10 @@ from typing import Any
 from relayout.core.digests import digest_hex
 from relayout.core.slices import BITS, Cut, num_bytes
 from relayout.errors import FormatError, about, readable, shown
-from relayout.format.fields import Fields, check_apart, check_path, dump_slice, parse_object, parse_slice
+from relayout.format.fields import Fields, check_apart, check_name, check_path, dump_slice, parse_object, parse_slice
 from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TENSORS
 from relayout.format.manifest import check_version, compact_json, parse_shapes
-from relayout.format.safetensors import LENGTH_NBYTES, check_name
+from relayout.format.safetensors import LENGTH_NBYTES
 
 _ORIGINS = ("builtin", "file", "transformers", "vllm")
 _MAX_RULES_NBYTES = 2**20

@@ -32,6 +32,9 @@ from relayout.publish.output import (
     Work,
     has_parts,
     kept_note,
+    left_of,
+    older_folder,
+    partial_folder,
     read_own,
     subfolder,
 )
@@ -48,7 +51,7 @@ from relayout.storage.local.descriptors import (
     write_file,
 )
 from relayout.storage.local.store import LocalStore, entries
-from relayout.storage.stores import Store, older_folder, partial_folder, recovery_advice
+from relayout.storage.stores import Store
 
 _WORK = "work-"
 _LIVE = "live-"
@@ -393,7 +396,7 @@ def _undo_rename(
     check_owner_is(old, status, user)
     if parent.status(output.name) is None:
         if replaced is None:
-            raise PlanError(f"is missing{recovery_advice(output)}, or use --force", path=output, code="missing")
+            raise PlanError(f"is missing{left_of(output)}, or use --force", path=output, code="missing")
         replaced(old)
         rename(parent, old.name, parent, output.name)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -26,6 +27,42 @@ _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 """Errors of the last rename if something else was created at the output meanwhile."""
 _NUM_SHOWN = 3
 """Files that an error names."""
+
+
+_PARTIAL = re.compile(r"\.(.+)\.relayout-partial", re.DOTALL)
+"""The name that `partial_folder` makes."""
+
+
+def partial_folder(path: Path) -> Path:
+    """Return the folder next to an output in which it is assembled."""
+    return path.with_name(f".{path.name}.relayout-partial")
+
+
+def older_folder(path: Path) -> Path:
+    """Return the temporary name of a folder that --force replaces, if the two names cannot be exchanged atomically."""
+    return path.with_name(f".{path.name}.relayout-old")
+
+
+def left_of(path: Path) -> str:
+    """Return the end of a message about an output that does not exist: what an attempt to make it left next to it."""
+    old, partial = older_folder(path), partial_folder(path)
+    if old.is_dir():
+        return f"; an interrupted replacement left the older folder at {old}: rename it back"
+    found = f"; {partial.name} beside it says that it is being made, or that this was interrupted"
+    return found if partial.exists() else ""
+
+
+def refuse_unfinished(store: Store) -> None:
+    """Raise PlanError for a folder in which an output is assembled, or that is in one: no checkpoint yet."""
+    path = store.path("")
+    above = () if path is None else (path.absolute(), *path.absolute().parents)[:3]
+    for folder in above:
+        if match := _PARTIAL.fullmatch(folder.name):
+            what = (
+                f"is unfinished: relayout was making {folder.with_name(match[1])} there, or still is; the command that"
+                f" began it resumes it; or delete {folder}, if no process writes there any more"
+            )
+            raise PlanError(what, path=str(store), code="missing")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar
 
 from relayout.core.arguments import path_text
-from relayout.errors import FormatError, MissingPathError, PlanError, about, did_you_mean
+from relayout.errors import FormatError, PlanError, about
 
 Found = TypeVar("Found")
 
@@ -424,76 +423,9 @@ def find_input(path: str | os.PathLike[str]) -> Store:
     except PermissionError:  # It exists: reading it reports the error.
         return store
     if is_absent:
-        of_hub: Store | None = import_module(REGISTRY["hf"]).offer_model(str(path), lambda: why_missing(store))
+        of_hub: Store | None = import_module(REGISTRY["hf"]).offer_model(str(path))
         return of_hub or store
     return store
-
-
-def check_exists(store: Store) -> None:
-    """Raise MissingPathError if there is nothing at the store's own path or prefix."""
-    if store.kind() is Kind.NOTHING:
-        raise MissingPathError(why_missing(store), path=str(store))
-
-
-def why_missing(store: Store) -> str:
-    """The message for a store of `Kind.NOTHING`: the reason, and possibly a remedy."""
-    path = store.path("")
-    if path is None:
-        return "no objects with this prefix"
-    return f"no such file or folder{recovery_advice(path) or _under_way(path) or _similar(path)}"
-
-
-_PARTIAL = re.compile(r"\.(.+)\.relayout-partial", re.DOTALL)
-"""The name that `partial_folder` makes."""
-
-
-def older_folder(path: Path) -> Path:
-    """The temporary name of a folder that --force replaces, if the two names cannot be exchanged atomically."""
-    return path.parent / f".{path.name}.relayout-old"
-
-
-def recovery_advice(path: Path) -> str:
-    """Advice for a missing `path`: where its older folder is, if --force was interrupted between two renames."""
-    old = older_folder(path)
-    return f"; an interrupted replacement left the older folder at {old}: rename it back" if old.is_dir() else ""
-
-
-def partial_folder(path: Path) -> Path:
-    """The folder beside an output in which it is assembled."""
-    return path.with_name(f".{path.name}.relayout-partial")
-
-
-def refuse_unfinished(store: Store) -> None:
-    """Raise PlanError for a folder in which an output is assembled, or that is in one: no checkpoint yet."""
-    path = store.path("")
-    above = () if path is None else (path.absolute(), *path.absolute().parents)[:3]
-    for folder in above:
-        if match := _PARTIAL.fullmatch(folder.name):
-            what = (
-                f"is unfinished: relayout was making {folder.with_name(match[1])} there, or still is; the command that"
-                f" began it resumes it; or delete {folder}, if no process writes there any more"
-            )
-            raise PlanError(what, path=str(store), code="missing")
-
-
-def _under_way(path: Path) -> str:
-    """The end of a message about a path that does not exist: that it is being made, or was, and has not ended."""
-    left = partial_folder(path)
-    return f"; {left.name} beside it says that it is being made, or that this was interrupted" if left.exists() else ""
-
-
-_MAX_SIMILAR = 2000
-"""The most names that are compared with one that does not exist."""
-
-
-def _similar(path: Path) -> str:
-    """The end of a message about a path that does not exist: a name beside it that is like it."""
-    try:
-        with os.scandir(path.parent) as listed:
-            names = [entry.name for entry in islice(listed, _MAX_SIMILAR) if entry.name[0] != "."]
-        return did_you_mean(path.name, names)
-    except OSError:
-        return ""
 
 
 def scheme_of(path: str | os.PathLike[str]) -> str | None:

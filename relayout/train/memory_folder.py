@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME, find_config, find_side_files, parse_config
+from relayout.checkpoint.folder import (
+    CONFIG_NAME,
+    SINGLE_NAME,
+    check_exists,
+    find_config,
+    find_side_files,
+    parse_config,
+)
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, SourceFile, SourceTensor
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, warn
@@ -262,6 +269,7 @@ def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, by
         except (TypeError, ValueError) as error:
             raise PlanError(f"config is no content of a JSON file: {error}", code="option") from error
     folder = find_input(config)
+    check_exists(folder)
     if folder.kind() is Kind.FILE:
         beside, name = folder.parent()
         return {CONFIG_NAME: beside.read(name, MAX_TABLE_NBYTES)}

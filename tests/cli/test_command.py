@@ -30,7 +30,7 @@ def printed(rows: list[list[str]], width: int) -> list[str]:
     """The lines of a table, as rich prints it."""
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(table(COLUMNS, rows, width))
+        console.print(table(COLUMNS, rows, console))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -42,16 +42,21 @@ def test_a_table_as_wide_as_it_wants_shows_all() -> None:
     ]
 
 
-def test_a_narrow_table_wraps_words_then_drops_columns() -> None:
+def test_a_narrow_table_wraps_words_drops_columns_and_shortens_names() -> None:
     assert printed([ROW], 80)[2:] == [
-        "model.layer...elf_attn.q_proj.weight  32  BF16   4096x4096  dim 0, each part in",
-        "                                                            2 ranks",
+        "model.layers.*.self_attn.q_proj.weight  32  BF16   4096x4096  dim 0, each part",
+        "                                                              in 2 ranks",
     ]
     assert printed([ROW], 60) == [
-        "name                                   n  cut",
-        "------------------------------------- --- ------------------",
-        "model.layer...elf_attn.q_proj.weight  32  dim 0, each part",
-        "                                          in 2 ranks",
+        "name                                     n  cut",
+        "--------------------------------------- --- ----------------",
+        "model.layers.*.self_attn.q_proj.weight  32  dim 0, each part",
+        "                                            in 2 ranks",
+    ]
+    assert printed([ROW], 52)[2:] == [
+        "model.lay...f_attn.q_proj.weight  32  dim 0, each",
+        "                                      part in 2",
+        "                                      ranks",
     ]
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import relayout
 from relayout.errors import PlanError
-from relayout.loader.backends.base import choose
+from relayout.loader.backends.base import Options
 
 CALLS: dict[str, Callable[..., Any]] = {
     "load": relayout.load,
@@ -177,7 +177,7 @@ def test_a_request_that_makes_no_sense_is_refused(
 
 def test_a_backend_of_host_memory_is_refused_for_another_device() -> None:
     with pytest.raises(PlanError, match=r"^backend 'toy' loads to host memory, not to 'meta'$") as caught:
-        choose("toy", "meta", ())
+        Options("meta", "toy").backend_for(())
     assert caught.value.code == "unsupported"
 
 

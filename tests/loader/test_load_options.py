@@ -29,7 +29,7 @@ from support.patience import PATIENCE
 import relayout
 from relayout.errors import FormatError, PlanError
 from relayout.loader.backends import cuda
-from relayout.loader.backends.base import REGISTRY, ReadJob, choose
+from relayout.loader.backends.base import REGISTRY, Options, ReadJob
 from relayout.loader.backends.cuda import DeviceArena, DeviceBackend
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.diagnose import diagnose
@@ -212,9 +212,9 @@ def test_a_backend_that_never_ran_on_its_hardware_says_so_in_explain_and_once_wh
 ) -> None:
     device = DeviceBackend("cuda:0", Lanes().make, FakeCuFile())  # type: ignore[arg-type]
     device.reason = "reads"
-    monkeypatch.setitem(REGISTRY, "gds", lambda *_: device)
-    assert choose("gds", "cpu", ()).reason == "requested: reads; experimental: never tested on a GPU"
-    assert "experimental" not in choose("auto", "cpu", ()).reason
+    monkeypatch.setitem(REGISTRY, "gds", (None, lambda *_: device))
+    assert Options("cpu", "gds").backend_for(()).reason == "requested: reads; experimental: never tested on a GPU"
+    assert "experimental" not in Options("cpu", "auto").backend_for(()).reason
     assert caplog.text == ""
     cuda._warn_once.cache_clear()
     for _ in range(2):
@@ -226,32 +226,30 @@ def test_a_backend_that_never_ran_on_its_hardware_says_so_in_explain_and_once_wh
 def test_auto_takes_the_first_backend_that_does_not_refuse_and_tells_what_the_others_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from relayout.loader.backends import base, cufile
+    from relayout.loader.backends import cufile
 
-    monkeypatch.setattr(base, "resolve_device", lambda device: device)
     monkeypatch.setattr(cufile, "is_likely", lambda: False)
-    found = choose("auto", "cuda:0", ())
+    found = Options("cuda:0", "auto").backend_for(())
     assert (found.name, found.device, found.gds) == ("pinned", "cuda:0", None)
     why = "backend 'gds': GPUDirect Storage is not available: neither nvidia-fs nor PCI P2PDMA is set up"
     how = "read into pinned memory, copied from there"
     assert found.reason == f"{why}; {how}"
     with pytest.raises(PlanError, match=f"^{why}$"):
-        choose("gds", "cuda:0", ())
-    assert choose("pinned", "cuda:0", ()).reason == f"requested: {how}"
+        Options("cuda:0", "gds").backend_for(())
+    assert Options("cuda:0", "pinned").backend_for(()).reason == f"requested: {how}"
 
 
 def test_a_gpu_without_memory_of_its_own_gets_bounded_buffers_and_doctor_says_so(
     monkeypatch: pytest.MonkeyPatch, large: Path
 ) -> None:
-    from relayout.loader.backends import base, cufile
+    from relayout.loader.backends import cufile
 
     properties = SimpleNamespace(name="NVIDIA GB10", total_memory=128 * 10**9, is_integrated=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(base, "resolve_device", lambda device: device)
     monkeypatch.setattr(cufile, "is_likely", lambda: True)
     monkeypatch.setattr(cufile, "find_cufile", lambda path: pytest.fail("cuFile was opened"))
     files = find_rank(large, 0).used_files()
-    found = choose("auto", "cuda:0", files)
+    found = Options("cuda:0", "auto").backend_for(files)
     assert found.reason.startswith(
         "backend 'gds': GPUDirect Storage is not available: cuda:0 has no memory of its own, but a part of the host's;"
         " read into pinned memory"
@@ -272,7 +270,7 @@ def test_a_load_to_a_device_leaves_the_page_cache_as_it_was(monkeypatch: pytest.
     relayout.convert(tmp_path / "source", tmp_path / "out")
     [file] = (tmp_path / "out").glob("*.safetensors")
     with Lanes() as lanes:
-        monkeypatch.setitem(REGISTRY, "pinned", lambda *_: DeviceBackend("cpu", lanes.make))
+        monkeypatch.setitem(REGISTRY, "pinned", (None, lambda *_: DeviceBackend("cpu", lanes.make)))
         drop(file)
         loaded = relayout.load(tmp_path / "out", 0, backend="pinned", memory="4MiB")
         assert lanes.pinned <= 4 * MIB

@@ -15,7 +15,7 @@ import relayout
 from relayout.checkpoint.converted import Proven, proof_of, read_manifest
 from relayout.core.extents import Extent
 from relayout.errors import FormatError
-from relayout.loader.backends.base import REGISTRY, Refusal
+from relayout.loader.backends.cuda import offer_gds
 from relayout.loader.sources.rank import files_of
 from relayout.storage.local.store import holes
 from relayout.storage.stores import find_input
@@ -77,9 +77,9 @@ def test_reads_anywhere_give_the_bytes_of_the_file(folder: Path) -> None:
 def test_a_backend_that_does_not_show_bytes_to_the_host_refuses_to_prove_them(folder: Path) -> None:
     manifest = read_manifest(find_input(folder))
     files = tuple(file.proven() for file in files_of(find_input(folder), manifest, [0]))
-    refused = REGISTRY["gds"]("cuda:0", files, True)
-    assert isinstance(refused, Refusal)
-    assert "use 'pinned' to verify" in refused.reason
+    refused = offer_gds("cuda:0", files, True)
+    assert isinstance(refused, str)
+    assert "use 'pinned' to verify" in refused
 
 
 def test_digests_of_chunks_that_are_damaged_are_refused(folder: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.store_contract import KINDS, MARKER, OLDER, SOME, WRITABLE, Ground, content, ground, staged
 
+from relayout.checkpoint.folder import explain_missing
 from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.publish.claim import Prefix, Sent, bare
@@ -22,7 +23,7 @@ from relayout.publish.output import LocalOutput, Output, Work
 from relayout.publish.publishers import StoreDestination
 from relayout.storage.cloud.store import CloudStore, WritableClient
 from relayout.storage.local.store import LocalStore
-from relayout.storage.stores import Access, Entry, Kind, Store, find_store, why_missing
+from relayout.storage.stores import Access, Entry, Kind, Store, find_store
 from relayout.storage.system import Buffer
 
 NBYTES = 5 * 4096 + 123
@@ -213,7 +214,7 @@ def test_a_store_tells_what_is_at_its_place(listed: Ground) -> None:
     nothing, folder, file = listed.store("nothing"), listed.store("folder"), listed.store("folder/weights")
     listed.write(folder, weights=BYTES)
     assert [store.kind() for store in (nothing, folder, file)] == [Kind.NOTHING, Kind.FOLDER, Kind.FILE]
-    assert why_missing(nothing)
+    assert explain_missing(nothing)
     above, name = file.parent()
     assert (str(above), name) == (str(folder), "weights")
     assert content(above, name) == BYTES

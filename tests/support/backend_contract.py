@@ -9,7 +9,7 @@ from typing import Any
 from support.fake_cuda import FakeCuFile, Lanes
 from support.loader_fixtures import Array, nothing_left_behind
 
-from relayout.loader.backends.base import REGISTRY, Backend, ReadJob, Refusal
+from relayout.loader.backends.base import Backend, Options, ReadJob
 from relayout.loader.backends.cuda import DeviceBackend
 from relayout.loader.sources.rank import StoredFile
 from relayout.testing.backends import SMALL, Ground, Region, check_fill, lay_out
@@ -28,9 +28,8 @@ class Target:
 
     @property
     def backend(self) -> Backend[Any]:
-        found = REGISTRY[self.name]("cpu", self.stored, True)
-        if not isinstance(found, Refusal):
-            return found
+        if self.name not in ("pinned", "gds"):
+            return Options(backend=self.name).backend_for(self.stored)
         return DeviceBackend("cpu", self.lanes.make, self.cufile if self.name == "gds" else None)
 
     def lay_out(self, pieces: Sequence[Region]) -> Ground:

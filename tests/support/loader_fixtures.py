@@ -46,7 +46,7 @@ IN_FLIGHT = 8 * MIB
 torch.set_num_threads(1)
 HOST = ("auto", "direct", "buffered")
 DEVICE = ("pinned", "gds")
-REGISTRY["toy"] = own_backend.offer  # All that is needed for it to be taken as any other.
+REGISTRY["toy"] = "cpu", own_backend.offer  # All that is needed for it to be taken as any other.
 OWN = (*HOST, *DEVICE)
 """The package's own: of others, an error's frames keep what they refer to."""
 WAYS = (*OWN, "toy")
@@ -73,16 +73,16 @@ def fake_device(
     with lanes or Lanes() as lanes:
         cufile = cufile or FakeCuFile() if name == "gds" else None
 
-        def choose(name: str, device: object, files: Sequence[StoredFile]) -> DeviceBackend:
+        def backend_for(options: base.Options, files: Sequence[StoredFile]) -> DeviceBackend:
             for path in filter(None, (file.path for file in files)):
                 with suppress(FileNotFoundError):
                     cache_in_part(path)
             # As `offer_gds` has it.
-            is_shown = not any(file.is_proven for file in files)
+            is_shown = not any(file.is_proven for file in options.proving(files))
             return DeviceBackend("cpu", lanes.make, cufile if is_shown else None)
 
         monkeypatch.setattr(cuda, "MAX_BUFFERS", 8 * MIB)
-        monkeypatch.setattr(base, "choose", choose)
+        monkeypatch.setattr(base.Options, "backend_for", backend_for)
         yield "auto"
         assert (lanes.in_flight, lanes.held) == (0, 0)
         if cufile is not None:

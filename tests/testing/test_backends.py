@@ -13,7 +13,7 @@ from examples import own_backend
 from examples.own_backend import Reader, ToyBackend
 from support.loader_fixtures import HOST
 
-from relayout.loader.backends.base import REGISTRY, Backend, Refusal
+from relayout.loader.backends.base import Backend, Options
 from relayout.loader.requests import Request
 from relayout.testing import LawBroken
 from relayout.testing.backends import BackendLaws, write_files
@@ -24,9 +24,7 @@ class TestBackends(BackendLaws):
 
     @pytest.fixture(params=HOST)
     def backend(self, request: pytest.FixtureRequest) -> Backend[Any]:
-        found = REGISTRY[request.param]("cpu", [], True)
-        assert not isinstance(found, Refusal)
-        return found
+        return Options(backend=request.param).backend_for([])
 
 
 class TestOwnBackend(BackendLaws):

@@ -1,7 +1,7 @@
 """A backend in one module: one thread reads into a bytearray.
 
-One line makes it known: `relayout.loader.backends.base.REGISTRY["toy"] = own_backend.offer`. `relayout.testing` says
-whether it is right.
+One line makes it known: `relayout.loader.backends.base.REGISTRY["toy"] = "cpu", own_backend.offer`. `relayout.testing`
+says whether it is right.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from relayout.core.extents import BLOCK, Transfer, copy_runs
-from relayout.loader.backends.base import Backend, Memory, ReadJob, Refusal, kind_of
+from relayout.loader.backends.base import Backend, Memory, ReadJob
 from relayout.loader.backends.files import ReadableFiles
 from relayout.loader.backends.host import Scattered, ThreadedJob
 from relayout.loader.requests import Budget, Request
@@ -77,7 +77,5 @@ class Reader:
         return request.nbytes
 
 
-def offer(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> ToyBackend | Refusal:
-    if kind_of(device) != "cpu":
-        return Refusal(f"backend 'toy' loads to host memory, not to {str(device)!r}")
+def offer(device: str | torch.device, files: Sequence[StoredFile], is_by_name: bool) -> ToyBackend:
     return ToyBackend()

@@ -357,18 +357,26 @@ def offer(url: str) -> Store:
     return HubStore(HubClient(match["repo"], match["revision"]), match["folder"].strip("/"))
 
 
-def offer_model(path: str, not_found_message: Callable[[], str]) -> Store | None:
-    """The repository that a path such as "org/model" may mean; None if it does not have this form.
+def offer_model(path: str) -> Store | None:
+    """Return the repository that a path such as "org/model" may mean.
 
-    Raises:
-        PlanError: it has, but the extra is not installed; `not_found_message` is that of the path.
+    Returns:
+        None: it does not have this form, or the extra is not installed; see `advice_on_model`.
     """
-    if not _REPO.fullmatch(path):
+    if not _REPO.fullmatch(path) or not _is_installed():
         return None
-    if find_spec("huggingface_hub") is None or find_spec("urllib3") is None:
-        what = f"{not_found_message()}; for a repository of the hub, {how_to_install('hub')}"
-        raise MissingPathError(what, path=path)
     return HubStore(HubClient(path, None, is_guess=True), "")
+
+
+def advice_on_model(path: str) -> str:
+    """Return the end of a message about a path that does not exist: what reads it as a repository, if it may be one."""
+    if not _REPO.fullmatch(path) or _is_installed():
+        return ""
+    return f"; for a repository of the hub, {how_to_install('hub')}"
+
+
+def _is_installed() -> bool:
+    return find_spec("huggingface_hub") is not None and find_spec("urllib3") is not None
 
 
 def _hub() -> Any:

@@ -57,7 +57,7 @@ class ChangedPiece:
     stored: Sequence[tuple[Changes, memoryview]]
 
     def changes(self, widths: Sequence[int | None], buffer: Buffer) -> Iterator[tuple[Places, npt.NDArray[Any]]]:
-        """What changes of each part: which elements, rising, and the XOR of each; for errors see `apply`.
+        """What changes of each part: which elements, rising, and the XOR of each.
 
         Args:
             widths: of each part, the bytes of an element; None: whatever the delta has.
@@ -83,16 +83,12 @@ class ChangedPiece:
         return None if any(one.places is None for one in found) else found
 
     def apply(self, target: memoryview) -> None:
-        """Change the bytes of the piece, from before the first delta to behind the last one.
-
-        Raises:
-            FormatError: what is stored cannot be decoded. What `target` then holds is not defined.
-        """
+        """Change the bytes of the piece, from before the first delta to behind the last one."""
         for changes, stored in self.stored:
             changes.apply(stored, target)
 
     def decode(self, buffer: Buffer) -> memoryview:
-        """The XOR of the piece before the first delta and behind the last one; for errors see `apply`."""
+        """The XOR of the piece before the first delta and behind the last one."""
         change = buffer.reserve(self.nbytes)
         np.frombuffer(change, np.uint8)[:] = 0
         self.apply(change)
@@ -125,11 +121,7 @@ class RankChanges:
 
     @staticmethod
     def of(deltas: Sequence[Delta], rank: int, names: Container[str] | None = None) -> RankChanges:
-        """The changes of the tensors of these names; None: of all.
-
-        Raises:
-            FormatError: a delta is damaged.
-        """
+        """The changes of the tensors of these names; None: of all."""
         first, last = deltas[0], deltas[-1]
         old, new = first.table(OLD, rank), last.table(NEW, rank)
         if not are_alike(old, new):
@@ -158,11 +150,7 @@ class RankChanges:
         phase: str = "",
         progress: Progress = None,
     ) -> None:
-        """Read what changes, compare its digests, and use it, with scratch memory of the thread.
-
-        Raises:
-            FormatError: it is damaged.
-        """
+        """Read what changes, compare its digests, and use it, with scratch memory of the thread."""
 
         def work(buffer: Buffer, batch: PieceBatch) -> int:
             for piece in self._read(batch):

@@ -200,12 +200,7 @@ class Network:
 
 
 def measure(files: Sequence[StoredFile], budget: Budget) -> Network | None:
-    """Read some of the files: for 3 s, or 512 MiB, or all of them. None if they have no bytes, or are on this machine.
-
-    Raises:
-        FormatError: a file is missing, or not as expected.
-        OSError: a request failed.
-    """
+    """Read some of the files: for 3 s, or 512 MiB, or all of them. None if they have no bytes, or are on this machine."""
     with ExitStack() as stack:
         opened = [stack.enter_context(file.open(Access.AUTO)) for file in files]
         largest = max(range(len(opened)), key=lambda index: opened[index].nbytes, default=None)
@@ -279,9 +274,6 @@ def diagnose(
         rank: from 0; None: all that are there.
         device: the torch device of the tensors; None: a CUDA device if there is one, else the CPU.
         tp: the tensor-parallel degree to load at; None: that of the conversion, 1 for a plain checkpoint.
-
-    Raises:
-        FormatError, PlanError, OSError: as `explain`.
     """
     version, gpus = _machine()
     if device is None:

@@ -56,10 +56,6 @@ class HeldTensor:
 
         Args:
             floating: the dtype to save floating-point tensors as. Default: their own.
-
-        Raises:
-            PlanError: it has no plain memory, or a name or dtype that safetensors lacks; it is FP4, and would be cast;
-                or it is a DTensor whose elements are partial sums, or are not where its placements say.
         """
         _check_name(name)
         is_distributed = hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
@@ -160,11 +156,7 @@ def _check_name(name: object) -> None:
 
 
 def _as_numbers(name: str, part: Slice, shape: tuple[int, ...]) -> tuple[Slice, tuple[int, ...]]:
-    """The part and shape of an F4 tensor in numbers, as headers count; torch has two in an element of the last dim.
-
-    Raises:
-        PlanError: it has no dim.
-    """
+    """The part and shape of an F4 tensor in numbers, as headers count; torch has two in an element of the last dim."""
     if not shape:
         raise PlanError("F4 without a dim, expected an even number of elements", tensor=name, code="unsupported")
     last = len(shape) - 1
@@ -220,9 +212,6 @@ def part_of(
 
     The cuts are those of PyTorch 2.13 (`tensor/placement_types.py`, `_split_tensor`), found without an index for each
     element, which its `compute_local_shape_and_global_offset` makes.
-
-    Raises:
-        PlanError: a placement is not known.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.placement_types import Shard, _StridedShard

@@ -50,12 +50,7 @@ _PIECE_NBYTES = 8 * 2**20
 def load_into(
     contents: TensorColumns, into: Mapping[str, torch.Tensor], names: Names, options: Options
 ) -> dict[str, torch.Tensor]:
-    """Fill the tensors of `into`, and load the other tensors that match `names` into new memory.
-
-    Raises:
-        PlanError: the rank has no tensor of that name; or a given tensor has another dtype, shape or device, or shares
-            memory.
-    """
+    """Fill the tensors of `into`, and load the other tensors that match `names` into new memory."""
     import torch
 
     row_of = check_into(into, contents, options.device)
@@ -88,11 +83,7 @@ def load_into(
 
 
 def check_into(into: Mapping[str, torch.Tensor], contents: TensorColumns, device: str | torch.device) -> dict[str, int]:
-    """Check that tensors can be filled with what is loaded, which may have a narrower dtype; see `check_tensors`.
-
-    Raises:
-        PlanError: they cannot, or share memory and are not two names of one tensor.
-    """
+    """Check that tensors can be filled with what is loaded, which may have a narrower dtype; see `check_tensors`."""
     row_of = check_tensors("into", into, contents, device, may_widen=True)
     for first, second in sharing_memory(into):
         if not _is_tied(first, second, into, contents, row_of):
@@ -145,9 +136,6 @@ def check_tensors(
 
     Returns:
         The row of each of the rank's tensors.
-
-    Raises:
-        PlanError: the rank has none of that name; or one has another dtype, shape or device, or no simple memory.
     """
     import torch
 
@@ -322,11 +310,11 @@ class _Change:
         return found
 
     def run(self, phase: str, use: Callable[[ChangedPiece, Buffer], object] | None) -> None:
-        """Read what changed, compare its digests, and use it; for errors see `RankChanges.run`."""
+        """Read what changed, compare its digests, and use it."""
         self.changes.run(self.changes.batches(), use, self.threads, phase=phase, progress=self.progress)
 
     def change(self, piece: ChangedPiece, buffer: Buffer) -> None:
-        """Change the tensors by a piece; for errors see `ChangedPiece.apply`."""
+        """Change the tensors by a piece."""
         import torch
 
         parts = piece.parts
@@ -343,11 +331,7 @@ class _Change:
 
 
 def _check(table: RankTable, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that tensors are the rank's, and can be changed in place.
-
-    Raises:
-        PlanError: one is not, or cannot; or two share memory.
-    """
+    """Check that tensors are the rank's, and can be changed in place."""
     check_tensors("tensors", tensors, table)
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def check_model(model: Any) -> None:
-    """Check that the tensors of a model are those of its checkpoint, or can be seen so.
-
-    Raises:
-        PlanError: it is of an older transformers, is quantized, or has adapters.
-    """
+    """Check that the tensors of a model are those of its checkpoint, or can be seen so."""
     try:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
     except ImportError:
@@ -106,9 +102,6 @@ def checkpoint_of(
     Returns:
         What part of the model's tensors each is; and stand-ins for them without memory, which share storage where the
         tensors would.
-
-    Raises:
-        PlanError: a tensor of the checkpoint is no part of one of the model's.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -158,9 +151,6 @@ def read_by(model: Any, heads: Sequence[TensorHead], names: Iterable[str]) -> Re
 
     Args:
         heads: the model's own tensors.
-
-    Raises:
-        PlanError: as `checkpoint_of`.
     """
     known = {one.name: one for one in heads}
     saved, _ = checkpoint_of(model, heads)
@@ -260,11 +250,7 @@ def _view_of(
     origins: Mapping[int, str],
     fakes: Mapping[str, torch.Tensor],
 ) -> ModelTensorView:
-    """The part of a tensor of the model that a tensor of the checkpoint is.
-
-    Raises:
-        PlanError: it is no box of one.
-    """
+    """The part of a tensor of the model that a tensor of the checkpoint is."""
     shape = tuple(tensor.shape)
     storage, base, steps = _origin_of(tensor, copies) or (0, 0, [])
     origin = origins.get(storage)

@@ -66,12 +66,7 @@ class LocalStateDict:
 
     @staticmethod
     def of(into: Mapping[str, torch.Tensor] | torch.nn.Module) -> LocalStateDict:
-        """What a state dict or model has here.
-
-        Raises:
-            PlanError: as `HeldTensor.of` and `check_model`; or tensors are on the device "meta"; or the model is
-                something else, or has code of its own for a state dict that is loaded.
-        """
+        """What a state dict or model has here."""
         from torch.nn import Module
 
         if isinstance(into, Mapping):
@@ -102,9 +97,6 @@ class LocalStateDict:
         Returns:
             What is held of each, by its names; what it lacks, by the names that it should have; and names that it may
             have beside.
-
-        Raises:
-            PlanError: as `checkpoint_of`.
         """
         if self.model is None:
             known = set(names)
@@ -119,11 +111,7 @@ class LocalStateDict:
 
     @property
     def device(self) -> torch.device | str:
-        """The one device that has all of it.
-
-        Raises:
-            PlanError: there are several.
-        """
+        """The one device that has all of it."""
         devices = {one.data.device: name for name, one in self.tensors.items() if one.data.numel()}
         if len(devices) > 1:
             (one, name), (other, second), *_ = devices.items()
@@ -189,11 +177,7 @@ class Wanted:
 
     @staticmethod
     def of(asked: Asked, held: LocalStateDict) -> Wanted:
-        """Find the tensors.
-
-        Raises:
-            PlanError: the checkpoint lacks one, or has one of another dtype or shape; or one is a copy of the model's.
-        """
+        """Find the tensors."""
         whole = find_tensors(asked.path, asked.deltas, asked.trust, by_transformers=held.model is not None)
         asked.check_proven(whole.store, is_plain=whole.plain is not None)
         columns = whole.pieces.columns
@@ -231,11 +215,7 @@ class Wanted:
                 raise PlanError(what, tensor=one.head.name, code="unsupported")
 
     def check_beside(self, held_by_any: Iterable[int]) -> None:
-        """Check that somebody holds each tensor that the checkpoint has, and that is asked for.
-
-        Raises:
-            PlanError: nobody does.
-        """
+        """Check that somebody holds each tensor that the checkpoint has, and that is asked for."""
         names = self.whole.pieces.columns.names
         beside = [names[row] for row in sorted(self.chosen.difference(held_by_any)) if names[row] not in self.ignored]
         if beside:
@@ -252,11 +232,7 @@ class Wanted:
         return [row for row, one in self.mine.items() if one.part.is_held and one.data.numel()]
 
     def take(self, row: int, loaded: torch.Tensor) -> None:
-        """Use what was loaded of a tensor into memory of its own.
-
-        Raises:
-            PlanError: it must be as another tensor in the same memory, and is not.
-        """
+        """Use what was loaded of a tensor into memory of its own."""
         import torch
 
         one = self.mine[row]
@@ -292,11 +268,7 @@ def load_held(asked: Asked) -> dict[str, torch.Tensor]:
 
 
 def _prepared(asked: Asked) -> tuple[LocalStateDict, Options]:
-    """What this process holds, and how it is loaded to where that is.
-
-    Raises:
-        PlanError: the device is another than `asked` says; or an option is for a rank.
-    """
+    """What this process holds, and how it is loaded to where that is."""
     assert asked.into is not None
     for option, value in {"tp": asked.tp, "cache": asked.cache}.items():
         if value:
@@ -310,7 +282,7 @@ def _prepared(asked: Asked) -> tuple[LocalStateDict, Options]:
 
 
 def _fill_alone(wanted: Wanted, options: Options) -> None:
-    """Read this process's parts; for errors see `load_into`, and `Wanted.take`."""
+    """Read this process's parts."""
     names = wanted.whole.pieces.columns.names
     first = [row for row in wanted.filled if row not in wanted.again]
     if first:

@@ -79,9 +79,6 @@ def stream(
 
     Args:
         reader: of a group, whose members all stream the same; by default this process reads all.
-
-    Raises:
-        PlanError: the largest tensor needs more.
     """
     contents = replace(contents, files=options.proving(contents.files))
     backend = options.backend_for(contents.files)
@@ -222,11 +219,7 @@ class _Window(Generic[Span]):
         self._arenas.clear()
 
     def span(self, offset: int, nbytes: int) -> Span:
-        """Memory of an open batch.
-
-        Raises:
-            Stopped: the job was cancelled or has failed.
-        """
+        """Memory of an open batch."""
         part = self._counter.part_at(offset)
         with self._stop.condition:
             while part not in self._arenas:
@@ -285,7 +278,7 @@ class _Arriving:
         self._window.give(index)
 
     def wait(self, index: int) -> None:
-        """Wait for the next batch; for errors see `RunningJob.join`."""
+        """Wait for the next batch."""
         running, batch = self._running, self.batches[index]
         assert running is not None
         with self._reader.collective():

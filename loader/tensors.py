@@ -67,11 +67,7 @@ def dtype_name(dtype: torch.dtype) -> str | None:
 
 
 def torch_dtype(name: str, dtype: str) -> torch.dtype:
-    """torch's dtype for a tensor of that name.
-
-    Raises:
-        PlanError: torch has no such dtype.
-    """
+    """torch's dtype for a tensor of that name."""
     import torch
 
     torch_type = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)
@@ -82,11 +78,7 @@ def torch_dtype(name: str, dtype: str) -> torch.dtype:
 
 
 def numpy_dtype(name: str, dtype: str) -> np.dtype[Any]:
-    """numpy's dtype for a tensor of that name: its own, or one that `ml_dtypes` has registered.
-
-    Raises:
-        PlanError: numpy has no such dtype.
-    """
+    """numpy's dtype for a tensor of that name: its own, or one that `ml_dtypes` has registered."""
     try:
         return np.dtype(_TORCH_NAMES.get(dtype, ""))
     except TypeError:
@@ -101,11 +93,7 @@ def to_numpy(tensor: torch.Tensor, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def torch_shape(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in torch's elements; one of these holds two of F4.
-
-    Raises:
-        PlanError: the last dim of an F4 tensor is odd, or missing.
-    """
+    """The shape in torch's elements; one of these holds two of F4."""
     if dtype != "F4":
         return shape
     if not shape or shape[-1] % 2:
@@ -126,11 +114,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """The tensor, or a copy of it, on a device.
-
-    Raises:
-        MemoryError: the device has not enough memory.
-    """
+    """The tensor, or a copy of it, on a device."""
     import torch
 
     try:
@@ -140,11 +124,7 @@ def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
 
 
 def make_views(base: torch.Tensor, tensors: TensorColumns) -> dict[str, torch.Tensor]:
-    """Views of the arena, dense and row-major.
-
-    Raises:
-        PlanError: torch has no such dtype; or as `check_mode`.
-    """
+    """Views of the arena, dense and row-major."""
     import torch
 
     check_mode()

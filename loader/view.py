@@ -489,10 +489,6 @@ def map_tensors(plan: ArenaPlan) -> dict[str, torch.Tensor]:
 
     Args:
         plan: its files can be mapped.
-
-    Raises:
-        FormatError, PlanError, MemoryError: as `api.load`.
-        OSError: a read failed, or the file system does not map files into memory.
     """
     with error_hints():
         tensors = plan.tensors()

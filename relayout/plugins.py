@@ -85,11 +85,7 @@ class _AfterImport(MetaPathFinder):
 
 
 def _register(engine: str, *arguments: Any) -> None:
-    """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone.
-
-    Raises:
-        SystemExit: it is not, and there is a policy, which nobody would ask. Engines go on after other exceptions.
-    """
+    """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone."""
     try:
         _plugin(engine).register(*arguments)
     except Exception as error:

@@ -43,11 +43,7 @@ class CudaLane:
     """One thread's two pinned buffers and CUDA stream."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        """Allocate two buffers of `nbytes`, of `_buffer_nbytes`.
-
-        Raises:
-            MemoryError: the memory cannot be pinned.
-        """
+        """Allocate two buffers of `nbytes`, of `_buffer_nbytes`."""
         import torch
 
         torch.cuda.set_device(device)  # For this thread, which belongs to the loader.
@@ -334,11 +330,7 @@ class DeviceArena:
 
 
 def allocate_on(device: str | torch.device, nbytes: int) -> DeviceArena:
-    """Memory of a device that no queued work uses.
-
-    Raises:
-        MemoryError: the device has not enough memory.
-    """
+    """Memory of a device that no queued work uses."""
     import torch
 
     try:

@@ -177,11 +177,7 @@ class CuFile:
     """cuFile, which reads by direct memory access or not at all."""
 
     def __init__(self, library: Bindings) -> None:
-        """Open the driver, and leave it open: other code of the process may use it.
-
-        Raises:
-            OSError: the driver does not open, or compat mode cannot be refused.
-        """
+        """Open the driver, and leave it open: other code of the process may use it."""
         self.name = library.name
         self._library = library
         self._arenas: dict[int, int] = {}
@@ -218,11 +214,7 @@ class CuFile:
                 raise _as_os_error(error) from None
 
     def open(self, path: Path) -> Handle:
-        """Open a file and register it.
-
-        Raises:
-            OSError: the file cannot be opened, or cuFile refuses it or could read it through host memory.
-        """
+        """Open a file and register it."""
         fd = _open_direct(path)
         try:
             with _opening:
@@ -301,11 +293,7 @@ def is_likely() -> bool:
 
 
 def find_cufile(path: Path) -> FoundCuFile | str:
-    """A way to read `path`, and files beside it, by cuFile, proved by registering it; or why there is none.
-
-    Raises:
-        OSError: there is no such file.
-    """
+    """A way to read `path`, and files beside it, by cuFile, proved by registering it; or why there is none."""
     import torch
 
     file_system = filesystem_of(path).kind
@@ -334,11 +322,7 @@ def find_cufile(path: Path) -> FoundCuFile | str:
 
 
 def _prepare(library: Bindings) -> None:
-    """Make the settings of a driver that is not open yet.
-
-    Raises:
-        OSError: compat mode cannot be refused, or this process was forked from one that has used cuFile.
-    """
+    """Make the settings of a driver that is not open yet."""
     global _opened_by
     if _opened_by not in (None, os.getpid()):
         raise OSError(errno.EOPNOTSUPP, "cuFile does not work in a process that was forked after its first use")

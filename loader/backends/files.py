@@ -113,13 +113,7 @@ class ReadableFiles(Closable):
     """
 
     def __init__(self, files: Sequence[StoredFile], access: Access) -> None:
-        """Open them, remote ones at the same time.
-
-        Raises:
-            FormatError: a file is missing, has another length or content than expected, or was never filled; of remote
-                files, reads and `check` tell.
-            OSError: a file cannot be opened with this access.
-        """
+        """Open them, remote ones at the same time."""
         self._stored = files
         self._is_alone = local_world_size() == 1
         self._is_mappable = access is not Access.DIRECT and not self._is_alone
@@ -278,11 +272,7 @@ class ReadableFiles(Closable):
             return _fd(opened)
 
     def check_not_replaced(self, file: int) -> None:
-        """Check that the file is still at its path, after other code has opened that path, too.
-
-        Raises:
-            FormatError: the file was replaced or removed.
-        """
+        """Check that the file is still at its path, after other code has opened that path, too."""
         stored = self._stored[file]
         assert stored.path is not None
         try:

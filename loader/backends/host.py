@@ -90,11 +90,7 @@ class HostArena:
 
 
 def allocate(nbytes: int) -> HostArena:
-    """Reserve `nbytes` of memory; pages are allocated when `span` is first asked for them.
-
-    Raises:
-        MemoryError: the address space is exhausted.
-    """
+    """Reserve `nbytes` of memory; pages are allocated when `span` is first asked for them."""
     if nbytes < HUGE_PAGE:
         return HostArena(_reserve(align_up(max(nbytes, 1), mmap.PAGESIZE)), 0, nbytes)
     memory = _reserve(align_up(nbytes, HUGE_PAGE) + HUGE_PAGE)
@@ -203,11 +199,7 @@ def _num_parts(requests: Sequence[Request], nbytes: int) -> int:
 
 
 def reserve(buffer: Buffer, nbytes: int) -> memoryview:
-    """The first `nbytes` of a buffer.
-
-    Raises:
-        MemoryError: the buffer cannot grow.
-    """
+    """The first `nbytes` of a buffer."""
     try:
         return buffer.reserve(nbytes)
     except OSError as error:

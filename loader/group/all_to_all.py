@@ -64,9 +64,6 @@ class AllToAll:
 
         Returns:
             The message from each member.
-
-        Raises:
-            the errors of `Group.collective`.
         """
         import torch
 
@@ -81,7 +78,7 @@ class AllToAll:
     def transfer(
         self, sent: Sequence[Sequence[tuple[Copy, Transfer]]], received: Sequence[Sequence[tuple[Bytes, Transfer]]]
     ) -> None:
-        """Carry out a round of transfers, to each member and from each; for errors see `exchange`."""
+        """Carry out a round of transfers, to each member and from each."""
         sent_sizes, received_sizes = (
             [sum(part.total_nbytes for _, part in parts) for parts in side] for side in (sent, received)
         )

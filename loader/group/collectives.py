@@ -149,12 +149,7 @@ class Group:
     """A process group with this process in it. All members make the same calls in the same order. Not thread-safe."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Take part in a group.
-
-        Raises:
-            PlanError: this process is no member of it, or it is no group.
-            OSError: this process was interrupted twice in a message of the group.
-        """
+        """Take part in a group."""
         import torch.distributed as dist
 
         is_outside = isinstance(group, type(dist.GroupMember.NON_GROUP_MEMBER))  # What torch gives to outsiders.
@@ -192,10 +187,6 @@ class Group:
 
         Args:
             is_last: no message follows in this operation.
-
-        Raises:
-            OSError: a member is gone.
-            the error of another member that failed outside of `collective`.
         """
         values = self._gather(value, "value", is_last=is_last)
         _raise_first(values)
@@ -316,9 +307,6 @@ class Group:
 
         It has the same timeout. All members make it, unless it is in `kept`, where it is put before they send another
         message.
-
-        Raises:
-            OSError: a member is gone, or has not called within the timeout of the group.
         """
         import torch.distributed as dist
 
@@ -355,11 +343,7 @@ class Group:
 
     @staticmethod
     def on_host(group: ProcessGroup) -> Group:
-        """The group, or one of the same processes if it sends nothing from host memory, as over NCCL alone.
-
-        Raises:
-            PlanError, OSError: as `Group`, and `apart`.
-        """
+        """The group, or one of the same processes if it sends nothing from host memory, as over NCCL alone."""
         taken = Group(group)
         if taken.has_gloo:
             return taken
@@ -481,9 +465,6 @@ class Group:
 
         Args:
             is_last: no message follows in this operation.
-
-        Raises:
-            the error of the block; or another member's, with its number.
         """
         assert not self._is_inside, "a block in a block"
         failed: BaseException | None = None
@@ -532,9 +513,6 @@ class Group:
 
         In a block of `collective`, at the end of which they are sent. On a device, work that is queued on the current
         stream from then on sees the bytes.
-
-        Raises:
-            OSError: at the end: a member is gone.
         """
         assert self._is_inside, "a broadcast outside of a block, which some members may never reach"
         on_host = all(memory.device.type == "cpu" for _, memory in portions)
@@ -578,9 +556,6 @@ class Group:
 
         Args:
             sent_sizes: bytes of each part; those of `received_sizes` are what the other members send to this one.
-
-        Raises:
-            OSError: at the end: a member is gone.
         """
         assert self._is_inside, "an exchange outside of a block, which some members may never reach"
         self._at_end.append((partial(self._all_to_all, sent, sent_sizes, received, received_sizes), False))

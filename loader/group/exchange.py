@@ -90,9 +90,6 @@ class RunningExchange:
         Args:
             memory: holds this member's slices, at these offsets.
             slices: the bytes of each; of one that this member does not hold, any.
-
-        Raises:
-            FormatError, OSError: as `Backend.start`.
         """
         self._plan, self._slices, self._messages = plan, slices, AllToAll(group)
         self._done = 0
@@ -166,11 +163,7 @@ class ExchangedLoad:
 
     @staticmethod
     def of(group: Group, source: RankSource, plan: ArenaPlan, names: Names, options: Options) -> ExchangedLoad:
-        """A load by these options of what `plan` has of a plain checkpoint.
-
-        Raises:
-            PlanError: the device is not the CPU.
-        """
+        """A load by these options of what `plan` has of a plain checkpoint."""
         assert isinstance(source, PlainRank)
         if options.kind != "cpu":
             raise PlanError(
@@ -239,7 +232,7 @@ class ReadAhead:
     def __init__(
         self, files: tuple[StoredFile, ...], ranges: Sequence[ExchangedRange], access: Access, budget: Budget
     ) -> None:
-        """Start; for errors see `ReadableFiles`."""
+        """Start."""
         self._ranges = ranges
         self._buffers = [Buffer() for _ in range(_NUM_BUFFERS)]
         self._arrived: dict[int, memoryview] = {}

@@ -50,11 +50,7 @@ class Sharing:
 
     @staticmethod
     def of(group: Group, source: RankSource, files: tuple[StoredFile, ...], options: Options) -> Sharing:
-        """Share the reads of a source's files.
-
-        Raises:
-            PlanError: they are a plain checkpoint's.
-        """
+        """Share the reads of a source's files."""
         proofs = [file.proof for file in files if file.proof is not None]
         if len(proofs) < len(files):
             why = "group: iter_load shares converted checkpoints only: convert it, or use load"
@@ -276,9 +272,6 @@ def check_same(group: Group, mine: tuple[str, str], *, is_last: bool = False) ->
 
     Args:
         is_last: as for `Group.all_gather`.
-
-    Raises:
-        PlanError: some do.
     """
     for member, (what, digest) in enumerate(group.all_gather(mine, is_last=is_last)):
         if digest != mine[1]:
@@ -307,10 +300,6 @@ def prove_received(
         files: of a signed checkpoint.
         reads: that fill the memory, from the arena's offset `start` on.
         rounds: in which members have read them.
-
-    Raises:
-        FormatError: the bytes are not those that were signed.
-        OSError: a read failed.
     """
     received = _received_chunks(files, reads, rounds)
     needed = {part.file: files[part.file] for part in received}

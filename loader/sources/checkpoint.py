@@ -196,12 +196,7 @@ class Asked:
     trust: Trust = None
 
     def options(self) -> Options:
-        """How to load.
-
-        Raises:
-            PlanError: the device cannot be used, or is "meta"; `threads` is not an integer, `memory` is not a size, or
-                a group cannot do this.
-        """
+        """How to load."""
         if self.group is not None and self.into is not None and self.rank is not None:
             what = "group cannot be combined with into and a rank: a group loads a rank into new memory"
             raise PlanError(what, code="option")
@@ -292,7 +287,7 @@ def find_rank(
 
 
 def _store_of(path: str | os.PathLike[str] | Store, trust: Trust) -> Store:
-    """The store of a path or URL, or the given one, for one load; for errors see `find_input` and `trusted`."""
+    """The store of a path or URL, or the given one, for one load."""
     given = path if hasattr(path, "snapshot") else find_input(path)
     return trusted(given.snapshot(), trust)
 
@@ -334,7 +329,7 @@ def changed_rank(base: RankSource, tp: int | None, deltas: Paths) -> RankSource:
 
 
 def _changed(base: Store, deltas: Paths) -> Store:
-    """A store of what deltas make of a checkpoint; for errors see `changed_rank`."""
+    """A store of what deltas make of a checkpoint."""
     from relayout.checkpoint.delta import read_deltas, with_deltas
 
     refuse_deltas(base)
@@ -342,11 +337,7 @@ def _changed(base: Store, deltas: Paths) -> Store:
 
 
 def _rank_of(store: Store, manifest: Manifest, rank: int, tp: int | None) -> RankSource:
-    """A rank of a converted checkpoint.
-
-    Raises:
-        PlanError: the folder lacks it.
-    """
+    """A rank of a converted checkpoint."""
     if tp is None or tp == manifest.num_ranks:
         check_present(store, manifest, [rank])
         return ConvertedRank.of(store, manifest, rank, rank)
@@ -465,7 +456,7 @@ class WholeTensors:
     """The plain checkpoint; None: it was converted."""
 
     def content(self) -> str:
-        """Equal for checkpoints of the same content; for errors see `identity_of`."""
+        """Equal for checkpoints of the same content."""
         from relayout.checkpoint.source import identity_of
 
         if self.plain is not None:
@@ -481,10 +472,6 @@ def find_tensors(
 
     Args:
         by_transformers: of several models in a plain folder, select the one that transformers loads.
-
-    Raises:
-        FormatError: the manifest or the source record, or the plain checkpoint, is damaged.
-        PlanError: `path` does not exist, or lacks ranks; deltas of a plain checkpoint; or as `trust.trusted`.
     """
     from relayout.loader.sources.reshard import plain_rank, whole_pieces
 

@@ -48,9 +48,6 @@ def gather(dtype: str, shape: tuple[int, ...], wanted: Slice, stored: Sequence[S
     """The reads that fill a slice of a tensor; their targets are relative to its first byte.
 
     Where several stored slices have the next elements, the one with the longest run is read; of equals, the first.
-
-    Raises:
-        PlanError: the stored slices do not have all of it, the cut falls inside a byte, or there are too many runs.
     """
     axis = max((axis for part in (wanted, *(one.part for one in stored)) for axis in part.axes), default=None)
     if not shape or axis is None:
@@ -135,11 +132,7 @@ class _Gathering:
     """Bits of a column in a row."""
 
     def table(self, part: Slice) -> _Table:
-        """A slice as rows and columns.
-
-        Raises:
-            PlanError: there are too many runs.
-        """
+        """A slice as rows and columns."""
         ranges = part.ranges_along(self.axis)
         columns = positions([(0, self.shape[self.axis])] if ranges is None else ranges)
         rows = row_runs(part, self.shape, self.axis)
@@ -148,11 +141,7 @@ class _Gathering:
         )
 
     def pieces(self, wanted: _Stretch, held: Sequence[_Held]) -> Iterator[tuple[_Held, _Stretch]]:
-        """Stored columns that together fill wanted ones of a band, each with those of the wanted ones that it fills.
-
-        Raises:
-            PlanError: nobody holds one.
-        """
+        """Stored columns that together fill wanted ones of a band, each with those of the wanted ones that it fills."""
         start = wanted.start
         while start < wanted.end:
             having = [one for one in held if one.columns.start <= start < one.columns.end]
@@ -165,11 +154,7 @@ class _Gathering:
             start = end
 
     def reads(self, source: _Held, band: _Stretch, piece: _Stretch, width: int) -> Iterator[Read]:
-        """The read of some columns of a band, from a stored slice to the wanted one, whose rows have `width` elements.
-
-        Raises:
-            PlanError: it begins or ends inside a byte.
-        """
+        """The read of some columns of a band, from a stored slice to the wanted one, whose rows have `width` elements."""
         column = source.columns.place + piece.start - source.columns.start
         begin, place, nbytes = self._nbytes(column), self._nbytes(piece.place), self._nbytes(piece.length)
         source_stride, target_stride = self._nbytes(source.width), self._nbytes(width)
@@ -236,12 +221,7 @@ class ReshardedRank(RankSource):
 
 
 def resharded_rank(store: Store, manifest: Manifest, rank: int, num_ranks: int) -> ReshardedRank:
-    """Read the source record and the folder's config.json, and plan by the rules in the record alone.
-
-    Raises:
-        FormatError: the source record is damaged, or its rules do not cut the tensors as it says.
-        PlanError: the rank does not exist, the model cannot be cut at this degree, or the record has no rules.
-    """
+    """Read the source record and the folder's config.json, and plan by the rules in the record alone."""
     from relayout.plans.plan import TensorInfo, TensorList
     from relayout.plans.planner import recorded_plan
 
@@ -254,12 +234,7 @@ def resharded_rank(store: Store, manifest: Manifest, rank: int, num_ranks: int) 
 
 
 def whole_pieces(store: Store, manifest: Manifest) -> ReshardedPieces:
-    """The whole tensors.
-
-    Raises:
-        FormatError: the source record is damaged.
-        PlanError: the folder lacks ranks.
-    """
+    """The whole tensors."""
     if manifest.whole is None:
         check_present(store, manifest, range(manifest.num_ranks))
     record = read_record(store, manifest)
@@ -331,10 +306,6 @@ class Ranks:
 
         Args:
             first: the rank to prefer for elements that several hold, then the ranks after it.
-
-        Raises:
-            FormatError: a rank table is damaged.
-            PlanError: the ranks do not hold all of a tensor.
         """
         record = self.record
         rows = [(t, self.reads(t, part, first)) for t, part in enumerate(wanted) if part.is_held]
@@ -493,12 +464,7 @@ class PlainRank(RankSource):
 
 
 def plain_rank(store: Store, rank: int, num_ranks: int, *, by_transformers: bool = False) -> PlainRank:
-    """Read the headers, and plan; `by_transformers` as for `read_source`.
-
-    Raises:
-        FormatError: the checkpoint is damaged.
-        PlanError: there is no plan for it, or it cannot be cut at this degree.
-    """
+    """Read the headers, and plan; `by_transformers` as for `read_source`."""
     from relayout.plans.planner import plan_by, plan_for
 
     checkpoint = read_source(store, by_transformers=by_transformers)

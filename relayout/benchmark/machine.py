@@ -78,9 +78,6 @@ def prepare(to_read: Sequence[Path], to_forget: Sequence[Path], *, cold: bool, n
         to_read: the files that the loader reads. Warm: all of their bytes are in the page cache.
         to_forget: all files of the measurement. Cold: no byte of them is in the page cache.
         needed_nbytes: memory that the loader will need, see `touch_memory`.
-
-    Raises:
-        NotPrepared: the page cache could not be made cold or warm, or the system does not report its content.
     """
     share: float | None = None
     for _ in range(3):

@@ -294,10 +294,6 @@ def made_checkpoint(
 
     Yields:
         The plain folder, with the converted one beside it. Both are deleted when the block ends.
-
-    Raises:
-        PlanError: `folder` is not a folder, has a checkpoint, or has too little space.
-        OSError: writing failed.
     """
     parent, wanted = Path(folder), size(nbytes, "size")
     tp = _MADE_TP if tp is None else integer(tp, "tp")

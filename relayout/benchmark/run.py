@@ -62,9 +62,6 @@ def load_together(jobs: Sequence[LoadJob], loader: Loader, ready: Callable[[], N
         jobs: one for each rank.
         ready: called when all processes are ready, just before they load.
         limit: seconds that a step may take.
-
-    Raises:
-        Died: a process died, had no answer after `limit` seconds, or `ready` raised NotPrepared.
     """
     kills = _oom_kills()
     with contextlib.ExitStack() as stack:

@@ -95,11 +95,6 @@ def kept_conversion(
         on_miss: called before this process converts anything.
         progress: of what this process converts.
         behind_loads: convert while no engine of this machine loads; see `_Loads`.
-
-    Raises:
-        FormatError: the source is damaged, or has changed while it was read.
-        PlanError: it has no plan for this degree, or the cache's folder is not relayout's.
-        OSError: reading or writing failed, or the cache has no room for it.
     """
     planned, entry = _entry(source, num_ranks, cache, find_plan, ranks)
     if not _is_published(planned):
@@ -112,7 +107,7 @@ def kept_conversion(
 def find_conversion(
     source: Store, num_ranks: int, cache: Cache, find_plan: FindPlan = plan_for, *, ranks: Collection[int] | None = None
 ) -> KeptConversion | None:
-    """Return the same if it is there, else None. What is damaged is removed. For errors see `kept_conversion`."""
+    """Return the same if it is there, else None. What is damaged is removed."""
     planned, entry = _entry(source, num_ranks, cache, find_plan, ranks)
     return KeptConversion(folder=entry.folder / MODEL, entry=entry) if _is_published(planned) else None
 
@@ -237,10 +232,6 @@ def plan_in(
         expert_parallel: each rank owns whole experts; such a plan is not observed.
         observe: returns what observes a plan; None: nothing does.
         only_kept: do not observe one, which takes long.
-
-    Raises:
-        NotKept: `only_kept`, and none is kept.
-        PlanError, OSError: there is no plan, or as the observer, or the cache cannot be written.
     """
     try:
         return plan_for(checkpoint, num_ranks, expert_parallel=expert_parallel)

@@ -141,7 +141,7 @@ class CopyingStore(ReadOnlyStore):
         return True
 
     def _fetch_weights(self, names: Sequence[str], progress: Progress) -> None:
-        """Fetch weight files that are not there; for errors see `keep`."""
+        """Fetch weight files that are not there."""
         missing = [self.weights[name] for name in names if not self._has(name)]
         if not missing:
             return
@@ -189,10 +189,6 @@ def copied(remote: Store, manifest: Manifest, blob: bytes, cache: Cache, threads
     Args:
         blob: its manifest as stored, by which the entry is named.
         threads: requests in flight while files are fetched.
-
-    Raises:
-        PlanError: the entry is damaged, and another process uses it; or the cache's folder is not relayout's.
-        OSError: the cache cannot be written.
     """
     entry = cache.hold(digest_hex(blob), lambda entry: _forget_damaged(entry, manifest, blob))
     entry.keep_small(MANIFEST_NAME, lambda: blob)

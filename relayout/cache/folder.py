@@ -132,7 +132,7 @@ class Cache:
         return entry
 
     def _hold(self, name: str) -> HeldEntry:
-        """Hold the entry of this name as it is; for errors see `hold`."""
+        """Hold the entry of this name as it is."""
         assert _ENTRY.fullmatch(name)
         folder = self._own() / name
         waiting = Waiting(folder / _HELD)
@@ -141,11 +141,7 @@ class Cache:
         return entry
 
     def _put_aside(self, held: HeldEntry, why: str) -> None:
-        """Remove an entry in which something is wrong, if no other process holds it. This one gives it up.
-
-        Raises:
-            PlanError: another process holds it, and it stays.
-        """
+        """Remove an entry in which something is wrong, if no other process holds it. This one gives it up."""
         own, entry, mine = self._own(), held.folder, held.status()
         held.close()
         end = time.monotonic() + _ASIDE_SECONDS
@@ -458,11 +454,7 @@ class HeldEntry(Closable):
 
 
 def _held(folder: Path) -> HeldEntry | None:
-    """Hold an entry, which is made if need be; None: another process is removing it.
-
-    Raises:
-        PlanError: something else is there.
-    """
+    """Hold an entry, which is made if need be; None: another process is removing it."""
     with suppress(FileExistsError):
         folder.mkdir(0o700)
     if (status := status_of(folder)) is None:

@@ -143,12 +143,7 @@ def _check_length(folder: Store, manifest: Manifest, index: int) -> None:
 
 
 def check_intact(folder: Store) -> None:
-    """Check a converted checkpoint without reading its weights: that what its manifest lists is all there.
-
-    Raises:
-        FormatError: the manifest is damaged; or of the first file in which `find_faults` finds something.
-        OSError: a file cannot be read.
-    """
+    """Check a converted checkpoint without reading its weights: that what its manifest lists is all there."""
     for fault in find_faults(folder, read_manifest(folder)):
         raise fault
 
@@ -158,9 +153,6 @@ def find_faults(folder: Store, manifest: Manifest) -> list[FormatError]:
 
     A file is missing, has another length, head or digest than the manifest says, or has a hole where there should be
     other bytes than zeros.
-
-    Raises:
-        OSError: a file cannot be read.
     """
 
     def fault(check: Callable[[], None]) -> FormatError | None:
@@ -197,10 +189,6 @@ def check_holes(fd: int | None, open_it: Callable[[], ReadableFile], proof: File
         fd: the file's descriptor; None if its store has none, and tells of no holes.
         open_it: opens the file to read it through the page cache.
         where: its name in messages.
-
-    Raises:
-        FormatError: the digest of a chunk differs.
-        OSError: a read failed.
     """
     if fd is None:
         return
@@ -292,11 +280,7 @@ def names_of_index(manifest: Manifest) -> list[str]:
 
 
 def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
-    """The length of each file, by name, in the order of the names.
-
-    Raises:
-        FormatError: one is missing.
-    """
+    """The length of each file, by name, in the order of the names."""
     sizes = {}
     for name in sorted(names):
         status = folder.stat(name)
@@ -307,11 +291,7 @@ def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
 
 
 def describe_output(folder: Store) -> str:
-    """What a converted checkpoint is, by its manifest, which is written last, and what is wrong with it at a glance.
-
-    Raises:
-        FormatError: it is damaged, or foreign.
-    """
+    """What a converted checkpoint is, by its manifest, which is written last, and what is wrong with it at a glance."""
     manifest = read_manifest(folder)
     model = f"model type {manifest.model_type}" if manifest.model_type else "a model"
     some = "" if manifest.has_all else f" (ranks {ranks_text(manifest.present)})"

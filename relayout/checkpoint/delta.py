@@ -166,12 +166,7 @@ class Changes:
 
 
 def is_delta(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder, or what a URL names, is a delta.
-
-    Raises:
-        FormatError: relayout.json is damaged.
-        PlanError: as `find_input`.
-    """
+    """Whether a folder, or what a URL names, is a delta."""
     store = find_input(path)
     blob = find_manifest_blob(store)
     requires = None if blob is None else parse_object(blob, store.location(MANIFEST_NAME)).get("requires")
@@ -179,7 +174,7 @@ def is_delta(path: str | os.PathLike[str]) -> bool:
 
 
 def read_deltas(paths: Paths) -> Iterator[Delta]:
-    """Read the manifests of deltas, one after the other; for errors see `read_delta`."""
+    """Read the manifests of deltas, one after the other."""
     found = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Iterable) else None
     if found is None:
         raise PlanError(f"deltas: {shown(paths)}, expected the path of a delta, or a list of paths", code="option")
@@ -202,10 +197,6 @@ def read_delta(store: Store, position: int = 0, before: Delta | None = None) -> 
     Args:
         position: in a chain; see `Link`.
         before: the delta in front of it in the chain. What that makes is not read again.
-
-    Raises:
-        FormatError: not a delta, or damaged.
-        PlanError: there is nothing.
     """
     blob = find_manifest_blob(store)
     if blob is None:
@@ -233,7 +224,7 @@ def _read_side(store: Store, side: str, digest: str) -> Manifest:
 
 
 def names_of_delta(folder: Store) -> frozenset[str]:
-    """Names of all files of a delta, as its manifests name them; for errors see `read_delta`."""
+    """Names of all files of a delta, as its manifests name them."""
     delta = read_delta(folder)
     manifest = delta.link.manifest
     changed = [file.name for file, stored in zip(delta.new.files, manifest.files, strict=True) if stored.nbytes]
@@ -245,7 +236,7 @@ def names_of_delta(folder: Store) -> frozenset[str]:
 
 
 def describe_delta(folder: Store) -> str:
-    """What a delta is, by its manifest, which is written last; for errors see `read_delta`."""
+    """What a delta is, by its manifest, which is written last."""
     return f"a complete delta of {len(read_delta(folder).new.files)} files"
 
 
@@ -254,12 +245,7 @@ DELTA_OUTPUT = Replaceable(MANIFEST_NAME, describe_delta, names_of_delta)
 
 
 def with_deltas(base: Store, deltas: Iterable[Delta]) -> Store:
-    """What deltas, one after the other, make of a converted checkpoint: the base itself if there are none.
-
-    Raises:
-        FormatError: the base is not a converted checkpoint, or damaged.
-        PlanError: a delta applies to another one.
-    """
+    """What deltas, one after the other, make of a converted checkpoint: the base itself if there are none."""
     found = iter(deltas)
     first = next(found, None)
     if first is None:
@@ -281,9 +267,6 @@ def chained(deltas: Iterable[Delta], content: str, before: str) -> Iterator[Delt
     Args:
         content: the digest of the manifest that the first one applies to.
         before: what that is, for messages.
-
-    Raises:
-        PlanError: one applies to another content.
     """
     for delta in deltas:
         link = delta.link

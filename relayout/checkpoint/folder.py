@@ -66,12 +66,7 @@ def _similar(path: Path) -> str:
 
 
 def refuse_incomplete(folder: Store, names: Iterable[str]) -> None:
-    """Raise an error for a folder without a manifest that has a part of an output, and is no plain checkpoint.
-
-    Raises:
-        FormatError: one of these files has slices, which would be taken for tensors.
-        PlanError: an output is assembled in the folder.
-    """
+    """Raise an error for a folder without a manifest that has a part of an output, and is no plain checkpoint."""
     refuse_unfinished(folder)
     if any(map(RANK_FILE.fullmatch, names)):
         what = (
@@ -105,11 +100,7 @@ def _read_object(folder: Store, name: str, names: list[str]) -> dict[str, Any]:
 
 
 def parse_config(blob: bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object as leniently as transformers: NaN is accepted, and the last of equal keys counts.
-
-    Raises:
-        FormatError: the bytes are not a JSON object.
-    """
+    """Parse a JSON object as leniently as transformers: NaN is accepted, and the last of equal keys counts."""
     with about(path=where):
         text = decode(blob)
         check_depth(text)
@@ -164,11 +155,7 @@ def glance(root: Store) -> list[Entry]:
 
 
 def choose_shards(root: Store, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the .safetensors files of a folder into those of the model and those left out, each with the reason.
-
-    Raises:
-        FormatError: a file of a numbered set is missing, or there are two sets.
-    """
+    """Split the .safetensors files of a folder into those of the model and those left out, each with the reason."""
     if SINGLE_NAME in names:
         used, reason = [SINGLE_NAME], f"{SINGLE_NAME} is the model"
     else:
@@ -271,9 +258,6 @@ def chosen_by_transformers(root: Store, names: Sequence[str], config: Mapping[st
 
     transformers takes the file that config.json names, else model.safetensors, and only then the index, with which
     engines begin (vLLM and SGLang, `filter_duplicate_safetensors_files`).
-
-    Raises:
-        FormatError: config.json names something else than a safetensors file of the folder or an index.
     """
     named = config.get(WEIGHTS_OF_TRANSFORMERS)
     if named is None:

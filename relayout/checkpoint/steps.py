@@ -15,22 +15,13 @@ _Result = TypeVar("_Result")
 
 
 def read_steps(store: Store) -> tuple[StepsIndex, bytes] | None:
-    """The index of a root of steps, parsed and as stored; None: there is none.
-
-    Raises:
-        FormatError: it is damaged.
-    """
+    """The index of a root of steps, parsed and as stored; None: there is none."""
     blob = if_there(lambda: store.read(STEPS_NAME, MAX_STEPS_NBYTES))
     return None if blob is None else (parse_steps(blob, store.location(STEPS_NAME)), blob)
 
 
 def steps_at(path: str) -> StepsIndex | None:
-    """The index of a root of steps, given as a path or URL; None: this is no root.
-
-    Raises:
-        FormatError: it is damaged.
-        PlanError: as `find_input`.
-    """
+    """The index of a root of steps, given as a path or URL; None: this is no root."""
     found = read_steps(find_input(path))
     return None if found is None else found[0]
 
@@ -50,10 +41,6 @@ def way_to(path: str, have: str | None, step: int | None) -> tuple[str, ...] | N
 
     Returns:
         None: this is no root of steps.
-
-    Raises:
-        FormatError: its index is damaged.
-        PlanError: the step is not there; or as `find_input`.
     """
     index = steps_at(path)
     if index is None:
@@ -76,10 +63,6 @@ def follow(find: Callable[[bool], _Way], use: Callable[[_Way], _Result], where: 
         find: finds a way; None: there is none. It is told whether the reader still has what it had: only the first
             time it has.
         where: the root, for the error.
-
-    Raises:
-        what `find` raises; what `use` raises, if the way is the same as before.
-        PlanError: the ways change again and again.
     """
     way = find(True)
     for _ in range(_NUM_TRIES):

@@ -152,13 +152,7 @@ def _place(path: str) -> str:
 
 
 def trusted(store: Store, trust: Trust) -> Store:
-    """Wrap the store of a converted checkpoint so that it hands out proven bytes only. Without a policy, do nothing.
-
-    Raises:
-        FormatError: it is not signed as the policy says.
-        PlanError: as `policy_of`, or the policy has no signer for this place; or the package is missing.
-        OSError: a read failed.
-    """
+    """Wrap the store of a converted checkpoint so that it hands out proven bytes only. Without a policy, do nothing."""
     policy = policy_of(trust)
     return store if policy is None else TrustedStore(store, prove(store, policy))
 
@@ -170,18 +164,14 @@ def package_missing() -> PlanError:
 
 
 def refuse_deltas(store: Store | None = None) -> None:
-    """Refuse to change what a store has, or tensors in memory, by a delta: nobody has signed it.
-
-    Raises:
-        PlanError: the store is trusted; without one: RELAYOUT_TRUST is set.
-    """
+    """Refuse to change what a store has, or tensors in memory, by a delta: nobody has signed it."""
     if isinstance(store, TrustedStore) or (store is None and policy_of(None) is not None):
         what = "a delta is not signed, so that a trust policy excludes it: apply it elsewhere, and sign what it makes"
         raise PlanError(what, code="unsupported")
 
 
 def prove(store: Store, policy: Policy) -> Signed:
-    """Prove a folder's signature, before anything else of it is believed; for errors see `trusted`."""
+    """Prove a folder's signature, before anything else of it is believed."""
     signers = [signer for signer in policy.signers if signer.is_for(store)]
     if not signers:
         raise PlanError(f"the policy {policy.path} has no signer for this place", path=str(store), code="option")

@@ -181,9 +181,6 @@ def _is_there(output_folder: str, differences: list[str] | None, out: Printing, 
     Args:
         differences: how it differs from what would be made; None: it is not there, or damaged.
         force: whether another one is to be replaced.
-
-    Raises:
-        PlanError: there is another one.
     """
     from relayout.cli import render
     from relayout.commands.copy import already_there

@@ -105,11 +105,6 @@ def add(
 
     Returns:
         What the cache keeps then, and what had to make room.
-
-    Raises:
-        FormatError: the source is damaged, or has changed while it was read.
-        PlanError: it has no plan for this degree, or there is no cache, or it is not relayout's.
-        OSError: reading or writing failed, or the cache has no room for it.
     """
     found = _cache(folder)
     kept = found if limit is None else Cache(found.folder, limit)

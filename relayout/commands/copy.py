@@ -197,9 +197,6 @@ def differences_from_copy(
     If there are no differences, this proves that: its manifest, which has the digests of all else, and its signature
     are those of the copy byte for byte; and what they name is there (`find_faults`), side files with their digests.
     Weights are not read: `verify` does.
-
-    Raises:
-        FormatError, PlanError, OSError: as `copy`, of `path`.
     """
     source, target = trusted(find_input(path).snapshot(), trust), find_store(output)
     blob, manifest, kept = _kept(source, ranks)

@@ -74,11 +74,7 @@ class UnitJob:
 
     @staticmethod
     def from_json(job: Mapping[str, Any]) -> UnitJob:
-        """The job of what `as_json` returned.
-
-        Raises:
-            FormatError: its plan is invalid.
-        """
+        """The job of what `as_json` returned."""
         parsed = {
             "plan": Plan.from_json(job["plan"]),
             "options": ConversionOptions(**job["options"]),
@@ -88,12 +84,7 @@ class UnitJob:
         return UnitJob(**{**job, **parsed})
 
     def planned(self) -> Conversion:
-        """The conversion: the layout is made again, from the source's headers and the plan.
-
-        Raises:
-            FormatError: the source has changed since the job was made.
-            PlanError: another version of relayout made the job, and plans another conversion.
-        """
+        """The conversion: the layout is made again, from the source's headers and the plan."""
         checkpoint, plan, options = read_source(find_input(self.source)), self.plan, self.options
         source_changed = FormatError("has changed since the job was made", path=self.source, code="mismatch")
         if len(checkpoint.tensors) != len(plan.cut_of):
@@ -137,9 +128,6 @@ def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
     Args:
         planned: by `relayout.plan_conversion`. Paths must mean the same on every machine.
         force: as for `convert`.
-
-    Raises:
-        PlanError: the output exists.
     """
     StoreDestination(planned.output, CONVERTED, force).check(planned.source.root)
     units = planned.layout.units
@@ -159,7 +147,7 @@ def unit_jobs(planned: Conversion, *, force: bool = False) -> list[UnitJob]:
 
 
 def run_job(job: UnitJob, **options: Any) -> UnitRecord:
-    """Convert the unit of a job; options, result and errors as for `convert_unit`."""
+    """Convert the unit of a job; options and result as for `convert_unit`."""
     return convert_unit(job.planned(), job.unit, force=job.force, **options)
 
 
@@ -177,11 +165,6 @@ def convert_unit(
 
     Args:
         force, threads, memory, scratch, progress: as for `convert`.
-
-    Raises:
-        FormatError: the source is damaged, or has changed meanwhile.
-        PlanError: there is no such unit, or the output exists.
-        OSError: reading or writing failed.
     """
     started = time.monotonic()
     threads, chunk_nbytes = share_memory(threads, memory, planned.output)
@@ -223,9 +206,6 @@ def convert_share(planned: Conversion, share: str, **options: Any) -> ConvertedU
         share: "K/N", K from 0: the units K, K + N, K + 2 N ... With N units, that is unit K; with fewer, there may be
             nothing to do.
         options: as for `convert_unit`.
-
-    Raises:
-        FormatError, PlanError, OSError: as `convert_unit`; or `share` is invalid.
     """
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", share)
     if match is None or int(match[1]) >= int(match[2]):
@@ -236,7 +216,7 @@ def convert_share(planned: Conversion, share: str, **options: Any) -> ConvertedU
 
 
 def commit_jobs(jobs: list[UnitJob]) -> Summary:
-    """Publish the output of jobs that are all of one conversion; result and errors as for `commit_units`."""
+    """Publish the output of jobs that are all of one conversion; result as for `commit_units`."""
     return commit_units(jobs[0].planned(), force=jobs[0].force)
 
 
@@ -252,11 +232,6 @@ def commit_units(
 
     Args:
         force: as for `convert`.
-
-    Raises:
-        FormatError: the source has changed since the units were converted.
-        PlanError: units are missing, or their files have changed since; or the output exists.
-        OSError: reading or writing failed.
     """
     started = time.monotonic()
     source, layout, identity = planned.source, planned.layout, identity_of(planned.source)

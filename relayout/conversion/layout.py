@@ -410,11 +410,7 @@ class HeaderBuilder:
         """Entries that files of several ranks have in common."""
 
     def data_start(self, file: RankFile) -> int:
-        """How long the header of a file is: the sum of what `build` joins.
-
-        Raises:
-            PlanError: readers refuse so long a header.
-        """
+        """How long the header of a file is: the sum of what `build` joins."""
         bounds = [len(str(bound)) for bound in (*file.data_offsets, file.nbytes - file.data_start)]
         counts = Counter(self._tensors[t] for t in file.tensors)
         heads = sum(n * len(entry_head(one.dtype, one.rank_shape(file.holder))) for one, n in counts.items())

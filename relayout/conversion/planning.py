@@ -55,11 +55,7 @@ class ConvertOptions(CutOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The values of `ConvertOptions`, checked. Sizes are numbers of bytes.
-
-    Raises:
-        PlanError: an option is invalid.
-    """
+    """The values of `ConvertOptions`, checked. Sizes are numbers of bytes."""
 
     tp: int = 1
     align: int | str = DEFAULT_ALIGNMENT
@@ -172,11 +168,7 @@ def plan_conversion(
 
 
 def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
-    """`SOURCE-tpN` beside the source folder; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here.
-
-    Raises:
-        PlanError: the source is the root folder.
-    """
+    """`SOURCE-tpN` beside the source folder; for a snapshot in a Hugging Face cache, `REPOSITORY-tpN` right here."""
     if scheme_of(source) is not None:
         return f"{os.fspath(source).rstrip('/')}-tp{tp}"
     source = Path(source)
@@ -192,11 +184,7 @@ def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
 
 
 def observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:
-    """What observes a plan where no built-in one is for a model, the installed vLLM, and its name with the version.
-
-    Raises:
-        ImportError: vLLM is not installed.
-    """
+    """What observes a plan where no built-in one is for a model, the installed vLLM, and its name with the version."""
     import vllm
 
     return f"vllm {vllm.__version__}", lambda checkpoint, num_ranks: find_plan(checkpoint, num_ranks, VLLM)
@@ -218,10 +206,6 @@ def find_plan(
             built-in plan for the model type.
         expert_parallel, unmatched: as for `planner.plan_for`.
         trust_remote_code: whether vLLM may run Python files of the checkpoint.
-
-    Raises:
-        FormatError: the plan file is not valid.
-        PlanError: there is no plan, or it is of another checkpoint or degree.
     """
     if isinstance(plan, Plan):
         if (plan.num_ranks, len(plan.cut_of)) != (num_ranks, len(checkpoint.tensors)):
@@ -420,11 +404,6 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
         path: a checkpoint folder, Hugging Face snapshot, or .safetensors file.
         plan: a plan file, the name of a built-in plan, or "transformers"; None: the built-in plan for the model type,
             if there is one.
-
-    Raises:
-        FormatError: the checkpoint or the plan file is damaged.
-        PlanError: `path` is not a checkpoint, its weights are quantized in a way that cannot be cut, or the plan is for
-            other model types.
     """
     if plan == VLLM:
         raise PlanError("a plan observed from vLLM has no rules to check", code="option")

@@ -245,11 +245,7 @@ class FileSink:
         return self._output.write(file.name, file.nbytes)
 
     def close(self) -> None:
-        """Return when all that was put is on the drive, and close what is open.
-
-        Raises:
-            OSError: it could not all be written.
-        """
+        """Return when all that was put is on the drive, and close what is open."""
         self._files.close()
 
 
@@ -293,9 +289,6 @@ def share_memory(threads: int, memory: int | str, output: Store | None = None) -
 
     Returns:
         The number of threads, `threads` at most, and how many source bytes each copies at once.
-
-    Raises:
-        PlanError: there are no threads, or not enough bytes for one.
     """
     threads, memory = at_least_one(threads, "threads"), size(memory, "memory")
     num_copies = 3 if output is not None and output.cost.is_remote else 2
@@ -397,10 +390,6 @@ def make_unit(
     Args:
         identity: of the source, before it was read.
         fingerprint: of the conversion, with the content of that identity.
-
-    Raises:
-        FormatError: the source is damaged, or has changed meanwhile.
-        OSError: reading or writing failed.
     """
     conversion = plan.conversion
     written = run_unit(plan, unit, output, threads=threads, on_progress=on_progress)

@@ -320,9 +320,6 @@ def recorded_source(folder: Store, record: SourceRecord, *, is_whole: bool = Tru
         folder: the converted folder.
         record: its source record.
         is_whole: whether all tensors of the shards must have been converted.
-
-    Raises:
-        FormatError: a shard's header is damaged, or its tensors are not those of the record.
     """
     metadata = []
     files = []
@@ -364,9 +361,6 @@ def stored_conversion(
 
     Args:
         tables: of each holder that the folder has.
-
-    Raises:
-        FormatError: tables and source record contradict each other.
     """
     options = record.options
     plan = Plan(options.plan, options.num_ranks, record.cuts, record.cut_of, options.expert_parallel)
@@ -477,11 +471,7 @@ def copy_side_file(
     expected: SideFile | None = None,
     prefix: str = "",
 ) -> SideFile:
-    """Copy a file into an output, with `prefix` in front of its name and as much of its mode as the umask leaves.
-
-    Raises:
-        FormatError: it cannot be read, or is not the one that is expected.
-    """
+    """Copy a file into an output, with `prefix` in front of its name and as much of its mode as the umask leaves."""
     status = _status(source, name)
     if expected is None and not status.version:
         raise unversioned(source.location(name))

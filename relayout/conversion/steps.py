@@ -415,9 +415,6 @@ class TensorHashes:
 
         Returns:
             The digests of tensors of which these were the last bytes, in the source and in slices.
-
-        Raises:
-            Stopped: the work was given up.
         """
         ended: dict[int, dict[int, str]] = {}
         for t, which, start, view in pieces:
@@ -464,10 +461,6 @@ def run_steps(
     Args:
         put: takes the bytes of a span for each place, as `FileSink.put`; called by several threads. None: digests only.
         stop: requested when a step fails.
-
-    Raises:
-        FormatError: a source file has changed its length.
-        OSError: a read or a write failed.
     """
     source = conversion.source
     stop = stop or Stop()

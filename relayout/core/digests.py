@@ -68,9 +68,6 @@ class OrderedDigests:
 
         Returns:
             The digest of the whole stream if these were its last bytes, else None.
-
-        Raises:
-            Stopped: the work was canceled.
         """
         if view.nbytes == nbytes:
             running = self._new()
@@ -118,9 +115,6 @@ class ExtentDigests:
 
         Returns:
             Positions of the extents that these bytes completed.
-
-        Raises:
-            Stopped: the work was canceled.
         """
         complete = []
         end = offset + view.nbytes

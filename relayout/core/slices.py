@@ -113,11 +113,7 @@ class Slice:
 
     @property
     def ranges(self) -> tuple[Range, ...] | None:
-        """The ranges along `axis`, for code that serves one only; None if the tensor is held whole.
-
-        Raises:
-            PlanError: several axes are cut.
-        """
+        """The ranges along `axis`, for code that serves one only; None if the tensor is held whole."""
         return self._one_axis()[1]
 
     def _one_axis(self) -> tuple[int, tuple[Range, ...] | None]:
@@ -211,9 +207,6 @@ def row_runs(part: Slice, shape: tuple[int, ...], axis: int) -> list[tuple[int, 
     """Which rows a slice has, a row being an index of all axes before `axis`: (first row, how many, row of the slice).
 
     Rows are numbered in row-major order. The runs are in the order of the slice.
-
-    Raises:
-        PlanError: there are too many runs.
     """
     if not part.by_axis or part.by_axis[0][0] >= axis:
         return [(0, prod(shape[:axis]), 0)]
@@ -241,12 +234,7 @@ def _check_number(count: int, part: Slice) -> None:
 
 
 def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Transfer, ...]:
-    """Transfers from the tensor's bytes (source) to the slice's dense bytes (target), each relative to its first byte.
-
-    Raises:
-        PlanError: a range starts or ends inside a byte (dtypes below 8 bits), or is outside the tensor; or the slice
-            has too many runs.
-    """
+    """Transfers from the tensor's bytes (source) to the slice's dense bytes (target), each relative to its first byte."""
     if not part.by_axis:
         nbytes = prod(shape) * BITS[dtype] // 8
         return (Transfer(0, 0, nbytes),) if part.is_held and nbytes else ()
@@ -301,7 +289,7 @@ class CutTensor:
 
     @cached_property
     def transfers(self) -> list[tuple[Transfer, ...]]:
-        """Transfers of each distinct slice; for errors see `slice_transfers`."""
+        """Transfers of each distinct slice."""
         return [slice_transfers(self.dtype, self.shape, part) for part in self.cut.distinct]
 
     @cached_property

@@ -209,11 +209,7 @@ def pause(seconds: float) -> None:
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], num_threads: int) -> list[Result]:
-    """`work` of each item, in order; by several threads at a time if there are several items and threads.
-
-    Raises:
-        the first error of `work`, or KeyboardInterrupt.
-    """
+    """`work` of each item, in order; by several threads at a time if there are several items and threads."""
     if min(num_threads, len(items)) < 2:
         return [work(item) for item in items]
     done: list[Result | None] = [None] * len(items)

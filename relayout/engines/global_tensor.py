@@ -53,11 +53,7 @@ class Usage:
         self.lock = threading.RLock()
 
     def note(self, name: str, operation: str, nbytes: int) -> None:
-        """Count a whole tensor that is about to be read; warn of the first.
-
-        Raises:
-            PlanError: in strict mode.
-        """
+        """Count a whole tensor that is about to be read; warn of the first."""
         what = f"{operation} needs elements that this rank's slice does not hold"
         if self.strict:
             raise PlanError(what, tensor=name, code="unsupported")
@@ -242,9 +238,6 @@ class GlobalTensor(torch.Tensor):
             ranges: (start, length) along `axis` of what the slice holds, in its order.
             read: reads the whole tensor, if it is needed.
             usage: shared by the tensors of a load.
-
-        Raises:
-            PlanError: `local` has another shape than such a slice.
         """
         shape = tuple(shape)
         expected = (*shape[:axis], sum(length for _, length in ranges), *shape[axis + 1 :])
@@ -331,11 +324,7 @@ class GlobalTensor(torch.Tensor):
         return self._plain("numpy").clone().numpy(force=force)
 
     def data_ptr(self) -> int:
-        """Refused: no memory has all of the tensor.
-
-        Raises:
-            PlanError: always.
-        """
+        """Refused: no memory has all of the tensor."""
         raise PlanError(f"{self!r}: has no address: its memory is not contiguous")
 
     def _plain(self, operation: str) -> torch.Tensor:
@@ -396,11 +385,7 @@ class GlobalTensor(torch.Tensor):
 
 
 def _check_written(func: Any, args: Any, kwargs: Any) -> None:
-    """Check that an operation writes to no global tensor: what a slice holds of one is a plain view.
-
-    Raises:
-        PlanError: it does.
-    """
+    """Check that an operation writes to no global tensor: what a slice holds of one is a plain view."""
     if names := written_by(func):
         values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         for target in tree_leaves([values.get(name) for name in names]):

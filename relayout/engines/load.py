@@ -152,7 +152,7 @@ def find_folder(path: str, engine: str) -> Manifest | None:
 
 
 def _look_at(path: str, engine: str) -> _Content:
-    """Find a checkpoint, and prove its side files if there is a policy. Arguments and errors as of `find_folder`."""
+    """Find a checkpoint, and prove its side files if there is a policy. Arguments as of `find_folder`."""
     try:
         store = trusted(find_input(path), None)
         manifest = find_manifest(store)

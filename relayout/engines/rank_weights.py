@@ -70,11 +70,7 @@ class EngineOptions:
 
     @staticmethod
     def parse(values: Mapping[str, object], where: str) -> EngineOptions:
-        """The options as an engine hands them over.
-
-        Raises:
-            PlanError: an option is unknown, or its value is of another type, or none that it can have.
-        """
+        """The options as an engine hands them over."""
         types = get_type_hints(EngineOptions)
         for name, value in values.items():
             if name not in types:
@@ -110,9 +106,6 @@ def replicas(group: ProcessGroup | None) -> Iterator[Group | None]:
 
     Args:
         group: None: this process is alone.
-
-    Raises:
-        PlanError: this process is no member.
     """
     if group is None:
         yield None
@@ -335,11 +328,7 @@ class Delivery:
         )
 
     def report(self) -> LoadReport:
-        """What the load has done.
-
-        Raises:
-            PlanError: the engine has not taken all tensors.
-        """
+        """What the load has done."""
         if self._done is None:
             what = f"rank {self.weights.rank}: the engine stopped after {self._num_tensors} tensors"
             raise PlanError(what, path=self.weights.path)

@@ -77,9 +77,6 @@ def register(hooks: Callable[[], Sequence[Hook]] | None = None) -> None:
 
     Args:
         hooks: returns the hooks of a load, in a process that loads weights. Default: `load_hooks`.
-
-    Raises:
-        ImportError, AttributeError, TypeError: this SGLang is not as expected. It would only log hooks that fail.
     """
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
     from sglang.srt.configs.load_config import LoadConfig
@@ -91,11 +88,7 @@ def register(hooks: Callable[[], Sequence[Hook]] | None = None) -> None:
 
 
 def _register(hooks: Sequence[Hook]) -> None:
-    """Register hooks with SGLang, if it is as all of them expect it.
-
-    Raises:
-        AttributeError, TypeError: it is not.
-    """
+    """Register hooks with SGLang, if it is as all of them expect it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -152,11 +145,7 @@ def _hook_loader(hooks: Callable[[], Sequence[Hook]]) -> None:
 
 
 def load_hooks() -> list[Hook]:
-    """Return the hooks of a start.
-
-    Raises:
-        ImportError, AttributeError: this SGLang is not as expected.
-    """
+    """Return the hooks of a start."""
     from sglang.srt.model_loader import loader
 
     stock = loader.DefaultModelLoader
@@ -172,11 +161,7 @@ def load_hooks() -> list[Hook]:
 
 
 def choose_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
-    """Hook around `get_model_loader` under a policy: loaders that read weights in a way of their own are refused.
-
-    Raises:
-        PlanError: this one does.
-    """
+    """Hook around `get_model_loader` under a policy: loaders that read weights in a way of their own are refused."""
     loader = original(load_config, model_config)
     # These two read by `_get_weights_iterator`, if they do not quantize what transformers has read.
     is_read_here = type(loader).__name__ == "DefaultModelLoader" or (
@@ -191,11 +176,7 @@ def choose_loader(original: Callable[..., Any], load_config: Any, model_config: 
 def weights_iterator(
     original: Callable[..., Iterator[_Named]], loader: Any, source: Any, **settings: Any
 ) -> Iterator[_Named]:
-    """Hook around `DefaultModelLoader._get_weights_iterator` that gives what relayout loads; all else is SGLang's.
-
-    Raises:
-        FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit.
-    """
+    """Hook around `DefaultModelLoader._get_weights_iterator` that gives what relayout loads; all else is SGLang's."""
     known = _known_of_source(loader.load_config, source)
     return deliver(known, None, loader, source, partial(original, loader, source, **settings))
 
@@ -219,9 +200,6 @@ def deliver(
         weights: opened before; None: those at the place.
         loader, source: SGLang's `DefaultModelLoader`, and what it reads.
         stock: returns the tensors as SGLang reads them itself.
-
-    Raises:
-        FormatError, PlanError, OSError, MemoryError: as `weights_iterator`.
     """
     assert known.place is not None
     if weights is None and not known.place.is_ours:
@@ -293,9 +271,6 @@ def load_weights(original: Callable[..., None], model: Any, weights: Any, *setti
     """Hook around `DefaultModelLoader.load_weights_only`: all memory of a model that was marked has been written.
 
     What SGLang has loaded itself may have left some as it was made: there it has its values again.
-
-    Raises:
-        PlanError: some was not.
     """
     original(model, weights, *settings, **named)
     known = MODELS.of(model)

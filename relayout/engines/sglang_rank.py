@@ -43,7 +43,7 @@ def engine_rank(model_config: Any, draft_model_idx: int | None = None) -> Engine
 
 
 def shapes_at(place: WeightsPlace) -> Shapes | None:
-    """The shapes of the weights at a place; for errors see `WeightsPlace.shapes`."""
+    """The shapes of the weights at a place."""
     from sglang.srt.runtime_context import get_parallel
 
     return place.shapes(get_parallel().tp_rank, get_parallel().tp_size)

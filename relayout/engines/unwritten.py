@@ -111,9 +111,6 @@ def check_written(model: torch.nn.Module, path: str, engine: str, exempt: Collec
     Args:
         path: of the checkpoint, for messages.
         exempt: names of modules.
-
-    Raises:
-        PlanError: some was not.
     """
     missing = [name for name in unwritten(model) if set(exempt).isdisjoint(name.split("."))]
     if missing:

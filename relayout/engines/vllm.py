@@ -57,10 +57,6 @@ def register(observe: Callable[[], Observer] | None = None, methods: type[VllmLo
     Args:
         observe: returns what finds plans for models that no built-in plan is for.
         methods: see `loader_class`.
-
-    Raises:
-        ImportError, AttributeError, TypeError: this vLLM is not as expected.
-        PlanError, OSError: as `policy_of`.
     """
     from vllm.model_executor import model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -77,11 +73,7 @@ def register(observe: Callable[[], Observer] | None = None, methods: type[VllmLo
 
 
 def _refused(loader: type[Any], load_config: Any) -> Any:
-    """Stand in the place of a loader that reads weights in a way of its own.
-
-    Raises:
-        PlanError: there is a policy.
-    """
+    """Stand in the place of a loader that reads weights in a way of its own."""
     refuse_unproven(None, f"--load-format {load_config.load_format} is not loaded by relayout")
     return loader(load_config)
 
@@ -99,9 +91,6 @@ def loader_class(
         is_asked_for: else only what is a converted folder is loaded by it.
         observe: see `register`.
         methods: a subclass of `VllmLoader`, such as the one for models that change while they live. None: that itself.
-
-    Raises:
-        ImportError, TypeError: the default loader is not as expected.
     """
     needed = ("create_model", "load_weights", "get_all_weights", "_get_weights_iterator", "download_model", "register")
     missing = [name for name in needed if not hasattr(stock, name)]
@@ -163,12 +152,7 @@ class VllmLoader:
         return own if _is_draft(model_config) or self._options.source is None else self._options.source
 
     def _place(self, model_config: Any) -> WeightsPlace:
-        """Where a model's weights are.
-
-        Raises:
-            FormatError, PlanError, OSError: as `WeightsPlace.is_ours`; or vLLM loads them alone, and has options that
-                only relayout knows.
-        """
+        """Where a model's weights are."""
         place = WeightsPlace(self.source_of(model_config), self.setup.is_asked_for)
         if self._option_names and not place.is_ours:
             what = f"--model-loader-extra-config: {', '.join(self._option_names)}: only for folders that relayout has"
@@ -200,11 +184,7 @@ class VllmLoader:
         return self.setup.base.load_model(self, *arguments, **options)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Let the model load this rank's weights; check that all its memory was written, or is as vLLM leaves it.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: as `relayout.iter_load`, or the folder does not fit the model.
-        """
+        """Let the model load this rank's weights; check that all its memory was written, or is as vLLM leaves it."""
         known = MODELS.of(model)
         if known is None or known.place is None or known.place.source != self.source_of(model_config):
             known = EngineModel(self._options, self._place(model_config))
@@ -260,12 +240,7 @@ class VllmLoader:
             _LOGGER.warning("relayout: %s", error)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the checkpoint, as this rank has them, for vLLM's `reload_weights`.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: as `load_weights`; before anything changes, if a model that
-                relayout has loaded is to be reloaded from what is not for it.
-        """
+        """(name, tensor) of the checkpoint, as this rank has them, for vLLM's `reload_weights`."""
         place, known = self._place(model_config), MODELS.of(model)
         names = None if known is None else known.names
         if names is None and not place.is_ours:
@@ -291,11 +266,7 @@ class VllmLoader:
         return weights
 
     def _tensors(self, delivery: Delivery, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is delivered, and then what the model class names beside it: files or folders that vLLM reads itself.
-
-        Raises:
-            PlanError: there is a policy, and nothing would prove these.
-        """
+        """What is delivered, and then what the model class names beside it: files or folders that vLLM reads itself."""
         beside = getattr(model, "secondary_weights", ())
         for source in beside:
             refuse_unproven(source.model_or_path, f"has weights of {type(model).__name__} that vLLM reads itself")
@@ -305,9 +276,6 @@ class VllmLoader:
         """(name, tensor) of a source, as programs ask vLLM's default loader for them; all tensors are whole.
 
         Nobody knows to which model they go, so nothing is cut, and what cuts them cuts them once.
-
-        Raises:
-            FormatError, PlanError, OSError: the source is damaged, or not signed as a policy says.
         """
         path = "/".join(filter(None, (str(source.model_or_path), getattr(source, "subfolder", None))))
         place = WeightsPlace(source_url(path, getattr(source, "revision", None)), is_asked_for=False)

@@ -182,11 +182,7 @@ class Elements:
 
 
 def xor_into(encoded: bytes | memoryview, target: memoryview | Array) -> None:
-    """Change `target`, as long as the data was, to its XOR with the data. Where that was zero, nothing is written.
-
-    Raises:
-        FormatError: as `decode`. What `target` then holds is not defined.
-    """
+    """Change `target`, as long as the data was, to its XOR with the data. Where that was zero, nothing is written."""
     for run in decode(encoded, target.nbytes):
         elements = np.frombuffer(target, np.uint8, run.nbytes, run.offset).view(run.values.dtype)
         if run.places is None:
@@ -196,11 +192,7 @@ def xor_into(encoded: bytes | memoryview, target: memoryview | Array) -> None:
 
 
 def decode(encoded: bytes | memoryview, nbytes: int) -> Iterator[Elements]:
-    """What `encode` has made of data of so many bytes: the runs that are not zero.
-
-    Raises:
-        FormatError: `encode` makes nothing like it of such data.
-    """
+    """What `encode` has made of data of so many bytes: the runs that are not zero."""
     if not len(encoded):
         return
     runs = _parse_head(encoded, nbytes)
@@ -398,11 +390,7 @@ class PieceIndex:
 
 
 def parse_index(blob: bytes, file: DeltaFile, extents: Sequence[Extent]) -> PieceIndex:
-    """The inverse of `dump_index`. `extents` are the pieces.
-
-    Raises:
-        FormatError: it is damaged, or the pieces are not those of the file.
-    """
+    """The inverse of `dump_index`. `extents` are the pieces."""
     if digest_hex(blob) != file.index_digest:
         raise FormatError("its index differs from the manifest", code="digest")
     rows = np.frombuffer(blob, _PIECE)

@@ -50,9 +50,6 @@ def strict_json(text: str) -> Any:
     Python's own reader is laxer: it takes NaN, -0 as an integer, the last of two equal names, numbers that no double
     has, lone surrogates, and any depth that the stack has room for. Refused also is what consists of little but
     brackets, each of which would become 70 bytes of memory.
-
-    Raises:
-        FormatError: `text` is not such JSON.
     """
     brackets = text.count("[") + text.count("{")
     if brackets > _FEW_BRACKETS + len(text) // _CHARACTERS_PER_BRACKET:
@@ -104,9 +101,6 @@ def check_depth(text: str) -> None:
     """Refuse JSON of more than MAX_DEPTH levels, whatever room the caller's stack has.
 
     Of text that is no JSON, the levels count that a parser enters before it finds out.
-
-    Raises:
-        FormatError: it has more.
     """
     blob = text.encode("utf-8", "replace")
     if b"\\" in blob:
@@ -145,11 +139,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _check_integers(value: object) -> None:
-    """Check that all integers are of 64 bits, as TOML's are: Python does not even print larger ones.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Check that all integers are of 64 bits, as TOML's are: Python does not even print larger ones."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("an integer of more than 64 bits")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -166,11 +156,7 @@ def decode(blob: bytes) -> str:
 
 
 def refuse_lfs_pointer(blob: bytes) -> None:
-    """Refuse what git-lfs leaves in place of a file.
-
-    Raises:
-        FormatError: `blob`, the first bytes of a file or all of it, is such a pointer.
-    """
+    """Refuse what git-lfs leaves in place of a file."""
     if blob.startswith(LFS_POINTER):
         raise FormatError("this is a git-lfs pointer, not the file itself: run `git lfs pull`")
 
@@ -255,11 +241,7 @@ MAX_RANGES = 2**16
 
 
 def dump_slice(part: Slice) -> dict[str, list[list[int]]] | None:
-    """A slice as axis -> ranges: `{}` for the whole tensor, None for what the rank does not hold.
-
-    Raises:
-        PlanError: it has too many ranges to be read again.
-    """
+    """A slice as axis -> ranges: `{}` for the whole tensor, None for what the rank does not hold."""
     if part.by_axis is None:
         return None
     most = max((len(ranges) for _, ranges in part.by_axis), default=0)
@@ -290,11 +272,7 @@ def parse_slice(value: Any) -> Slice:
 
 
 def check_name(name: str) -> None:
-    """Refuse a tensor name that is too long for rules that look at its parts.
-
-    Raises:
-        FormatError: it is longer than MAX_NAME_LENGTH.
-    """
+    """Refuse a tensor name that is too long for rules that look at its parts."""
     if len(name) > MAX_NAME_LENGTH:
         raise FormatError(
             f"tensor {name[:64]!r}...: a name of {len(name)} characters, limit {MAX_NAME_LENGTH}", code="limit"
@@ -317,11 +295,7 @@ def is_plain_path(name: str) -> bool:
 
 
 def check_path(name: str) -> None:
-    """Check that a name leads to a place in the folder.
-
-    Raises:
-        FormatError: it leads elsewhere, or nowhere.
-    """
+    """Check that a name leads to a place in the folder."""
     # No hidden ones, which a conversion does not take along either: they may steer other programs.
     if not is_plain_path(name) or any(part.startswith(".") for part in name.split("/")):
         raise FormatError(f"{shown(name)} is not the name of a file inside the checkpoint", code="unsafe")

@@ -191,7 +191,7 @@ class TensorKind:
 
     @property
     def in_whole(self) -> tuple[Transfer, ...]:
-        """The transfers from the whole tensor to the slice; for errors see `slice_transfers`."""
+        """The transfers from the whole tensor to the slice."""
         return slice_transfers(self.dtype, self.source_shape, self.part)
 
 

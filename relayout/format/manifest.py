@@ -154,11 +154,7 @@ def sealed(top: Mapping[str, Any]) -> bytes:
 
 
 def parse_manifest(blob: bytes, where: str) -> Manifest:
-    """Parse relayout.json, and prove that its reads stay inside files and arena and do not overlap there.
-
-    Raises:
-        FormatError: it is not what FORMAT.md demands.
-    """
+    """Parse relayout.json, and prove that its reads stay inside files and arena and do not overlap there."""
     with about(path=where):
         return _parse_manifest(blob, parse_object(blob, where))
 
@@ -199,11 +195,7 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
 
 
 def check_top(blob: bytes, top: Mapping[str, Any], *, is_delta: bool = False) -> None:
-    """Check what comes before all other fields of a manifest: version, requirements, and its own proof.
-
-    Raises:
-        FormatError: it is of another version or kind, or damaged.
-    """
+    """Check what comes before all other fields of a manifest: version, requirements, and its own proof."""
     check_version(top)
     _check_requirements(top.get("requires"), is_delta)
     _check_self_digest(blob, top)

@@ -61,9 +61,6 @@ def parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> RankT
     """Parse a rank table, given as stored, and prove that its tensors lie inside files and arena.
 
     `rank` may be any holder of the manifest.
-
-    Raises:
-        FormatError: it is damaged, of another rank or conversion, or not what FORMAT.md demands.
     """
     with about(path=where):
         return _parse_table(blob, manifest, rank, where)
@@ -191,11 +188,7 @@ def _check_places(table: RankTable, manifest: Manifest, sizes: Column) -> None:
 
 
 def _pieces(table: RankTable, shared: Sequence[bool], sizes: Column) -> Column:
-    """The contiguous pieces of tensors in their files, in columns: rows, file offsets, arena offsets and bytes.
-
-    Raises:
-        FormatError: a slice in a file of whole tensors is not one contiguous piece for each of its ranges.
-    """
+    """The contiguous pieces of tensors in their files, in columns: rows, file offsets, arena offsets and bytes."""
     offsets, arena_offsets = (np.array(column, np.int64) for column in (table.offsets, table.arena_offsets))
     whole = np.stack([np.arange(len(sizes)), offsets, arena_offsets, sizes])
     is_shared = np.array(shared, bool)[np.array(table.files, np.int64)] if any(shared) else np.zeros(len(sizes), bool)

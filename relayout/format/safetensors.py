@@ -62,9 +62,6 @@ def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
 
     Args:
         prefix: the first bytes of the file, as many as `LFS_POINTER` has or more.
-
-    Raises:
-        FormatError: fewer than 8 bytes, a length above the limit, or one that the file cannot hold.
     """
     refuse_lfs_pointer(prefix)
     if len(prefix) < LENGTH_NBYTES:
@@ -81,11 +78,7 @@ def header_nbytes(prefix: bytes, file_nbytes: int) -> int:
 
 
 def parse_header(blob: bytes, file_nbytes: int, where: str) -> Header:
-    """Parse the 8 + n bytes that start a file of `file_nbytes` bytes, and prove the whole file's structure.
-
-    Raises:
-        FormatError: anything is not as the format demands; `where` names the file in the message.
-    """
+    """Parse the 8 + n bytes that start a file of `file_nbytes` bytes, and prove the whole file's structure."""
     with about(path=where):
         return _parse_header(blob, file_nbytes)
 
@@ -134,9 +127,6 @@ def build_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], al
 
     `tensors` are in offset order (a zero-size tensor before the one that starts at the same offset); keys are
     written in that order.
-
-    Raises:
-        PlanError: the header would exceed the format's limit.
     """
     rows = (
         (json_text(tensor.name), entry_head(tensor.dtype, tensor.shape), tensor.offset, tensor.offset + tensor.nbytes)
@@ -168,11 +158,7 @@ def join_header(entries: str, metadata: Mapping[str, str], alignment: int) -> by
 
 
 def data_start_after(text_nbytes: int, alignment: int) -> int:
-    """Where the data section starts behind a header whose JSON has so many bytes.
-
-    Raises:
-        PlanError: readers refuse so long a header.
-    """
+    """Where the data section starts behind a header whose JSON has so many bytes."""
     start = align_up(LENGTH_NBYTES + text_nbytes, alignment)
     if start - LENGTH_NBYTES > MAX_HEADER_NBYTES:
         what = f"a header of {start - LENGTH_NBYTES} bytes, limit {MAX_HEADER_NBYTES}"

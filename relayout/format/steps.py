@@ -180,9 +180,6 @@ class StepsIndex:
 
         Returns:
             None: the root has no step yet.
-
-        Raises:
-            PlanError: the step is not there.
         """
         if not self.entries:
             return None
@@ -237,11 +234,7 @@ def _dump_stored(stored: Stored | None) -> dict[str, object] | None:
 
 
 def parse_steps(blob: bytes, where: str) -> StepsIndex:
-    """Parse the index of a root.
-
-    Raises:
-        FormatError: it is damaged, or of a version that this relayout does not know.
-    """
+    """Parse the index of a root."""
     top = Fields(parse_object(blob, where), where)
     if top.top.get("relayout") != "steps":
         raise FormatError("is not the index of a root of steps", path=where, code="field")

@@ -215,12 +215,7 @@ def _file(name: str) -> str:
 
 
 def of_converted(folder: Store) -> tuple[dict[str, Any], bytes]:
-    """The object of a converted folder, and the digests of all slices, in the order of its files.
-
-    Raises:
-        FormatError: the folder is damaged, or a file is missing or truncated.
-        PlanError: it lacks ranks.
-    """
+    """The object of a converted folder, and the digests of all slices, in the order of its files."""
     manifest = read_manifest(folder)
     record = read_record(folder, manifest)
     check_present(folder, manifest, range(manifest.num_ranks))

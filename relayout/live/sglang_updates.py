@@ -60,7 +60,7 @@ _HELD_NBYTES = 4 * 2**30
 
 
 def register() -> None:
-    """Hook into SGLang, for starts and updates; for errors see `sglang.register`."""
+    """Hook into SGLang, for starts and updates."""
     sglang.register(_hooks)
 
 
@@ -120,11 +120,7 @@ LIVE: ByModel[LiveModel] = ByModel()
 def weights_iterator(
     original: Callable[..., Iterator[Any]], loader: Any, source: Any, **settings: Any
 ) -> Iterator[Any]:
-    """Hook around `DefaultModelLoader._get_weights_iterator`: an update reads what was verified for it.
-
-    Raises:
-        FormatError, PlanError, OSError, MemoryError: as `sglang.weights_iterator`.
-    """
+    """Hook around `DefaultModelLoader._get_weights_iterator`: an update reads what was verified for it."""
     live, known = LIVE.of(source.model_config), MODELS.of(source.model_config)
     update = None if live is None else live.update
     if update is None or known is None:
@@ -202,12 +198,7 @@ def restore_weights(original: Callable[..., None], model: Any, target_device: An
 
 
 def _commit(live: LiveWeights, update: Update, staged: Staged, model: Any) -> None:
-    """Change weights where they lie.
-
-    Raises:
-        PlanError: the model has other weights than those that this was staged for.
-        FormatError, OSError, MemoryError: as `LiveWeights.commit`.
-    """
+    """Change weights where they lie."""
     if update.error is not None:
         raise update.error
     try:
@@ -265,11 +256,7 @@ class _Request:
         return WeightsPlace(self._url(path), self._is_asked_for)
 
     def change(self, path: str) -> tuple[bool, str]:
-        """Let the model have what is at a path.
-
-        Raises:
-            FormatError, PlanError, OSError: it keeps what it has; or, if `is_mixed`, it has weights of both.
-        """
+        """Let the model have what is at a path."""
         place, known, live = self._place(path), self._known, self._live
         place.check_policy()
         if not (_is_root_or_delta(place) or place.is_ours) and known.shapes is None:
@@ -321,22 +308,18 @@ class _Request:
         return done
 
     def again(self) -> Update:
-        """What the model has, to be loaded once more; for errors see `open_converted`."""
+        """What the model has, to be loaded once more."""
         path, deltas = self._has
         place = WeightsPlace(path, self._is_asked_for)
         is_converted = self._live.has is not None or (place.is_ours and place.manifest is not None)
         return Update(self._place(self._had_path), self._open(place, deltas) if is_converted else None)
 
     def _open(self, place: WeightsPlace, deltas: Sequence[str]) -> RankWeights:
-        """What deltas make of a converted folder; for errors see `open_converted`."""
+        """What deltas make of a converted folder."""
         return open_converted(place, deltas, self._known.options, engine_rank(self._config))
 
     def _proven(self, path: str, place: WeightsPlace) -> _New:
-        """What is at a path, read and compared with its digests by all ranks.
-
-        Raises:
-            FormatError, PlanError, OSError: it is damaged, not for the model, or not the same for all ranks.
-        """
+        """What is at a path, read and compared with its digests by all ranks."""
 
         def prove(step: PublishedStep | None) -> _New:
             with self._collective():
@@ -386,11 +369,7 @@ class _Request:
         return _New(Update(place, weights), shapes, content, f" relayout: content {digest}{number}")
 
     def _staged(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Staged | None:
-        """New weights, to go where those lie that the model has; None: SGLang must load all again, or something of it.
-
-        Raises:
-            FormatError, PlanError, OSError: as `LiveWeights.stage`.
-        """
+        """New weights, to go where those lie that the model has; None: SGLang must load all again, or something of it."""
         from relayout.loader.requests import MAX_IN_FLIGHT, plan_budget
 
         live = self._live.weights
@@ -456,11 +435,7 @@ def _root_of(path: str) -> tuple[str, int | None]:
 
 
 def _chain_of(root: str, step: PublishedStep, have: str | None) -> list[str]:
-    """What leads to a step of a root: deltas for what is there already, or a folder and deltas.
-
-    Raises:
-        PlanError: nothing does.
-    """
+    """What leads to a step of a root: deltas for what is there already, or a folder and deltas."""
     index = _index_of(root)
     chain = None if index is None else index.chain(have=have, step=step.content)
     if chain is None:

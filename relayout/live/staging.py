@@ -85,11 +85,7 @@ class Content:
         return {} if columns.digests is None else dict(zip(columns.names, columns.digests, strict=True))
 
     def check_same_layout(self, new: Content, source: str) -> None:
-        """Check that the rank has the same slices in other weights.
-
-        Raises:
-            PlanError: it has not.
-        """
+        """Check that the rank has the same slices in other weights."""
         before, after = self._layout(), new._layout()
         if differing := [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]:
             count = len(differing)
@@ -227,11 +223,7 @@ class LiveWeights:
         return torch.cat(found).cpu().numpy().tobytes() if found else b""
 
     def known_content(self) -> Content:
-        """What the engine has.
-
-        Raises:
-            PlanError: it is not known.
-        """
+        """What the engine has."""
         if self.content is None:
             what = "the engine's weights were loaded again by others, or in part: give it a converted folder"
             raise PlanError(what, code="unsupported")
@@ -254,12 +246,6 @@ class LiveWeights:
             before: what the engine has then; None: it is not known.
             memory: the most bytes of host memory that may be held afterwards.
             step: the step of a root; None: the newest.
-
-        Raises:
-            FormatError: something is damaged.
-            PlanError: a delta is for other weights, or the rank has other tensors or slices in a folder.
-            OSError, MemoryError: as `relayout.iter_load`.
-            Stopped: it was asked to stop.
         """
         staged = self._stage_way(sources, before, memory, step, threads)
         device = torch.device(self._engine.device)
@@ -334,11 +320,7 @@ class LiveWeights:
         return Staged(base, content, (), None, (), modules, tensors, _held(tensors, memory))
 
     def _check_loaded_again(self, modules: frozenset[str] | None) -> None:
-        """Check that the engine can load modules again.
-
-        Raises:
-            PlanError: it would leave one as it is.
-        """
+        """Check that the engine can load modules again."""
         fixed = self.recorded.fixed
         if stuck := sorted(fixed if modules is None else fixed & modules):
             who = f"{self._engine.name}'s own reload"
@@ -355,9 +337,6 @@ class LiveWeights:
         """Let `rehearse` see what `commit` would let the engine load again, if that is anything.
 
         Slices that are not held come without values.
-
-        Raises:
-            PlanError: the engine has replaced one of the modules; or as `rehearse`.
         """
         modules, there = self._modules(staged), set(model.modules())
         if not there.issuperset(modules or ()):
@@ -369,11 +348,7 @@ class LiveWeights:
             rehearse(modules, (one for one in staged.tensors.deliver(held) if one[0] in again))
 
     def _modules(self, staged: Staged) -> Modules:
-        """The modules that the engine loads again; those that it had during the load alone are left out.
-
-        Raises:
-            PlanError: the engine has removed one of them since.
-        """
+        """The modules that the engine loads again; those that it had during the load alone are left out."""
         if staged.modules is None:
             return None
         found = [self.recorded.modules[name]() for name in sorted(staged.modules) if name in self.recorded.modules]
@@ -403,11 +378,7 @@ class LiveWeights:
             self.content = None
 
     def check_base(self, staged: Sequence[Staged]) -> None:
-        """Check that the engine has what was staged for, before the first of these is committed.
-
-        Raises:
-            PlanError: it was loaded again, or changed, since.
-        """
+        """Check that the engine has what was staged for, before the first of these is committed."""
         has = None if self.content is None else self.content.digest
         for one in staged:
             if one.base not in (None, has):
@@ -416,11 +387,7 @@ class LiveWeights:
             has = one.content.digest
 
     def commit(self, staged: Staged, reload: Reload) -> None:
-        """Give the engine the new weights. After an error its weights are a mixture.
-
-        Raises:
-            FormatError, OSError, MemoryError: what is read now is damaged, or cannot be read.
-        """
+        """Give the engine the new weights. After an error its weights are a mixture."""
         numbers, self.content = _Numbers(self.recorded), None
         targets = [(flips, numbers.of(flips.memory, flips.bits.itemsize)) for flips in staged.flips]
         for flips, target in targets:

@@ -68,10 +68,6 @@ def rehearse(model: torch.nn.Module, modules: Modules, tensors: Iterator[tuple[s
 
     Args:
         modules, tensors: as of `reload`; large tensors need no values.
-
-    Raises:
-        PlanError: it cannot.
-        FormatError, OSError, MemoryError: as the iterator of tensors.
     """
     try:
         from vllm.model_executor.model_loader.reload import layerwise
@@ -212,9 +208,6 @@ def _check_loaded(
 
     Attention need not be loaded, as it is made ready in any case, nor what has no parameters but those of loaded
     modules, a tied head.
-
-    Raises:
-        PlanError: nothing was.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
@@ -226,11 +219,7 @@ def _check_loaded(
 
 
 def _check_sources(infos: Mapping[torch.nn.Module, Any], names: Mapping[torch.nn.Module, str]) -> None:
-    """Check that what is loaded has memory.
-
-    Raises:
-        PlanError: it is made of a parameter of another module, which is on the meta device.
-    """
+    """Check that what is loaded has memory."""
     from torch.utils._pytree import tree_leaves
 
     for layer, info in infos.items():
@@ -241,11 +230,7 @@ def _check_sources(infos: Mapping[torch.nn.Module, Any], names: Mapping[torch.nn
 
 
 def _check_released(chosen: Any, modules: Modules, names: Mapping[torch.nn.Module, str]) -> None:
-    """Check that modules still have what they are made ready with: on a CPU with AMX, attention releases a weight.
-
-    Raises:
-        PlanError: one has not.
-    """
+    """Check that modules still have what they are made ready with: on a CPU with AMX, attention releases a weight."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
@@ -350,9 +335,6 @@ def check_padding(model: torch.nn.Module, modules: Collection[torch.nn.Module] |
     """Check that vLLM can make modules ready for kernels a second time.
 
     On a CPU it pads experts once, notes their new size, and does not pad what it reloads.
-
-    Raises:
-        PlanError: it cannot.
     """
     try:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

@@ -189,12 +189,7 @@ class _Staging:
         return self._ended.is_set()
 
     def wait(self, seconds: float) -> Staged:
-        """What was read.
-
-        Raises:
-            the error of the thread.
-            OSError: it has not ended in time.
-        """
+        """What was read."""
         if not self._ended.wait(max(0.0, seconds)):
             raise TimeoutError(f"{', '.join(self.sources)} is still being read")
         if self.error is not None:
@@ -310,10 +305,6 @@ class TransferEngine:
 
         Whatever is wrong with what was named is found before. An error after that, such as a store that can no longer
         be read, makes the engine unusable: every further step and update is an error.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: the weights are as before. The last worker raises it, and all
-                have it in their logs.
         """
         from vllm.distributed.parallel_state import get_world_group
 
@@ -361,12 +352,7 @@ class TransferEngine:
         _LOGGER.info("relayout: the engine has %s: %.2f s", staged[-1].content.digest, time.monotonic() - started)
 
     def _staged(self) -> list[Staged]:
-        """What was read in this session.
-
-        Raises:
-            PlanError: this cannot be committed.
-            FormatError, PlanError, OSError, MemoryError: as `LiveWeights.stage`.
-        """
+        """What was read in this session."""
         from relayout.live.vllm_reload import rehearse
 
         if self._is_mixed:

@@ -68,11 +68,7 @@ class ObservedPlan(Result):
 
 
 def run_in_child(jobs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Carry out jobs in a child process: vLLM is large, and its state must not stay.
-
-    Raises:
-        PlanError: the process ended without a result, or is stuck.
-    """
+    """Carry out jobs in a child process: vLLM is large, and its state must not stay."""
     with TemporaryDirectory(prefix="relayout-observe-") as scratch:
         file, log = Path(scratch, "jobs.json"), Path(scratch, "log")
         file.write_text(json.dumps(jobs))
@@ -123,11 +119,7 @@ def observe(
 def observed_plan(
     checkpoint: SourceCheckpoint, tp: int, *, expert_parallel: bool = False, trust_remote_code: bool = False
 ) -> Plan:
-    """The plan by which a checkpoint is cut as the installed vLLM cuts it, at this degree. Options as of `observe`.
-
-    Raises:
-        PlanError: nothing could be observed, see `observe`.
-    """
+    """The plan by which a checkpoint is cut as the installed vLLM cuts it, at this degree. Options as of `observe`."""
     [observation] = observe(checkpoint, [tp], expert_parallel=expert_parallel, trust_remote_code=trust_remote_code)
     if isinstance(observation, PlanError):
         raise observation
@@ -238,10 +230,6 @@ def observe_plan(
         source: a checkpoint; its headers and config.json are read.
         output: the file to make.
         trust_remote_code: run Python files of the source.
-
-    Raises:
-        FormatError: the source is damaged.
-        PlanError: `output` exists, or vLLM cannot be observed at any degree.
     """
     file = Path(output)
     if os.path.lexists(file):
@@ -282,11 +270,7 @@ def _check_reproduced(
     loaded: Mapping[int, Sequence[tuple[Slice, ...]]],
     unmatched: Iterable[str],
 ) -> None:
-    """Apply the plan as a conversion does. What no rule fits is held whole, which is enough for any engine.
-
-    Raises:
-        PlanError: it does not give what was observed.
-    """
+    """Apply the plan as a conversion does. What no rule fits is held whole, which is enough for any engine."""
     patterns = list(map(compile_glob, unmatched))
     fitting = [t for t, tensor in enumerate(checkpoint.tensors) if not any(p.match(tensor.name) for p in patterns)]
     for degree, slices in loaded.items():

@@ -93,11 +93,7 @@ class LoadRecorder:
                     self._record(tensor)
 
     def numbers(self, probe: Probe) -> torch.Tensor:
-        """The number of each element of a probe, int64; `NOTHING` where it has a constant.
-
-        Raises:
-            PlanError: its elements are parts of those that are stored, or several of them.
-        """
+        """The number of each element of a probe, int64; `NOTHING` where it has a constant."""
         memory, (size, strides, offset) = probe.memory, geometry_of(probe)
         if probe.dtype.itemsize != memory.dtype.itemsize:
             what = f"is used as {probe.dtype}, stored as {memory.dtype}"
@@ -111,11 +107,7 @@ class LoadRecorder:
         return numbers
 
     def copied(self, target: torch.Tensor, source: Probe) -> None:
-        """Record a copy into a tensor that is no probe.
-
-        Raises:
-            PlanError: the model has no such memory.
-        """
+        """Record a copy into a tensor that is no probe."""
         if _storage(target) not in self._memory:
             self._memory = set(_storages(self._model))  # Some loaders make parameters.
             if _storage(target) not in self._memory:
@@ -123,11 +115,7 @@ class LoadRecorder:
         self._record(source)
 
     def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
-        """The result of an operation that is more than a view; `probes` are those among its arguments.
-
-        Raises:
-            PlanError: it needs values.
-        """
+        """The result of an operation that is more than a view; `probes` are those among its arguments."""
         if len(probes) > 1:
             self._joined.update(probe.memory.name for probe in probes)
         if written_by(func):

@@ -215,11 +215,7 @@ def _loaded_slices(
 
 
 def draft_config(config: Any) -> Any:
-    """The configuration of the draft model in the same checkpoint, which the engine's configuration then has too.
-
-    Raises:
-        Exception: there is none; vLLM has many ways of saying so.
-    """
+    """The configuration of the draft model in the same checkpoint, which the engine's configuration then has too."""
     from vllm.config import SpeculativeConfig
 
     config.speculative_config = SpeculativeConfig(

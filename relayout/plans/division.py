@@ -81,11 +81,7 @@ class Sizes:
         return next((config[key] for config in self._configs if config.get(key) is not None), None)
 
     def get(self, size: str) -> int:
-        """The size.
-
-        Raises:
-            PlanError: config.json does not have it.
-        """
+        """The size."""
         value = self.find(size)
         if value is None:
             keys = " or ".join(str(source.use) for source in self._sources.get(size, ()))
@@ -97,11 +93,7 @@ class Sizes:
 
 
 def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
-    """For each rank the ranges that it holds of a dimension of `size` elements, in the rank's order.
-
-    Raises:
-        PlanError: the dimension cannot be divided among the ranks, or config.json contradicts its size.
-    """
+    """For each rank the ranges that it holds of a dimension of `size` elements, in the rank's order."""
     if len(rule.units) > 1 or rule.widths:
         return _fused(rule, size, sizes, num_ranks)
     [unit] = rule.units
@@ -126,9 +118,6 @@ def even_ranges(size: int, count: int, num_ranks: int, *, share: bool = False) -
 
     With `share` and more ranks than groups, each group is held by the same number of neighboring ranks
     (vLLM 0.33 QKVParallelLinear: KV head `rank // (num_ranks // count)`).
-
-    Raises:
-        PlanError: the groups cannot be divided or shared evenly.
     """
     group = size // count if count else 0
     if share and num_ranks > count > 0:
@@ -161,9 +150,6 @@ def ragged_ranges(size: int, block: int, num_ranks: int) -> list[Range]:
     """Divide whole blocks: each rank holds the rounded-up share, the last ranks may hold fewer or zero.
 
     So does vLLM 0.33 (`models/gpt_oss.py`).
-
-    Raises:
-        PlanError: `size` is not a multiple of `block`.
     """
     if size % block:
         raise PlanError(f"{size} elements, not a multiple of the block size {block}", code="indivisible")
@@ -187,11 +173,7 @@ def owner_ranges(count: int, num_ranks: int) -> list[Range]:
 
 
 def checked_cut(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -> Cut:
-    """The cut, its slices in canonical form, checked to divide the tensor at whole bytes.
-
-    Raises:
-        PlanError: a slice starts or ends inside a byte.
-    """
+    """The cut, its slices in canonical form, checked to divide the tensor at whole bytes."""
     cut = Cut(tuple(part.canonical(shape) for part in slices))
     _ = cut.tensor(dtype, shape).transfers
     return cut
@@ -208,11 +190,7 @@ class ExpertOwners:
         self._owned: dict[int, Cut] = {}
 
     def owners(self, tensor: PlannedTensor) -> Cut | None:
-        """The cut of the tensor; None: it does not belong to an expert.
-
-        Raises:
-            PlanError: config.json lacks the number of experts, or contradicts the tensor.
-        """
+        """The cut of the tensor; None: it does not belong to an expert."""
         expert = self._family.expert(tensor.name)
         if expert is not None:
             if tensor.name.rpartition(".")[2] in INPUT_SCALES:

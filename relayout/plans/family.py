@@ -174,11 +174,7 @@ def builtin_families() -> tuple[Family, ...]:
 
 
 def builtin_text(name: str) -> str:
-    """The text of a built-in plan file.
-
-    Raises:
-        PlanError: no built-in plan has this name.
-    """
+    """The text of a built-in plan file."""
     texts = _builtin_texts()
     if name not in texts:
         known = f"; `relayout plans list` lists {len(texts)}"
@@ -191,10 +187,6 @@ def read_family(path: Path) -> Family:
 
     Args:
         path: a file; NAME or builtin:NAME.
-
-    Raises:
-        FormatError: the file cannot be read or is not a valid plan.
-        PlanError: no built-in plan has this name.
     """
     prefix, _, name = str(path).rpartition(":")
     if prefix == BUILTIN or (str(path) in _builtin_texts() and not path.is_file()):
@@ -211,11 +203,7 @@ def read_family(path: Path) -> Family:
 
 
 def find_family(model_type: str | None, quantization: str | None = None) -> Family:
-    """The built-in plan for a model type; a plan for this quantization only has precedence.
-
-    Raises:
-        PlanError: there is no built-in plan for the model type.
-    """
+    """The built-in plan for a model type; a plan for this quantization only has precedence."""
     families = [_builtin(name) for name, text in sorted(_builtin_texts().items()) if _may_be_for(text, model_type)]
     for wanted in dict.fromkeys((quantization, None)):
         for family in families:
@@ -235,21 +223,13 @@ def _may_be_for(text: str, model_type: str | None) -> bool:
 
 
 def parse_family(text: str, where: str, name: str) -> Family:
-    """Parse a plan file; `name` becomes the family's name, `where` is the path in errors.
-
-    Raises:
-        FormatError: the text is not a valid plan.
-    """
+    """Parse a plan file; `name` becomes the family's name, `where` is the path in errors."""
     with about(path=where):
         return _parse_text(text, name, FILE, ())
 
 
 def parse_rules(rules: Mapping[str, Any], where: str, name: str, origin: str) -> Family:
-    """Parse the object that `dump_rules` makes, or another with the keys of a plan file; it extends no other plan.
-
-    Raises:
-        FormatError: the object is not a valid plan.
-    """
+    """Parse the object that `dump_rules` makes, or another with the keys of a plan file; it extends no other plan."""
     with about(path=where):
         return _checked(_parse_keys(rules, name, origin))
 
@@ -344,11 +324,7 @@ def _check_keys(table: Mapping[str, Any], known: frozenset[str], what: str) -> N
 
 
 def _checked(family: Family) -> Family:
-    """The family, if it is a whole plan.
-
-    Raises:
-        FormatError: it has no rules, or a rule has a bad pattern or an unknown unit.
-    """
+    """The family, if it is a whole plan."""
     if not family.rules:
         raise FormatError("the plan has no rules, expected a table [cut]", code="field")
     if len(family.patterns) > MAX_PATTERNS:

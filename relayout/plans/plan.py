@@ -159,9 +159,6 @@ def missing_element(shape: tuple[int, ...], slices: Sequence[Slice]) -> tuple[in
     """Index of the first element, in row-major order, that no slice has; None if there is none.
 
     The borders of all ranges cut the tensor into cells. A slice has all elements of a cell, or none.
-
-    Raises:
-        PlanError: there are too many cells and slices to compare.
     """
     if 0 in shape:
         return None

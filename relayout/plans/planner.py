@@ -64,10 +64,6 @@ def plan_for(
         expert_parallel: each expert is held whole by one rank, in contiguous blocks (vLLM's linear placement).
         unmatched: how to treat tensors that no rule matches: "error", or "replicate" to hold them whole on every rank.
             None: "error", but "replicate" with the plan of transformers, which lists only tensors that are cut.
-
-    Raises:
-        FormatError: `plan` is not a valid plan file.
-        PlanError: there is no plan for this checkpoint, or its rules cannot be applied at this degree.
     """
     with about(path=str(checkpoint.root)):
         if unmatched not in (None, *get_args(Unmatched)):
@@ -95,9 +91,6 @@ def plan_by(
 
     Args:
         family: the rules; only one rank can do without.
-
-    Raises:
-        PlanError: the rules cannot be applied at this degree.
     """
     with about(path=str(checkpoint.root)):
         check_degree(num_ranks)
@@ -248,9 +241,6 @@ def without_rule(checkpoint: PlannedCheckpoint, family: Family | None) -> list[t
 
     Args:
         family: the rules; None: there are none.
-
-    Raises:
-        PlanError: the checkpoint is quantized by a method whose tensors cannot be cut.
     """
     scheme = _scheme(checkpoint)
     finder = _CutKindFinder(checkpoint, family or Family("none", FILE), scheme)
@@ -396,11 +386,7 @@ class _CutKindFinder:
 
 
 def _apply(kinds: Mapping[_CutKind, str], sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> dict[_CutKind, Cut]:
-    """The cut of each kind; `kinds` maps it to the name of a tensor, for errors.
-
-    Raises:
-        PlanError: a rule cannot be applied; the message ends with the degrees at which all rules can.
-    """
+    """The cut of each kind; `kinds` maps it to the name of a tensor, for errors."""
     cuts = {}
     try:
         for kind, name in kinds.items():
@@ -423,10 +409,6 @@ def recorded_plan(checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks
         checkpoint: the record's tensors, and the folder's config.json.
         record: has the rules; one rank needs none.
         num_ranks: the degree.
-
-    Raises:
-        FormatError: the rules are damaged, or do not cut the tensors as the record says.
-        PlanError: there are no rules, or they cannot be applied at this degree.
     """
     if num_ranks == 1:
         return plan_by(checkpoint, 1, None)
@@ -434,7 +416,7 @@ def recorded_plan(checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks
 
 
 def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
-    """The rules of a record, which cut the tensors at its own degree as they are cut; arguments and errors as above."""
+    """The rules of a record, which cut the tensors at its own degree as they are cut."""
     options, where = record.options, str(checkpoint.root)
     if record.plan is None:
         raise PlanError(

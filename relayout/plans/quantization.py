@@ -165,9 +165,6 @@ class Scheme:
 
         Returns:
             The tensor's dimension and, for each rank, ranges of its elements; None: every rank holds it whole.
-
-        Raises:
-            PlanError: a border falls inside a block, group or word.
         """
         own = self._axis(suffix, axis, shape)
         if own is None:
@@ -228,11 +225,7 @@ def _values_per_elements(dim: int, shape: tuple[int, ...], own: int, shared: int
 
 
 def find_scheme(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of a `quantization_config`.
-
-    Raises:
-        PlanError: weights quantized like this cannot be cut.
-    """
+    """The scheme of a `quantization_config`."""
     method = str(config.get("quant_method", "")).lower().replace("_", "-")
     if method in ("fp8", "fbgemm-fp8"):
         return _fp8(config)

@@ -53,11 +53,7 @@ _DEFAULTS = ("num_attention_heads", "num_key_value_heads")
 
 
 def transformers_family(model_type: str | None, config: Mapping[str, Any]) -> Family:
-    """The plan of transformers for a model type, or for the model type of its `text_config`.
-
-    Raises:
-        PlanError: transformers is not installed, or has no plan for the model type.
-    """
+    """The plan of transformers for a model type, or for the model type of its `text_config`."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:

@@ -375,12 +375,7 @@ class BucketOutput:
     # Publishing.
 
     def publish(self) -> None:
-        """Write what is left, and the marker last.
-
-        Raises:
-            PlanError: other objects are there, or other work has taken over.
-            FileExistsError: another process has created, replaced or deleted an object here.
-        """
+        """Write what is left, and the marker last."""
         self.wait()
         if self._complete:
             self.keep("rest", b"")
@@ -420,12 +415,7 @@ class BucketOutput:
         self._sent[name] = Sent(sent.nbytes, _version_of(version), sent.digest, sent.digest_nbytes)
 
     def _check_there(self, *, is_whole: bool) -> None:
-        """Check by a listing that what was sent is there, and nothing else; small files only if all are written.
-
-        Raises:
-            PlanError: there are other objects.
-            FileExistsError: an object was replaced or deleted.
-        """
+        """Check by a listing that what was sent is there, and nothing else; small files only if all are written."""
         there, written = self._prefix.objects(), self._written
         hidden = {name for name in there if name.startswith(HIDDEN)}
         may_be = {*written, *self._claim.older, *hidden, *([] if is_whole else self._claim.names)}
@@ -493,9 +483,6 @@ def scratch_folder(place: str | Path | None) -> Iterator[Path]:
 
     Args:
         place: where; None: the system's folder of temporary files (TMPDIR).
-
-    Raises:
-        PlanError: the place is no folder.
     """
     parent = Path(tempfile.gettempdir() if place is None else place).resolve()
     if not parent.is_dir():

@@ -139,12 +139,7 @@ class Made:
 def claim_prefix(
     prefix: Prefix, older: Replaceable, work: Work, *, force: bool, is_new: bool = True
 ) -> tuple[Claim, Made | None]:
-    """The claim of this work, which is made if another process has not made it, and `is_new`.
-
-    Raises:
-        PlanError: something is there that may not be replaced, or other work has claimed the prefix.
-        FormatError: the object is no claim.
-    """
+    """The claim of this work, which is made if another process has not made it, and `is_new`."""
     for _ in range(_NUM_CONFLICTS):
         earlier, version = read_claim(prefix)
         if earlier is not None and not earlier.is_released:
@@ -184,11 +179,7 @@ def _is_complete(prefix: Prefix, older: Replaceable, claim: Claim) -> bool:
 
 
 def check_vacant(prefix: Prefix, older: Replaceable, claim: Claim | None, *, force: bool) -> frozenset[str]:
-    """The names of all objects that may be replaced or deleted.
-
-    Raises:
-        PlanError: an object is there that no record of relayout names; or a complete output, and not `force`.
-    """
+    """The names of all objects that may be replaced or deleted."""
     there = {name for name in prefix.objects() if not name.startswith(HIDDEN)}
     claimed = frozenset[str]() if claim is None else frozenset([*claim.names, *claim.older])
     if claim is None or (older.marker in there and not force):
@@ -293,10 +284,6 @@ class Prefix:
         """Write a small object where there is none, or replace this version of it; True: whatever is there.
 
         The answer to a first request may have been lost: what is there with this content is ours, or equal to ours.
-
-        Raises:
-            FileExistsError: it exists with another content, or no longer has the version.
-            RequestError: the request failed, and was not carried out until now.
         """
         try:
             return self.client.put(self.full(name), content, replaced)

@@ -112,9 +112,6 @@ def check_place(source: Path | None, output: Path) -> None:
 
     Args:
         source: the source's path; None if it is not on a file system.
-
-    Raises:
-        PlanError: the output is the source, contains it or is inside it; is no folder; or has no parent folder.
     """
     real_output = output.resolve()
     if source is not None:
@@ -173,11 +170,6 @@ def staging_folder(
         replaced: returns the files of an older output that may be deleted, or raises PlanError. With it, what was left
             of other work is deleted.
         gathers: whether other processes make all parts.
-
-    Raises:
-        PlanError: another process is writing the same output, the files beside it are not this user's and relayout's,
-            there are parts of other work, or `output` cannot be replaced. Nothing was changed.
-        OSError: writing failed, or something else was created at `output` meanwhile.
     """
     output = output.resolve()
     with _locked_parent(output) as (parent, user):
@@ -211,11 +203,7 @@ def staging_folder(
 
 
 def _others_of(place: OpenFolder, work: Work, *, force: bool, gathers: bool) -> list[str]:
-    """The folders of other work in a staging folder, whose lock is held.
-
-    Raises:
-        PlanError: they have parts, and `force` is not set; or other processes make all parts, and there are none.
-    """
+    """The folders of other work in a staging folder, whose lock is held."""
     own, works = folder_of(work), _works(place)
     if gathers and work.is_resumable and (own not in works or place.status(f"{own}/{FOLDER}") is None):
         with suppress(OSError):
@@ -330,11 +318,7 @@ def lock_of(output: Path) -> Path:
 
 
 def open_left(parent: OpenFolder, output: Path, user: int) -> OpenFolder | None:
-    """Open the staging folder of an earlier attempt and make it private; None if there is none.
-
-    Raises:
-        PlanError: it belongs to another user, or relayout did not make it.
-    """
+    """Open the staging folder of an earlier attempt and make it private; None if there is none."""
     path = partial_folder(output)
     status = parent.status(path.name)
     if status is None:
@@ -406,9 +390,6 @@ def _check_replaceable(place: OpenFolder, parent: OpenFolder, output: Path) -> N
 
     rename(2) onto a folder that is not empty always fails, but reports other obstacles first: the kernel checks mount
     points and permissions before, and overlayfs its layers.
-
-    Raises:
-        PlanError: the output cannot be renamed.
     """
     if parent.status(output.name) is None:
         return
@@ -495,12 +476,7 @@ class _Replaced:
 
 
 def _delete_replaced(parent: OpenFolder, place: OpenFolder, output: Path) -> None:
-    """Delete the replaced output: by its inode it is the one of the record, and only files that the record names.
-
-    Raises:
-        PlanError: it holds other files, which stay.
-        OSError: a file cannot be deleted.
-    """
+    """Delete the replaced output: by its inode it is the one of the record, and only files that the record names."""
     text = read_own(place, REPLACED)
     if text is None:
         return
@@ -528,11 +504,7 @@ _TRIES = 100
 
 @contextmanager
 def staging_part(output: Path, marker: str, work: Work, *, replace: bool) -> Iterator[LocalOutput]:
-    """Yield a private folder for one attempt at parts of a work.
-
-    Raises:
-        PlanError: the output exists already, and `replace` is not set.
-    """
+    """Yield a private folder for one attempt at parts of a work."""
     output = output.resolve()
     attempt, shared = f"{ATTEMPT}{os.urandom(8).hex()}", folder_of(work)
     with OpenFolder(output.parent) as parent:

@@ -47,11 +47,7 @@ class OpenFiles(Closable, Generic[Key, File]):
 
     @contextmanager
     def use(self, key: Key) -> Iterator[File]:
-        """Yield the file of a key, which stays open until the block ends.
-
-        Raises:
-            OSError: the file cannot be opened, or the file that it replaces cannot be closed.
-        """
+        """Yield the file of a key, which stays open until the block ends."""
         file = self._take(key)
         try:
             yield file
@@ -118,12 +114,7 @@ class HashedFile:
 def hash_files(
     files: Sequence[HashedFile], num_threads: int, on_progress: Callable[[int], None] | None = None
 ) -> list[list[str]]:
-    """The digest of each extent of each file, then the proof of each of its chunks, in hex.
-
-    Raises:
-        FormatError: a file is missing or has another length.
-        OSError: a read failed.
-    """
+    """The digest of each extent of each file, then the proof of each of its chunks, in hex."""
     stop = Stop()
     hashed = [[ExtentDigests(file.extents, stop), ExtentDigests(file.chunks, stop, new_proof)] for file in files]
 
@@ -153,7 +144,7 @@ def hash_files(
 
 
 def sha256_hex(opened: ReadableFile, proof: Hash | None = None) -> str:
-    """SHA-256 of a file, which is closed, in hex, and its proof if asked; for errors see `ReadableFile.read`."""
+    """SHA-256 of a file, which is closed, in hex, and its proof if asked."""
     digest = hashlib.sha256()
     buffer = Buffer()
     with opened as file:

@@ -53,11 +53,7 @@ def libc() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> bool:
-    """Call a function that returns 0; return False if the system or file system does not support it.
-
-    Raises:
-        OSError: the call failed.
-    """
+    """Call a function that returns 0; return False if the system or file system does not support it."""
     function: Any = getattr(libc(), name, None)
     code = errno.ENOSYS
     # Again, as Python does; not for ever, as a profiler's timer may stop each try to allocate a large file in memory.
@@ -73,11 +69,7 @@ def _call(name: str, *arguments: object) -> bool:
 
 
 def sync_range(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
-    """Start writing a range from the page cache to the drive, and optionally wait; does nothing if not supported.
-
-    Raises:
-        OSError: the bytes could not be written; a later fsync would not report it again.
-    """
+    """Start writing a range from the page cache to the drive, and optionally wait; does nothing if not supported."""
     _call("sync_file_range", fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WAIT if wait else _START)
 
 
@@ -437,9 +429,6 @@ def in_huge_pages(nbytes: int) -> memoryview:
     """New memory in huge pages, whatever they cost, if the system has any: for buffers that are filled many times.
 
     They are few, and a drive was seen to read into small pages at half of its speed.
-
-    Raises:
-        OSError: the address space is exhausted.
     """
     memory = mmap.mmap(-1, align_up(nbytes, HUGE_PAGE) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     if _this_machine().can_choose:

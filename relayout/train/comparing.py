@@ -72,11 +72,7 @@ class KeptStep:
             setattr(self, one.name, getattr(empty, one.name))
 
     def memories(self, sizes: Mapping[Key, int]) -> dict[Key, Bytes]:
-        """New memory of so many bytes for each, which begins at a page.
-
-        Raises:
-            OSError, MemoryError: there is not enough.
-        """
+        """New memory of so many bytes for each, which begins at a page."""
         starts = list(accumulate((align_up(nbytes, BLOCK) for nbytes in sizes.values()), initial=0))
         memory = self._memory(starts.pop())
         return {key: memory[start : start + sizes[key]] for key, start in zip(sizes, starts, strict=True)}

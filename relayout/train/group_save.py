@@ -89,9 +89,6 @@ class MemberParts:
 
         Args:
             digests: `digests` of each member.
-
-        Raises:
-            PlanError: they have not.
         """
         of_member = [iter(column) for column in digests]
         for t, head in enumerate(self.heads):
@@ -166,10 +163,6 @@ class Exchange:
         """Yield each step when the ranges that it reads are here. All members go through a pass at the same time.
 
         Ends when all members have all of their steps. An error in a pass is for `Group.telling`.
-
-        Raises:
-            the error of another member that failed.
-            OSError: a member is gone.
         """
         batch: list[Item] = []
         ranges: list[ShardRange] = []
@@ -313,11 +306,7 @@ class GroupSave:
     """Whether the members send no message after it."""
 
     def carry_out(self, progress: Progress) -> Summary:
-        """Write and publish, together with the other members.
-
-        Raises:
-            FormatError, PlanError, OSError, MemoryError: as `relayout.save`, on any member. The output is as it was.
-        """
+        """Write and publish, together with the other members."""
         started = time.monotonic()
         planned, group = self.save.planned, self.save.group
         if planned.has_whole or not planned.has_all:
@@ -387,11 +376,7 @@ class GroupSave:
     def _complete(
         self, output: Output, shares: Shares, parts: Sequence[Written], hashed: Sequence[Mapping[int, str]]
     ) -> None:
-        """Take the files of all members, and write what belongs beside them.
-
-        Raises:
-            FormatError: some were deleted, or are not what was written; or as `complete_parts`.
-        """
+        """Take the files of all members, and write what belongs beside them."""
         for member, share in enumerate(shares):
             for unit in range(0 if share is None else len(share.layout.units)):
                 if output.kept(_part_name(member, unit)) is None:

@@ -62,11 +62,6 @@ def list_steps(
             prove weights when they do (`relayout verify` reads those of a folder).
         prune: delete what is retired, see `relayout.Steps.prune`.
         grace_seconds: of that.
-
-    Raises:
-        PlanError: there is no index; or as `relayout.Steps.prune`.
-        FormatError: the index is damaged.
-        OSError: a file cannot be read.
     """
     place = Root.at(root)
     deleted = place.prune(grace_seconds) if prune else []

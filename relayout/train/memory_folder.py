@@ -233,9 +233,6 @@ def checkpoint_of(folder: MemoryFolder, heads: Sequence[TensorHead]) -> SourceCh
 
     Args:
         heads: of all tensors, in model order, to which the shards' positions refer.
-
-    Raises:
-        FormatError: config.json, or a file of quantization, is damaged.
     """
     shards = sorted(folder.shards.values(), key=lambda shard: shard.name)
     extents: dict[int, tuple[int, Extent]] = {}
@@ -257,12 +254,7 @@ def checkpoint_of(folder: MemoryFolder, heads: Sequence[TensorHead]) -> SourceCh
 
 
 def files_of(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, bytes]:
-    """The small files beside the weights, by name. Warns about larger ones, such as weights in subfolders.
-
-    Raises:
-        FormatError: one cannot be read.
-        PlanError: there is no such folder, or the content is not of JSON.
-    """
+    """The small files beside the weights, by name. Warns about larger ones, such as weights in subfolders."""
     if isinstance(config, Mapping):
         try:
             return {CONFIG_NAME: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
@@ -297,10 +289,6 @@ def check_names(
     Args:
         names: of the tensors.
         content: of config.json.
-
-    Raises:
-        FormatError: config.json or the index is damaged.
-        PlanError: a tensor has.
     """
     mapping = sys.modules.get("transformers.conversion_mapping")
     if mapping is None:
@@ -333,9 +321,6 @@ def second_names(
 
     Args:
         content: of config.json.
-
-    Raises:
-        FormatError: config.json or the index is damaged.
     """
     whole = parse_config(content, CONFIG_NAME)
     parts = [one for one in (whole, whole.get("text_config")) if isinstance(one, dict)]

@@ -60,11 +60,7 @@ class Root:
         return find_store(self.location)
 
     def make(self) -> None:
-        """Make the folder of a local root, if it is not there.
-
-        Raises:
-            PlanError: a file is there, or a checkpoint.
-        """
+        """Make the folder of a local root, if it is not there."""
         store = self._store()
         path = store.path("")
         if path is not None:
@@ -93,10 +89,6 @@ class Root:
 
         Args:
             reserved_nbytes: how much shorter the index must be than its readers accept, unless it becomes shorter.
-
-        Raises:
-            what `change` raises: nothing is written.
-            PlanError: others replace it again and again, or no process could read it any more.
         """
         store = self._store()
         for _ in range(_NUM_CONFLICTS):
@@ -121,12 +113,7 @@ class Root:
     def with_chain(
         self, use: Callable[[Chain], Result], have: int | str | None, step: int | str | None = None
     ) -> Result:
-        """Use the way to a step. If a file of it is gone meanwhile, go on by what the index then says.
-
-        Raises:
-            what `use` raises, if the index says the same as before.
-            PlanError: there is no step, or not this one.
-        """
+        """Use the way to a step. If a file of it is gone meanwhile, go on by what the index then says."""
         return follow(lambda has: self._some_chain(have if has else None, step), use, self.location)
 
     def _some_chain(self, have: int | str | None, step: int | str | None) -> Chain:
@@ -155,11 +142,6 @@ class Root:
 
         The proof that it may be deleted: the index names it as retired, so a publisher of this root wrote it, and no
         entry needs it. Of it only those files are deleted that its own records name.
-
-        Raises:
-            PlanError: one of them has files of somebody else, which stay. All others are deleted, and are in the index
-                no more.
-            FormatError, OSError: one of them is damaged, or cannot be deleted. As above.
         """
         gone, failed = list[str](), list[RelayoutError | OSError]()
         try:

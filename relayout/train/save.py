@@ -219,9 +219,6 @@ class Saving(PlanOptions):
         Args:
             heads: in the order in which shards are filled.
             groups: None: by that order, and `max_shard_size`.
-
-        Raises:
-            PlanError: there are none, or one has the name of the metadata.
         """
         if not heads:
             raise PlanError("no tensors to save", code="missing")
@@ -465,12 +462,7 @@ _lines_lock = threading.Lock()
 
 
 def _line_of(group: ProcessGroup) -> _Line:
-    """The saves of a group, which all members begin in the same order.
-
-    Raises:
-        PlanError: it is no process group, or this process is no member.
-        OSError: a member is gone, or does not come.
-    """
+    """The saves of a group, which all members begin in the same order."""
     if group not in _groups:
         Group(group)  # Raises, unless it is a group.
     with _lines_lock:
@@ -486,11 +478,7 @@ def _line_of(group: ProcessGroup) -> _Line:
 
 
 def _check_same(called: Sequence[str]) -> None:
-    """Check that all members have begun the same.
-
-    Raises:
-        PlanError: they have not.
-    """
+    """Check that all members have begun the same."""
     other = next((member for member, one in enumerate(called) if one != called[0]), None)
     if other is not None:
         what = f"group: member 0 makes {called[0]}, member {other} {called[other]}"
@@ -498,11 +486,7 @@ def _check_same(called: Sequence[str]) -> None:
 
 
 def _union(held: Mapping[str, HeldTensor], group: Group) -> list[TensorHead]:
-    """All tensors of the group, those of the first member first.
-
-    Raises:
-        PlanError: two members have different tensors of one name.
-    """
+    """All tensors of the group, those of the first member first."""
     own = [one.head for one in held.values()]
     if len(set(group.all_gather(digest_hex(repr(own).encode())))) == 1:
         return own
@@ -518,11 +502,7 @@ def _union(held: Mapping[str, HeldTensor], group: Group) -> list[TensorHead]:
 
 
 def _check_whole(held: Mapping[str, HeldTensor], union: Sequence[TensorHead], group: Group) -> None:
-    """Check that this member gives a whole model, as the others do.
-
-    Raises:
-        PlanError: it lacks a tensor that another member has.
-    """
+    """Check that this member gives a whole model, as the others do."""
     lacking = next((head.name for head in union if head.name not in held), None)
     if lacking is not None:
         what = f"member {group.index} has a model without it: a pipeline stage is no whole model"
@@ -548,11 +528,7 @@ def _cut(heads: Sequence[TensorHead], parts: Sequence[Sequence[Slice]]) -> list[
 
 
 def _check_equal(planned: Conversion, options: Mapping[str, str], group: Group) -> None:
-    """Check that all members have planned the same.
-
-    Raises:
-        PlanError: they have not.
-    """
+    """Check that all members have planned the same."""
     fingerprint = fingerprint_of(planned, identity_of(planned.source).content)
     (first, given), *others = group.all_gather((fingerprint, options))
     for member, (other, values) in enumerate(others, 1):

@@ -100,11 +100,7 @@ def from_pretrained(
 
 
 def _class_of(config: Any) -> type[Any]:
-    """The class of transformers that config.json names.
-
-    Raises:
-        PlanError: it names none.
-    """
+    """The class of transformers that config.json names."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
@@ -235,9 +231,6 @@ def _state_of(model: Any, name_of: Callable[[str], str]) -> dict[str, torch.Tens
 
     Args:
         name_of: removes from a name what wrappers inside the model add, see `unwrapped`.
-
-    Raises:
-        PlanError: it is no model of transformers, of an older one, quantized, or has adapters; or as `_check_scopes`.
     """
     import torch
 
@@ -265,11 +258,7 @@ def _state_of(model: Any, name_of: Callable[[str], str]) -> dict[str, torch.Tens
 
 
 def _check_scopes(model: Any) -> None:
-    """Check that transformers finds the tensors of models inside a model, whose names in a checkpoint may be others.
-
-    Raises:
-        PlanError: one of these was compiled, which changes the names that transformers looks for.
-    """
+    """Check that transformers finds the tensors of models inside a model, whose names in a checkpoint may be others."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     if getattr(model, "_weight_conversions", None) is not None:  # Of its from_pretrained, when nothing was compiled.

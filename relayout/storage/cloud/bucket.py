@@ -164,7 +164,7 @@ def _version(meta: Any) -> Version:
 def check_answer(
     stat: FileStat, part: tuple[int, int], start: int, end: int | None, version: str | None, location: str
 ) -> None:
-    """Check that an answer is to its request; for errors see `Client.get`."""
+    """Check that an answer is to its request."""
     if version is not None and stat.version != version:  # Some servers ignore If-Match.
         raise was_replaced(location)
     if part != (start, stat.nbytes if end is None else min(end, stat.nbytes)):

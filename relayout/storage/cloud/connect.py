@@ -110,11 +110,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def named_certificates(scheme: str) -> str | None:
-    """The file of certificates that is named for S3; None: those of the system, or of SSL_CERT_FILE.
-
-    Raises:
-        PlanError: the file cannot be read.
-    """
+    """The file of certificates that is named for S3; None: those of the system, or of SSL_CERT_FILE."""
     file = os.environ.get("AWS_CA_BUNDLE") if scheme == "s3" else None
     if file and not os.access(file, os.R_OK):
         raise PlanError("the file cannot be read", path=f"AWS_CA_BUNDLE={file}", code="option")
@@ -199,11 +195,7 @@ class S3Settings:
 
 
 def s3_settings() -> S3Settings:
-    """What the environment, or a profile, says of S3.
-
-    Raises:
-        PlanError: AWS_PROFILE is set, and boto3 is missing or knows no such profile.
-    """
+    """What the environment, or a profile, says of S3."""
     endpoint = endpoint_of("s3")
     region = next((value for name in _REGIONS if (value := os.environ.get(name))), None)
     profile = os.environ.get("AWS_PROFILE")

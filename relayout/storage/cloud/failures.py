@@ -60,11 +60,7 @@ class Patience:
         self._delay = FIRST_DELAY_SECONDS
 
     def wait(self, error: RequestError) -> None:
-        """Wait before the next request; in a worker, until another worker fails at the latest.
-
-        Raises:
-            RequestError: it is `error`, because a repetition cannot succeed or the time is over.
-        """
+        """Wait before the next request; in a worker, until another worker fails at the latest."""
         now = time.monotonic()
         if error.status is not None:
             _answered.add(_server(error.filename))
@@ -102,11 +98,6 @@ def request(call: Callable[[], Answer], location: str, part: tuple[int, int] | N
     Args:
         location: the object's name in messages.
         part: the requested range, as first byte and end.
-
-    Raises:
-        FormatError: the object is missing, or does not have the expected version.
-        FileExistsError: it exists, and must not.
-        RequestError: the request failed repeatedly; or this process was forked after its parent had made requests.
     """
     return persistent(lambda: translated(call, location, part), location)
 

@@ -138,12 +138,7 @@ class Body:
     """The condition of a write that replaces this version."""
 
     def fill(self, view: memoryview) -> None:
-        """Take all bytes, for which `view` has exactly the room. If a connection breaks, another one continues.
-
-        Raises:
-            FormatError: the object was replaced after the first bytes.
-            RequestError: connections fail repeatedly, or bring fewer or more bytes than announced.
-        """
+        """Take all bytes, for which `view` has exactly the room. If a connection breaks, another one continues."""
         assert view.nbytes == self.nbytes
         body, done, patience = self, 0, Patience()
         while True:
@@ -171,7 +166,7 @@ class Body:
         return self.part[1] - self.part[0]
 
     def content(self, limit: int | None = None) -> bytes:
-        """All bytes; for errors see `fill`. FormatError: also if they are more than `limit`."""
+        """All bytes. FormatError: also if they are more than `limit`."""
         if limit is not None and self.nbytes > limit:
             raise FormatError(f"{self.nbytes} bytes, limit {limit}", path=self.location, code="limit")
         view = memoryview(bytearray(self.nbytes))

@@ -68,11 +68,7 @@ class OpenFolder(Closable):
             return os.open(base, flags | _FILE | (os.O_EXCL if create else 0), mode, dir_fd=folder)
 
     def open_own(self, name: str, flags: int) -> int:
-        """Open an existing regular file of this folder's owner with a single name (hard link).
-
-        Raises:
-            FormatError: it is something else, which could give access to another user's file.
-        """
+        """Open an existing regular file of this folder's owner with a single name (hard link)."""
         status = self.status(name)
         if status is not None:
             self._check_own(name, status)
@@ -91,9 +87,6 @@ class OpenFolder(Closable):
 
         Args:
             replace: whether a regular file of this name, but no link or device, may be replaced.
-
-        Raises:
-            OSError: there is something that may not be replaced, or writing failed; nothing has changed.
         """
         created = list[str]()
         self.remove_partials()
@@ -191,9 +184,6 @@ class OpenFolder(Closable):
 
         Args:
             only: the files below a folder that may be deleted, and with them the folders that hold no others.
-
-        Raises:
-            OSError: the entry cannot be deleted, or holds other files than `only`.
         """
         status = self.status(name)
         if status is None:
@@ -437,12 +427,7 @@ class Waiting:
 
 
 def open_ours(path: Path, flags: int = 0) -> int:
-    """Open a file of ours to read and to lock it, and nothing else that somebody may have put in its place.
-
-    Raises:
-        PlanError: it is no regular file of this user.
-        OSError: it is a link or a folder; or as `os.open`.
-    """
+    """Open a file of ours to read and to lock it, and nothing else that somebody may have put in its place."""
     fd = os.open(path, os.O_RDWR | _FILE | flags, 0o666)
     try:
         if not is_ours(os.fstat(fd), stat.S_ISREG):
@@ -488,10 +473,6 @@ def take_lock(
 
     Returns:
         None: another process or thread holds a lock that excludes this one.
-
-    Raises:
-        FileNotFoundError: there is no file, and `create` is False.
-        PlanError: it is no regular file of this user, or it is deleted again and again.
     """
     for _ in range(_TRIES):
         lock = HeldLock(_open_lock(path, folder, mode if create else None))
@@ -585,12 +566,7 @@ def check_owner_is(path: Path, status: os.stat_result, user: int) -> None:
 
 @contextmanager
 def locked(parent: OpenFolder, name: str, output: Path) -> Iterator[int]:
-    """Hold the lock of an output. Yield this user's id as that file system reports it.
-
-    Raises:
-        PlanError: another process holds the lock, or it belongs to another user, or is no lock.
-        OSError: there can be no lock file. The error names `output`.
-    """
+    """Hold the lock of an output. Yield this user's id as that file system reports it."""
     path = parent.path / name
     with with_path(output):
         lock = take_lock(path, what="writing it", folder=parent, mode=0o600, needs_locks=False)

@@ -261,12 +261,7 @@ _MAX_PENDING = 4
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """The status of a regular file. Checked before it is opened, because opening a device may have side effects.
-
-    Raises:
-        FormatError: `path` is not a regular file, or cannot be resolved.
-        OSError: the file does not exist, or stat(2) failed.
-    """
+    """The status of a regular file. Checked before it is opened, because opening a device may have side effects."""
     try:
         status = path.stat()
     except OSError as error:
@@ -297,7 +292,7 @@ class InputFile(Closable):
         access: Access = Access.BUFFERED,
         version: str | None = None,
     ) -> None:
-        """Open `path`; arguments and errors as for `Store.open`."""
+        """Open `path`; arguments as for `Store.open`."""
         self.path = path
         self._lock = threading.Lock()
         self._access = access
@@ -391,10 +386,6 @@ class OutputFile(Closable):
 
         Args:
             mode: permissions before the umask; an existing file loses all others.
-
-        Raises:
-            FormatError: the existing file is not a regular file of the folder's owner, or has several names.
-            OSError: the new file exists already, or there is not enough space.
         """
         self.path = folder.path / name
         self.nbytes = nbytes

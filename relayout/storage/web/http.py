@@ -91,11 +91,7 @@ def stat(url: str, location: str) -> FileStat | None:
 
 
 def send(method: str, url: str, location: str, headers: Headers | None = None) -> BaseHTTPResponse:
-    """The answer to one request, whatever its status; redirects are followed on the same server, and only there.
-
-    Raises:
-        RequestError: there was none.
-    """
+    """The answer to one request, whatever its status; redirects are followed on the same server, and only there."""
     from urllib3 import Timeout
     from urllib3.exceptions import HTTPError
 
@@ -141,7 +137,7 @@ def _redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
 def _described(
     answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None
 ) -> tuple[FileStat, tuple[int, int]]:
-    """Read length and version of the file from an answer, and which range it brings; for errors see `Client.get`.
+    """Read length and version of the file from an answer, and which range it brings.
 
     Args:
         part: the range that was asked for.

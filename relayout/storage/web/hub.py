@@ -80,20 +80,14 @@ class HubClient:
 
     @property
     def commit(self) -> str:
-        """The commit's hash.
-
-        Raises:
-            FormatError: the hub or its cache says something else.
-            PlanError: the repository or revision does not exist, or may not be read.
-            RequestError: the hub does not answer, and its cache does not say.
-        """
+        """The commit's hash."""
         if self.revision is not None and self.snapshot_of(self.revision):
             return self.revision
         return self._commit_and_files[0]
 
     @property
     def files(self) -> Mapping[str, FileStat]:
-        """All files of the commit, by name; for errors see `commit`."""
+        """All files of the commit, by name."""
         return self._commit_and_files[1]
 
     @property

@@ -29,12 +29,12 @@ from bench import remote as remotes
 from bench import slow as slows
 from bench.drive import machine, need_fio, total_nbytes
 from bench.peers import LOADERS
+from relayout.benchmark.commands import failures
+from relayout.benchmark.commands import loads as figures
 from relayout.benchmark.machine import describe
 from relayout.benchmark.measure import layers_of, write_llama
 from relayout.benchmark.verdict import verdict, warnings_of
 from relayout.cli.command import Line, show
-from relayout.cli.render import failures
-from relayout.cli.render import loads as figures
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False, help=bench.__doc__)
 console = Console(highlight=False, width=132)

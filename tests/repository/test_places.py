@@ -24,7 +24,6 @@ EXCEPTIONS = {
     "relayout/format/index.py": "the sidecar as a whole: format/test_manifest.py",
     "relayout/format/rank_table.py": "the sidecar as a whole: format/test_manifest.py",
     "relayout/format/source_record.py": "the sidecar as a whole: format/test_manifest.py",
-    "relayout/observe/vllm.py": "plans that are observed: observe/test_observation.py",
     "relayout/plugins.py": "the plugins of engines: engines/test_vllm.py, test_sglang.py",
     "relayout/train/comparing.py": "steps as a whole: train/test_publisher.py",
     "relayout/train/follower.py": "steps as a whole: train/test_publisher.py",

@@ -9,10 +9,9 @@ ROOT = Path(__file__).parents[2]
 EXCEPTIONS = {
     "loader/backends/base.py": "the conformance suite of backends: loader/test_backends.py",
     "loader/backends/host.py": "the conformance suite of backends: loader/test_backends.py, test_load_memory.py",
-    "loader/changes.py": "deltas on the way into memory: commands/test_delta.py, live/test_staging.py",
+    "loader/changes.py": "deltas on the way into memory: checkpoint/test_delta.py, live/test_staging.py",
     "loader/sources/checkpoint.py": "every load: loader/test_loading.py, test_load_options.py",
     "relayout/__main__.py": "every test of the command: cli/",
-    "relayout/checkpoint/delta.py": "deltas as a whole: commands/test_delta.py",
     "relayout/cli/reading.py": "what commands print: cli/test_app.py",
     "relayout/cli/render.py": "what commands print: cli/test_app.py, test_terminal.py",
     "relayout/cli/writing.py": "what commands do: cli/test_app.py, commands/",

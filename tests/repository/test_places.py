@@ -17,7 +17,6 @@ EXCEPTIONS = {
     "relayout/cli/writing.py": "what commands do: cli/test_app.py, commands/",
     "relayout/commands/convert.py": "conversions: conversion/test_run.py",
     "relayout/commands/inspect.py": "what commands print: cli/test_app.py",
-    "relayout/commands/sign.py": "policies: checkpoint/test_trust.py",
     "relayout/conversion/sidecar.py": "the folder as a whole: conversion/test_consistency.py, test_content.py",
     "relayout/engines/sglang_rank.py": "the plugin of SGLang: engines/test_sglang.py",
     "relayout/plugins.py": "the plugins of engines: engines/test_vllm.py, test_sglang.py",

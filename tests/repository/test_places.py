@@ -18,8 +18,6 @@ EXCEPTIONS = {
     "relayout/commands/convert.py": "conversions: conversion/test_run.py",
     "relayout/commands/inspect.py": "what commands print: cli/test_app.py",
     "relayout/conversion/sidecar.py": "the folder as a whole: conversion/test_consistency.py, test_content.py",
-    "relayout/engines/sglang_rank.py": "the plugin of SGLang: engines/test_sglang.py",
-    "relayout/plugins.py": "the plugins of engines: engines/test_vllm.py, test_sglang.py",
     "relayout/storage/cloud/bucket.py": "the conformance suite of stores: storage/test_stores.py",
     "relayout/storage/cloud/store.py": "the conformance suite of stores: storage/test_stores.py",
     "relayout/storage/local/store.py": "the conformance suite of stores: storage/test_stores.py",

@@ -19,58 +19,23 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from support.loader_fixtures import assert_equal, mlp_model
-from support.models import Array, as_integers, expected_slice, llama_files, read_tensors
+from support.models import Array, as_integers, expected_slice, read_tensors
 from support.page_cache import drop
 from support.remote import HEAD
+from support.signed_folders import FILES, NUM_RANKS, by_other_digests, edit, flip, in_store, make_signed, sealed
 from support.signing import UNTRUSTED, Keys, make_keys, stock_accepts, write_states
 from support.toy_store import shelf
-from typer.testing import CliRunner
-from xxhash import xxh3_128
 
 import relayout
 from relayout import FormatError, PlanError
 from relayout.checkpoint import trust as trust_module
 from relayout.checkpoint.trust import trusted
-from relayout.cli.app import app
 from relayout.cli.command import Line
 from relayout.cli.render import verification
 from relayout.engines.load import find_folder
 from relayout.errors import RelayoutError
 from relayout.storage.local.store import InputFile
 from relayout.storage.stores import LOCAL_COST, Access, find_input
-
-NUM_RANKS = 2
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    return make_keys(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("source") / "llama"
-    folder.mkdir()
-    for name, blob in llama_files(64, 8, 96, 2, 80).items():
-        (folder / name).write_bytes(blob)
-    (folder / "tokenizer.json").write_text('{"model": "words"}')
-    return folder
-
-
-def make_signed(source: Path, folder: Path, keys: Keys, **options: Any) -> Path:
-    relayout.convert(source, folder, tp=NUM_RANKS, max_part_nbytes=60_000, **options)
-    relayout.sign(folder, key=keys.key)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def signed(source: Path, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_signed(source, tmp_path_factory.mktemp("signed") / "model", keys)
-
-
-@pytest.fixture
-def copy_of(signed: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(signed, tmp_path / "model"))
 
 
 def assert_rank(loaded: dict[str, Any], whole: dict[str, Array], rank: int, tp: int) -> None:
@@ -164,28 +129,6 @@ def test_no_way_through_the_api_lets_in_what_is_not_signed(
 Attack = Callable[[Path, Path, Keys], None]
 
 
-def edit(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
-    path = folder / name
-    before = path.read_bytes()
-    path.write_bytes(change(before))
-    assert path.read_bytes() != before
-
-
-def flip(where: float) -> Callable[[bytes], bytes]:
-    def flipped(blob: bytes) -> bytes:
-        at = min(int(len(blob) * where), len(blob) - 1)
-        return blob[:at] + bytes([blob[at] ^ 4]) + blob[at + 1 :]
-
-    return flipped
-
-
-def sealed(top: dict[str, Any]) -> bytes:
-    """A manifest whose own digest is right: somebody who forges it computes that, too."""
-    text = json.dumps({**top, "self_digest": ""}).encode()
-    text = text[: text.rindex(b'"self_digest"')]
-    return text + b'"self_digest": "' + blake3(text).hexdigest().encode() + b'"}'
-
-
 def manifest_edit(change: Callable[[dict[str, Any]], object]) -> Attack:
     def attack(folder: Path, other: Path, keys: Keys) -> None:
         top = json.loads((folder / "relayout.json").read_bytes())
@@ -250,23 +193,6 @@ def signed_by_another_in_its_name(folder: Path, other: Path, keys: Keys) -> None
     hint = json.loads((folder / "model.sig").read_bytes())["verificationMaterial"]
     signed_by_another(folder, other, keys)
     signature_edit(lambda bundle: bundle.update(verificationMaterial=hint))(folder, other, keys)
-
-
-def by_other_digests(folder: Path) -> None:
-    """Put digests that anybody can forge in place of all proofs: XXH3-128."""
-    top, chunks = json.loads((folder / "relayout.json").read_bytes()), b""
-    for file in top["files"]:
-        blob, start = (folder / file["name"]).read_bytes(), file["data_start"]
-        pieces = range(start, len(blob), top["chunk_nbytes"])
-        part = b"".join(xxh3_128(blob[at : at + top["chunk_nbytes"]]).digest() for at in pieces)
-        file |= {"header_digest": xxh3_128(blob[:start]).hexdigest(), "chunks_digest": xxh3_128(part).hexdigest()}
-        chunks += part
-    for rank in top["ranks"]:
-        rank["table_digest"] = xxh3_128((folder / rank["table"]).read_bytes()).hexdigest()
-    top["source"]["record_digest"] = xxh3_128((folder / "relayout.source.json.zst").read_bytes()).hexdigest()
-    top["hub_index_digest"] = xxh3_128((folder / "model.safetensors.index.json").read_bytes()).hexdigest()
-    (folder / "relayout.chunks").write_bytes(chunks)
-    (folder / "relayout.json").write_bytes(sealed({**top, "digest": "xxh3_128"}))
 
 
 def downgraded(folder: Path, other: Path, keys: Keys) -> None:
@@ -355,19 +281,6 @@ def refused(folder: Path, keys: Keys, tmp_path: Path) -> None:
         assert not relayout.verify(folder, trust=keys.policy).ok
 
 
-FILES = [
-    "config.json",
-    "tokenizer.json",
-    "model.safetensors.index.json",
-    *(f"model-rank-{rank}-part-{part}.safetensors" for rank in range(NUM_RANKS) for part in range(2)),
-    "relayout.chunks",
-    "relayout.json",
-    "relayout.rank-0.json.zst",
-    "relayout.rank-1.json.zst",
-    "relayout.source.json.zst",
-]
-
-
 PLACES = [0, 0.5, 1]
 """In a file."""
 
@@ -452,13 +365,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     assert num_reads > 1
 
 
-def in_store(folder: Path, name: str) -> str:
-    objects = shelf(name)
-    for path in folder.iterdir():
-        objects.put(f"model/{path.name}", path.read_bytes())
-    return f"toy://{name}/model"
-
-
 def test_a_store_that_lies_is_refused(copy_of: Path, source: Path, keys: Keys) -> None:
     url = in_store(copy_of, "lying")
     assert_rank(relayout.load(url, 1, trust=keys.policy), read_tensors(source), 1, NUM_RANKS)
@@ -500,19 +406,6 @@ def test_of_files_that_are_in_memory_none_stays_open(copy_of: Path, keys: Keys) 
         assert len([*Path("/proc/self/fd").iterdir()]) <= before  # Garbage of other tests may be closed meanwhile.
     finally:
         gc.enable()
-
-
-def test_a_store_is_signed_where_it_is(copy_of: Path, keys: Keys) -> None:
-    url = in_store(copy_of, "signing")
-    expected = (copy_of / "model.sig").read_bytes()
-    shelf("signing").delete(["model/model.sig"])
-    with pytest.raises(FormatError, match="is not signed"):
-        relayout.load(url, 0, trust=keys.policy)
-    relayout.sign(url, key=keys.key)
-    (copy_of / "model.sig").write_bytes(shelf("signing").get("model/model.sig", 0, None, None).content())
-    assert (copy_of / "model.sig").read_bytes() != expected  # ECDSA draws a number.
-    assert stock_accepts(copy_of, keys)
-    assert len(relayout.load(url, 0, trust=keys.policy)) > 5
 
 
 @pytest.mark.filterwarnings("ignore:.*loading again")
@@ -633,59 +526,6 @@ def test_the_files_of_some_ranks_are_enough_for_them(signed: Path, source: Path,
         relayout.load(tmp_path / "one", 0, trust=keys.policy)
 
 
-def test_only_what_is_as_it_was_written_is_signed(copy_of: Path, keys: Keys) -> None:
-    (copy_of / "model.sig").unlink()
-    for name in [*FILES[:3], "relayout.chunks", "relayout.rank-0.json.zst"]:
-        before = (copy_of / name).read_bytes()
-        edit(copy_of, name, flip(0.9))
-        with pytest.raises(FormatError):
-            relayout.sign(copy_of, key=keys.key)
-        (copy_of / name).write_bytes(before)
-        assert not (copy_of / "model.sig").exists()
-
-
-def test_a_changed_header_is_not_signed_and_not_handed_out(copy_of: Path, keys: Keys) -> None:
-    """A space of it: nothing that is read of it has changed."""
-    name = "model-rank-1-part-0.safetensors"
-    start = 8 + int.from_bytes((copy_of / name).read_bytes()[:8], "little")
-    edit(copy_of, name, lambda blob: blob[: start - 1] + b"\n" + blob[start:])
-    store = trusted(find_input(copy_of), keys.policy)
-    with store.open(name) as opened, pytest.raises(FormatError, match="its header does not match the manifest"):
-        opened.read(0, memoryview(bytearray(16)))
-    with pytest.raises(FormatError, match="its header does not match the manifest"):
-        relayout.sign(copy_of, key=keys.key)
-
-
-def test_what_cannot_be_named_or_is_no_file_is_not_signed(copy_of: Path, keys: Keys) -> None:
-    (copy_of / "model.sig").unlink()
-    for name, make, says in (
-        (os.fsdecode(b"name-\xff"), Path.touch, "its name is not UTF-8"),
-        ("pipe", os.mkfifo, "not a regular file"),
-        ("folder", lambda path: path.symlink_to(copy_of.parent), "a link that leads out of the checkpoint"),
-    ):
-        make(copy_of / name)
-        with pytest.raises(FormatError, match=says) as error:
-            relayout.sign(copy_of, key=keys.key)
-        assert error.value.code == "unsafe"
-        (copy_of / name).unlink()
-        assert not (copy_of / "model.sig").exists()
-
-
-def test_digests_that_anybody_can_forge_are_not_signed_and_their_signature_counts_for_nothing(
-    copy_of: Path, keys: Keys
-) -> None:
-    """The stock package signs them, which does not know what they are."""
-    from model_signing.signing import Config
-
-    (copy_of / "model.sig").unlink()
-    by_other_digests(copy_of)
-    with pytest.raises(FormatError, match="not a proof"):
-        relayout.sign(copy_of, key=keys.key)
-    Config().use_elliptic_key_signer(private_key=keys.key).sign(copy_of, copy_of / "model.sig")
-    with pytest.raises(FormatError, match="not a proof"):
-        relayout.load(copy_of, 0, trust=keys.policy)
-
-
 def test_a_signature_by_the_stock_package_counts(copy_of: Path, source: Path, keys: Keys) -> None:
     from model_signing import hashing
     from model_signing.signing import Config
@@ -784,18 +624,6 @@ def test_a_policy_that_says_something_else_is_no_policy(signed: Path, tmp_path: 
     (tmp_path / "policy.toml").write_text(text)
     with pytest.raises(PlanError, match=says):
         relayout.load(signed, 0, trust=tmp_path / "policy.toml")
-
-
-def test_the_command_signs_and_verifies(copy_of: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    (copy_of / "model.sig").unlink()
-    words = ["verify", str(copy_of), "--trust", str(keys.policy)]
-    assert CliRunner().invoke(app, words).exit_code == 2
-    done = CliRunner().invoke(app, ["sign", str(copy_of), "--key", str(keys.key), "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["num_files"] == len(FILES)
-    assert CliRunner().invoke(app, words).exit_code == 0
-    edit(copy_of, "tokenizer.json", flip(0.5))
-    assert CliRunner().invoke(app, words).exit_code == 1
 
 
 def test_a_policy_that_is_not_there_is_named_as_such(tmp_path: Path) -> None:

@@ -15,16 +15,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from support.conversions import stock_tensors
-from support.local_stores import read_manifest, read_record
 from support.models import as_integers, expected_slice, read_tensors
 from support.profile import sample
 
 import relayout
 import relayout.publish.folder as publishing
 from relayout.conversion.jobs import commit_units, run_job, unit_jobs
-from relayout.errors import FormatError, PlanError
-from relayout.format.manifest import SOURCE_RECORD_NAME, decompress
-from relayout.format.source_record import ConversionOptions, RecordedPlan, parse_record
+from relayout.errors import PlanError
 
 MODELS = ["llama", "qwen2", "mistral"]
 ONE_PART, SEVERAL_PARTS = 10**9, 50_000
@@ -240,26 +237,6 @@ def test_a_single_file_is_loaded_at_other_degrees_by_the_config_that_was_beside_
     (place / "config.json").write_text("{}")
     [difference] = relayout.verify(out, source=file).differences
     assert (difference.file, difference.what) == ("config.json", "has changed in the source since the conversion")
-
-
-def test_the_record_has_the_options_and_is_refused_without_one(llama: Path, tmp_path: Path) -> None:
-    relayout.convert(llama, tmp_path / "out", tp=2, align=512, max_part_nbytes=400_000)
-    manifest = read_manifest(tmp_path / "out")
-    options = read_record(tmp_path / "out", manifest).options
-    assert options == ConversionOptions(2, "builtin:llama", False, 512, 400_000, True, "ranks")
-    top = json.loads(decompress((tmp_path / "out" / SOURCE_RECORD_NAME).read_bytes(), "x"))
-    assert parse_record(json.dumps(top).encode(), 2, "x").plan == RecordedPlan("llama", "builtin", top["plan"]["rules"])
-    del top["plan"]["rules"]["cut"]  # What the rules mean is not the record's business.
-    parse_record(json.dumps(top | {"plan": None}).encode(), 2, "x")
-    for wrong in (0, "llama", [], False):
-        with pytest.raises(FormatError, match="x: 'plan' is missing or not an object"):
-            parse_record(json.dumps(top | {"plan": wrong}).encode(), 2, "x")
-    with pytest.raises(FormatError, match="x: 'plan' is missing or not an object"):
-        parse_record(json.dumps({key: value for key, value in top.items() if key != "plan"}).encode(), 2, "x")
-    for name in ("expert_parallel", "alignment", "max_part_nbytes", "dcp"):
-        for wrong in ({key: value for key, value in top.items() if key != name}, top | {name: None}):
-            with pytest.raises(FormatError, match=f"x: .*'{name}'.* missing or not"):
-                parse_record(json.dumps(wrong).encode(), 2, "x")
 
 
 @pytest.mark.parametrize("tp", [1, 4])

@@ -12,7 +12,7 @@ from support import fake_sglang, fake_vllm
 from support.fake_vllm import Model, Tensors
 from support.signing import UNTRUSTED, Keys, make_keys, write_states
 
-from relayout import FormatError, PlanError, plugins
+from relayout import FormatError, PlanError
 from relayout.checkpoint.trust import TrustedStore
 from relayout.engines.load import WeightsPlace, source_url
 from relayout.errors import RelayoutError
@@ -149,15 +149,3 @@ def test_a_policy_that_cannot_be_read_stops_a_load(states: Path, monkeypatch: py
     monkeypatch.setenv("RELAYOUT_TRUST", policy)
     with pytest.raises((PlanError, OSError), match=policy or "RELAYOUT_TRUST is empty"):
         _ = WeightsPlace(str(states / "signed"), is_asked_for=False).is_ours
-
-
-@pytest.mark.parametrize(("kind", "call"), [(fake_vllm, plugins.vllm), (fake_sglang, plugins.sglang)])
-def test_an_engine_that_is_not_as_expected_does_not_start_under_a_policy(
-    keys: Keys, monkeypatch: pytest.MonkeyPatch, kind: Any, call: Callable[[], None]
-) -> None:
-    kind.install(monkeypatch, with_plugin=False)
-    monkeypatch.setattr(plugins, "import_module", lambda name: SimpleNamespace())
-    call()
-    monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
-    with pytest.raises(SystemExit, match="RELAYOUT_TRUST cannot be kept in this"):
-        call()

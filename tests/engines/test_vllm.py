@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support import prestarted
 from support.bits import flip
 from support.conversions import stock_tensors
 from support.fake_vllm import (
@@ -30,7 +28,6 @@ import relayout
 from relayout import plugins
 from relayout.engines.load import Stock
 from relayout.engines.rank_weights import Delivery
-from relayout.engines.vllm import loader_class
 from relayout.errors import FormatError, PlanError
 
 
@@ -249,18 +246,6 @@ def test_slices_that_are_not_used_are_named(
     assert "relayout: rank 0: vLLM did not use lm_head.weight" in caplog.text
 
 
-def test_a_vllm_that_is_not_as_expected_is_left_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.formats.clear()
-    monkeypatch.delattr(sys.modules["vllm.model_executor.model_loader.default_loader"], "DefaultModelLoader")
-    plugins.vllm()
-    assert engine.formats == {}
-    assert "relayout: not available in this vllm" in caplog.text
-    with pytest.raises(TypeError, match="has no create_model, load_weights, get_all_weights"):
-        loader_class(object)
-
-
 def test_a_vllm_that_has_the_format_itself_gets_the_same_loader(folders: Path, engine: Engine, whole: Tensors) -> None:
     engine.formats["relayout"] = lambda load_config: plugins.vllm_loader(load_config)
     model = Model(whole, 1, 2)
@@ -268,52 +253,6 @@ def test_a_vllm_that_has_the_format_itself_gets_the_same_loader(folders: Path, e
     model.assert_holds_what_it_cuts_of(whole)
     plugins.vllm()
     assert engine.formats["relayout"].__qualname__ == type(loader).__qualname__
-
-
-LAZY = """
-import sys
-from relayout import plugins
-plugins.vllm()
-plugins.vllm()
-assert not {"torch", "vllm", "relayout.engines.vllm"} & set(sys.modules)
-assert len([finder for finder in sys.meta_path if type(finder).__module__ == "relayout.plugins"]) == 1
-import vllm
-from importlib.util import find_spec
-assert find_spec("vllm.model_executor.model_loader")  # As of somebody who only asks.
-from vllm.model_executor import model_loader
-print(list(model_loader._LOAD_FORMAT_TO_MODEL_LOADER))
-"""
-
-LOADERS = """
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-_LOAD_FORMAT_TO_MODEL_LOADER = {"auto": DefaultModelLoader}
-def register_model_loader(name):
-    return lambda loader: _LOAD_FORMAT_TO_MODEL_LOADER.setdefault(name, loader)
-"""
-
-
-@pytest.mark.parametrize(
-    ("methods", "formats", "said"),
-    [
-        ("create_model = load_weights = get_all_weights = _get_weights_iterator = download_model = None", 2, ""),
-        ("load_weights = None", 1, "relayout: not available in this vllm: TypeError"),
-    ],
-)
-def test_a_process_that_loads_nothing_imports_nothing_and_one_that_does_knows_the_format(
-    tmp_path: Path, methods: str, formats: int, said: str
-) -> None:
-    loaders = tmp_path / "vllm" / "model_executor" / "model_loader"
-    loaders.mkdir(parents=True)
-    (loaders / "__init__.py").write_text(LOADERS)
-    (loaders / "base_loader.py").write_text("from abc import ABC\nclass BaseModelLoader(ABC): pass")
-    (loaders / "default_loader.py").write_text(
-        f"from .base_loader import BaseModelLoader\nclass DefaultModelLoader(BaseModelLoader):\n    {methods}"
-    )
-    done = prestarted.run(script=f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{LAZY}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(["auto", "relayout"][:formats])
-    assert said in done.stderr
-    assert bool(said) == bool(done.stderr)
 
 
 def test_the_option_source_names_the_weights_of_the_model_and_not_those_of_its_draft(engine: Engine) -> None:

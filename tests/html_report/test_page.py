@@ -21,11 +21,9 @@ from support.checkpoints import write_family
 from support.chromium import Browser, browser
 from support.families import FAMILIES
 from support.hub_models import MODELS
-from typer.testing import CliRunner
 
 import relayout
 from relayout.checkpoint.converted import read_manifest, read_table
-from relayout.cli.app import app
 from relayout.errors import FormatError, PlanError
 from relayout.html_report.page import KINDS, kind_of, render
 from relayout.storage.stores import find_store
@@ -33,14 +31,6 @@ from relayout.storage.stores import find_store
 pytestmark = pytest.mark.documents
 
 Content = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def folder(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of four ranks, of several parts each."""
-    out = tmp_path_factory.mktemp("report") / "llama-tp4"
-    relayout.convert(llama, out, tp=4, max_part_nbytes="200KB")
-    return out
 
 
 def read_header(file: Path) -> Content:
@@ -234,14 +224,6 @@ def test_what_cannot_be_shown_is_refused(folder: Path, llama: Path, tmp_path: Pa
     with pytest.raises(PlanError, match="already converted"):
         relayout.report(folder, tmp_path / "page.html", tp=2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_tells_what_it_wrote(folder: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["report", str(folder), "-o", str(tmp_path / "page.html")])
-    assert done.exit_code == 0, done.output
-    assert "converted checkpoint, " in done.stdout
-    as_json = CliRunner().invoke(app, ["report", str(folder), "-o", str(tmp_path / "page.html"), "--json"])
-    assert json.loads(as_json.stdout)["num_ranks"] == 4
 
 
 @pytest.mark.parametrize(

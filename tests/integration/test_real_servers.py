@@ -19,6 +19,8 @@ SUITES = (
     "tests/commands/test_every_store.py",
     "tests/loader/test_group_from_store.py",
     "tests/train/test_publisher.py",
+    "tests/train/test_follower.py",
+    "tests/train/test_comparing.py",
     "tests/train/test_listing.py",
     "tests/testing/test_stores.py",
 )

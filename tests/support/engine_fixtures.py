@@ -24,6 +24,15 @@ def vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> f
     return fake_vllm.install(monkeypatch)
 
 
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> fake_sglang.Engine:
+    """With relayout's plugin."""
+    caplog.set_level(logging.INFO)
+    fake = fake_sglang.install(monkeypatch)
+    assert fake.formats == ["auto", "safetensors", "relayout"]
+    return fake
+
+
 @pytest.fixture(params=[fake_vllm, fake_sglang], ids=["vllm", "sglang"])
 def engine(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

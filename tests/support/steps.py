@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import torch
 
+import relayout
 from relayout.publish.claim import Prefix
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import find_store
@@ -106,3 +108,22 @@ def _prefix(root: str) -> Prefix:
     assert isinstance(store, CloudStore)
     client: Any = store.client
     return Prefix(client, store.prefix, store)
+
+
+def published(root: str) -> None:
+    """Five steps, of which the first is retired."""
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=2, keep=3, keep_seconds=0)
+    for step in range(1, 6):
+        publisher.publish(weights_of(step), step)
+
+
+def names_of(root: str, kind: str) -> list[str]:
+    """The names of the folders, or of the deltas, of a root's steps."""
+    return [one[kind]["name"] for one in json.loads(files_of(root)["steps.json"])["steps"] if one[kind] is not None]
+
+
+def changed(root: str, name: str, position: int) -> None:
+    """Change a byte of a file."""
+    content = bytearray(files_of(root)[name])
+    content[position] ^= 1
+    put(root, name, bytes(content))

@@ -1,4 +1,4 @@
-"""Commands as tests run them: `relayout` in this process, the programs of tools/ in one of their own."""
+"""Programs as tests run them: `relayout` in this process, scripts and the programs of tools/ in one of their own."""
 
 from __future__ import annotations
 
@@ -37,3 +37,10 @@ def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=PATIENCE,
     )
+
+
+def python(script: str, *args: str) -> str:
+    """Standard output of a script in a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import prestarted
 from support.mounts import mounted_tmpfs
 from support.patience import in_time
 from support.steps import CONFIG, assert_is_step, delete, files_of, outputs_of, put, weights_of
@@ -39,38 +38,6 @@ def test_followers_have_each_step_as_it_was_published(root: str) -> None:
             assert {name: tensor.data_ptr() for name, tensor in follower.tensors.items()} == held
     assert kinds == ["full", "delta", "delta", "delta", "fulldelta", "delta", "delta"]
     assert follower.update() is None
-
-
-def test_one_that_joins_late_or_goes_back_has_any_step(root: str) -> None:
-    publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=3)
-    for step in range(1, 6):
-        publisher.publish(weights_of(step), step)
-    for step in (5, 3, 1, 4):
-        late = relayout.Follower(root, 0)
-        assert late.update(step) == step
-        assert_is_step(late.tensors, weights_of(step), 0)
-    back = relayout.Follower(root, 0)
-    for step in (5, 2, 4):
-        back.update(step)
-        assert_is_step(back.tensors, weights_of(step), 0)
-
-
-def test_a_folder_of_a_step_is_that_of_save_and_deltas_lead_to_it_byte_for_byte(tmp_path: Path) -> None:
-    publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2, full_every=2)
-    for step in (1, 2, 3):
-        last = publisher.publish(weights_of(step), step)
-    relayout.save(weights_of(3), tmp_path / "saved", config=CONFIG, tp=2, max_part_nbytes=2**29)
-    steps = relayout.Steps(tmp_path / "steps")
-    entries = steps.entries()
-    assert last.full is not None
-    assert last.delta is not None
-    deltas = [steps.path(entry.delta.name) for entry in entries[1:] if entry.delta is not None]
-    first = entries[0].full
-    assert first is not None
-    relayout.apply_deltas(steps.path(first.name), deltas, tmp_path / "applied")
-    saved = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
-    for other in (Path(steps.path(last.full.name)), tmp_path / "applied"):
-        assert {path.name: path.read_bytes() for path in other.iterdir()} == saved
 
 
 def test_what_is_not_kept_is_deleted_and_nothing_else(root: str) -> None:
@@ -110,28 +77,6 @@ def test_a_retired_folder_with_a_strangers_file_stays(root: str) -> None:
     delete(root, stranger)
     assert first.name in relayout.Steps(root).prune(grace_seconds=0)
     assert first.name not in outputs_of(root)
-
-
-def test_a_reader_of_an_older_index_goes_on_with_what_is_there(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=3, keep=1, keep_seconds=0)
-    publisher.publish(weights_of(1), 1)
-    slow = relayout.Follower(root, 0)
-    slow.update()
-    publisher.publish(weights_of(2), 2)
-    from relayout.train import follower as module
-
-    applied = module.apply
-
-    def late(delta: Any, *arguments: Any, **options: Any) -> None:
-        for step in range(3, 9):
-            publisher.publish(weights_of(step), step)
-        relayout.Steps(root).prune(grace_seconds=0)
-        monkeypatch.undo()
-        applied(delta, *arguments, **options)
-
-    monkeypatch.setattr(module, "apply", late)
-    assert slow.update() == 8
-    assert_is_step(slow.tensors, weights_of(8), 0)
 
 
 def test_a_second_publisher_takes_over_and_the_first_is_told(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,37 +274,6 @@ def test_fp4_is_published_and_followed(tmp_path: Path) -> None:
         assert torch.equal(follower.tensors["x"].view(torch.uint8), packed)
 
 
-def test_an_empty_root_has_no_step(root: str) -> None:
-    assert relayout.Steps(root).newest() is None
-    assert relayout.Steps(root).chain() is None
-    with pytest.raises(
-        relayout.PlanError, match=r"has no steps yet: no (such file or folder|objects with this prefix)"
-    ):
-        relayout.Follower(root, 0).update()
-    put(root, "mine", b"mine")
-    with pytest.raises(relayout.PlanError, match=r"has no steps yet \(steps\.json of relayout\.Publisher is missing\)"):
-        relayout.Follower(root, 0).update()
-
-
-_FILLS = """
-import sys
-import relayout
-from support.steps import CONFIG, weights_of
-publisher = relayout.Publisher(sys.argv[1], config=CONFIG, tp=2, keep_in=sys.argv[2])
-try:
-    publisher.publish(weights_of(1), 1)
-except OSError as error:
-    print(error.strerror, error.filename)
-"""
-
-
-def test_where_the_drive_for_the_last_step_is_full_the_step_fails_and_the_process_goes_on(tmp_path: Path) -> None:
-    with mounted_tmpfs(tmp_path / "drive", "64k") as drive:
-        done = prestarted.run(tmp_path / "steps", drive, script=_FILLS)
-    assert (done.returncode, done.stdout) == (0, f"No space left on device {drive}\n"), done.stderr
-    assert relayout.Steps(tmp_path / "steps").newest() is None
-
-
 @pytest.mark.parametrize("step", [-1, 2**53])
 def test_a_number_that_no_step_has_is_refused_and_nothing_is_written(tmp_path: Path, step: int) -> None:
     publisher = relayout.Publisher(tmp_path / "steps", config=CONFIG, tp=2)
@@ -374,31 +288,6 @@ def test_a_number_that_no_step_has_is_refused_and_nothing_is_written(tmp_path: P
 def test_no_step_at_all_is_no_choice(tmp_path: Path, option: str) -> None:
     with pytest.raises(relayout.PlanError, match=f"{option}: 0, expected 1 or more"):
         relayout.Publisher(tmp_path / "steps", **{option: 0})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", ["full", "delta"])
-def test_what_makes_another_content_than_the_index_says_is_not_taken_for_the_step(tmp_path: Path, kind: str) -> None:
-    places = {}
-    for root, last in (("steps", 2), ("other", 3)):
-        publisher = relayout.Publisher(tmp_path / root, config=CONFIG, tp=2, full_every=1 if kind == "full" else 100)
-        for step, weights in ((1, 1), (2, last)):
-            done = publisher.publish(weights_of(weights), step)
-        stored = done.full if kind == "full" else done.delta
-        assert stored is not None
-        places[root] = tmp_path / root / stored.name
-    follower = relayout.Follower(tmp_path / "steps", 0)
-    follower.update(1)
-    shutil.rmtree(places["steps"])
-    places["other"].rename(places["steps"])
-    entries = json.loads((tmp_path / "steps" / "steps.json").read_text())
-    if kind == "full":  # Else there is another way.
-        entries["steps"][-1]["delta"] = None
-        (tmp_path / "steps" / "steps.json").write_text(json.dumps(entries))
-    with pytest.raises(relayout.FormatError, match=r"relayout\.json: makes content [0-9a-f]+, the index of steps says"):
-        follower.update()
-    assert_is_step(follower.tensors, weights_of(1), 0)
-    assert follower.step == 1
-    assert follower.update(1) is None
 
 
 def test_an_index_that_was_written_and_of_which_the_answer_was_lost_is_not_written_twice(
@@ -447,76 +336,3 @@ def test_what_may_be_deleted_makes_room_for_the_step(tmp_path: Path, monkeypatch
         follower = relayout.Follower(drive / "steps", 0)
         follower.update()
         assert_is_step(follower.tensors, weights_of(2), 0)
-
-
-def test_a_follower_has_the_tensors_of_a_step_that_has_more_or_fewer_or_others(root: str) -> None:
-    publisher = relayout.Publisher(root, config=CONFIG, tp=2, unmatched="replicate")
-    follower = relayout.Follower(root, 0)
-    more = {"model.extra.weight": torch.arange(5.0)}
-    for step, others in enumerate(
-        [{}, more, {"model.extra.weight": torch.arange(6.0)}, {"model.extra.weight": torch.arange(6)}, {}], 1
-    ):
-        assert publisher.publish(weights_of(step) | others, step).full is not None
-        assert follower.update() == step
-        assert follower.tensors.keys() == (weights_of(step) | others).keys()
-        assert all(follower.tensors.pop(name).equal(tensor) for name, tensor in others.items())
-        assert_is_step(follower.tensors, weights_of(step), 0)
-        follower.tensors |= {name: tensor.clone() for name, tensor in others.items()}
-
-
-def test_a_step_without_a_change_is_one(root: str) -> None:
-    publisher = relayout.Publisher(root, config=CONFIG, tp=2)
-    follower = relayout.Follower(root, 0)
-    publisher.publish(weights_of(1), 1)
-    assert follower.update() == 1
-    again = publisher.publish(weights_of(1), 2)
-    assert again.delta is not None
-    assert again.delta.nbytes == 0
-    assert follower.update() is None
-    assert follower.step == 2
-    publisher.publish(weights_of(3), 3)
-    assert follower.update() == 3
-    assert_is_step(follower.tensors, weights_of(3), 0)
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_a_follower_has_the_dtype_of_the_step_and_goes_on_by_deltas(
-    root: str, dtypes: tuple[torch.dtype, torch.dtype]
-) -> None:
-    """When a trainer is started again with another one: FP32 could hold what is BF16, but no delta could change it."""
-    name, whole = "model.norm.weight", torch.arange(64.0)
-    follower, place = relayout.Follower(root, 0), 0
-    for number, dtype in enumerate(dtypes):
-        publisher = relayout.Publisher(root, config=CONFIG, dtype=dtype)
-        for step in (10 * number + 1, 10 * number + 2):
-            whole[step] += 1
-            publisher.publish({name: whole}, step)
-            chain = relayout.Steps(root).chain(follower.content)
-            assert follower.update() == step
-            assert follower.tensors[name].dtype == dtype
-            assert follower.tensors[name].equal(whole.to(dtype))
-            assert chain is not None
-            assert (chain.full is None) == (step % 10 == 2)
-            if step % 10 == 2:
-                assert follower.tensors[name].data_ptr() == place, "changed where it is"
-            place = follower.tensors[name].data_ptr()
-
-
-def test_a_follower_reuses_no_memory_that_a_load_would_not_make(tmp_path: Path) -> None:
-    root, weights = tmp_path / "steps", {f"model.layers.{i}.input_layernorm.weight": torch.randn(64) for i in range(4)}
-    same, strided, wide, gone = weights
-    follower = relayout.Follower(root, 0)
-    relayout.Publisher(root, config=CONFIG).publish(weights, 1)
-    follower.update()
-    follower.tensors[strided] = torch.empty(64, 2)[:, 0]
-    follower.tensors[wide] = follower.tensors[wide].double()
-    before = {name: tensor.data_ptr() for name, tensor in follower.tensors.items()}
-    weights.pop(gone)
-    relayout.Publisher(root, config=CONFIG).publish(weights, 2)
-    follower.update()
-    assert follower.tensors.keys() == weights.keys()
-    for name, tensor in weights.items():
-        found = follower.tensors[name]
-        assert found.equal(tensor)
-        assert (found.dtype, found.is_contiguous()) == (torch.float32, True)
-        assert (found.data_ptr() == before[name]) == (name == same)

@@ -1,0 +1,102 @@
+"""The command `bench`: what it asks, prints and returns."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+
+import pytest
+from typer.testing import CliRunner
+
+from relayout.benchmark.commands import may_drop_caches
+from relayout.benchmark.run import Folders, RankGroup
+from relayout.benchmark.verdict import Measured, RankLoads
+from relayout.cli import signals
+from relayout.cli.app import app
+
+
+def test_the_command_drops_no_cache_unasked_and_fits_80_columns(
+    folders: Folders, not_measured: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = CliRunner().invoke(app, ["bench", str(folders.source)])
+    assert done.exit_code == 0, done.output
+    assert not_measured == [False]
+    # One rank and all ranks, warm, by three loaders or more.
+    loads = re.findall(r"(\d+) loads, each in fresh processes: ", done.stderr)[0]
+    assert int(loads) % (2 * 3) == 0
+    assert int(loads) >= 18
+    assert f"\n{loads}/{loads} all 4 ranks at once, warm: " in done.stderr
+    assert "not measured: cold loads: dropping the files" in done.stdout
+    assert done.stdout.startswith("No clear gain here")
+    allowed = CliRunner().invoke(app, ["bench", str(folders.source), "--yes", "--runs", "2"])
+    assert not_measured == [False, True]
+    assert "one rank of 4, cold" in allowed.stdout
+    assert "drive: 2.00 GB/s" in allowed.stdout
+    assert all(len(line) <= 80 for line in (done.stdout + allowed.stdout).splitlines())
+    monkeypatch.setattr("relayout.benchmark.commands.may_drop_caches", lambda *about: pytest.fail("was asked"))
+    assert CliRunner().invoke(app, ["bench", str(folders.source), "--no"]).exit_code == 0
+    assert not_measured == [False, True, False]
+
+
+@pytest.mark.parametrize("done", [1, 7])
+def test_what_was_measured_before_a_signal_is_printed(
+    folders: Folders, not_measured: list[bool], monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
+    load, left = RankGroup._load, [None] * done
+
+    def stopped(group: RankGroup, name: str) -> Measured:
+        if not left:
+            raise signals.Signalled(signal.SIGTERM)
+        left.pop()
+        return load(group, name)
+
+    monkeypatch.setattr(RankGroup, "_load", stopped)
+    ended = CliRunner().invoke(app, ["bench", str(folders.source), "--yes"])
+    assert ended.exit_code == 128 + signal.SIGTERM
+    assert f"not measured: stopped after {done} of " in ended.stdout
+    assert "one rank of 4, cold" in ended.stdout
+    assert "  relayout, converted" in ended.stdout
+
+
+def test_a_person_is_asked_before_caches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def confirm(question: str, *, err: bool) -> bool:
+        asked.append(question)
+        assert err, "the question must not come into what is piped"
+        return len(asked) > 1
+
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert not may_drop_caches(3, 10**9)
+    assert asked == []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("typer.confirm", confirm)
+    assert not may_drop_caches(3, 10**9)
+    assert may_drop_caches(3, 10**9)
+    assert "3 files (1.0 GB) are dropped" in " ".join(asked[0].split())
+
+
+def test_the_command_prints_one_json_object(folders: Folders, not_measured: list[bool]) -> None:
+    done = CliRunner().invoke(app, ["bench", str(folders.source), "--yes", "--json"])
+    found = json.loads(done.stdout)
+    assert found["tp"] == 4
+    assert [(one["title"], one["state"]) for one in found["loads"]] == [
+        ("one rank of 4", "cold"),
+        ("all 4 ranks at once", "cold"),
+        ("one rank of 4", "warm"),
+        ("all 4 ranks at once", "warm"),
+    ]
+
+
+def test_other_bytes_end_the_command_with_a_difference(
+    folders: Folders, not_measured: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankLoads, "wrong", lambda one: ["rank 1 differs"])
+    done = CliRunner().invoke(app, ["bench", str(folders.source)])
+    assert done.exit_code == 1
+    assert "WRONG BYTES: rank 1 differs" in done.stdout
+    quiet = CliRunner().invoke(app, ["bench", str(folders.source), "-q"])
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (1, "", "")

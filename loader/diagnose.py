@@ -200,7 +200,7 @@ class Network:
 
 
 def measure(files: Sequence[StoredFile], budget: Budget) -> Network | None:
-    """Read some of the files: for 3 s, or 512 MiB, or all of them. None if they have no bytes, or are on this machine."""
+    """Read some of the files, for 3 s or 512 MiB, or all. None if they have no bytes, or are on this machine."""
     with ExitStack() as stack:
         opened = [stack.enter_context(file.open(Access.AUTO)) for file in files]
         largest = max(range(len(opened)), key=lambda index: opened[index].nbytes, default=None)

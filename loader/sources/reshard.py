@@ -154,7 +154,7 @@ class _Gathering:
             start = end
 
     def reads(self, source: _Held, band: _Stretch, piece: _Stretch, width: int) -> Iterator[Read]:
-        """The read of some columns of a band, from a stored slice to the wanted one, whose rows have `width` elements."""
+        """The read of some columns of a band, from a stored slice to the wanted one with rows of `width` elements."""
         column = source.columns.place + piece.start - source.columns.start
         begin, place, nbytes = self._nbytes(column), self._nbytes(piece.place), self._nbytes(piece.length)
         source_stride, target_stride = self._nbytes(source.width), self._nbytes(width)

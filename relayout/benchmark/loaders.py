@@ -159,7 +159,7 @@ def _plan(source: str, tp: int) -> dict[str, tuple[Slice, ...]]:
 
 
 def plan_rank(job: LoadJob) -> None:
-    """Read headers and make the plan, before the clock starts: engines know both from their classes and configuration."""
+    """Read headers and make the plan before the clock starts: engines know both from classes and configuration."""
     if job.source:
         _plan(job.source, job.tp)
 

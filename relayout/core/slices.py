@@ -234,7 +234,7 @@ def _check_number(count: int, part: Slice) -> None:
 
 
 def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Transfer, ...]:
-    """Transfers from the tensor's bytes (source) to the slice's dense bytes (target), each relative to its first byte."""
+    """Transfers from a tensor's bytes (source) to a slice's dense bytes (target), relative to their first bytes."""
     if not part.by_axis:
         nbytes = prod(shape) * BITS[dtype] // 8
         return (Transfer(0, 0, nbytes),) if part.is_held and nbytes else ()

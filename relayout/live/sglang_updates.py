@@ -369,7 +369,7 @@ class _Request:
         return _New(Update(place, weights), shapes, content, f" relayout: content {digest}{number}")
 
     def _staged(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Staged | None:
-        """New weights, to go where those lie that the model has; None: SGLang must load all again, or something of it."""
+        """Stage an update in memory. None: SGLang must load all of the model again, or a part of it."""
         from relayout.loader.requests import MAX_IN_FLIGHT, plan_budget
 
         live = self._live.weights

@@ -43,7 +43,7 @@ from relayout.format.delta import (
 )
 from relayout.format.fields import parse_object
 from relayout.format.index import MANIFEST_NAME, IndexedFile, Manifest, RankTable
-from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, parse_manifest
+from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, content_of, parse_manifest
 from relayout.format.rank_table import parse_table
 from relayout.publish.output import Replaceable
 from relayout.storage.stores import (
@@ -215,10 +215,10 @@ def read_delta(store: Store, position: int = 0, before: Delta | None = None) -> 
     return Delta(link, old, new)
 
 
-def _read_side(store: Store, side: str, digest: str) -> Manifest:
-    """The manifest of the base of a delta, or of what it makes, which has this digest."""
+def _read_side(store: Store, side: str, content: str) -> Manifest:
+    """The manifest of the base of a delta, or of what it makes, which is of this content."""
     blob, where = store.read(side + MANIFEST_NAME, MAX_MANIFEST_NBYTES), store.location(side + MANIFEST_NAME)
-    if digest_hex(blob) != digest:
+    if content_of(blob) != content:
         raise FormatError("digest differs from the one in the delta's manifest", path=where, code="digest")
     return parse_manifest(blob, where)
 
@@ -253,7 +253,7 @@ def with_deltas(base: Store, deltas: Iterable[Delta]) -> Store:
     blob = find_manifest_blob(base)
     if blob is None:
         read_manifest(base)  # Says what is there instead.
-    content = "" if blob is None else digest_hex(blob)
+    content = "" if blob is None else content_of(blob)
     links, new = [], first.new
     for delta in chained(chain([first], found), content, str(base)):
         links.append(delta.link)
@@ -312,7 +312,7 @@ class DeltaStore(StoreOver):
     def read(self, name: str, limit: int) -> bytes:
         store, there = self._place(name)
         blob = store.read(there, limit)
-        if name == MANIFEST_NAME and digest_hex(blob) != self.links[-1].manifest.makes:
+        if name == MANIFEST_NAME and content_of(blob) != self.links[-1].manifest.makes:
             what = "digest differs from the one in the delta's manifest"
             raise FormatError(what, path=self.location(name), code="digest")
         return blob

@@ -20,7 +20,7 @@ from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, MissingPathError, PlanError, about, did_you_mean, how_to_install, shown
 from relayout.format.fields import decode, parse_toml
 from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
-from relayout.format.manifest import MAX_MANIFEST_NBYTES, parse_manifest
+from relayout.format.manifest import MAX_MANIFEST_NBYTES, content_of, parse_manifest
 from relayout.storage.stores import Access, FileStat, HeadFile, ReadableFile, Store, if_there, scheme_of
 from relayout.storage.system import resident_nbytes
 
@@ -45,7 +45,7 @@ class Signer:
     prefixes: tuple[str, ...]
     """Folders and URLs that it is good for, with all below them; empty: any."""
     content: frozenset[str]
-    """SHA-256 of relayout.json, in hex, that it is good for; empty: any."""
+    """Contents that it is good for, see `manifest.content_of`; empty: any."""
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.how.items())
@@ -179,7 +179,7 @@ def prove(store: Store, policy: Policy) -> Signed:
         _read_signed(store, name, limit, policy)
         for name, limit in ((SIGNATURE_NAME, MAX_SIGNATURE_NBYTES), (MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     )
-    content = sha256(blob).hexdigest()
+    content, listed = content_of(blob), sha256(blob).hexdigest()
     reasons = []
     for signer in signers:
         try:
@@ -189,7 +189,7 @@ def prove(store: Store, policy: Policy) -> Signed:
         except Exception as error:  # Whatever the package or its parsers raise of foreign bytes: not proven.
             reasons.append(f"{type(error).__name__}: {shown(str(error))}")
             continue
-        if digests.get(MANIFEST_NAME) != content:
+        if digests.get(MANIFEST_NAME) != listed:
             reasons.append(f"{MANIFEST_NAME} is not the one that was signed")
         elif signer.content and content not in signer.content:
             reasons.append(f"the content {content} is not one that the policy names")

@@ -43,7 +43,7 @@ from relayout.format.delta import (
     pieces_of,
 )
 from relayout.format.index import MANIFEST_NAME, VERSION, Manifest
-from relayout.format.manifest import parse_manifest
+from relayout.format.manifest import content_of, parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SourceRecord
 from relayout.publish.output import Output, Work
@@ -170,8 +170,8 @@ def delta(
         made.put(NEW + MANIFEST_NAME, [after.blob])
         manifest = DeltaManifest(
             generator=f"relayout {VERSION}",
-            base=digest_hex(before.blob),
-            makes=digest_hex(after.blob),
+            base=content_of(before.blob),
+            makes=content_of(after.blob),
             files=tuple(written),
             side_files=tuple(side_file.name for side_file in changed),
         )

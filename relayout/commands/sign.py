@@ -29,7 +29,7 @@ from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import parse_object
 from relayout.format.index import CHUNKS_NAME, HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
-from relayout.format.manifest import SOURCE_RECORD_NAME, parse_manifest
+from relayout.format.manifest import SOURCE_RECORD_NAME, content_of, parse_manifest
 from relayout.publish.publishers import publisher_of
 from relayout.reporting import Progress, Result, reporting
 from relayout.storage.reading import sha256_hex
@@ -45,7 +45,7 @@ class SignatureWritten(Result):
     signature: str
     """Where the signature is."""
     content: str
-    """SHA-256 of relayout.json, by which a policy can name this version."""
+    """Content of the folder, see `manifest.content_of`: a policy can name it."""
     num_files: int
     nbytes: int
     """Bytes of all files, which were read once."""
@@ -107,7 +107,7 @@ def sign(
     publisher_of(store).add(SIGNATURE_NAME, signature)
     return SignatureWritten(
         signature=store.location(SIGNATURE_NAME),
-        content=digests[MANIFEST_NAME],
+        content=content_of(blob),
         num_files=len(digests),
         nbytes=sum(sizes.values()),
         seconds=time.monotonic() - started,

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from relayout.core.digests import EMPTY_DIGEST, digest_hex
+from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent, align_down
 from relayout.core.slices import BITS
 from relayout.format.delta import DeltaFile, delta_name, dump_index
 from relayout.format.safetensors import Header
 from relayout.publish.output import Output
 
-UNCHANGED = DeltaFile(0, EMPTY_DIGEST)
+UNCHANGED = DeltaFile(0, proof_hex(b""))
 """What a delta has of a file that did not change."""
 
 
@@ -35,7 +35,7 @@ def write_pieces(made: Output, file: str, num_pieces: int, changes: Iterable[tup
 
     made.put(delta_name(file), stored())
     entry = b"".join(entries)
-    return DeltaFile(nbytes + len(entry), digest_hex(entry))
+    return DeltaFile(nbytes + len(entry), proof_hex(entry))
 
 
 def widths_in(header: Header) -> ElementWidths:

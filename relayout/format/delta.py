@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.digests import DIGEST_NBYTES, digest_hex, proof_hex
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, about
 from relayout.format.fields import Fields, check_apart, check_path, parse_object
 from relayout.format.index import FORMAT_VERSION, IndexedFile, Manifest, RankTable, chunks_of, num_chunks
-from relayout.format.manifest import DELTA, check_top, digest_field, sealed
+from relayout.format.manifest import DELTA, check_top, proof_field, sealed
 
 Array = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.intp]
@@ -266,7 +266,7 @@ class DeltaFile:
     nbytes: int
     """Length of the file that has the changes; 0: nothing changed, and there is no such file."""
     index_digest: str
-    """Digest of the index at the end of that file."""
+    """Proof of the index at the end of that file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +276,9 @@ class DeltaManifest:
     generator: str
     """Program and version that wrote it."""
     base: str
-    """Digest of the manifest, as stored, of what the delta applies to."""
+    """Content of what the delta applies to; see `manifest.content_of`."""
     makes: str
-    """Digest of the manifest, as stored, of what it makes."""
+    """Content of what it makes."""
     files: tuple[DeltaFile, ...]
     """For each file of these manifests."""
     side_files: tuple[str, ...]
@@ -308,9 +308,9 @@ def parse_delta(blob: bytes, where: str) -> DeltaManifest:
         files = map(Fields, fields.column("files", dict))
         manifest = DeltaManifest(
             generator=fields.text("generator"),
-            base=digest_field(fields, "base"),
-            makes=digest_field(fields, "makes"),
-            files=tuple(DeltaFile(file.size("nbytes"), digest_field(file, "index_digest")) for file in files),
+            base=proof_field(fields, "base"),
+            makes=proof_field(fields, "makes"),
+            files=tuple(DeltaFile(file.size("nbytes"), proof_field(file, "index_digest")) for file in files),
             side_files=tuple(fields.column("side_files", str)),
         )
         for name in manifest.side_files:
@@ -391,7 +391,7 @@ class PieceIndex:
 
 def parse_index(blob: bytes, file: DeltaFile, extents: Sequence[Extent]) -> PieceIndex:
     """The inverse of `dump_index`. `extents` are the pieces."""
-    if digest_hex(blob) != file.index_digest:
+    if proof_hex(blob) != file.index_digest:
         raise FormatError("its index differs from the manifest", code="digest")
     rows = np.frombuffer(blob, _PIECE)
     # What a reader allocates is bounded by what it asked for.

@@ -70,6 +70,11 @@ def header_prefix(content: str) -> bytes:
     return b'{"__metadata__":' + entry.removesuffix(b"}")
 
 
+def content_of(blob: bytes) -> str:
+    """Return the identity of a checkpoint: the BLAKE3 of its relayout.json as stored, which `b3sum` prints, too."""
+    return proof_hex(blob)
+
+
 def content_digest(rows: Iterable[tuple[str, str, str]]) -> str:
     """The digest that names what a file holds.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, parse_object
+from relayout.format.manifest import proof_field
 
 STEPS_NAME = "steps.json"
 MAX_STEPS_NBYTES = 2**26
@@ -51,7 +52,7 @@ class PublishedStep:
     step: int
     """The trainer's number. One that was published again has the content of its last entry."""
     content: str
-    """Digest of the step's relayout.json."""
+    """Content of the step; see `manifest.content_of`."""
     full: Stored | None
     """The step's converted folder; None: deltas lead to it."""
     delta: Stored | None
@@ -81,7 +82,7 @@ class Chain:
 
     step: int
     content: str
-    """Digest of the step's relayout.json."""
+    """Content of the step; see `manifest.content_of`."""
     full: str | None
     """The name of the converted folder to begin with; None: with what the reader has."""
     deltas: tuple[str, ...]
@@ -262,7 +263,7 @@ def _parse_entry(fields: Fields) -> PublishedStep:
     full, delta = (
         _parse_stored(fields.object_or_null(kind), f"{kind}-{step:09d}-", fields.where) for kind in (FULL, DELTA)
     )
-    return PublishedStep(step, fields.text("content"), full, delta, fields.size("time"))
+    return PublishedStep(step, proof_field(fields, "content"), full, delta, fields.size("time"))
 
 
 def _parse_stored(value: Mapping[str, Any] | None, start: str, where: str | None) -> Stored | None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from relayout.checkpoint.converted import read_manifest_blob
 from relayout.checkpoint.steps import follow, names_of_chain, steps_at
 from relayout.checkpoint.trust import policy_of
-from relayout.core.digests import digest_hex
 from relayout.engines import sglang
 from relayout.engines.load import (
     MODELS,
@@ -40,6 +39,7 @@ from relayout.engines.rank_weights import EngineOptions
 from relayout.engines.sglang import Hook
 from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, shapes_at
 from relayout.errors import PlanError, RelayoutError, about
+from relayout.format.manifest import content_of
 from relayout.format.steps import PublishedStep, StepsIndex
 from relayout.storage.stores import scheme_of
 
@@ -365,7 +365,7 @@ class _Request:
         with about(path=weights.path):
             for _ in weights.stream():  # Compares every slice with its digest.
                 pass
-        digest = digest_hex(read_manifest_blob(weights.opened.source.store))
+        digest = content_of(read_manifest_blob(weights.opened.source.store))
         return _New(Update(place, weights), shapes, content, f" relayout: content {digest}{number}")
 
     def _staged(self, path: str, place: WeightsPlace, step: PublishedStep | None) -> Staged | None:

@@ -24,11 +24,12 @@ from relayout.checkpoint.converted import read_manifest_blob
 from relayout.checkpoint.delta import chained, is_delta, read_deltas
 from relayout.checkpoint.steps import follow, way_to
 from relayout.checkpoint.trust import policy_of
-from relayout.core.digests import Hash, digest_hex, new_digest
+from relayout.core.digests import Hash, new_digest
 from relayout.core.workers import check_stop, current_stop, each
 from relayout.engines.load import EngineRank, WeightsPlace, open_converted, source_url
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.errors import PlanError, about
+from relayout.format.manifest import content_of
 from relayout.live.recording import Recorded
 from relayout.live.views import View
 from relayout.loader.backends.base import kind_of
@@ -76,7 +77,7 @@ class Content:
         """What a rank's weights are of."""
         deltas, source = weights.deltas or (), weights.opened.source
         paths = tuple(map(str, [deltas] if isinstance(deltas, str | os.PathLike) else deltas))
-        return Content(weights.path, paths, digest_hex(read_manifest_blob(source.store)), source.columns())
+        return Content(weights.path, paths, content_of(read_manifest_blob(source.store)), source.columns())
 
     @property
     def digests(self) -> dict[str, str]:

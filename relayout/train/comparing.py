@@ -22,7 +22,7 @@ from relayout.core.extents import BLOCK, Extent, align_up, split
 from relayout.core.workers import each
 from relayout.format.delta import NEW, OLD, DeltaFile, DeltaManifest, dump_delta, encode
 from relayout.format.index import DIGESTED_NBYTES, MANIFEST_NAME, VERSION, num_chunks
-from relayout.format.manifest import parse_manifest
+from relayout.format.manifest import content_of, parse_manifest
 from relayout.publish.output import Output
 from relayout.storage.local.descriptors import with_path
 from relayout.storage.stores import WritableFile
@@ -216,8 +216,8 @@ class StepOutput:
             self.delta_nbytes = sum(one.nbytes for one in changed)
             made = DeltaManifest(
                 generator=f"relayout {VERSION}",
-                base=digest_hex(self._kept.manifest),
-                makes=digest_hex(blob),
+                base=content_of(self._kept.manifest),
+                makes=content_of(blob),
                 files=changed,
                 side_files=tuple(self._changed_side_files),
             )

@@ -16,10 +16,10 @@ from relayout.checkpoint.converted import (
 )
 from relayout.checkpoint.delta import read_delta
 from relayout.checkpoint.steps import no_steps
-from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import NEW, OLD
 from relayout.format.index import Manifest
+from relayout.format.manifest import content_of
 from relayout.format.steps import PublishedStep, Retired, StepsIndex, Stored
 from relayout.reporting import Result
 from relayout.storage.stores import Store, find_store
@@ -86,7 +86,7 @@ def _differences(root: Root, index: StepsIndex) -> Iterator[str]:
 
 def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: str | None) -> None:
     store = find_store(root.path(stored.name))
-    _check_digest("relayout.json", digest_hex(read_manifest_blob(store)), entry.content, str(store))
+    _check_digest("relayout.json", content_of(read_manifest_blob(store)), entry.content, str(store))
     check_intact(store)
     _check_chunks(store, read_manifest(store))
 

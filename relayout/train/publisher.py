@@ -20,11 +20,11 @@ from relayout.conversion.planning import CutOptions, PlanOptions
 from relayout.conversion.run import Summary
 from relayout.conversion.sidecar import other_names
 from relayout.core.arguments import at_least_one, folder_text, integer, takes
-from relayout.core.digests import digest_hex
 from relayout.errors import PlanError, RelayoutError, shown
 from relayout.format.delta import NEW, OLD, delta_name
 from relayout.format.fields import MAX_SIZE
 from relayout.format.index import MANIFEST_NAME
+from relayout.format.manifest import content_of
 from relayout.format.steps import DELTA, FULL, PublishedStep, Retention, StepsIndex, Stored, step_name
 from relayout.loader.group.collectives import Group
 from relayout.publish.output import Output, Work
@@ -304,7 +304,7 @@ class _StepPlace:
         """What readers will see of it."""
         nbytes = {FULL: self.planned.layout.nbytes, DELTA: self.delta_nbytes}
         stored = {kind: Stored(name, nbytes[kind]) for kind, name in self.names.items()}
-        content = digest_hex(self.kept.manifest)
+        content = content_of(self.kept.manifest)
         return PublishedStep(self.step, content, stored.get(FULL), stored.get(DELTA), int(time.time()))
 
     def check(self, source: Store) -> None:

@@ -14,10 +14,10 @@ from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME
 from relayout.checkpoint.steps import follow, no_steps, read_steps
 from relayout.core.arguments import path_text
-from relayout.core.digests import digest_hex
 from relayout.errors import FormatError, PlanError, RelayoutError
 from relayout.format.delta import parse_delta
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
+from relayout.format.manifest import content_of
 from relayout.format.steps import (
     FULL,
     MAX_STEPS_NBYTES,
@@ -132,7 +132,7 @@ class Root:
         assert last is not None
         store = find_store(self.path(last))
         blob, where = read_manifest_blob(store), store.location(MANIFEST_NAME)
-        content = parse_delta(blob, where).makes if chain.deltas else digest_hex(blob)
+        content = parse_delta(blob, where).makes if chain.deltas else content_of(blob)
         if content != chain.content:
             what = f"makes content {content}, the index of steps says {chain.content} for step {chain.step}"
             raise FormatError(what, path=where, code="mismatch")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayout.conversion.changes import ElementWidths, element_widths, widths_in, write_pieces
-from relayout.core.digests import digest_hex
+from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent
 from relayout.format.delta import DeltaFile, delta_name, dump_index
 from relayout.format.safetensors import Header, TensorEntry
@@ -60,4 +60,4 @@ def test_a_file_of_a_delta_is_its_pieces_and_behind_them_its_index(changes: list
     index = b"".join(dump_index([dict(changes).get(piece, b"")]) for piece in range(4))
     pieces = b"".join(encoded for _, encoded in changes)
     assert made.files == {delta_name("model.safetensors"): pieces + index}
-    assert found == DeltaFile(len(pieces) + len(index), digest_hex(index))
+    assert found == DeltaFile(len(pieces) + len(index), proof_hex(index))

@@ -154,8 +154,8 @@ def test_runs_that_no_piece_has_are_refused(runs: list[tuple[int, int, int, int]
         xor_into(np.array([1, 4000, 2, 0, 0], "<u4").tobytes() + body, memoryview(bytearray(4000)))
 
 
-DIGEST = xxh3_128_hexdigest(b"x")
-MANIFEST = DeltaManifest("test", DIGEST, DIGEST[::-1], (DeltaFile(100, DIGEST), DeltaFile(0, DIGEST)), ("sub/a.json",))
+PROOF = blake3(b"x").hexdigest()
+MANIFEST = DeltaManifest("test", PROOF, PROOF[::-1], (DeltaFile(100, PROOF), DeltaFile(0, PROOF)), ("sub/a.json",))
 
 
 def sealed(top: dict[str, Any]) -> bytes:
@@ -174,7 +174,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "version": (lambda top: top.update(relayout=2), "format version 2"),
     "no delta": (lambda top: top.update(requires=[]), "not a delta"),
     "more": (lambda top: top["requires"].append("teleport"), "requires 'teleport', which this relayout does not know"),
-    "base": (lambda top: top.update(base="old"), "'base' is 'old', not a digest"),
+    "base": (lambda top: top.update(base="old"), "'base' is 'old', not a proof"),
     "makes": (lambda top: top.pop("makes"), "'makes' is missing"),
     "files": (lambda top: top.update(files=[1]), "'files' is missing or not a list of objects"),
     "size": (lambda top: top["files"][0].update(nbytes=-1), "'nbytes' is missing or not a size"),
@@ -204,11 +204,11 @@ def index(*pieces: int) -> bytes:
 
 def test_an_index_says_where_each_piece_is() -> None:
     blob = index(7, 0)
-    parsed = parse_index(blob, DeltaFile(7 + 48, xxh3_128_hexdigest(blob)), EXTENTS)
+    parsed = parse_index(blob, DeltaFile(7 + 48, blake3(blob).hexdigest()), EXTENTS)
     assert [parsed.place(piece, piece + 1) for piece in range(2)] == [Extent(0, 7), Extent(7, 0)]
     assert parsed.place(0, 2) == Extent(0, 7)
-    assert [parsed.digest(piece) for piece in range(2)] == [DIGEST, DIGEST]
-    assert place_of_index(DeltaFile(7 + 48, DIGEST), 2) == Extent(7, 48)
+    assert [parsed.digest(piece) for piece in range(2)] == [xxh3_128_hexdigest(b"x")] * 2
+    assert place_of_index(DeltaFile(7 + 48, PROOF), 2) == Extent(7, 48)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ def test_an_index_says_where_each_piece_is() -> None:
 def test_another_index_is_refused(pieces: tuple[int, ...], nbytes: int, message: str) -> None:
     blob = index(*pieces)
     with pytest.raises(FormatError, match=message):
-        parse_index(blob, DeltaFile(nbytes, xxh3_128_hexdigest(blob)), EXTENTS)
+        parse_index(blob, DeltaFile(nbytes, blake3(blob).hexdigest()), EXTENTS)
     with pytest.raises(FormatError, match="differs from the manifest"):
-        parse_index(blob, DeltaFile(nbytes, DIGEST), EXTENTS)
+        parse_index(blob, DeltaFile(nbytes, PROOF), EXTENTS)
     with pytest.raises(FormatError, match="47 bytes long, an index of 2 pieces takes more"):
-        place_of_index(DeltaFile(47, DIGEST), 2)
+        place_of_index(DeltaFile(47, PROOF), 2)
 
 
 KINDS = [TensorKind("BF16", (4, 4), (4, 4), WHOLE), TensorKind("F16", (4, 4), (4, 4), WHOLE)]

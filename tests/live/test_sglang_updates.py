@@ -24,7 +24,7 @@ from support.toy_store import shelf
 from support.updates_worker import TP, write_steps
 
 import relayout
-from relayout.core.digests import digest_hex
+from relayout.core.digests import proof_hex
 from relayout.engines.rank_weights import RankWeights
 from relayout.live.sglang_updates import LIVE, update_weights
 from relayout.live.staging import Flips, LiveWeights
@@ -150,7 +150,7 @@ def steps(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content_of(folder: Path) -> str:
-    return digest_hex((folder / "relayout.json").read_bytes())
+    return proof_hex((folder / "relayout.json").read_bytes())
 
 
 def started(engine: Engine, folder: Path, whole: Tensors, **options: Any) -> Model:

@@ -22,7 +22,7 @@ from support.updates_worker import write_steps
 from torch import nn
 
 import relayout
-from relayout.core.digests import digest_hex
+from relayout.core.digests import proof_hex
 from relayout.core.workers import Stop, Stopped, heeding
 from relayout.engines.global_tensor import GlobalTensor
 from relayout.errors import FormatError, PlanError
@@ -152,7 +152,7 @@ def live(steps: Path, request: pytest.FixtureRequest) -> tuple[Engine, LiveWeigh
 
 
 def content_of(folder: Path) -> str:
-    return digest_hex((folder / "relayout.json").read_bytes())
+    return proof_hex((folder / "relayout.json").read_bytes())
 
 
 def stage(live: LiveWeights, *sources: Path, memory: int = LIMIT) -> Staged:

@@ -19,7 +19,7 @@ from support.toy_store import shelf
 from support.updates_worker import TP, write_steps
 
 import relayout
-from relayout.core.digests import digest_hex
+from relayout.core.digests import proof_hex
 from relayout.core.workers import Stopped, check_stop, current_stop
 from relayout.engines.load import Shapes, check_same_model
 from relayout.engines.rank_weights import EngineOptions, RankWeights
@@ -73,7 +73,7 @@ def workers(updated_folders: Path) -> list[dict[str, Any]]:
 def test_all_workers_get_what_they_would_cut_out_of_the_new_source(
     updated_folders: Path, workers: list[dict[str, Any]], case: str, step: int
 ) -> None:
-    content = digest_hex((updated_folders / f"step-{step}" / "relayout.json").read_bytes())
+    content = proof_hex((updated_folders / f"step-{step}" / "relayout.json").read_bytes())
     for worker in workers:
         outcome = worker[case]
         assert (outcome["has"], outcome["content"], outcome["said"]) == ([f"model-{step}"], content, [])

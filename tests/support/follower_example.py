@@ -67,7 +67,7 @@ class Follower:
     def change(self, delta: Path) -> None:
         manifest = json.loads((delta / "relayout.json").read_bytes())
         blob = (delta / "new/relayout.json").read_bytes()
-        check((manifest["base"], manifest["makes"]) == (self.content, digest(blob)))
+        check((manifest["base"], manifest["makes"]) == (self.content, proof(blob)))
         new = json.loads(blob)
         for number in new["ranks"][self.rank]["files"]:
             file, stored = new["files"][number], manifest["files"][number]
@@ -78,7 +78,7 @@ class Follower:
     def change_file(self, file: dict[str, Any], stored: dict[str, Any], blob: bytes, chunk_nbytes: int) -> None:
         target, starts = self.files[file["name"]], [0, *range(file["data_start"], file["nbytes"], chunk_nbytes)]
         index = blob[len(blob) - 24 * len(starts) :]
-        check(len(blob) == stored["nbytes"] and digest(index) == stored["index_digest"])
+        check(len(blob) == stored["nbytes"] and proof(index) == stored["index_digest"])
         place = 0
         for start, entry in zip(starts, (index[at : at + 24] for at in range(0, len(index), 24)), strict=True):
             piece = blob[place : place + int.from_bytes(entry[:8], "little")]
@@ -99,4 +99,4 @@ class Follower:
                 check(proof(held[: file["data_start"]]) == file["header_digest"])
                 chunks = [held[start : start + manifest["chunk_nbytes"]] for start in starts]
                 check(b"".join(bytes.fromhex(proof(chunk)) for chunk in chunks) == part)
-        self.content = digest(blob)
+        self.content = proof(blob)

@@ -34,7 +34,7 @@ def entry(step: int, full: int | None, delta: int | None, time: int = 0) -> Publ
         kind: None if nbytes is None else Stored(step_name(kind, step, "aaaaaaaa"), nbytes)
         for kind, nbytes in ((FULL, full), (DELTA, delta))
     }
-    return PublishedStep(step, f"{step:032x}", stored[FULL], stored[DELTA], time)
+    return PublishedStep(step, f"{step:064x}", stored[FULL], stored[DELTA], time)
 
 
 NBYTES = st.integers(0, 9)

@@ -100,14 +100,18 @@ class RelayoutError(Exception):
 
     what: str
     """The text without file and tensor."""
-    path: Where
+    path: Where = None
     """The file or folder as the caller named it, or the name of a part of a file."""
-    tensor: str | None
+    tensor: str | None = None
     """The tensor's name."""
-    offset: int | None
+    offset: int | None = None
     """Absolute byte offset in the file, if known."""
-    code: Code
+    code: Code = "invalid"
     """The kind of error: a key of `relayout.errors.FORMAT_CODES` or `PLAN_CODES`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
 
     @property
     def text(self) -> str:

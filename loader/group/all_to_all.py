@@ -68,9 +68,13 @@ class AllToAll:
         import torch
 
         with self._group.collective():
-            self._sent = _at_least(sum(sent), self._sent)
+            if len(self._sent) < sum(sent):
+                self._sent = np.empty(0, np.uint8)  # Freed before more is taken.
+                self._sent = np.empty(sum(sent), np.uint8)
             fill(_messages(self._sent, sent))
-            self._received = _at_least(sum(received), self._received)
+            if len(self._received) < sum(received):
+                self._received = np.empty(0, np.uint8)
+                self._received = np.empty(sum(received), np.uint8)
             outgoing, incoming = self._sent[: sum(sent)], self._received[: sum(received)]
             self._group.exchange(torch.from_numpy(outgoing), list(sent), torch.from_numpy(incoming), list(received))
         return _messages(self._received, received)
@@ -90,10 +94,6 @@ class AllToAll:
         messages = self.exchange(sent_sizes, received_sizes, fill)
         for message, parts in zip(messages, received, strict=True):
             unpack(message, parts)
-
-
-def _at_least(nbytes: int, memory: Bytes) -> Bytes:
-    return memory if len(memory) >= nbytes else np.empty(nbytes, np.uint8)
 
 
 def _messages(memory: Bytes, sizes: Sequence[int]) -> list[Bytes]:

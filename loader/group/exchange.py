@@ -113,6 +113,7 @@ class RunningExchange:
                 if piece.member != me:
                     parts = piece.kept(self._plan.tensors, me)
                     unpack(messages[piece.member], ((self._slices[row], part) for row, part in parts))
+            del messages  # Their memory may be exchanged for more.
             self._done += sum(piece.sizes[me] for piece in each.ranges)
             report(self._done)
 

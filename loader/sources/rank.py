@@ -197,7 +197,7 @@ def _picked(column: Sequence[Value], rows: Sequence[int]) -> Sequence[Value]:
 
 
 def select(names: Sequence[str], patterns: Sequence[str] | str) -> list[int]:
-    """The rows of the names that match, or equal, at least one of the patterns (see `core.patterns`).
+    """The rows of the names that match, or equal, at least one of the patterns (see `core.arguments`).
 
     Raises:
         PlanError: a pattern is invalid, or matches no name.

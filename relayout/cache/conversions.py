@@ -86,7 +86,7 @@ def kept_conversion(
 ) -> KeptConversion:
     """Return the conversion of a plain checkpoint in a cache. If it is not there, make it now.
 
-    An entry is of one source (`checkpoint.identity`), one plan and degree, the same ranks, and one version of the
+    An entry is of one source (`checkpoint.source`), one plan and degree, the same ranks, and one version of the
     format. Other processes that call this at the same time take part in making it.
 
     Args:

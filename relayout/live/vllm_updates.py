@@ -49,10 +49,16 @@ class LiveLoader(VllmLoader):
 
     def load_model(self, *arguments: Any, **options: Any) -> Any:
         """Make the model, load it and make it ready for kernels, as vLLM does."""
-        with ExitStack() as self._until_processed:
-            model = super().load_model(*arguments, **options)
-        self._until_processed = None
-        return model
+        try:
+            with ExitStack() as self._until_processed:
+                return super().load_model(*arguments, **options)
+        finally:
+            self._until_processed = None
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Load all weights; see `VllmLoader`. Records of an earlier load of the model do not count any more."""
+        LIVE.forget(model)
+        super().load_weights(model, model_config)
 
     def _given(self, weights: Weights, place: WeightsPlace, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         tensors, engine = super()._given(weights, place, model), weights.engine
@@ -77,11 +83,10 @@ class LiveLoader(VllmLoader):
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the tensors of a reload; see `VllmLoader`. A delta then applies to what was loaded last."""
-        live = LIVE.of(model)
+        live, tensors = LIVE.of(model), super().get_all_weights(model_config, model)
         if live is None:
-            return super().get_all_weights(model_config, model)
+            return tensors
         live.loaded_again(None)  # Until all is loaded, nobody knows what a delta would apply to.
-        tensors = super().get_all_weights(model_config, model)
         weights = self.load.delivery.weights if isinstance(self.load, Weights) else None
         return tensors if weights is None or weights.store is not None else _followed(tensors, live, weights)
 

@@ -296,7 +296,7 @@ class Prefix:
             return loaded[1]
 
     def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
-        """Replace a small object if its content is the expected one, see `publishers.replace`."""
+        """Replace a small object if its content is the expected one, see `StorePublisher.replace`."""
         loaded = self.load(name, MAX_NBYTES)
         if (None if loaded is None else loaded[0]) != expected:
             raise FileExistsError(errno.EEXIST, "was replaced by another process", self.location(name))

@@ -162,7 +162,7 @@ class _Pending:
 
 
 class Changing:
-    """Brings the images of all members to what these hold now; see `saving.together.Making`."""
+    """Brings the images of all members to what these hold now; see `group_save.Making`."""
 
     def __init__(self, save: PlannedSave, kept: KeptStep, threads: int, shares: Shares, output: Output) -> None:
         """Take part.

@@ -149,7 +149,7 @@ class Exchange:
         self._lock = threading.Lock()
 
     def fill(self, file: str, extent: Extent, view: memoryview) -> None:
-        """Fill memory with a range that was delivered, once for each delivery; see `folder.Fill`."""
+        """Fill memory with a range that was delivered, once for each delivery; see `memory_folder.Fill`."""
         with self._lock:
             found = self._delivered[file, extent].pop()
             if not self._delivered[file, extent]:

@@ -10,135 +10,28 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 from support import prestarted
 from support.bits import flip
+from support.command_runs import CONFIG, Run, assert_one_line, assert_refused, one_object, run, write_model
 from support.patience import PATIENCE
 from support.rights import drop_superuser_rights
-from support.terminals import ENVIRONMENT, VARIABLES, terminal
+from support.terminals import ENVIRONMENT, terminal
 from support.tools import built_command
 from support.trees import tree
 from typer.testing import CliRunner
 
 import relayout
-from relayout.cli.app import app, main
+from relayout.cli.app import app
 from relayout.errors import PlanError
 from relayout.format.index import FORMAT_VERSION
 
-Array = npt.NDArray[Any]
 RELAYOUT = [sys.executable, "-m", "relayout"]
-
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 100,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 128,
-}
-SHAPES = {
-    "lm_head.weight": (128, 64),
-    "model.embed_tokens.weight": (128, 64),
-    "model.layers.0.input_layernorm.weight": (64,),
-    "model.layers.0.mlp.down_proj.weight": (64, 100),
-    "model.layers.0.mlp.gate_proj.weight": (100, 64),
-    "model.layers.0.mlp.up_proj.weight": (100, 64),
-    "model.layers.0.post_attention_layernorm.weight": (64,),
-    "model.layers.0.self_attn.k_proj.weight": (32, 64),
-    "model.layers.0.self_attn.o_proj.weight": (64, 64),
-    "model.layers.0.self_attn.q_proj.weight": (64, 64),
-    "model.layers.0.self_attn.v_proj.weight": (32, 64),
-    "model.norm.weight": (64,),
-}
-NORMS = [name for name in SHAPES if "norm" in name]
-RANK_NBYTES = sum(2 * int(np.prod(shape)) // (1 if name in NORMS else 2) for name, shape in SHAPES.items())
-"""Of two ranks."""
-
-
-def weights() -> dict[str, Array]:
-    """A small Llama; every byte depends on its place."""
-    rng = np.random.default_rng(7)
-    return {name: rng.integers(1, 2**16, shape).astype(np.uint16).view(np.float16) for name, shape in SHAPES.items()}
-
-
-class Run(Protocol):
-    """Runs the command to its end, its output in pipes."""
-
-    def __call__(self, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]: ...
-
-
-def write_model(folder: Path, config: Mapping[str, Any] = CONFIG) -> Path:
-    folder.mkdir()
-    save_file(weights(), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text('{"a": 1}')
-    return folder
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    """A folder to work in, with a model in it and nothing else."""
-    place = tmp_path / "work"
-    place.mkdir()
-    write_model(place / "model")
-    return place
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and its conversion for two ranks, to be read only."""
-    place = tmp_path_factory.mktemp("converted")
-    relayout.convert(write_model(place / "model"), place / "out", tp=2)
-    return place
-
-
-run: Run = partial(prestarted.run, env=ENVIRONMENT)
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """As `run`, but in this process: most of what a run takes is the start of Python."""
-
-    def run_here(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["relayout", *args])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        stdout, stderr = capfd.readouterr()
-        assert end.value.code is None or isinstance(end.value.code, int)
-        return subprocess.CompletedProcess(sys.argv, end.value.code or 0, stdout, stderr)
-
-    monkeypatch.setattr("relayout.cli.app.app", built_command())
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    return run_here
-
-
-def assert_one_line(done: subprocess.CompletedProcess[str], code: int, says: str) -> None:
-    assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.endswith("\n")
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("relayout: error: ")
-    assert re.search(says, done.stderr), done.stderr
-    assert done.stderr.rstrip("\n").isprintable()
-
-
-def assert_refused(run: Run, work: Path, args: list[str], says: str, code: int = 2) -> None:
-    """One line on stderr, the exit code, and nothing changed."""
-    before = tree(work)
-    assert_one_line(run(*args, cwd=work), code, says)
-    assert tree(work) == before
 
 
 def put(path: Path, text: str) -> None:
@@ -203,27 +96,6 @@ def test_of_a_copy_that_is_incomplete_each_command_says_so(here: Run, work: Path
     (work / ".later.relayout-partial").mkdir()
     later = here("verify", "later", cwd=work)
     assert ".later.relayout-partial beside it says that it is being made" in later.stderr
-
-
-def test_a_damaged_copy_is_called_so_and_is_replaced_only_when_it_is_asked_for(here: Run, work: Path) -> None:
-    assert here("convert", "model", "--tp", "2", "-o", "whole", cwd=work).returncode == 0
-    assert here("copy", "whole", "copied", cwd=work).returncode == 0
-    file = work / "copied" / "model-rank-1-part-0.safetensors"
-    before = file.read_bytes()
-    file.write_bytes(before[:-1000])
-    result = here("copy", "whole", "copied", "--if-missing", cwd=work)
-    assert result.returncode == 2
-    assert re.search(
-        r"already holds a damaged conversion .*rank-1-part-0\.safetensors: .* bytes long, exp", result.stderr
-    )
-    assert file.read_bytes() == before[:-1000]
-    assert here("copy", "whole", "copied", "--if-missing", "--force", cwd=work).returncode == 0
-    assert file.read_bytes() == before
-    file.write_bytes(before[:-1000] + bytes(1000))
-    quiet = here("verify", "-q", "copied", cwd=work)
-    assert quiet.returncode == 1
-    assert "model-rank-1-part-0.safetensors" in quiet.stdout
-    assert here("verify", "-q", "whole", cwd=work).stdout == ""
 
 
 # What is wrong with checkpoints, plans and outputs, the tests of each tell: here is how it is said.
@@ -389,10 +261,6 @@ def test_a_group_without_a_command_shows_its_help(here: Run, work: Path, group: 
     assert f"\n  {line}" in done.stderr
 
 
-def test_the_degree_may_be_written_as_vllm_has_it(here: Run, work: Path) -> None:
-    assert one_object(here("convert", "model", "-tp", "2", "--dry-run", "--json", cwd=work))["num_ranks"] == 2
-
-
 def test_wrong_usage_is_one_object_for_programs(here: Run, work: Path) -> None:
     done = here("convert", "model", "--tp", "two", "--json", cwd=work)
     assert (done.returncode, done.stdout) == (2, "")
@@ -459,96 +327,6 @@ def test_what_cannot_be_read_or_written_is_one_line_and_leaves_nothing_behind(tm
         assert_one_line(subprocess.CompletedProcess(args, *json.loads(line)), code, says)
 
 
-def test_what_is_printed_after_a_conversion_adds_up(here: Run, work: Path) -> None:
-    done = here("convert", "model", "--tp", "2", cwd=work)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "model-tp2: 12 tensors for 2 ranks in 2 files" in done.stdout
-    assert f"each rank {RANK_NBYTES / 1000:.1f} kB" in done.stdout
-    # A rate of some kilobytes must not be told as 0.00 GB/s.
-    assert re.search(r" s \([1-9][\d.]* (kB|MB|GB)/s\), peak memory", done.stdout)
-
-
-@pytest.mark.parametrize(
-    ("cwd", "source", "output"),
-    [
-        (".", "model", "model-tp1"),
-        (".", "model/", "model-tp1"),
-        ("model", ".", "model-tp1"),
-        ("model/sub", "..", "model-tp1"),
-    ],
-)
-def test_the_default_output_lies_beside_the_source(here: Run, work: Path, cwd: str, source: str, output: str) -> None:
-    (work / "model" / "sub").mkdir()
-    before = set(tree(work))
-    done = here("convert", source, "--tp", "1", cwd=work / cwd)
-    assert (done.returncode, done.stderr) == (0, "")
-    new = set(tree(work)) - before
-    assert f"{output}/relayout.json" in new
-    assert all(f"{path}/".startswith(f"{output}/") for path in new)
-
-
-@pytest.mark.parametrize("command", ["convert model", "copy model-tp2 copied"])
-def test_if_missing_what_is_there_is_success_and_what_is_another_an_error(here: Run, work: Path, command: str) -> None:
-    here("convert", "model", "--tp", "2", cwd=work)
-    options = [*command.split(), *(["--tp", "2"] if "convert" in command else []), "--if-missing"]
-    assert here(*options, cwd=work).returncode == 0
-    before = tree(work)
-    again = here(*options, cwd=work)
-    assert (again.returncode, again.stderr, tree(work)) == (0, "", before)
-    assert "already there, all files with their lengths" in again.stdout
-    assert one_object(here(*options, "--json", cwd=work))["already_there"]
-    other = here(*options, "--ranks", "1", cwd=work)
-    assert (other.returncode, tree(work)) == (2, before)
-    assert "--force replaces" in other.stderr
-
-
-def one_object(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str, Any]:
-    """The one JSON object that is on stdout; on stderr is only progress, which is told each second."""
-    assert done.returncode == code, done.stderr
-    assert all(line.startswith('{"event": ') for line in done.stderr.splitlines()), done.stderr
-    assert done.stdout.count("\n") == 1
-    parsed = json.loads(done.stdout)
-    assert isinstance(parsed, dict)
-    return parsed
-
-
-def test_convert_speaks_json(work: Path) -> None:
-    found = one_object(run("convert", "model", "--tp", "2", "--json", cwd=work))
-    files = [work / "model-tp2" / f"model-rank-{rank}-part-0.safetensors" for rank in range(2)]
-    assert found["output"] == "model-tp2"
-    assert (found["num_ranks"], found["num_tensors"], found["num_files"]) == (2, 12, 2)
-    assert found["source_nbytes"] == sum(array.nbytes for array in weights().values())
-    assert found["rank_nbytes"] == [RANK_NBYTES] * 2
-    assert found["replicated_nbytes"] == sum(weights()[name].nbytes for name in NORMS)
-    assert found["written_nbytes"] == sum(file.stat().st_size for file in files)
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_dry_run_writes_nothing(work: Path, as_json: bool) -> None:
-    before = tree(work)
-    done = run("convert", "model", "--tp", "2", "--dry-run", *(["--json"] if as_json else []), cwd=work)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert tree(work) == before
-    if as_json:
-        found = one_object(done)
-        assert (found["plan"], found["num_ranks"], found["num_tensors"]) == ("builtin:llama", 2, 12)
-        cuts = {group["pattern"]: (group["cut"], group["rank_shapes"]) for group in found["groups"]}
-        assert cuts["model.layers.*.mlp.down_proj.weight"] == ("dim 1", [[64, 50]])
-        assert cuts["model.layers.*.self_attn.q_proj.weight"] == ("dim 0", [[32, 64]])
-        assert cuts["model.norm.weight"] == ("whole", [[64]])
-    else:
-        assert re.search(r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64x100 +dim 1 +64x50", done.stdout)
-        assert "nothing was written" in done.stdout
-
-
-def test_a_dry_run_foretells_the_conversion(here: Run, work: Path) -> None:
-    planned = one_object(here("convert", "model", "--tp", "2", "--dry-run", "--json", cwd=work))
-    done = one_object(here("convert", "model", "--tp", "2", "--json", cwd=work))
-    shared = planned.keys() & done.keys()
-    assert {"output", "num_files", "written_nbytes", "rank_nbytes", "replicated_nbytes"} <= shared
-    assert {key: planned[key] for key in shared} == {key: done[key] for key in shared}
-
-
 def test_with_json_an_error_is_one_object_on_stderr(here: Run, work: Path) -> None:
     before = tree(work)
     done = here("convert", "nothing", "--tp", "1", "--json", cwd=work)
@@ -564,133 +342,6 @@ def test_with_json_an_error_is_one_object_on_stderr(here: Run, work: Path) -> No
         "tensor": None,
         "offset": None,
     }
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        ("model", {"converted": False, "model_type": "llama", "num_files": 1, "num_tensors": 12, "ranks": []}),
-        ("model/model.safetensors", {"converted": False, "model_type": "llama", "num_files": 1, "num_tensors": 12}),
-        ("out", {"converted": True, "model_type": "llama", "num_files": 2, "num_tensors": 12}),
-        ("out --rank 1", {"converted": True, "num_files": 1, "num_tensors": 12}),
-    ],
-)
-def test_inspect_speaks_json(here: Run, converted: Path, args: str, expected: dict[str, Any]) -> None:
-    before = tree(converted)
-    found = one_object(here("inspect", *args.split(), "--json", cwd=converted))
-    assert {key: found[key] for key in expected} == expected
-    whole = sum(array.nbytes for array in weights().values())
-    norms = sum(weights()[name].nbytes for name in NORMS)
-    nbytes = {"out": whole + norms, "out --rank 1": (whole + norms) // 2}.get(args, whole)
-    assert found["nbytes"] == nbytes
-    assert tree(converted) == before
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        ("model", r"model: plain checkpoint, model type llama, 12 tensors, .* in 1 file\n"),
-        ("model", r"\n +2 +\S+ kB +\S+ kB \(\d\.\dx\) +\S+ kB \(\d\.\dx\) +1\.\d\dx +1\.\d\dx"),
-        ("model/model.safetensors", r"model/model\.safetensors: plain checkpoint, model type llama, 12 tensors"),
-        ("out", r"out: converted checkpoint, model type llama, plan builtin:llama, 12 tensors, .* in 2 files\n"),
-        ("out", r"model\.layers\.\*\.mlp\.down_proj\.weight +1 +F16 +64x50 +dim 1: 0 to 50 of 100"),
-        ("out --rank 1", r"\n +1 +12 +\S+ kB +1 +\d"),
-        (
-            "out --rank 1",
-            r"\ntensors of rank 1 .*\n(.*\n)+model\.layers\.\*\.mlp\.down_proj\.weight.* 50 to 100 of 100",
-        ),
-        (
-            "model",
-            r"\nnote cannot be cut for 8, 16 ranks; for 8: tensor '\S+': dim 1 .* multiple of 8 \(.* 1, 2, 4 ranks\)\n",
-        ),
-        ("model --tp 2", r"\na rank of 2 would read \S+ kB to get (\S+) kB; after convert --tp 2: \1 kB in one read"),
-        (
-            "model --tp 3",
-            r"\nnote cannot be cut for 3 ranks: tensor .* \(this checkpoint can be cut for 1, 2, 4 ranks\)\n",
-        ),
-    ],
-)
-def test_inspect_prints_for_people(here: Run, converted: Path, args: str, says: str) -> None:
-    done = here("inspect", *args.split(), cwd=converted)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(says, done.stdout), done.stdout
-
-
-def test_inspect_tells_what_a_rank_would_read_in_vain(here: Run, converted: Path) -> None:
-    rows = one_object(here("inspect", "model", "--json", cwd=converted))["amplification"]
-    nbytes = {name: array.nbytes for name, array in weights().items()}
-    columns = sum(nbytes[name] for name in nbytes if name.endswith(("down_proj.weight", "o_proj.weight")))
-    norms = sum(nbytes[name] for name in NORMS)
-    [two] = [row for row in rows if row["tp"] == 2]
-    assert two["needed_nbytes"] == (sum(nbytes.values()) + norms) // 2
-    assert two["row_reader_nbytes"] == two["needed_nbytes"] + columns // 2
-    assert two["whole_nbytes"] == sum(nbytes.values())
-    assert two["ranks_layout_nbytes"] == 2 * two["needed_nbytes"]
-    assert two["whole_layout_nbytes"] == sum(nbytes.values()) + columns
-    for layout in ("ranks", "whole"):
-        out = converted / layout
-        relayout.convert(converted / "model", out, tp=2, layout=layout)
-        files = json.loads((out / "relayout.json").read_text())["files"]
-        assert sum(file["nbytes"] - file["data_start"] for file in files) == two[f"{layout}_layout_nbytes"]
-    [eight] = [row for row in rows if row["tp"] == 8]
-    assert eight["needed_nbytes"] is None
-    assert "not a multiple of 8" in eight["reason"]
-
-
-def test_verify_passes_what_is_whole(converted: Path) -> None:
-    before = tree(converted)
-    done = run("verify", "out", cwd=converted)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "verified 24 slices of 2 ranks" in done.stdout
-    found = one_object(run("verify", "out", "--source", "model", "--json", cwd=converted))
-    assert (found["ok"], found["compared_with_source"], found["num_tensors"]) == (True, True, 24)
-    assert found["differences"] == []
-    assert tree(converted) == before
-
-
-def test_verify_names_a_missing_file_once_and_counts_none_of_its_slices(
-    here: Run, converted: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(converted / "out", tmp_path / "out")
-    (tmp_path / "out" / "model-rank-1-part-0.safetensors").unlink()
-    done = here("verify", "out", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout.startswith("1 difference: 12 slices of 2 ranks, ")
-    assert "\ndiffers model-rank-1-part-0.safetensors: cannot be read: No such file or directory\n" in done.stdout
-
-
-@pytest.mark.parametrize(("nbytes", "says"), [(None, "is missing"), (5000, "5000 bytes long")])
-def test_what_lacks_a_file_or_its_end_is_not_shown(
-    here: Run, converted: Path, tmp_path: Path, nbytes: int | None, says: str
-) -> None:
-    shutil.copytree(converted / "out", tmp_path / "out")
-    file = tmp_path / "out" / "model-rank-1-part-0.safetensors"
-    file.unlink() if nbytes is None else os.truncate(file, nbytes)
-    for args in ("inspect out", "inspect out --rank 1", "report out"):
-        assert_refused(here, tmp_path, args.split(), rf"out/model-rank-1-part-0\.safetensors: .*{says}")
-    assert here("inspect", "out", "--rank", "0", cwd=tmp_path).returncode == 0
-
-
-def test_verify_names_file_tensor_and_bytes_of_one_flipped_bit(here: Run, converted: Path, tmp_path: Path) -> None:
-    name = "model.layers.0.mlp.down_proj.weight"
-    shutil.copytree(converted / "out", tmp_path / "out")
-    file = "model-rank-1-part-0.safetensors"
-    blob = (tmp_path / "out" / file).read_bytes()
-    header_nbytes = 8 + int.from_bytes(blob[:8], "little")
-    start, end = (header_nbytes + offset for offset in json.loads(blob[8:header_nbytes])[name]["data_offsets"])
-    flip(tmp_path / "out" / file, (start + end) // 2)
-    done = run("verify", "out", "--source", converted / "model", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert " hashed, not compared with the source because of what differs\n" in done.stdout
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("differs")]
-    assert f"{file}: tensor '{name}', bytes {start} to {end}: " in line
-    assert done.stdout.endswith(
-        "\nnext copy these files again from where they are intact, or convert again with --force\n"
-    )
-    found = one_object(here("verify", "out", "--json", cwd=tmp_path), code=1)
-    assert found["ok"] is False
-    [difference] = found["differences"]
-    assert [difference[key] for key in ("file", "tensor", "start", "end")] == [file, name, start, end]
 
 
 @pytest.mark.parametrize("command", ["convert model --tp 1", "verify out"])

@@ -13,10 +13,12 @@ import torch
 from support import prestarted
 from support.checkpoints import write_family
 from support.conversions import stock_tensors
+from support.fake_vllm import Engine, LoadConfig, Model, Tensors, TransferWorker
 from support.families import FAMILIES
 from support.signing import make_keys
 from support.toy_store import shelf
 from support.updates_worker import TP, write_steps
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import relayout
 from relayout.core.digests import proof_hex
@@ -26,7 +28,7 @@ from relayout.engines.rank_weights import EngineOptions, RankWeights
 from relayout.errors import PlanError
 from relayout.live.recording import Recorded
 from relayout.live.staging import Content, LiveWeights
-from relayout.live.vllm_updates import InitInfo, TransferEngine, UpdateInfo
+from relayout.live.vllm_updates import LIVE, InitInfo, TransferEngine, UpdateInfo
 
 pytestmark = pytest.mark.xdist_group("group")
 
@@ -254,3 +256,27 @@ def test_a_policy_is_asked_before_anything_is_requested(
         with pytest.raises(PlanError, match="has no signer for this place"):
             live.stage([source], None, 0)
     assert not shelf("live").log
+
+
+@pytest.fixture
+def worker(vllm: Engine, folders: Path, whole: Tensors) -> TransferWorker:
+    """One that has loaded rank 0 of 2, and may be updated."""
+    return TransferWorker(vllm, folders / "llama-tp2", Model(whole, 0, 2), "auto")
+
+
+def test_weights_that_are_loaded_once_more_are_not_taken_for_those_recorded(
+    worker: TransferWorker, vllm: Engine
+) -> None:
+    assert worker.relayout_state()["content"] is not None
+    loader = vllm.formats["auto"](LoadConfig("auto"))
+    loader.load_weights(worker.model, worker.vllm_config.model_config)
+    assert LIVE.of(worker.model) is None
+    assert worker.relayout_state()["content"] is None
+
+
+def test_no_recording_begins_behind_a_load_that_has_failed(worker: TransferWorker, vllm: Engine) -> None:
+    loader = vllm.formats["auto"](LoadConfig("auto"))
+    with pytest.raises(AttributeError):
+        loader.load_model(None, worker.vllm_config.model_config)
+    loader.load_weights(worker.model, worker.vllm_config.model_config)
+    assert _get_current_dispatch_mode() is None

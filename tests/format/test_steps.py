@@ -38,7 +38,7 @@ def published(publications: list[tuple[str, int]], retention: Retention) -> tupl
 
         full = None if kind == "delta" and index.entries else Stored(name(FULL), FULL_NBYTES)
         delta = None if kind == "full" or not index.entries else Stored(name(DELTA), nbytes)
-        entries.append(PublishedStep(step, f"content-{step}", full, delta, time=step))
+        entries.append(PublishedStep(step, f"{step:064x}", full, delta, time=step))
         announced = index.announced([one.name for one in (full, delta) if one is not None], step)
         assert announced.entries == index.entries
         index = announced.published(entries[-1], retention)
@@ -146,7 +146,7 @@ def damaged(**changes: Any) -> bytes:
     return json.dumps(json.loads(index.dump()) | changes).encode()
 
 
-ENTRY = {"step": 0, "content": "x", "full": {"name": "full-000000000-00000000", "nbytes": 1}, "delta": None, "time": 0}
+ENTRY = {"step": 0, "content": "0" * 64, "full": {"name": "full-000000000-00000000", "nbytes": 1}, "delta": None, "time": 0}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def test_the_command_tells_what_it_wrote_and_for_which_tensors_there_is_no_rule(
     write_source(tmp_path / "model")
     file = tmp_path / "plan.toml"
     words = ["plans", "observe", str(tmp_path / "model"), "-o", str(file)]
-    done = CliRunner().invoke(app, words)
+    done = CliRunner(env={"COLUMNS": "500"}).invoke(app, words)
     assert done.exit_code == 0, done.output
     written = file.read_bytes()
     num_rules = len(tomllib.loads(written.decode())["cut"])

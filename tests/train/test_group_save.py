@@ -109,7 +109,7 @@ def errors_of(seen: list[dict[str, Any]], case: str) -> list[list[str]]:
         ("part", "PlanError", "parts that overlap"),
         ("drift", "PlanError", "tensor 'x': the members 1 and 3 hold different values of the same elements"),
         ("buffer", "PlanError", "tensor 'x': the members 0-1,3 and 2 hold different values of the same elements"),
-        ("config", "FileNotFoundError", "nothing"),
+        ("config", "MissingPathError", "nothing"),
         ("copy", "RuntimeError", "the device is on fire"),
         ("notes", "OSError", "the drive is on fire"),
         ("space", "PlanError", "GB too few"),

@@ -28,7 +28,7 @@ from zstandard import ZstdDecompressor, ZstdError
 from relayout.checkpoint.folder import parse_config
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, parse_index
 from relayout.conversion.sidecar import recorded_source, stored_conversion
-from relayout.core.digests import digest_hex
+from relayout.core.digests import digest_hex, proof_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import BITS, Slice
 from relayout.errors import FormatError, PlanError
@@ -341,9 +341,9 @@ def _delta(data: bytes) -> None:
 
 
 def _deltas() -> list[bytes]:
-    files = (DeltaFile(100, digest_hex(b"a")), DeltaFile(0, digest_hex(b"")))
+    files = (DeltaFile(100, proof_hex(b"a")), DeltaFile(0, proof_hex(b"")))
     sides = [tuple(f"sub/{side}.json" for side in range(number)) for number in range(10)]
-    return [dump_delta(DeltaManifest("x", digest_hex(b"b"), digest_hex(b"c"), files, names)) for names in sides]
+    return [dump_delta(DeltaManifest("x", proof_hex(b"b"), proof_hex(b"c"), files, names)) for names in sides]
 
 
 def _delta_index(data: bytes) -> None:
@@ -357,7 +357,7 @@ def _delta_index(data: bytes) -> None:
         return
     ends = [0, *accumulate(nbytes for nbytes, _ in pieces)]
     extents = [Extent(start, nbytes) for start, (nbytes, _) in zip(ends, pieces, strict=False)]
-    file = DeltaFile(len(rows) + sum(stored for _, stored in pieces) % 2**63, digest_hex(rows))
+    file = DeltaFile(len(rows) + sum(stored for _, stored in pieces) % 2**63, proof_hex(rows))
     try:
         index = parse_delta_index(rows, file, extents)
     except FormatError:

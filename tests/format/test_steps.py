@@ -146,7 +146,13 @@ def damaged(**changes: Any) -> bytes:
     return json.dumps(json.loads(index.dump()) | changes).encode()
 
 
-ENTRY = {"step": 0, "content": "0" * 64, "full": {"name": "full-000000000-00000000", "nbytes": 1}, "delta": None, "time": 0}
+ENTRY = {
+    "step": 0,
+    "content": "0" * 64,
+    "full": {"name": "full-000000000-00000000", "nbytes": 1},
+    "delta": None,
+    "time": 0,
+}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from zstandard import ZstdDecompressor, ZstdError
 from relayout.checkpoint.folder import parse_config
 from relayout.checkpoint.source import SourceCheckpoint, SourceTensor, parse_index
 from relayout.conversion.sidecar import recorded_source, stored_conversion
-from relayout.core.digests import digest_hex, proof_hex
+from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import BITS, Slice
 from relayout.errors import FormatError, PlanError
@@ -36,7 +36,7 @@ from relayout.format.delta import DeltaFile, DeltaManifest, dump_delta, encode, 
 from relayout.format.delta import parse_index as parse_delta_index
 from relayout.format.fields import parse_object
 from relayout.format.index import Manifest
-from relayout.format.manifest import compact_json, compress, parse_manifest
+from relayout.format.manifest import compact_json, compress, parse_manifest, sealed
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
 from relayout.format.source_record import parse_record
@@ -226,7 +226,7 @@ def _signed(data: bytes) -> bytes:
     if top is None:
         return data
     top.pop("self_digest", None)
-    return compact_json({**top, "self_digest": digest_hex(compact_json(top))})
+    return sealed(top)
 
 
 def _manifest(data: bytes) -> None:
@@ -237,7 +237,7 @@ def _manifest(data: bytes) -> None:
     for holder, entry in manifest.holders.items():
         files = manifest.holder_files(holder)
         assert _is_plain(entry.table)
-        assert all(_is_plain(file.name) and file.name.endswith(".safetensors") for file in files)
+        assert all(_is_plain(file.name) and file.name.endswith((".safetensors", ".slices")) for file in files)
         total, places = 0, []
         for read in entry.reads:
             move = read.transfer
@@ -259,7 +259,7 @@ def _table(base: str, holder: int) -> Callable[[bytes], None]:
     def run(data: bytes) -> None:
         stored = data[1:] if data[:1] == _AS_STORED else compress(data)
         manifest = _base_manifest(base)
-        entry = replace(manifest.holders[holder], table_digest=digest_hex(stored))
+        entry = replace(manifest.holders[holder], table_digest=proof_hex(stored))
         ranks = tuple(entry if holder == rank else other for rank, other in enumerate(manifest.ranks))
         whole = entry if holder == manifest.num_ranks else manifest.whole
         try:

@@ -203,7 +203,7 @@ def check_top(blob: bytes, top: Mapping[str, Any], *, is_delta: bool = False) ->
     """Check what comes before all other fields of a manifest: version, requirements, and its own proof."""
     check_version(top)
     _check_requirements(top.get("requires"), is_delta)
-    _check_self_digest(blob, top)
+    check_self_digest(blob, top)
 
 
 def check_version(top: Mapping[str, Any]) -> None:
@@ -230,8 +230,8 @@ def _check_requirements(requires: object, is_delta: bool) -> None:
         raise FormatError(what, code="version")
 
 
-def _check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:
-    """Compare the last field with the proof of all bytes before it."""
+def check_self_digest(blob: bytes, top: Mapping[str, Any]) -> None:
+    """Compare the last field with the proof of all bytes before it. FormatError: it is another, or not the last."""
     place = blob.rfind(_SELF_DIGEST)
     if place < 0 or list(top)[-1] != "self_digest" or top["self_digest"] != proof_hex(blob[:place]):
         raise FormatError(

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relayout.errors import FormatError, PlanError, shown
+from relayout.core.digests import proof_hex
+from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.format.manifest import proof_field
+from relayout.format.manifest import check_self_digest, proof_field
 
 STEPS_NAME = "steps.json"
 MAX_STEPS_NBYTES = 2**26
@@ -227,7 +228,8 @@ class StepsIndex:
             "pending": list(self.pending),
             "retired": [{"name": one.name, "since": one.since} for one in self.retired],
         }
-        return (json.dumps(top, separators=(",", ":")) + "\n").encode()
+        text = json.dumps(top, separators=(",", ":")).removesuffix("}").encode() + b","
+        return text + f'"self_digest":"{proof_hex(text)}"}}\n'.encode()
 
 
 def _dump_stored(stored: Stored | None) -> dict[str, object] | None:
@@ -242,6 +244,8 @@ def parse_steps(blob: bytes, where: str) -> StepsIndex:
     if (version := top.size("version")) != STEPS_VERSION or (required := top.column("requires", str)):
         wants = f"version {version}" if version != STEPS_VERSION else ", ".join(map(shown, required))
         raise FormatError(f"needs a newer relayout: {wants}", path=where, code="version")
+    with about(path=where):
+        check_self_digest(blob, top.top)
     entries = tuple(_parse_entry(Fields(entry, where)) for entry in top.column("steps", dict))
     retired = [Fields(one, where) for one in top.column("retired", dict)]
     pending = tuple(top.column("pending", str))
@@ -255,6 +259,8 @@ def parse_steps(blob: bytes, where: str) -> StepsIndex:
         raise FormatError("two entries have one name", path=where, code="field")
     if any(entry.full is None and entry.delta is None for entry in entries) or (entries and entries[0].full is None):
         raise FormatError("an entry has neither a folder nor a delta behind one", path=where, code="field")
+    if entries and entries[0].delta is not None:
+        raise FormatError("the first entry has a delta, and nothing to apply it to", path=where, code="field")
     return StepsIndex(entries, pending, gone)
 
 

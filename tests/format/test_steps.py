@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.steps import closed_index
 
 from relayout.errors import FormatError, PlanError
 from relayout.format.steps import (
@@ -143,7 +144,7 @@ def test_a_root_without_steps_has_no_chain_and_one_with_others_says_which_it_has
 
 def damaged(**changes: Any) -> bytes:
     index, _ = published([("full", 1), ("delta", 1)], Retention(10, 0))
-    return json.dumps(json.loads(index.dump()) | changes).encode()
+    return closed_index(json.loads(index.dump()) | changes)
 
 
 ENTRY = {
@@ -159,6 +160,9 @@ ENTRY = {
     ("blob", "code"),
     [
         (b"{", "syntax"),
+        (damaged().replace(b'"time": 1', b'"time": 2'), "digest"),
+        (damaged().replace(b'"self_digest"', b'"self_digesT"'), "digest"),
+        (json.dumps(json.loads(damaged()) | {"more": 1}).encode(), "digest"),
         (damaged(relayout="other"), "field"),
         (damaged(version=2), "version"),
         (damaged(requires=["more"]), "version"),
@@ -167,6 +171,7 @@ ENTRY = {
         (damaged(pending=["full-000000000-00000000"]), "field"),
         (damaged(steps=[ENTRY | {"full": None}]), "field"),
         (damaged(steps=[ENTRY, ENTRY]), "field"),
+        (damaged(steps=[ENTRY | {"delta": {"name": "delta-000000000-00000001", "nbytes": 1}}]), "field"),
         (damaged(steps=[ENTRY | {"full": {"name": "delta-000000000-00000000", "nbytes": 1}}]), "unsafe"),
         (damaged(steps=[ENTRY | {"step": -1}]), "field"),
         (damaged(steps=[ENTRY | {"time": "now"}]), "field"),

@@ -20,6 +20,7 @@ from support.conversions import stock_tensors
 from support.fake_sglang import Engine, install
 from support.fake_vllm import Model, Tensors
 from support.signing import make_keys
+from support.steps import closed_index
 from support.toy_store import shelf
 from support.updates_worker import TP, write_steps
 
@@ -230,12 +231,12 @@ def test_a_step_that_is_deleted_while_it_is_read_gives_way_to_a_newer_one(
     old, new = (publisher.publish(stock_tensors(steps / f"model-{step}"), step) for step in (1, 2))
     index, read = tmp_path / "root" / "steps.json", RankWeights.stream
     top = json.loads(index.read_text())
-    index.write_text(json.dumps(top | {"steps": top["steps"][:1]}))
+    index.write_bytes(closed_index(top | {"steps": top["steps"][:1]}))
 
     def retired(weights: RankWeights) -> Iterator[tuple[str, torch.Tensor]]:
         if old.full is not None and old.full.name in weights.path:
             shutil.rmtree(weights.path)
-            index.write_text(json.dumps(top | {"steps": [top["steps"][1] | {"delta": None}]}))
+            index.write_bytes(closed_index(top | {"steps": [top["steps"][1] | {"delta": None}]}))
         return read(weights)
 
     monkeypatch.setattr(RankWeights, "stream", retired)

@@ -39,8 +39,11 @@ class Follower:
 
     def go(self, step: int | None = None) -> list[str]:
         """Go to a step, or to the newest; returns the names of what was read."""
-        index = json.loads((self.root / "steps.json").read_bytes())
+        blob = (self.root / "steps.json").read_bytes()
+        index = json.loads(blob)
         check((index["relayout"], index["version"], index["requires"]) == ("steps", 1, []))
+        check(list(index)[-1] == "self_digest")
+        check(index["self_digest"] == proof(blob[: blob.rindex(b'"self_digest"')]))
         entries = index["steps"]
         end = max(i for i, entry in enumerate(entries) if step in (None, entry["step"]))
         begin = max([i for i in range(end + 1) if entries[i]["content"] == self.content], default=-1)

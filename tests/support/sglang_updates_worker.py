@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from support.group_worker import forked, join
+from support.steps import closed_index
 from support.updates_worker import TP
 
 
@@ -78,7 +79,7 @@ def _rank(folder: Path, rank: int) -> None:
     older = shutil.copytree(folder / "root", folder / f"older-{rank}")
     if rank == 1:
         index = json.loads((older / "steps.json").read_text())
-        (older / "steps.json").write_text(json.dumps(index | {"steps": index["steps"][:-1]}))
+        (older / "steps.json").write_bytes(closed_index(index | {"steps": index["steps"][:-1]}))
     case("rank 1 sees an older root", f"older-{rank}")
     if rank == 1:
         shutil.copytree(folder / "step-2", folder / "damaged-rank")

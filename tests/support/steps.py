@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 import relayout
 from relayout.publish.claim import Prefix
@@ -127,3 +128,9 @@ def changed(root: str, name: str, position: int) -> None:
     content = bytearray(files_of(root)[name])
     content[position] ^= 1
     put(root, name, bytes(content))
+
+
+def closed_index(top: dict[str, Any]) -> bytes:
+    """An index with its proof, as FORMAT.md has it."""
+    text = json.dumps({name: value for name, value in top.items() if name != "self_digest"})[:-1] + ", "
+    return f'{text}"self_digest": "{blake3(text.encode()).hexdigest()}"}}'.encode()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.steps import CONFIG, assert_is_step, put, weights_of
+from support.steps import CONFIG, assert_is_step, closed_index, put, weights_of
 
 import relayout
 
@@ -79,7 +79,7 @@ def test_what_makes_another_content_than_the_index_says_is_not_taken_for_the_ste
     entries = json.loads((tmp_path / "steps" / "steps.json").read_text())
     if kind == "full":  # Else there is another way.
         entries["steps"][-1]["delta"] = None
-        (tmp_path / "steps" / "steps.json").write_text(json.dumps(entries))
+        (tmp_path / "steps" / "steps.json").write_bytes(closed_index(entries))
     with pytest.raises(relayout.FormatError, match=r"relayout\.json: makes content [0-9a-f]+, the index of steps says"):
         follower.update()
     assert_is_step(follower.tensors, weights_of(1), 0)

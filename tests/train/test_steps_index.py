@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.steps import CONFIG, weights_of
+from support.steps import CONFIG, closed_index, weights_of
 
 import relayout
 from relayout.errors import FormatError, PlanError
@@ -189,7 +189,7 @@ def test_a_step_whose_number_is_not_that_of_its_name_is_refused(step: int, name:
     top = json.loads(index.dump())
     top["steps"][1] |= {"step": step, "delta": {"name": name, "nbytes": 1}}
     with pytest.raises(FormatError, match=f"{name}.*is not the name of"):
-        parse_steps(json.dumps(top).encode(), "steps.json")
+        parse_steps(closed_index(top), "steps.json")
 
 
 def test_a_step_of_many_digits_has_a_name() -> None:

@@ -153,9 +153,18 @@ def sealed(top: Mapping[str, Any]) -> bytes:
 
     PlanError: it would be too large to be read again.
     """
-    text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}").encode() + b",\n  "
-    stored = text + _SELF_DIGEST + f': "{proof_hex(text)}"\n}}\n'.encode()
-    return readable(stored, MAX_MANIFEST_NBYTES, MANIFEST_NAME)
+    text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}") + ",\n  "
+    return readable(closed(text.encode(), ": ", "\n}\n"), MAX_MANIFEST_NBYTES, MANIFEST_NAME)
+
+
+def closed(text: bytes, colon: str = ":", end: str = "}\n") -> bytes:
+    """Close a JSON object by its last field, the proof of all bytes before it; `check_self_digest` compares that.
+
+    Args:
+        text: the object up to this field, with a comma at its end.
+        colon, end: between and behind name and value.
+    """
+    return text + _SELF_DIGEST + f'{colon}"{proof_hex(text)}"{end}'.encode()
 
 
 def parse_manifest(blob: bytes, where: str) -> Manifest:

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relayout.core.digests import proof_hex
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, parse_object
-from relayout.format.manifest import check_self_digest, proof_field
+from relayout.format.manifest import check_self_digest, closed, proof_field
 
 STEPS_NAME = "steps.json"
 MAX_STEPS_NBYTES = 2**26
@@ -228,8 +227,7 @@ class StepsIndex:
             "pending": list(self.pending),
             "retired": [{"name": one.name, "since": one.since} for one in self.retired],
         }
-        text = json.dumps(top, separators=(",", ":")).removesuffix("}").encode() + b","
-        return text + f'"self_digest":"{proof_hex(text)}"}}\n'.encode()
+        return closed(json.dumps(top, separators=(",", ":")).removesuffix("}").encode() + b",")
 
 
 def _dump_stored(stored: Stored | None) -> dict[str, object] | None:

@@ -144,12 +144,8 @@ def __getattr__(name: str) -> Any:
     home = "train.transformers" if name == "transformers" else next((of for of in _HOMES if name in _HOMES[of]), None)
     if home is None:
         raise AttributeError(f"module 'relayout' has no attribute {name!r}")
-    try:
-        module = import_module(f"relayout.{home}")
-    except ModuleNotFoundError as error:
-        if error.name and f"relayout.{home}.".startswith(f"{error.name}."):
-            raise AttributeError(f"relayout.{name} needs relayout.{home}, which is not installed") from None
-        raise
+    if (module := import_module("relayout.extensions").find(home)) is None:
+        raise AttributeError(f"relayout.{name} needs relayout.{home}, which is not installed")
     return module if name == "transformers" else getattr(module, name)
 
 

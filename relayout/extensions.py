@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,10 +17,11 @@ def find(module: str) -> ModuleType | None:
     """Import a module of an extension, such as "observe.observation". Return None if it is not installed."""
     name = f"relayout.{module}"
     try:
-        is_there = find_spec(name) is not None
-    except ModuleNotFoundError:  # Its package is not there either.
-        return None
-    return import_module(name) if is_there else None
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):  # It, or its package.
+            return None
+        raise
 
 
 def with_commands() -> Iterator[ModuleType]:

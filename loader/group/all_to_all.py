@@ -13,7 +13,9 @@ from typing import TypeAlias
 import numpy as np
 
 from relayout.core.extents import Bytes, Transfer, copy_runs
+from relayout.loader.backends.host import reserve
 from relayout.loader.group.collectives import Group
+from relayout.storage.system import Buffer
 
 _ROUND_NBYTES = 2**25
 """About the most bytes that a member receives in a round."""
@@ -50,7 +52,7 @@ class AllToAll:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._sent = self._received = np.empty(0, np.uint8)
+        self._sent, self._received = Buffer(), Buffer()
 
     def exchange(
         self, sent: Sequence[int], received: Sequence[int], fill: Callable[[Sequence[Bytes]], None]
@@ -60,7 +62,7 @@ class AllToAll:
         Args:
             sent: bytes of this member's message to each member.
             received: bytes of the message from each member to this one.
-            fill: writes this member's messages, in the block. Those of the round before are valid until it returns.
+            fill: writes this member's messages, in the block. What the round before has returned stays until then.
 
         Returns:
             The message from each member.
@@ -68,16 +70,11 @@ class AllToAll:
         import torch
 
         with self._group.collective():
-            if len(self._sent) < sum(sent):
-                self._sent = np.empty(0, np.uint8)  # Freed before more is taken.
-                self._sent = np.empty(sum(sent), np.uint8)
-            fill(_messages(self._sent, sent))
-            if len(self._received) < sum(received):
-                self._received = np.empty(0, np.uint8)
-                self._received = np.empty(sum(received), np.uint8)
-            outgoing, incoming = self._sent[: sum(sent)], self._received[: sum(received)]
+            outgoing = np.asarray(reserve(self._sent, sum(sent)))
+            fill(_messages(outgoing, sent))
+            incoming = np.asarray(reserve(self._received, sum(received)))
             self._group.exchange(torch.from_numpy(outgoing), list(sent), torch.from_numpy(incoming), list(received))
-        return _messages(self._received, received)
+        return _messages(incoming, received)
 
     def transfer(
         self, sent: Sequence[Sequence[tuple[Copy, Transfer]]], received: Sequence[Sequence[tuple[Bytes, Transfer]]]

@@ -477,6 +477,7 @@ class Buffer:
     def reserve(self, nbytes: int) -> memoryview:
         """The first `nbytes` of the memory. Growing it discards its content."""
         if self._memory is None or self._memory.nbytes < nbytes:
+            self._memory = None  # Freed before more is taken.
             if nbytes < HUGE_PAGE:
                 memory = mmap.mmap(-1, align_up(max(nbytes, 1), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
                 self._memory = memoryview(memory)

@@ -9,12 +9,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from relayout.checkpoint.delta import Changes, Delta
-from relayout.core.extents import Extent
+from relayout.checkpoint.delta import Changes, Delta, RankState
 from relayout.core.workers import Workers
-from relayout.errors import FormatError
-from relayout.format.delta import NEW, OLD, Elements, are_alike
-from relayout.format.index import Manifest, RankTable, chunks_over
+from relayout.format.delta import Elements
+from relayout.format.index import Manifest, RankTable
 from relayout.loader.sources.checkpoint import contents_of
 from relayout.reporting import Progress, reporting
 from relayout.storage.system import Buffer
@@ -114,23 +112,25 @@ class RankChanges:
     """What each delta has of each weight file of the rank that changes."""
     parts: Mapping[int, Mapping[int, Sequence[ChangedPart]]]
     """The parts of tensors in each piece that changes, by file and piece."""
-    old: RankTable
-    """The rank's tensors before the first delta."""
-    new: RankTable
-    """The rank's tensors behind the last one."""
+    state: RankState
+    """The rank's tensors behind the last delta."""
 
     @staticmethod
-    def of(deltas: Sequence[Delta], rank: int, names: Container[str] | None = None) -> RankChanges:
-        """The changes of the tensors of these names; None: of all."""
-        first, last = deltas[0], deltas[-1]
-        old, new = first.table(OLD, rank), last.table(NEW, rank)
-        if not are_alike(old, new):
-            what = f"the slices of rank {rank} are not those of the base"
-            raise FormatError(what, path=str(last.link.store), code="mismatch")
-        found = {index: [delta.changes(index) for delta in deltas] for index in last.new.holders[rank].files}
+    def of(deltas: Sequence[Delta], before: RankState, what: str, names: Container[str] | None = None) -> RankChanges:
+        """The changes of tensors.
+
+        Args:
+            before: the rank's tensors before the first delta.
+            what: names what has these, for messages.
+            names: of the tensors; None: of all.
+        """
+        state = before.after(deltas, what)
+        table, manifest = state.table, state.manifest
+        found = {index: [delta.changes(index) for delta in deltas] for index in manifest.holders[table.rank].files}
         changes = {index: [one for one in of_file if one is not None] for index, of_file in found.items()}
         changes = {index: of_file for index, of_file in changes.items() if of_file}
-        return RankChanges(changes, _parts(last.new, new, changes, new.names if names is None else names), old, new)
+        parts = _parts(manifest, table, changes, table.names if names is None else names)
+        return RankChanges(changes, parts, state)
 
     def batches(self) -> list[PieceBatch]:
         """All that changes."""
@@ -138,8 +138,8 @@ class RankChanges:
 
     def stored_nbytes(self, batch: PieceBatch) -> int:
         """Bytes that deltas have of some pieces."""
-        pieces, of_file = batch.pieces, self.changes[batch.file]
-        return sum(changes.index.place(pieces.start, pieces.stop).nbytes for changes in of_file)
+        pieces, indexes = batch.pieces, [changes.index for changes in self.changes[batch.file]]
+        return sum(index.place(index.rows(pieces.start, pieces.stop)).nbytes for index in indexes)
 
     def run(
         self,
@@ -168,9 +168,8 @@ class RankChanges:
         for changes in of_file:
             for piece, view in changes.read(pieces.start, pieces.stop):
                 stored.setdefault(piece, []).append((changes, view))
-        extents = of_file[0].index.extents
         for piece, found in stored.items():
-            yield ChangedPiece(extents[piece].nbytes, self.parts[batch.file][piece], found)
+            yield ChangedPiece(of_file[0].extent(piece).nbytes, self.parts[batch.file][piece], found)
 
     def _batches(self, index: int) -> Iterator[PieceBatch]:
         wanted = sorted(self.parts[index])
@@ -189,15 +188,19 @@ def _parts(
     """The parts of the tensors of these names that lie in each piece that changes."""
     numbers = manifest.holders[table.rank].files
     parts: dict[int, dict[int, list[ChangedPart]]] = {index: {} for index in changes}
+    changed = {
+        index: np.unique(np.concatenate([one.index.numbers for one in found])) for index, found in changes.items()
+    }
     contents = contents_of((), table, [index in manifest.shared for index in numbers])
     for name, reads in zip(contents.names, contents.reads, strict=True):
         for read in reads if name in names else ():
-            index, file = numbers[read.file], manifest.files[numbers[read.file]]
+            index, start = numbers[read.file], manifest.files[numbers[read.file]].data_start
             for run in read.transfer.runs() if index in changes else ():
-                extent = Extent(run.source, run.nbytes)
-                for number, chunk, part in chunks_over(extent, file.data_start, file.nbytes, manifest.chunk_nbytes):
-                    if any(one.index.place(1 + number, 2 + number).nbytes for one in changes[index]):
-                        offset = run.target + part.offset - run.source
-                        found = ChangedPart(name, offset, part.offset - chunk.offset, part.nbytes)
-                        parts[index].setdefault(1 + number, []).append(found)
+                first, last = ((place - start) // manifest.chunk_nbytes for place in (run.source, run.source_end - 1))
+                low, high = np.searchsorted(changed[index], (1 + first, 2 + last))
+                for piece in changed[index][low:high].tolist():
+                    extent = changes[index][0].extent(piece)
+                    begin, end = max(run.source, extent.offset), min(run.source_end, extent.end)
+                    part = ChangedPart(name, run.target + begin - run.source, begin - extent.offset, end - begin)
+                    parts[index].setdefault(piece, []).append(part)
     return parts

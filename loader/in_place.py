@@ -6,17 +6,17 @@ What only deltas need is imported where it is used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from relayout.checkpoint.converted import check_present, check_rank
-from relayout.checkpoint.trust import refuse_deltas
+from relayout.checkpoint.converted import check_rank, read_manifest
+from relayout.checkpoint.trust import policy_of, trusted
 from relayout.core.arguments import check_named, integer, path_text
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers, each
-from relayout.errors import FormatError, PlanError, did_you_mean
+from relayout.errors import FormatError, PlanError, did_you_mean, shown
 from relayout.format.index import RankTable
 from relayout.loader.backends.base import Backend, Options, ReadJob, load_arena
 from relayout.loader.backends.files import ReadableFiles, error_hints
@@ -35,12 +35,13 @@ from relayout.loader.tensors import (
     why_not_plain,
 )
 from relayout.reporting import Progress, reporting
-from relayout.storage.stores import Access
+from relayout.storage.stores import Access, find_input
 from relayout.storage.system import Buffer
 
 if TYPE_CHECKING:
     import torch
 
+    from relayout.checkpoint.delta import Delta, Paths, RankState
     from relayout.loader.changes import ChangedPiece, RankChanges
 
 _PIECE_NBYTES = 8 * 2**20
@@ -86,7 +87,7 @@ def check_into(into: Mapping[str, torch.Tensor], contents: TensorColumns, device
     """Check that tensors can be filled with what is loaded, which may have a narrower dtype; see `check_tensors`."""
     row_of = check_tensors("into", into, contents, device, may_widen=True)
     for first, second in sharing_memory(into):
-        if not _is_tied(first, second, into, contents, row_of):
+        if not _is_tied(first, second, into, contents):
             raise PlanError(f"into: {first!r} and {second!r} share memory", code="option")
     return row_of
 
@@ -209,13 +210,12 @@ def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, s
         yield names[first], names[second]
 
 
-def _is_tied(
-    first: str, second: str, into: Mapping[str, torch.Tensor], contents: TensorColumns, row_of: Mapping[str, int]
-) -> bool:
+def _is_tied(first: str, second: str, into: Mapping[str, torch.Tensor], contents: TensorColumns) -> bool:
     """Whether two names are of the same view of the same memory, and of tensors that have the same digest."""
-    digests = contents.digests
-    is_same = digests is not None and digests[row_of[first]] == digests[row_of[second]]
-    return is_same and view_of(into[first]) == view_of(into[second])
+    if contents.digests is None or view_of(into[first]) != view_of(into[second]):
+        return False
+    digests = contents.digests()
+    return digests[first] == digests[second]
 
 
 def apply(
@@ -223,16 +223,16 @@ def apply(
     rank: int,
     tensors: Mapping[str, torch.Tensor],
     *,
-    verify: bool = False,
+    base: Paths,
     threads: int | None = None,
     progress: Progress = None,
 ) -> None:
     """Change the tensors of one rank in place, from the content that a delta applies to, to the one that it makes.
 
     First every tensor is compared with its digest in the base, and what is read of the delta with its own digests:
-    damage is found before the first byte changes. Only a read that fails after that leaves tensors changed in part, and
-    without `verify` a delta that was forged with its digests; load them again then. Nothing else may use the tensors
-    meanwhile.
+    damage is found before the first byte changes. In the end, the tensors that changed are compared with the digests
+    that the delta's result has. After an error of that, or of a read, tensors are changed in part: load them again.
+    Nothing else may use the tensors meanwhile.
 
     Args:
         delta: a folder that `relayout.delta` wrote, or its URL.
@@ -240,12 +240,13 @@ def apply(
         tensors: as `relayout.load` returned them, at the degree of the conversion; all of the rank's, or some. They are
             contiguous and share no memory. On a device they pass through host memory to be compared, at most 16 MiB
             for each thread; only changes pass back.
-        verify: decode everything before the first byte changes, too, and compare the digests of the changed tensors.
+        base: what the tensors hold: a converted folder, or its URL; or that and the deltas that were applied to it, in
+            order. The manifest of it is read, and the rank's table and digests.
         threads: threads that compare and change. Default: as of `relayout.load`.
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
-        FormatError: the delta is damaged; with `verify`, also if the changed tensors are not what it should make.
+        FormatError: the delta or the base is damaged, or the changed tensors are not what the delta should make.
         PlanError: the tensors are not at the content that the delta applies to, or do not fit the rank; or there is no
             such rank.
         OSError: reading failed.
@@ -253,35 +254,62 @@ def apply(
     Example:
         >>> import relayout
         >>> tensors = relayout.load("step-1", rank=3)
-        >>> relayout.apply("step-1-to-2", 3, tensors)
+        >>> relayout.apply("step-1-to-2", 3, tensors, base="step-1")
     """
-    from relayout.checkpoint.delta import read_deltas
-    from relayout.loader.changes import ChangedPiece, RankChanges
+    from relayout.checkpoint.delta import RankState, read_deltas, with_deltas
 
     with error_hints():
-        refuse_deltas()
-        [read] = read_deltas(path_text(delta, "delta"))
-        store = read.link.store
+        policy = policy_of(None)
+        [read] = read_deltas(path_text(delta, "delta"), policy)
+        paths: list[Any] = list(base) if isinstance(base, list | tuple) else [base]
+        if not paths or not all(isinstance(path, str | os.PathLike) for path in paths):
+            what = "expected the path of a folder, or a list of that and the paths of deltas"
+            raise PlanError(f"base: {shown(base)}, {what}", code="option")
+        store = with_deltas(trusted(find_input(paths[0]).snapshot(), None), read_deltas(paths[1:], policy))
         rank = integer(rank, "rank")
-        check_rank(store, rank, read.new.num_ranks)
-        check_present(store, read.new, [rank])
+        check_rank(store, rank, read_manifest(store).num_ranks)
+        state = RankState.of(store, rank)
         check_named(tensors, "tensors")
         num_threads = None if threads is None else integer(threads, "threads")
-        budget = plan_budget(num_threads, None, HOST_BUFFERS, store.cost)
-        changes = RankChanges.of([read], rank, tensors)
-        _check(changes.new, tensors)
-        flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-        change = _Change(changes, flat, budget.threads, progress)
-        _synchronize(tensors.values())
-        if differing := change.differing("comparing with the base", changes.old):
-            what = f"is not at the content that {store} applies to; nothing was changed"
-            raise PlanError(what, tensor=min(differing), code="option")
-        change.run("checking the delta", ChangedPiece.decode if verify else None)
-        bump_versions(list(tensors.values()))
-        change.run("applying", change.change)
-        if verify and (differing := change.differing("verifying", changes.new)):
-            raise FormatError(f"is not what {store} makes", tensor=min(differing), code="digest")
-        _synchronize(tensors.values())
+        change_by([read], state, tensors, str(store), num_threads, progress)
+
+
+def change_by(
+    deltas: Sequence[Delta],
+    state: RankState,
+    tensors: Mapping[str, torch.Tensor],
+    base: str,
+    threads: int | None,
+    progress: Progress = None,
+) -> RankState:
+    """Change tensors of one rank in place by deltas, one after the other; see `apply`, also for errors.
+
+    Args:
+        state: of the tensors before; returned is that of behind the last delta.
+        base: names what the tensors hold, for messages.
+    """
+    from relayout.loader.changes import RankChanges
+
+    _check(state.table, tensors)
+    budget = plan_budget(threads, None, HOST_BUFFERS, deltas[-1].store.cost)
+    changes, last = RankChanges.of(deltas, state, base, tensors), deltas[-1].store
+    flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
+    change = _Change(changes, flat, budget.threads, progress)
+    _synchronize(tensors.values())
+    old, new = state.by_name, changes.state.by_name
+    if differing := change.differing("comparing with the base", {name: old[name] for name in flat}):
+        what = f"is not at the content that {deltas[0].store} applies to; nothing was changed"
+        raise PlanError(what, tensor=min(differing), code="option")
+    change.run("checking the delta", None)
+    bump_versions(list(tensors.values()))
+    change.run("applying", change.change)
+    touched = {part.name for of_file in changes.parts.values() for parts in of_file.values() for part in parts}
+    touched.update(name for name in flat if old[name] != new[name])
+    if differing := change.differing("verifying", {name: new[name] for name in touched}):
+        what = f"is not what {last} makes: load the tensors again"
+        raise FormatError(what, path=str(last), tensor=min(differing), code="digest")
+    _synchronize(tensors.values())
+    return changes.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +322,8 @@ class _Change:
     threads: int
     progress: Progress
 
-    def differing(self, phase: str, table: RankTable) -> list[str]:
-        """The tensors that do not have the digests of a table."""
-        digests = dict(zip(table.names, table.digests, strict=True))
+    def differing(self, phase: str, digests: Mapping[str, str]) -> list[str]:
+        """The tensors among these that do not have these digests."""
         found = []
 
         def work(buffer: Buffer, name: str) -> int:
@@ -304,9 +331,9 @@ class _Change:
                 found.append(name)
             return self.tensors[name].numel()
 
-        total = sum(tensor.numel() for tensor in self.tensors.values())
+        total = sum(self.tensors[name].numel() for name in digests)
         with reporting(self.progress, phase, total) as report:
-            Workers(self.threads, list(self.tensors), Buffer, work).run(report)
+            Workers(self.threads, list(digests), Buffer, work).run(report)
         return found
 
     def run(self, phase: str, use: Callable[[ChangedPiece, Buffer], object] | None) -> None:

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from relayout.checkpoint.trust import TrustedStore
+from relayout.checkpoint.trust import policy_over
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Transfer
 from relayout.core.slices import BITS, NOT_HELD, Slice
@@ -342,7 +342,7 @@ def _fill_together(asked: Asked, group: Group) -> LocalStateDict:
         check_same(group, identity)
         told = group.all_gather(_Told.of(wanted, options))
         # The same for all members: they have told it, or compared it.
-        is_proven = isinstance(wanted.whole.store, TrustedStore)  # What others have read is not.
+        is_proven = policy_over(wanted.whole.store) is not None  # What others have read is not.
         backend = options.backend if is_proven else _backend_beside(told, options.backend)
         with group.collective(is_last=backend is not None):
             wanted.check_beside({row for one in told for row in one.part_of})
@@ -396,7 +396,7 @@ def _are_apart(parts: Sequence[Slice]) -> bool:
 
 def _identity(asked: Asked, wanted: Wanted, options: Options) -> tuple[str, str]:
     """What is loaded, for a person, and a digest of all that members must have in common: it decides their messages."""
-    files, is_signed = wanted.whole.pieces.files, isinstance(wanted.whole.store, TrustedStore)
+    files, is_signed = wanted.whole.pieces.files, policy_over(wanted.whole.store) is not None
     how = (options.backend, options.verify, is_signed)
     what = f"the model of {wanted.whole.store}, with backend={options.backend!r}"
     what += ", verified" if options.verify else ""

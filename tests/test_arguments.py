@@ -75,7 +75,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Call]:
         "save": lambda: {"tensors": dict(tensors), "output": fresh(), "config": plain, "tp": 2},
         "delta": lambda: {"old": old, "new": new, "output": fresh()},
         "apply_deltas": lambda: {"base": old, "deltas": [delta], "output": fresh()},
-        "apply": lambda: {"delta": delta, "rank": 0, "tensors": relayout.load(old, 0)},
+        "apply": lambda: {"delta": delta, "rank": 0, "tensors": relayout.load(old, 0), "base": old},
         "sign": lambda: {"path": relayout.copy(old, fresh()).output, "key": keys.key},
         "Publisher": lambda: {"root": fresh(), "tp": 2},
         "Follower": lambda: {"root": fresh(), "rank": 0},

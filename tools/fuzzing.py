@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import random
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
-from itertools import accumulate, chain
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,10 +32,19 @@ from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent
 from relayout.core.slices import BITS, Slice
 from relayout.errors import FormatError, PlanError
-from relayout.format.delta import DeltaFile, DeltaManifest, dump_delta, encode, parse_delta, xor_into
+from relayout.format.delta import (
+    ChangedDigests,
+    DeltaFile,
+    DeltaManifest,
+    dump_delta,
+    encode,
+    parse_changed_digests,
+    parse_delta,
+    xor_into,
+)
 from relayout.format.delta import parse_index as parse_delta_index
 from relayout.format.fields import parse_object
-from relayout.format.index import Manifest
+from relayout.format.index import IndexedFile, Manifest
 from relayout.format.manifest import compact_json, compress, parse_manifest, sealed
 from relayout.format.rank_table import parse_table
 from relayout.format.safetensors import LENGTH_NBYTES, json_text, parse_header
@@ -268,19 +277,21 @@ def _table(base: str, holder: int) -> Callable[[bytes], None]:
             return
         brought, held = _brought(base, holder), np.zeros(entry.arena_nbytes, int)
         order = []
-        rows = zip(table.dtypes, table.shapes, table.source_shapes, table.slices, strict=True)
-        for row, (dtype, shape, source_shape, part) in enumerate(rows):
+        for row, kind in enumerate(table.kinds[index] for index in table.kind_of):
             json_text(table.names[row]).encode()
-            nbytes = prod(shape) * BITS[dtype] // 8
+            assert 1 <= kind.bits <= 1024
+            assert BITS.get(kind.dtype, kind.bits) == kind.bits
+            nbytes, rest = divmod(prod(kind.shape) * kind.bits, 8)
+            assert (table.sizes[row], rest) == (nbytes, 0)
             number, offset, place = entry.files[table.files[row]], table.offsets[row], table.arena_offsets[row]
             assert manifest.files[number].data_start <= offset <= manifest.files[number].nbytes - nbytes
             assert place % 16 == 0
             assert place + nbytes <= entry.arena_nbytes
             held[place : place + nbytes] += 1
-            assert part.shape(source_shape) == shape
+            assert kind.part.shape(kind.source_shape) == kind.shape
             inside = np.arange(nbytes)
             if number in manifest.shared and holder < manifest.num_ranks:
-                inside = _bytes_in_whole(part, source_shape, BITS[dtype])
+                inside = _bytes_in_whole(kind.part, kind.source_shape, kind.bits)
             offsets = offset + inside - inside[:1]
             assert (brought[place : place + nbytes] == np.stack([np.full(nbytes, number), offsets], 1)).all()
             order.append((table.files[row], offset, nbytes > 0))
@@ -335,42 +346,100 @@ def _delta(data: bytes) -> None:
         manifest = parse_delta(_signed(data), "x")
     except FormatError:
         return
-    assert all(file.nbytes >= 0 for file in manifest.files)
-    assert all(_stays_inside(name) for name in manifest.side_files)
-    assert len(set(manifest.side_files)) == len(manifest.side_files)
+    assert all(file.nbytes >= 80 * file.num_pieces > 0 for file in manifest.files)
+    places = [file.place_of_index for file in manifest.files]
+    assert all(place.end == file.nbytes for place, file in zip(places, manifest.files, strict=True))
+    numbers = [file.number for file in manifest.files]
+    assert numbers == sorted(set(numbers)) == list(manifest.by_number)
+    ends = [0, *(place.end for place in manifest.places_of_digests)]
+    assert [place.offset for place in manifest.places_of_digests] == ends[:-1]
+    assert ends[-1] == sum(24 * part.count for part in manifest.digests)
+    assert all(_stays_inside(name) for name in manifest.others)
+    assert len(set(manifest.others)) == len(manifest.others)
 
 
 def _deltas() -> list[bytes]:
-    files = (DeltaFile(100, proof_hex(b"a")), DeltaFile(0, proof_hex(b"")))
-    sides = [tuple(f"sub/{side}.json" for side in range(number)) for number in range(10)]
-    return [dump_delta(DeltaManifest("x", proof_hex(b"b"), proof_hex(b"c"), files, names)) for names in sides]
+    files = (DeltaFile(0, 100, 1, proof_hex(b"a")), DeltaFile(3, 999, 9, proof_hex(b"")))
+    digests = (ChangedDigests(2, proof_hex(b"a")), ChangedDigests(0, proof_hex(b"")))
+    others = [tuple(f"sub/{side}.json" for side in range(number)) for number in range(10)]
+    return [dump_delta(DeltaManifest("x", proof_hex(b"b"), proof_hex(b"c"), files, digests, names)) for names in others]
+
+
+_CHUNK_NBYTES = 2**16
 
 
 def _delta_index(data: bytes) -> None:
-    """Of a list of pieces: their bytes, and the bytes that are stored of them."""
+    """Of a file's length and of its pieces that changed: their numbers, and the bytes that are stored of them."""
+    top = _object(data) or {}
     try:
-        pieces = [(int(nbytes), int(stored)) for nbytes, stored in json.loads(data)]
-        rows = b"".join(stored.to_bytes(8, "little") + bytes(16) for _, stored in pieces)
-    except (ValueError, TypeError, RecursionError, OverflowError):
+        start, nbytes = int(top["data_start"]), int(top["nbytes"])
+        pieces = [(int(number), int(stored)) for number, stored in top["pieces"]]
+        rows = b"".join(
+            number.to_bytes(8, "little") + stored.to_bytes(8, "little") + bytes(64) for number, stored in pieces
+        )
+    except (LookupError, ValueError, TypeError, OverflowError):
         return
-    if not pieces or not all(0 <= nbytes < 2**50 for nbytes, _ in pieces):
+    if not 8 <= start <= nbytes <= 2**50:
         return
-    ends = [0, *accumulate(nbytes for nbytes, _ in pieces)]
-    extents = [Extent(start, nbytes) for start, (nbytes, _) in zip(ends, pieces, strict=False)]
-    file = DeltaFile(len(rows) + sum(stored for _, stored in pieces) % 2**63, proof_hex(rows))
+    file = IndexedFile("x.safetensors", nbytes, start, "", "00" * 32, "")
+    stored = DeltaFile(0, len(rows) + sum(length for _, length in pieces), len(pieces), proof_hex(rows))
+    is_right = _rise([number for number, _ in pieces])
+    for number, length in pieces:
+        begin = start + (number - 1) * _CHUNK_NBYTES
+        piece_nbytes = min(_CHUNK_NBYTES, nbytes - begin) if number else start
+        is_right = is_right and piece_nbytes > 0 and 1 <= length <= 32 * piece_nbytes + 256
     try:
-        index = parse_delta_index(rows, file, extents)
+        index = parse_delta_index(rows, stored, file, _CHUNK_NBYTES)
     except FormatError:
+        assert not is_right
         return
-    places = [index.place(piece, piece + 1) for piece in range(len(extents))]
-    assert [(extent.nbytes, place.nbytes) for extent, place in zip(extents, places, strict=True)] == pieces
-    starts = [*(place.offset for place in places), file.nbytes - len(rows)]
+    assert is_right
+    assert index.numbers.tolist() == [number for number, _ in pieces]
+    places = [index.place(range(row, row + 1)) for row in range(len(pieces))]
+    assert [place.nbytes for place in places] == [length for _, length in pieces]
+    starts = [*(place.offset for place in places), stored.nbytes - len(rows)]
     assert starts == [0, *(place.end for place in places)]
-    assert all(place.nbytes <= 32 * extent.nbytes + 256 for extent, place in zip(extents, places, strict=True))
+
+
+def _rise(numbers: Sequence[int]) -> bool:
+    return all(first < second for first, second in pairwise(numbers))
 
 
 def _indexes() -> list[bytes]:
-    return [json.dumps([[64, 9], *[[999, number]] * number]).encode() for number in range(10)]
+    tops = [
+        {"data_start": 512, "nbytes": 2**20 + 7, "pieces": [[0, 9], *([3 * row, 99 * row] for row in range(1, number))]}
+        for number in range(1, 7)
+    ]
+    last: dict[str, Any] = {
+        "data_start": 8,
+        "nbytes": 8 + _CHUNK_NBYTES + 1,
+        "pieces": [[0, 512], [1, 32 * _CHUNK_NBYTES], [2, 288]],
+    }
+    longer = [last | {"pieces": [*last["pieces"][:row], [row, 2**22]]} for row in range(3)]
+    return [json.dumps(top).encode() for top in (*tops, last, *longer)]
+
+
+def _changed_digests(data: bytes) -> None:
+    """Of how many digests there are, and of the rows that changed."""
+    top = _object(data) or {}
+    try:
+        count, numbers = int(top["count"]), list(map(int, top["rows"]))
+        blob = b"".join(row.to_bytes(8, "little") + row.to_bytes(16, "big") for row in numbers)
+    except (LookupError, ValueError, TypeError, OverflowError):
+        return
+    part = ChangedDigests(len(numbers), proof_hex(blob))
+    try:
+        rows, digests = parse_changed_digests(blob, part, count)
+    except FormatError:
+        assert not _rise(numbers) or max(numbers, default=-1) >= count or count < 0
+        return
+    assert _rise(numbers)
+    assert all(0 <= row < count for row in numbers)
+    assert rows.tolist() == [int.from_bytes(bytes(digest), "big") for digest in digests] == numbers
+
+
+def _rows() -> list[bytes]:
+    return [json.dumps({"count": 5 * number, "rows": [*range(0, 5 * number, 4)]}).encode() for number in range(10)]
 
 
 def _change(data: bytes) -> None:
@@ -390,16 +459,17 @@ def _change(data: bytes) -> None:
     except FormatError:
         assert not any(memory[:_GUARD] + memory[_GUARD + nbytes :])
         return
-    assert memory == bytes(_GUARD) + _decoder()(stored) + bytes(_GUARD)
+    # The decoder in FORMAT.md is for pieces, all of which have bytes.
+    assert memory == bytes(_GUARD) + (_decoder()(stored) if nbytes else b"") + bytes(_GUARD)
 
 
 @cache
 def _decoder() -> Callable[[bytes], bytes]:
     names: dict[str, Any] = {}
-    text = (ROOT / "docs" / "FORMAT.md").read_text().partition("## 15. Deltas")[2]
-    exec(text.partition("```python\n")[2].partition("```")[0], names)
-    decoded: Callable[[bytes], bytes] = names["decoded"]
-    return decoded
+    text = (ROOT / "docs" / "FORMAT.md").read_text("utf-8")
+    for title in ("12. Reading a rank", "15. Deltas"):  # The second one goes on with the names of the first.
+        exec(text.partition(f"\n## {title}\n")[2].partition("```python\n")[2].partition("```")[0], names)
+    return lambda stored: names["decoded"](stored).tobytes()
 
 
 def _changes() -> list[bytes]:
@@ -559,6 +629,7 @@ TARGETS: Mapping[str, Target] = {
     "record": Target("relayout.source.json.zst", _record, _of_table),
     "delta": Target("", _delta, made=_deltas),
     "delta_index": Target("", _delta_index, made=_indexes),
+    "changed_digests": Target("", _changed_digests, made=_rows),
     "change": Target("", _change, made=_changes),
     "plan": Target("plan*.toml", _plan, mutate=mutate_plan),
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +65,7 @@ def rebase() -> None:
 
 @app.command("golden")
 def make_golden() -> None:
-    """Write the golden source, what relayout makes of it, steps that begin with it, and what each rank then holds."""
+    """Write the golden source, what relayout makes of it, roots of steps, and what each rank then holds."""
     golden.write_source(golden.SOURCE)
     golden.PLAN.write_text(golden.PLAN_TEXT)
     for layout in golden.LAYOUTS:
@@ -73,6 +74,11 @@ def make_golden() -> None:
     shutil.rmtree(golden.STEPS, ignore_errors=True)
     golden.publish(golden.STEPS)
     (golden.STEPS / ".steps.json.relayout-lock").unlink()  # Of writers only.
+    for made in (golden.TRAINED, golden.WHOLE_DELTA):
+        shutil.rmtree(made, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as work:
+        golden.publish_trained(golden.TRAINED, Path(work))
+        golden.make_whole_delta(Path(work))
     golden.LIST.write_text(json.dumps(golden.listed(), indent=1) + "\n")
 
 

@@ -301,7 +301,7 @@ def _check_content(file: StoredFile, opened: ReadableFile) -> None:
         return
     view = Buffer().reserve(BLOCK)
     opened.read(0, view)
-    check_head(view, file.proof.content, file.proof.data_start, file.where)
+    check_head(view, file.proof.tensors_digest, file.proof.data_start, file.where)
     check_holes(opened.fileno(), partial(file.open_unproven, Access.BUFFERED), file.proof, file.where)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from relayout.checkpoint.converted import check_chunk
-from relayout.checkpoint.trust import TrustedStore
+from relayout.checkpoint.trust import policy_over
 from relayout.core.digests import digest_hex, proof_hex
 from relayout.core.extents import Extent, Grid, Transfer, copy_runs
 from relayout.core.workers import Stop, each
@@ -55,7 +55,7 @@ class Sharing:
         if len(proofs) < len(files):
             why = "group: iter_load shares converted checkpoints only: convert it, or use load"
             raise PlanError(why, path=str(source.store), code="unsupported")
-        believes_none = isinstance(source.store, TrustedStore)
+        believes_none = policy_over(source.store) is not None
         grids = [Grid()] * len(files)
         if options.verify or believes_none:
             files = tuple(file.proven() for file in files)
@@ -84,7 +84,7 @@ class Sharing:
 
     def identity(self, *others: object) -> tuple[str, str]:
         """What is loaded, and a digest of the files and of all else that members must have in common."""
-        named = [(file.name, file.nbytes, file.proof and file.proof.content) for file in self.files]
+        named = [(file.name, file.nbytes, file.proof and file.proof.tensors_digest) for file in self.files]
         return self.what, digest_hex(repr((named, self.kind, self.believes_none, others)).encode())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as once
 from functools import partial
 from importlib.util import find_spec
@@ -21,15 +21,16 @@ from relayout.checkpoint.converted import (
     check_rank,
     find_manifest,
     find_manifest_blob,
+    read_digests,
     read_manifest,
     read_table,
 )
 from relayout.checkpoint.folder import check_exists
-from relayout.checkpoint.trust import TrustedStore, refuse_deltas, trusted
+from relayout.checkpoint.trust import TrustedStore, policy_over, trusted
 from relayout.core.arguments import at_least_one, integer, size
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Transfer
-from relayout.core.slices import WHOLE, num_bytes
+from relayout.core.slices import WHOLE
 from relayout.errors import FormatError, PlanError, RelayoutError, warn
 from relayout.format.index import MANIFEST_NAME, Manifest, RankTable, Read
 from relayout.format.manifest import parse_manifest
@@ -69,6 +70,8 @@ class ConvertedRank(RankSource):
     """Position of the rank in the manifest's holders."""
     table: Callable[[], RankTable]
     """Reads the holder's table, once. FormatError: it is damaged, or of another rank or conversion."""
+    digests: Callable[[], Mapping[str, str]]
+    """Reads the digests of its tensors, by name, once. FormatError: they are damaged."""
     files: Callable[[], tuple[StoredFile, ...]]
     """The rank's files, found once; for errors see `rank_files`."""
 
@@ -77,8 +80,9 @@ class ConvertedRank(RankSource):
         """The rank of that position in the manifest's holders. No table is read yet."""
         table = once(partial(read_table, store, manifest, holder))
         files = once(partial(rank_files, store, manifest, holder))
+        digests = once(lambda: dict(zip(table().names, read_digests(store, manifest, holder), strict=True)))
         num_ranks = manifest.num_ranks if holder == rank else 1
-        return ConvertedRank(store, rank, num_ranks, manifest, holder, table, files)
+        return ConvertedRank(store, rank, num_ranks, manifest, holder, table, digests, files)
 
     @property
     def is_as_stored(self) -> bool:
@@ -94,14 +98,15 @@ class ConvertedRank(RankSource):
             table.names,
             table.dtypes,
             table.shapes,
-            digests=table.digests,
+            digests=self.digests,
             offsets=table.arena_offsets,
             parts=table.slices,
             source_shapes=table.source_shapes,
         )
 
     def contents(self, names: Names = None) -> TensorColumns:
-        return contents_of(self.files(), self.table(), self._shared).matching(names)
+        contents = contents_of(self.files(), self.table(), self._shared)
+        return replace(contents, digests=self.digests).matching(names)
 
     def arena(self, names: Names = None) -> ArenaPlan:
         # The manifest has the reads of a whole rank, so that the table is not needed yet.
@@ -143,11 +148,7 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequenc
     """All tensors of a rank of a converted checkpoint, stored in `files`; `shared` are those of whole tensors."""
     in_whole = [kind.in_whole if any(shared) else () for kind in table.kinds]
     reads: list[tuple[Read, ...]] = []
-    for kind, dtype, shape, file, offset in zip(
-        table.kind_of, table.dtypes, table.shapes, table.files, table.offsets, strict=True
-    ):
-        nbytes = num_bytes(dtype, shape)
-        assert nbytes is not None  # The table was checked.
+    for kind, nbytes, file, offset in zip(table.kind_of, table.sizes, table.files, table.offsets, strict=True):
         if not nbytes:
             reads.append(())
         elif shared[file]:
@@ -155,7 +156,7 @@ def contents_of(files: tuple[StoredFile, ...], table: RankTable, shared: Sequenc
             reads.append(tuple(Read(file, run.shifted(source=shift)) for run in in_whole[kind]))
         else:
             reads.append((Read(file, Transfer(offset, 0, nbytes)),))
-    return TensorColumns(table.names, table.dtypes, table.shapes, files, reads, table.digests)
+    return TensorColumns(table.names, table.dtypes, table.shapes, files, reads)
 
 
 class LoadOptions(TypedDict, total=False):
@@ -332,8 +333,7 @@ def _changed(base: Store, deltas: Paths) -> Store:
     """A store of what deltas make of a checkpoint."""
     from relayout.checkpoint.delta import read_deltas, with_deltas
 
-    refuse_deltas(base)
-    return with_deltas(base, read_deltas(deltas))
+    return with_deltas(base, read_deltas(deltas, policy_over(base)))
 
 
 def _rank_of(store: Store, manifest: Manifest, rank: int, tp: int | None) -> RankSource:
@@ -461,7 +461,7 @@ class WholeTensors:
 
         if self.plain is not None:
             return identity_of(self.plain).content
-        named = [(file.name, file.nbytes, file.proof and file.proof.content) for file in self.pieces.files]
+        named = [(file.name, file.nbytes, file.proof and file.proof.tensors_digest) for file in self.pieces.files]
         return digest_hex(repr(named).encode())
 
 

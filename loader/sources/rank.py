@@ -151,8 +151,9 @@ class TensorColumns:
     """The files that `reads` read."""
     reads: Sequence[tuple[Read, ...]] = ()
     """The reads that fill each tensor. Their targets are relative to its first byte; an empty tensor has none."""
-    digests: Sequence[str] | None = None
-    """The digests of the stored bytes; None if there are none, as in a plain checkpoint."""
+    digests: Callable[[], Mapping[str, str]] | None = None
+    """Reads the digests of the stored bytes, by name, of these tensors at least; None: there are none, as in a plain
+    checkpoint. FormatError: they are damaged."""
     offsets: Sequence[int] = ()
     """The places of the first bytes in an arena, multiples of `ARENA_ALIGNMENT`."""
     parts: Sequence[Slice] = ()
@@ -177,7 +178,7 @@ class TensorColumns:
             _picked(self.shapes, rows),
             tuple(self.files[file] for file in needed),
             [tuple(Read(position[read.file], read.transfer) for read in tensor) for tensor in reads],
-            None if self.digests is None else _picked(self.digests, rows),
+            self.digests,
             _picked(self.offsets, rows),
             _picked(self.parts, rows),
             _picked(self.source_shapes, rows),

@@ -24,7 +24,7 @@ from relayout.benchmark.loaders import LOADERS, Loader
 from relayout.benchmark.machine import Machine, describe, direct_gb_per_s, num_cpus, total_nbytes
 from relayout.benchmark.run import Folders, RankGroup, Tell, digest_of
 from relayout.benchmark.verdict import RankLoads, verdict, warnings_of
-from relayout.checkpoint.converted import check_present, is_converted, read_manifest, read_table
+from relayout.checkpoint.converted import check_present, is_converted, read_digests, read_manifest, read_table
 from relayout.checkpoint.folder import check_exists
 from relayout.checkpoint.source import read_source
 from relayout.commands.convert import convert
@@ -416,4 +416,8 @@ def expected_digests(converted: str | os.PathLike[str]) -> list[str]:
     store = find_store(converted)
     manifest = read_manifest(store)
     tables = [read_table(store, manifest, rank) for rank in range(manifest.num_ranks)]
-    return [digest_of(zip(table.names, table.shapes, table.digests, strict=True)) for table in tables]
+    digests = [read_digests(store, manifest, rank) for rank in range(manifest.num_ranks)]
+    return [
+        digest_of(zip(table.names, table.shapes, of_rank, strict=True))
+        for table, of_rank in zip(tables, digests, strict=True)
+    ]

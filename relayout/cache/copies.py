@@ -18,16 +18,16 @@ from relayout.checkpoint.converted import (
     check_file,
     check_head,
     check_small,
-    chunks_nbytes,
     digests_of_small,
     proof_of,
+    sizes_of_packed,
 )
 from relayout.core.digests import digest_hex
 from relayout.core.extents import Extent, split
 from relayout.core.workers import Workers
 from relayout.errors import FormatError
-from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, Manifest
-from relayout.format.manifest import MAX_TABLE_NBYTES
+from relayout.format.index import MANIFEST_NAME, Manifest
+from relayout.format.manifest import MAX_RECORD_NBYTES
 from relayout.reporting import Progress, reporting
 from relayout.storage.local.descriptors import OpenFolder
 from relayout.storage.local.store import LocalStore, OutputFile
@@ -116,7 +116,7 @@ class CopyingStore(ReadOnlyStore):
         if name in self.weights:
             self._fetch_weights([name], None)
         elif "/" not in name and not self.entry.has(name):
-            blob = if_there(lambda: self.remote.read(name, MAX_TABLE_NBYTES))
+            blob = if_there(lambda: self.remote.read(name, MAX_RECORD_NBYTES))
             if blob is not None:
                 self.entry.keep_small(name, lambda: blob)
 
@@ -171,7 +171,7 @@ class CopyingStore(ReadOnlyStore):
             source = Proven(opened, proof, where)
             head = memoryview(bytearray(proof.data_start))
             source.read(0, head)
-            check_head(head, proof.content, proof.data_start, where)
+            check_head(head, proof.tensors_digest, proof.data_start, where)
             output.write(0, head)
 
             def fetch(buffer: Buffer, piece: Extent) -> int:
@@ -202,17 +202,16 @@ def _forget_damaged(entry: HeldEntry, manifest: Manifest, blob: bytes) -> None:
     copies = LocalStore(entry.folder)
 
     def check(name: str) -> None:
-        if name == MANIFEST_NAME and copies.read(name, MAX_TABLE_NBYTES) != blob:
+        if name == MANIFEST_NAME and copies.read(name, MAX_RECORD_NBYTES) != blob:
             raise FormatError("is another", path=name, code="mismatch")
         if name in small:
             check_small(copies, manifest, name, small[name])
-        if name == CHUNKS_NAME:
-            copies.open(name, chunks_nbytes(manifest)).close()
+        if name in packed:
+            copies.open(name, packed[name]).close()
         if name in weights:
             check_file(copies, manifest, weights[name])
 
-    small, weights = digests_of_small(manifest), {file.name: index for index, file in enumerate(manifest.files)}
-    for name in {*small, *weights, CHUNKS_NAME, MANIFEST_NAME}.intersection(
-        path.name for path in entry.folder.iterdir()
-    ):
+    small, packed = digests_of_small(manifest), sizes_of_packed(manifest)
+    weights = {file.name: index for index, file in enumerate(manifest.files)}
+    for name in {*small, *packed, *weights, MANIFEST_NAME}.intersection(path.name for path in entry.folder.iterdir()):
         entry.forget_damaged(name, partial(check, name))

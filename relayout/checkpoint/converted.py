@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from relayout.checkpoint.folder import advice_on_snapshots, check_exists, glance, refuse_incomplete
 from relayout.core.arguments import ranks_text
-from relayout.core.digests import proof_hex
+from relayout.core.digests import UNKNOWN_DIGEST, proof_hex, unpack_digests
 from relayout.core.extents import Extent, Grid, align_up, split
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError, about, and_others
 from relayout.format.fields import Fields, parse_object, refuse_lfs_pointer
 from relayout.format.index import (
     CHUNKS_NAME,
+    DIGESTS_NAME,
     HUB_INDEX_NAME,
     MANIFEST_NAME,
     SIGNATURE_NAME,
@@ -26,10 +27,12 @@ from relayout.format.index import (
     Manifest,
     RankTable,
     chunks_over,
+    places_of_digests,
     places_of_proofs,
 )
 from relayout.format.manifest import (
     MAX_MANIFEST_NBYTES,
+    MAX_RECORD_NBYTES,
     MAX_TABLE_NBYTES,
     SOURCE_RECORD_NAME,
     decompress,
@@ -165,7 +168,7 @@ def find_faults(folder: Store, manifest: Manifest) -> list[FormatError]:
     weights = [partial(_check_weights, folder, manifest, index) for index in range(len(manifest.files))]
     others: list[Callable[[], None]] = [
         *(partial(check_small, folder, manifest, *one) for one in digests_of_small(manifest).items()),
-        lambda: folder.open(CHUNKS_NAME, chunks_nbytes(manifest)).close(),
+        *(partial(_check_opens, folder, *one) for one in sizes_of_packed(manifest).items()),
     ]
     found = [*each(fault, weights, folder.cost.num_opens), *map(fault, others)]
     return [one for one in found if one is not None]
@@ -216,15 +219,30 @@ def digests_of_small(manifest: Manifest) -> dict[str, str]:
 
 def check_small(folder: Store, manifest: Manifest, name: str, digest: str) -> None:
     """Raise FormatError unless a small file is there and has this digest."""
-    if proof_hex(folder.read(name, MAX_TABLE_NBYTES)) != digest:
+    if proof_hex(folder.read(name, MAX_RECORD_NBYTES)) != digest:
         what = f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion"
         raise FormatError(what, path=folder.location(name), code="digest")
 
 
-def chunks_nbytes(manifest: Manifest) -> int:
-    """The length of relayout.chunks."""
-    places = places_of_proofs(manifest.files, manifest.chunk_nbytes)
-    return places[-1].end if places else 0
+def sizes_of_packed(manifest: Manifest) -> dict[str, int]:
+    """The lengths of the files that have digests in binary form, by name. The manifest proves them part by part."""
+    chunks = places_of_proofs(manifest.files, manifest.chunk_nbytes)
+    return {CHUNKS_NAME: chunks[-1].end if chunks else 0, DIGESTS_NAME: places_of_digests(manifest)[-1].end}
+
+
+def parts_of_packed(manifest: Manifest) -> dict[str, list[tuple[Extent, str]]]:
+    """The parts of these files, by name: where each is, and its proof."""
+    chunks = places_of_proofs(manifest.files, manifest.chunk_nbytes)
+    proofs = [*(entry.digests_digest for entry in manifest.holders.values()), manifest.source_digests_digest]
+    return {
+        CHUNKS_NAME: list(zip(chunks, (file.chunks_digest for file in manifest.files), strict=True)),
+        DIGESTS_NAME: list(zip(places_of_digests(manifest), proofs, strict=True)),
+    }
+
+
+def _check_opens(folder: Store, name: str, nbytes: int) -> None:
+    """Check that a file is there, and so long."""
+    folder.open(name, nbytes).close()
 
 
 def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
@@ -233,18 +251,26 @@ def read_table(folder: Store, manifest: Manifest, rank: int) -> RankTable:
     return parse_table(folder.read(name, MAX_TABLE_NBYTES), manifest, rank, folder.location(name))
 
 
-def read_record(folder: Store, manifest: Manifest) -> SourceRecord:
-    """Read and check the source record. FormatError: it is missing, damaged, or of another conversion."""
+def read_record(folder: Store, manifest: Manifest, prefix: str = "") -> SourceRecord:
+    """Read and check the source record. FormatError: it is missing, damaged, or of another conversion.
+
+    Args:
+        prefix: what its name begins with in the folder.
+    """
     # Imported here: a load of a rank as stored needs no record.
     from relayout.format.source_record import parse_record
 
-    where = folder.location(SOURCE_RECORD_NAME)
-    blob = folder.read(SOURCE_RECORD_NAME, MAX_TABLE_NBYTES)
+    where = folder.location(prefix + SOURCE_RECORD_NAME)
+    blob = folder.read(prefix + SOURCE_RECORD_NAME, MAX_RECORD_NBYTES)
     with about(path=where):
         refuse_lfs_pointer(blob)
         if proof_hex(blob) != manifest.record_digest:
             raise FormatError("digest differs from the one in the manifest", code="digest")
-    return parse_record(decompress(blob, where), manifest.num_ranks, where)
+    record = parse_record(decompress(blob, where, MAX_RECORD_NBYTES), manifest.num_ranks, where)
+    if len(record.names) != manifest.num_source_tensors:
+        what = f"{len(record.names)} tensors, {MANIFEST_NAME} says {manifest.num_source_tensors}"
+        raise FormatError(what, path=where, code="mismatch")
+    return record
 
 
 def names_of_output(folder: Store) -> frozenset[str]:
@@ -276,7 +302,7 @@ def names_of_index(manifest: Manifest) -> list[str]:
     """The files of a converted checkpoint beside weights and side files, the manifest last."""
     hub_index = [] if manifest.hub_index_digest is None else [HUB_INDEX_NAME]
     tables = [holder.table for holder in manifest.holders.values()]
-    return [SOURCE_RECORD_NAME, CHUNKS_NAME, *tables, *hub_index, MANIFEST_NAME]
+    return [SOURCE_RECORD_NAME, CHUNKS_NAME, DIGESTS_NAME, *tables, *hub_index, MANIFEST_NAME]
 
 
 def sizes_of(folder: Store, names: Iterable[str]) -> dict[str, int]:
@@ -304,25 +330,50 @@ CONVERTED = Replaceable(MANIFEST_NAME, describe_output, names_of_output)
 """An output of `convert`, the only one that `force` replaces."""
 
 
+def read_digests(folder: Store, manifest: Manifest, holder: int) -> list[str]:
+    """The digests of a holder's tensors, in the order of its table. FormatError: they are missing or damaged."""
+    entry = manifest.holders[holder]
+    return _digests(folder, manifest, list(manifest.holders).index(holder), entry.digests_digest, entry.table)
+
+
+def read_source_digests(folder: Store, manifest: Manifest) -> list[str | None]:
+    """The digests of the source's tensors, in the order of the record; None: unknown. Errors as of `read_digests`."""
+    found = _digests(folder, manifest, -1, manifest.source_digests_digest, SOURCE_RECORD_NAME)
+    return [None if digest == UNKNOWN_DIGEST else digest for digest in found]
+
+
+def _digests(folder: Store, manifest: Manifest, position: int, proof: str, what: str) -> list[str]:
+    packed = _part_of(folder, DIGESTS_NAME, places_of_digests(manifest), position)
+    if proof_hex(packed) != proof:
+        where = folder.location(DIGESTS_NAME)
+        raise FormatError(f"its part for {what} differs from the manifest", path=where, code="digest")
+    return unpack_digests(packed)
+
+
+def _part_of(folder: Store, name: str, places: Sequence[Extent], position: int) -> bytes:
+    """Read a part of a file that consists of parts at these places. FormatError: it has another length."""
+    place, end = places[position], places[-1].end
+    with folder.open(name) as opened:
+        if opened.nbytes != end:  # Before memory is taken: a manifest may say any number.
+            what = f"{opened.nbytes} bytes long, expected {end}"
+            raise FormatError(what, path=folder.location(name), code="mismatch")
+        part = memoryview(bytearray(place.nbytes))
+        opened.read(place.offset, part)
+    return bytes(part)
+
+
 def read_chunk_digests(folder: Store, manifest: Manifest, index: int) -> bytes:
     """The digests of the chunks of a file, one after the other, in binary form. FormatError: they are damaged."""
     file = manifest.files[index]
-    places = places_of_proofs(manifest.files, manifest.chunk_nbytes)
-    place = places[index]
-    digests = memoryview(bytearray(place.nbytes))
-    with folder.open(CHUNKS_NAME) as opened:
-        if opened.nbytes != places[-1].end:
-            what = f"{opened.nbytes} bytes long, expected {places[-1].end}"
-            raise FormatError(what, path=folder.location(CHUNKS_NAME), code="mismatch")
-        opened.read(place.offset, digests)
+    digests = _part_of(folder, CHUNKS_NAME, places_of_proofs(manifest.files, manifest.chunk_nbytes), index)
     if proof_hex(digests) != file.chunks_digest:
         where = folder.location(CHUNKS_NAME)
         raise FormatError(f"its part for {file.name} differs from the manifest", path=where, code="digest")
-    return bytes(digests)
+    return digests
 
 
 def check_file(folder: Store, manifest: Manifest, index: int) -> None:
-    """Raise FormatError unless a file's first bytes name the content that the manifest says: files may be mixed up."""
+    """Raise FormatError unless a file's first bytes name the tensors that the manifest says: files may be mixed up."""
     file = manifest.files[index]
     with folder.open(file.name, file.nbytes) as opened:
         _check_start(folder, file, opened)
@@ -331,15 +382,23 @@ def check_file(folder: Store, manifest: Manifest, index: int) -> None:
 def _check_start(folder: Store, file: IndexedFile, opened: ReadableFile) -> None:
     start = memoryview(bytearray(HEAD_NBYTES))
     opened.read(0, start)
-    check_head(start, file.content, file.data_start, folder.location(file.name))
+    check_head(start, file.tensors_digest, file.data_start, folder.location(file.name))
 
 
-def check_head(start: memoryview, content: str, data_start: int, where: str) -> None:
-    """Raise FormatError unless the first bytes of a file name this content and this start of the data section."""
-    prefix = header_prefix(content)
+def read_head(folder: Store, file: IndexedFile) -> bytes:
+    """Read the first bytes of a weight file, up to `HEAD_NBYTES`."""
+    start = memoryview(bytearray(min(HEAD_NBYTES, file.data_start)))
+    with folder.open(file.name, file.nbytes) as opened:
+        opened.read(0, start)
+    return bytes(start)
+
+
+def check_head(start: memoryview, tensors_digest: str, data_start: int, where: str) -> None:
+    """Raise FormatError unless the first bytes of a file name these tensors and this start of the data section."""
+    prefix = header_prefix(tensors_digest)
     if start[LENGTH_NBYTES : LENGTH_NBYTES + len(prefix)] != prefix:
         raise FormatError(
-            f"content in its header differs from {content}: not the file that {MANIFEST_NAME} describes",
+            f"tensors_digest in its header differs from {tensors_digest}: not the file that {MANIFEST_NAME} describes",
             path=where,
             code="owner",
         )
@@ -357,7 +416,7 @@ _NUM_KEPT, _MAX_KEPT_NBYTES = 4, 2**20
 class FileProof:
     """What proves that a file holds what the manifest says."""
 
-    content: str
+    tensors_digest: str
     """The digest that its first bytes name."""
     data_start: int
     """Absolute offset of its data section."""
@@ -378,7 +437,7 @@ def proof_of(folder: Store, manifest: Manifest, index: int, *, with_header: bool
     file = manifest.files[index]
     digests = partial(read_chunk_digests, folder, manifest, index)
     header_digest = file.header_digest if with_header else None
-    return FileProof(file.content, file.data_start, manifest.chunk_nbytes, digests, header_digest)
+    return FileProof(file.tensors_digest, file.data_start, manifest.chunk_nbytes, digests, header_digest)
 
 
 def index_of(manifest: Manifest, name: str) -> int | None:

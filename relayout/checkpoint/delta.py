@@ -3,48 +3,73 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache as once
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from relayout.checkpoint.converted import (
     Proven,
     StoreOver,
     check_header,
+    check_present,
+    check_rank,
     find_manifest_blob,
+    find_signature,
     index_of,
     names_of_index,
     names_of_output,
+    parts_of_packed,
     proof_of,
-    read_manifest,
+    read_digests,
+    read_manifest_blob,
+    read_record,
+    read_table,
+    sizes_of_packed,
 )
 from relayout.checkpoint.folder import check_exists
-from relayout.core.digests import digest_hex
+from relayout.checkpoint.trust import Policy, policy_over, prove_statement
+from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, pack_digests, proof_hex, unpack_digests
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.delta import (
+    CHANGED_DIGESTS_NAME,
     NEW,
-    OLD,
+    NEW_MANIFEST_NAME,
     DeltaFile,
     DeltaManifest,
     Elements,
     decode,
     delta_name,
     layout_difference,
-    num_pieces,
+    parse_changed_digests,
     parse_delta,
     parse_index,
-    pieces_of,
-    place_of_index,
+    piece_of,
     xor_into,
 )
 from relayout.format.fields import parse_object
-from relayout.format.index import MANIFEST_NAME, IndexedFile, Manifest, RankTable
-from relayout.format.manifest import DELTA, MAX_MANIFEST_NBYTES, MAX_TABLE_NBYTES, content_of, parse_manifest
-from relayout.format.rank_table import parse_table
+from relayout.format.index import (
+    CHUNKS_NAME,
+    MANIFEST_NAME,
+    SIGNATURE_NAME,
+    Manifest,
+    RankTable,
+    places_of_digests,
+    places_of_proofs,
+)
+from relayout.format.manifest import (
+    DELTA,
+    MAX_MANIFEST_NBYTES,
+    MAX_RECORD_NBYTES,
+    content_of,
+    decompress,
+    parse_manifest,
+)
 from relayout.publish.output import Replaceable
 from relayout.storage.stores import (
     Access,
@@ -52,84 +77,92 @@ from relayout.storage.stores import (
     Enter,
     Entry,
     FileStat,
+    HeadFile,
     ReadableFile,
     Store,
     entered,
     everywhere,
     find_input,
+    read_whole,
 )
+
+_NUM_RECENT = 4
+"""Files of which a delta keeps the index."""
 
 Paths: TypeAlias = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 """Deltas in the order in which they apply, or a single one: folders, or their URLs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A delta in a chain. Methods raise FormatError if a file of the delta is missing or damaged."""
-
-    store: Store
-    manifest: DeltaManifest
-    position: int
-    """Position in the chain, from 1, which errors name; 0: the delta is alone."""
-
-    def changes(
-        self, index: int, file: IndexedFile, num_pieces: int, pieces: Callable[[], Sequence[Extent]]
-    ) -> Changes | None:
-        """What changed in a weight file, by its position in the manifests; None: nothing.
-
-        Args:
-            num_pieces: of the file.
-            pieces: lists them. It is called when the delta has proven that there are so many.
-        """
-        stored = self.manifest.files[index]
-        return Changes(self, file, stored, num_pieces, pieces) if stored.nbytes else None
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
     """A delta whose manifests were read. Methods raise FormatError if a file of it is missing or damaged."""
 
-    link: Link
-    old: Manifest
-    """The manifest of the base."""
+    store: Store
+    manifest: DeltaManifest
+    blob: bytes
+    """relayout.json of what it makes, as stored there."""
     new: Manifest
-    """The manifest of what the delta makes."""
+    """Its manifest, parsed."""
+    position: int = 0
+    """Position in a chain, from 1, which errors name; 0: the delta is alone."""
+    _recent: dict[int, Changes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def table(self, side: str, rank: int) -> RankTable:
-        """The table of a rank or of another holder, `OLD` or `NEW`."""
-        manifest = self.old if side == OLD else self.new
-        name, store = side + manifest.holders[rank].table, self.link.store
-        return parse_table(store.read(name, MAX_TABLE_NBYTES), manifest, rank, store.location(name))
+    @property
+    def part(self) -> str | None:
+        """What errors name beside the path of a delta in a chain."""
+        return _part(self.position)
 
     def changes(self, index: int) -> Changes | None:
-        """What changed in a weight file, by its position in the manifests; None: nothing."""
-        return self.link.changes(index, self.new.files[index], *_pieces_of(self.new, index))
+        """What changed in a weight file, by its number; None: nothing. The last few are kept."""
+        stored = self.manifest.by_number.get(index)
+        if stored is None:
+            return None
+        found = self._recent.get(index) or Changes(self, index, stored)
+        self._recent[index] = found
+        for older in list(self._recent)[:-_NUM_RECENT]:
+            self._recent.pop(older, None)
+        return found
 
+    def changed_digests(self, position: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """The digests of one holder's tensors that changed: rows, rising, and each digest in binary form.
 
-def _pieces_of(manifest: Manifest, index: int) -> tuple[int, Callable[[], Sequence[Extent]]]:
-    """The pieces of a weight file: how many there are, and what lists them, once."""
-    file, chunk_nbytes = manifest.files[index], manifest.chunk_nbytes
-    return num_pieces(file, chunk_nbytes), once(lambda: pieces_of(file, chunk_nbytes))
+        Args:
+            position: of the holder in the manifest; behind the last one are those of the source.
+        """
+        part, place = self.manifest.digests[position], self.manifest.places_of_digests[position]
+        count = places_of_digests(self.new)[position].nbytes // DIGEST_NBYTES
+        content = b""
+        if place.nbytes:
+            with self.store.open(CHANGED_DIGESTS_NAME, self.manifest.places_of_digests[-1].end) as file:
+                content = _read_extent(file, place)
+        with about(path=self.store.location(CHANGED_DIGESTS_NAME), part=self.part):
+            return parse_changed_digests(content, part, count)
 
 
 class Changes:
     """What changed in a weight file, by one delta. Thread-safe.
 
     The delta's file is open only while it is read: a chain may have more deltas than a process may open files. What a
-    replaced file has in its place is found, because the index has the digest of each piece.
+    replaced file has in its place is found, because the index has the proof of each piece.
     """
 
-    def __init__(
-        self, link: Link, file: IndexedFile, stored: DeltaFile, num_pieces: int, pieces: Callable[[], Sequence[Extent]]
-    ) -> None:
-        """Open the changes of a file, see `Link.changes`. FormatError: their index is damaged."""
-        self._link, self._nbytes = link, stored.nbytes
-        self._name = delta_name(file.name)
-        self._where = link.store.location(self._name)
-        with about(path=self._where, part=_part(link.position)):
-            # Before they are listed: the manifest may say any number.
-            place = place_of_index(stored, num_pieces)
-            self.index = parse_index(bytes(self._read(place)), stored, pieces())
+    def __init__(self, delta: Delta, index: int, stored: DeltaFile) -> None:
+        """Read the index of what changed in a file, see `Delta.changes`. FormatError: it is damaged."""
+        self._delta, self._nbytes, self._file = delta, stored.nbytes, delta.new.files[index]
+        self._name = delta_name(self._file.name)
+        self._where = delta.store.location(self._name)
+        with about(path=self._where, part=delta.part):
+            blob = self._read(stored.place_of_index)
+            self.index = parse_index(blob, stored, self._file, delta.new.chunk_nbytes)
+
+    @property
+    def header_digest(self) -> str | None:
+        """Proof of the header that the weight file has then; None: it does not change."""
+        return bytes(self.index.contents[0]).hex() if self.index.numbers[:1].tolist() == [0] else None
+
+    def extent(self, piece: int) -> Extent:
+        """Where a piece is in the weight file."""
+        return piece_of(self._file, self._delta.new.chunk_nbytes, piece)
 
     def read(self, first: int, end: int) -> Iterator[tuple[int, memoryview]]:
         """Read the pieces from `first` to before `end` at once. Yield those that changed, as stored.
@@ -137,32 +170,37 @@ class Changes:
         Raises:
             FormatError: one is damaged.
         """
-        whole = self.index.place(first, end)
+        rows = self.index.rows(first, end)
+        whole = self.index.place(rows)
         stored = memoryview(self._read(whole)) if whole.nbytes else memoryview(b"")
-        for piece in range(first, end):
-            place = self.index.place(piece, piece + 1)
-            if place.nbytes:
-                view = stored[place.offset - whole.offset : place.end - whole.offset]
-                with about(path=self._where, part=_part(self._link.position)):
-                    if digest_hex(view) != self.index.digest(piece):
-                        raise FormatError(f"piece {piece} does not match its digest: damaged", code="digest")
-                yield piece, view
+        for row in rows:
+            place, piece = self.index.place(range(row, row + 1)), int(self.index.numbers[row])
+            view = stored[place.offset - whole.offset : place.end - whole.offset]
+            if proof_hex(view) != bytes(self.index.stored[row]).hex():
+                with about(path=self._where, part=self._delta.part):
+                    raise FormatError(f"piece {piece} does not match its digest: damaged", code="digest")
+            yield piece, view
 
     def apply(self, stored: memoryview, target: memoryview) -> None:
         """Change the bytes of a piece by what is stored of it. FormatError: it cannot be decoded."""
-        with about(path=self._where, part=_part(self._link.position)):
+        with about(path=self._where, part=self._delta.part):
             xor_into(stored, target)
 
     def decode(self, stored: memoryview, nbytes: int) -> list[Elements]:
         """The elements of a piece of so many bytes that change. FormatError: it cannot be decoded."""
-        with about(path=self._where, part=_part(self._link.position)):
+        with about(path=self._where, part=self._delta.part):
             return list(decode(stored, nbytes))
 
-    def _read(self, place: Extent) -> bytearray:
-        content = bytearray(place.nbytes)
-        with self._link.store.open(self._name, self._nbytes) as file:
-            file.read(place.offset, memoryview(content))
-        return content
+    def _read(self, place: Extent) -> bytes:
+        with self._delta.store.open(self._name, self._nbytes) as file:
+            return _read_extent(file, place)
+
+
+def _read_extent(file: ReadableFile, place: Extent) -> bytes:
+    """Read bytes of a file that is as long as the manifest says: it bounds the memory that they take."""
+    content = bytearray(place.nbytes)
+    file.read(place.offset, memoryview(content))
+    return bytes(content)
 
 
 def is_delta(path: str | os.PathLike[str]) -> bool:
@@ -173,66 +211,79 @@ def is_delta(path: str | os.PathLike[str]) -> bool:
     return isinstance(requires, list) and DELTA in requires
 
 
-def read_deltas(paths: Paths) -> Iterator[Delta]:
-    """Read the manifests of deltas, one after the other."""
+def read_deltas(paths: Paths, policy: Policy | None = None) -> Iterator[Delta]:
+    """Read the manifests of deltas, one after the other.
+
+    Args:
+        policy: whose signatures are wanted; None: nobody's.
+    """
     found = [paths] if isinstance(paths, str | os.PathLike) else list(paths) if isinstance(paths, Iterable) else None
     if found is None:
         raise PlanError(f"deltas: {shown(paths)}, expected the path of a delta, or a list of paths", code="option")
-    before = None
     for number, path in enumerate(found, 1):
         position = number if len(found) > 1 else 0
         with about(part=_part(position)):
-            before = read_delta(find_input(path).snapshot(), position, before)
-        yield before
+            delta = read_delta(find_input(path).snapshot(), position, policy)
+        yield delta
 
 
 def _part(position: int) -> str | None:
-    """What errors name beside the path of a delta in a chain."""
     return f"delta {position}" if position else None
 
 
-def read_delta(store: Store, position: int = 0, before: Delta | None = None) -> Delta:
-    """Read the manifest of a delta, and those of the checkpoints that it is between.
+def read_delta(store: Store, position: int = 0, policy: Policy | None = None) -> Delta:
+    """Read the manifest of a delta, and that of the checkpoint which it makes.
 
     Args:
-        position: in a chain; see `Link`.
-        before: the delta in front of it in the chain. What that makes is not read again.
+        position: in a chain; see `Delta`.
+        policy: whose signature of the delta's manifest is wanted; None: nobody's. That proves all else: the base, the
+            result, and every piece.
     """
-    blob = find_manifest_blob(store)
-    if blob is None:
+    where = store.location(MANIFEST_NAME)
+    if policy is None:
+        stored = find_manifest_blob(store)
+    else:
+        stored = prove_statement(store, policy, lambda blob: parse_delta(blob, where).makes).blob
+    if stored is None:
         check_exists(store)
         what = f"not a delta ({MANIFEST_NAME} is missing); relayout delta makes one"
         raise FormatError(what, path=str(store), code="missing")
-    link = Link(store, parse_delta(blob, store.location(MANIFEST_NAME)), position)
-    manifest = link.manifest
-    is_next = before is not None and before.link.manifest.makes == manifest.base
-    old = before.new if before is not None and is_next else _read_side(store, OLD, manifest.base)
-    new = _read_side(store, NEW, manifest.makes)
-    difference = layout_difference(old, new)
-    if difference is not None or len(manifest.files) != len(new.files):
-        what = f"not between checkpoints of one layout: {difference or 'the files differ'}"
-        raise FormatError(what, path=str(store), code="mismatch")
-    return Delta(link, old, new)
-
-
-def _read_side(store: Store, side: str, content: str) -> Manifest:
-    """The manifest of the base of a delta, or of what it makes, which is of this content."""
-    blob, where = store.read(side + MANIFEST_NAME, MAX_MANIFEST_NBYTES), store.location(side + MANIFEST_NAME)
-    if content_of(blob) != content:
+    manifest, where = parse_delta(stored, where), store.location(NEW_MANIFEST_NAME)
+    blob = decompress(store.read(NEW_MANIFEST_NAME, MAX_MANIFEST_NBYTES), where, MAX_MANIFEST_NBYTES)
+    if content_of(blob) != manifest.makes:
         raise FormatError("digest differs from the one in the delta's manifest", path=where, code="digest")
-    return parse_manifest(blob, where)
+    new = parse_manifest(blob, where)
+    if len(manifest.digests) != len(new.holders) + 1:
+        what = f"digests of {len(manifest.digests)} parts, {len(new.holders)} holders and the source have some"
+        raise FormatError(what, path=store.location(MANIFEST_NAME), code="mismatch")
+    own = {MANIFEST_NAME, *sizes_of_packed(new), *(file.name for file in new.files)}
+    own.update(entry.table for entry in new.holders.values())
+    if taken := own.intersection(manifest.others):
+        what = f"has {min(taken)} among other files, which is made of the base and of what changed"
+        raise FormatError(what, path=store.location(MANIFEST_NAME), code="unsafe")
+    if manifest.files and manifest.files[-1].number >= len(new.files):
+        what = f"changes of file {manifest.files[-1].number}, there are {len(new.files)}"
+        raise FormatError(what, path=store.location(MANIFEST_NAME), code="mismatch")
+    return Delta(store, manifest, blob, new, position)
+
+
+def signed_content(path: str, policy: Policy) -> str:
+    """Return the content that a signed folder has, or that a signed delta makes. Errors as of `prove_statement`."""
+    if is_delta(path):
+        return read_delta(find_input(path), policy=policy).manifest.makes
+    return content_of(prove_statement(find_input(path), policy).blob)
 
 
 def names_of_delta(folder: Store) -> frozenset[str]:
     """Names of all files of a delta, as its manifests name them."""
     delta = read_delta(folder)
-    manifest = delta.link.manifest
-    changed = [file.name for file, stored in zip(delta.new.files, manifest.files, strict=True) if stored.nbytes]
-    older = [MANIFEST_NAME, *(holder.table for holder in delta.old.holders.values())]
-    newer = [*names_of_index(delta.new), *manifest.side_files]
-    return frozenset(
-        [MANIFEST_NAME, *map(delta_name, changed), *(OLD + name for name in older), *(NEW + name for name in newer)]
-    )
+    manifest = delta.manifest
+    digests = [CHANGED_DIGESTS_NAME] if manifest.places_of_digests[-1].end else []
+    changed = [delta_name(delta.new.files[file.number].name) for file in manifest.files]
+    others = [NEW_MANIFEST_NAME, *(NEW + name for name in manifest.others)]
+    if find_signature(folder, read_manifest_blob(folder)) is not None:
+        others.append(SIGNATURE_NAME)
+    return frozenset([MANIFEST_NAME, *digests, *changed, *others])
 
 
 def describe_delta(folder: Store) -> str:
@@ -250,52 +301,109 @@ def with_deltas(base: Store, deltas: Iterable[Delta]) -> Store:
     first = next(found, None)
     if first is None:
         return base
-    blob = find_manifest_blob(base)
-    if blob is None:
-        read_manifest(base)  # Says what is there instead.
-    content = "" if blob is None else content_of(blob)
-    links, new = [], first.new
-    for delta in chained(chain([first], found), content, str(base)):
-        links.append(delta.link)
-        new = delta.new
-    return DeltaStore(base, tuple(links), first.old, new)
+    blob = read_manifest_blob(base)
+    old = parse_manifest(blob, base.location(MANIFEST_NAME))
+    return DeltaStore(base, old, tuple(chained(chain([first], found), old, content_of(blob), str(base))))
 
 
-def chained(deltas: Iterable[Delta], content: str, before: str) -> Iterator[Delta]:
-    """Yield deltas, each of which applies to what the one before makes.
+def chained(deltas: Iterable[Delta], old: Manifest, content: str, before: str) -> Iterator[Delta]:
+    """Yield deltas, each of which applies to what the one before makes, and keeps its layout.
 
     Args:
-        content: the digest of the manifest that the first one applies to.
+        old, content: the manifest that the first one applies to, and its content.
         before: what that is, for messages.
     """
     for delta in deltas:
-        link = delta.link
-        if link.manifest.base != content:
-            found = f" of content {content}" if content else ""
-            what = f"applies to content {link.manifest.base}, not to {before}{found}: another base, or another order?"
-            with about(part=_part(link.position)):
-                raise PlanError(what, path=str(link.store), code="option")
+        where = str(delta.store)
+        with about(part=delta.part):
+            if delta.manifest.base != content:
+                what = f"applies to content {delta.manifest.base}, not to {before} of content {content}"
+                raise PlanError(f"{what}: another base, or another order?", path=where, code="option")
+            if (difference := layout_difference(old, delta.new)) is not None:
+                what = f"does not keep the layout of {before}: {difference}"
+                raise FormatError(what, path=where, code="mismatch")
         yield delta
-        before, content = f"what delta {link.position} makes", link.manifest.makes
+        before, content = f"what delta {delta.position} makes", delta.manifest.makes
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What is known of one rank's tensors, which deltas change."""
+
+    content: str
+    """Content of the checkpoint that they are of."""
+    manifest: Manifest
+    table: RankTable
+    digests: bytes
+    """Digests of the tensors in the order of the table, in binary form."""
+
+    @staticmethod
+    def of(store: Store, holder: int) -> RankState:
+        """The state of a rank, or of another holder, as a folder has it, or a folder and deltas.
+
+        Raises:
+            FormatError: it is damaged.
+            PlanError: there is no such rank.
+        """
+        blob = read_manifest_blob(store)
+        manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
+        if holder not in manifest.holders:
+            check_rank(store, holder, manifest.num_ranks)
+            check_present(store, manifest, [holder])
+        table, digests = read_table(store, manifest, holder), read_digests(store, manifest, holder)
+        return RankState(content_of(blob), manifest, table, pack_digests(digests))
+
+    @property
+    def by_name(self) -> dict[str, str]:
+        """The digest of each tensor."""
+        return dict(zip(self.table.names, unpack_digests(self.digests), strict=True))
+
+    def after(self, deltas: Sequence[Delta], before: str) -> RankState:
+        """The state after deltas, all of whose digests are proven.
+
+        Args:
+            before: what is known of, for messages.
+
+        Raises:
+            FormatError: a delta is damaged.
+            PlanError: one applies to another checkpoint.
+        """
+        state, position = self, list(self.manifest.holders).index(self.table.rank)
+        for delta in chained(deltas, self.manifest, self.content, before):
+            rows, found = delta.changed_digests(position)
+            digests = np.frombuffer(state.digests, np.uint8).reshape(-1, DIGEST_NBYTES).copy()
+            digests[rows] = found
+            packed = digests.tobytes()
+            if proof_hex(packed) != delta.new.holders[self.table.rank].digests_digest:
+                what = f"its digests of the tensors of rank {self.table.rank} do not make those of the result"
+                raise FormatError(what, path=delta.store.location(CHANGED_DIGESTS_NAME), code="digest")
+            state = RankState(delta.manifest.makes, delta.new, self.table, packed)
+        return state
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaStore(StoreOver):
     """What deltas make of their base. Thread-safe. All bytes of weight files are proven when they are read."""
 
-    links: tuple[Link, ...]
-    """The deltas. The last has all small files, but for side files that only others have."""
     old: Manifest
     """The manifest of the base."""
-    new: Manifest
-    """The manifest of what the last delta makes. All between them have the same layout."""
+    deltas: tuple[Delta, ...]
+
+    @property
+    def new(self) -> Manifest:
+        """The manifest of what the last delta makes. All between them have the same layout."""
+        return self.deltas[-1].new
 
     def __str__(self) -> str:
-        last = self.links[-1].store
-        return f"{self.base} + {last}" if len(self.links) == 1 else f"{self.base} + {len(self.links)} deltas to {last}"
+        last = self.deltas[-1].store
+        return (
+            f"{self.base} + {last}" if len(self.deltas) == 1 else f"{self.base} + {len(self.deltas)} deltas to {last}"
+        )
 
     def location(self, name: str) -> str:
         store, there = self._place(name)
+        if name in sizes_of_packed(self.new):  # What is wrong with it is a delta's fault: the base is proven first.
+            return self.deltas[-1].store.location(NEW + name)
         return store.location(there)
 
     def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
@@ -303,29 +411,44 @@ class DeltaStore(StoreOver):
 
     def stat(self, name: str) -> FileStat | None:
         store, there = self._place(name)
-        status, index = store.stat(there), index_of(self.new, name)
-        if status is None or index is None:
+        status = store.stat(there)
+        nbytes = self._nbytes_of(name)
+        if status is None or nbytes is None:
             return status
-        file = self.new.files[index]
-        return FileStat(file.nbytes, file.content, status.mode)
+        return FileStat(nbytes, self._version_of(name), status.mode)
 
     def read(self, name: str, limit: int) -> bytes:
+        if self._nbytes_of(name) is not None:
+            return read_whole(self.open(name), self.location(name), limit)
         store, there = self._place(name)
         blob = store.read(there, limit)
-        if name == MANIFEST_NAME and content_of(blob) != self.links[-1].manifest.makes:
-            what = "digest differs from the one in the delta's manifest"
-            raise FormatError(what, path=self.location(name), code="digest")
+        if policy_over(self.base) is not None and store is not self.base and name not in names_of_index(self.new):
+            self._check_side_file(name, blob)
         return blob
+
+    def _check_side_file(self, name: str, blob: bytes) -> None:
+        """Compare a side file with its proof in the source record, where every byte is to be proven."""
+        sides = {side.name: side.digest for side in read_record(self, self.new).side_files}
+        if name != SIGNATURE_NAME and sides.get(name) != proof_hex(blob):
+            raise FormatError("is not the file of the result", path=self.location(name), code="digest")
 
     def open(
         self, name: str, nbytes: int | None = None, *, access: Access = Access.BUFFERED, version: str | None = None
     ) -> ReadableFile:
+        made = self._nbytes_of(name)
+        if made is None:
+            store, there = self._place(name)
+            if policy_over(self.base) is None or store is self.base:
+                return store.open(there, nbytes, access=access, version=version)
+            blob = self.read(name, MAX_RECORD_NBYTES)
+            return HeadFile(blob, FileStat(len(blob), self._version_of(name)))
+        status = FileStat(made, self._version_of(name))
+        status.check(self.location(name), nbytes, version)
+        if name == MANIFEST_NAME:
+            return HeadFile(self.deltas[-1].blob, status)
         index = index_of(self.new, name)
         if index is None:
-            store, there = self._place(name)
-            return store.open(there, nbytes, access=access, version=version)
-        file = self.new.files[index]
-        FileStat(file.nbytes, file.content).check(self.location(name), nbytes, version)
+            return _ChangedRows(self, name, status)
         changed = _Changed(self, index)
         try:
             return Proven(changed, proof_of(self, self.new, index), f"{self}: {name}")
@@ -335,15 +458,97 @@ class DeltaStore(StoreOver):
 
     def is_of_delta(self, error: FormatError) -> bool:
         """Whether an error is of a file of a delta: then nothing says that the base is damaged."""
-        return any(str(error.path).startswith(f"{link.store}/") for link in self.links)
+        return any(str(error.path).startswith(f"{delta.store}/") for delta in self.deltas)
+
+    def _nbytes_of(self, name: str) -> int | None:
+        """The length of a file that is made of base and deltas; None: it is stored as it is."""
+        if name == MANIFEST_NAME:
+            return len(self.deltas[-1].blob)
+        index = index_of(self.new, name)
+        return sizes_of_packed(self.new).get(name) if index is None else self.new.files[index].nbytes
+
+    def _version_of(self, name: str) -> str:
+        index = index_of(self.new, name)
+        return self.deltas[-1].manifest.makes if index is None else self.new.files[index].tensors_digest
 
     def _place(self, name: str) -> tuple[Store, str]:
-        """Where a file is; of a weight file, its oldest version."""
-        if name in names_of_index(self.new):
-            return self.links[-1].store, NEW + name
-        has = (link.store for link in reversed(self.links) if name in link.manifest.side_files)
+        """Where a file is; of one that is made of base and deltas, what comes first of it."""
+        if name == MANIFEST_NAME:
+            return self.deltas[-1].store, NEW_MANIFEST_NAME
+        has = (delta.store for delta in reversed(self.deltas) if name in delta.manifest.others)
         store = next(has, None)
         return (self.base, name) if store is None else (store, NEW + name)
+
+
+def change_digests(delta: Delta, name: str, content: npt.NDArray[np.uint8], start: int = 0) -> None:
+    """Change bytes of relayout.chunks or relayout.digests to what a delta makes of them.
+
+    Args:
+        content: bytes from `start` on, which begin and end where a digest does.
+    """
+    is_chunks, new = name == CHUNKS_NAME, delta.new
+    places = places_of_proofs(new.files, new.chunk_nbytes) if is_chunks else places_of_digests(new)
+    for position, place in enumerate(places):
+        if place.end <= start or start + len(content) <= place.offset:
+            continue
+        if not is_chunks:
+            numbers, rows = delta.changed_digests(position)
+        elif (changes := delta.changes(position)) is None:
+            continue
+        else:
+            is_chunk = changes.index.numbers > 0
+            numbers, rows = changes.index.numbers[is_chunk] - 1, changes.index.contents[is_chunk]
+        width = rows.shape[1]
+        starts = place.offset + width * numbers - start
+        inside = (starts >= 0) & (starts < len(content))
+        content[starts[inside, None] + np.arange(width)] = rows[inside]
+
+
+class _ChangedRows(Closable):
+    """A file of digests of the base, changed as it is read. Thread-safe."""
+
+    alignment = 1
+
+    def __init__(self, made: DeltaStore, name: str, status: FileStat) -> None:
+        self._made, self._name, self._status = made, name, status
+        self._base = made.base.open(name, status.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self._status.nbytes
+
+    @property
+    def version(self) -> str:
+        return self._status.version
+
+    def fileno(self) -> None:
+        return
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """Fill `view`; for errors see `ReadableFile.read`. FormatError: also if a delta is damaged."""
+        wanted = Extent(offset, min(view.nbytes, max(0, self.nbytes - offset))).aligned(PROOF_NBYTES)
+        whole = Extent(wanted.offset, min(wanted.end, self.nbytes) - wanted.offset)
+        content = np.zeros(whole.nbytes, np.uint8)
+        self._base.read(whole.offset, content.data)
+        self._prove_base(whole, content)
+        for delta in self._made.deltas:
+            change_digests(delta, self._name, content, whole.offset)
+        part = content[offset - whole.offset :][: view.nbytes]
+        view[: len(part)] = part.data
+
+    def _prove_base(self, whole: Extent, content: npt.NDArray[np.uint8]) -> None:
+        """Compare the parts that are read whole with the base's proofs: so it is told where damage is."""
+        for place, proof in parts_of_packed(self._made.old)[self._name]:
+            if whole.offset <= place.offset and place.end <= whole.end:
+                part = content[place.offset - whole.offset : place.end - whole.offset]
+                if proof_hex(part.data) != proof:
+                    where = self._made.base.location(self._name)
+                    raise FormatError(
+                        f"its part at {place.offset} differs from the manifest", path=where, code="digest"
+                    )
+
+    def close(self) -> None:
+        self._base.close()
 
 
 class _Changed(Closable):
@@ -353,10 +558,8 @@ class _Changed(Closable):
 
     def __init__(self, made: DeltaStore, index: int) -> None:
         """Open it, and make its header. FormatError: that is damaged, or of another file; or a delta is."""
-        self._file, new = made.new.files[index], made.new
-        self._chunk_nbytes = new.chunk_nbytes
-        pieces = _pieces_of(new, index)
-        found = (link.changes(index, self._file, *pieces) for link in made.links)
+        self._file, self._chunk_nbytes = made.new.files[index], made.new.chunk_nbytes
+        found = (delta.changes(index) for delta in made.deltas)
         with ExitStack() as stack:
             self._base = stack.enter_context(made.base.open(self._file.name, self._file.nbytes))
             self._changes = [changes for changes in found if changes is not None]
@@ -365,7 +568,7 @@ class _Changed(Closable):
             where = made.base.location(self._file.name)
             check_header(self._head, made.old.files[index].header_digest, where)
             self._change(0, 1, 0, self._head)
-            what = f"{where}, changed by {made.links[-1].store}"
+            what = f"{where}, changed by {made.deltas[-1].store}"
             check_header(self._head, self._file.header_digest, what)
             stack.pop_all()
 
@@ -375,7 +578,7 @@ class _Changed(Closable):
 
     @property
     def version(self) -> str:
-        return self._file.content
+        return self._file.tensors_digest
 
     def fileno(self) -> None:
         return
@@ -394,7 +597,7 @@ class _Changed(Closable):
         """Change the pieces from `first` to before `end`; `view` is at `offset` of the file."""
         for changes in self._changes:
             for piece, stored in changes.read(first, end):
-                extent = changes.index.extents[piece]
+                extent = changes.extent(piece)
                 changes.apply(stored, view[extent.offset - offset : extent.end - offset])
 
     def close(self) -> None:

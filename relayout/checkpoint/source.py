@@ -55,7 +55,7 @@ from relayout.storage.stores import (
 )
 from relayout.storage.system import filesystem_of
 
-MAX_INDEX_NBYTES = 64 * 2**20
+MAX_INDEX_NBYTES = 2**28
 _MARKS = re.compile(r"[\x00-\x03]")
 _ABOVE_MARKS = {mark: f"\3{chr(mark + 4)}" for mark in range(4)}
 """Escapes the characters that `model_order` uses as marks, and preserves their order."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from relayout.checkpoint.folder import explain_missing
+from relayout.checkpoint.trust import check_place
 from relayout.errors import PlanError, RelayoutError
 from relayout.format.steps import MAX_STEPS_NBYTES, STEPS_NAME, Chain, StepsIndex, parse_steps
 from relayout.storage.stores import Kind, Store, find_input, if_there
@@ -21,7 +22,11 @@ def read_steps(store: Store) -> tuple[StepsIndex, bytes] | None:
 
 
 def steps_at(path: str) -> StepsIndex | None:
-    """The index of a root of steps, given as a path or URL; None: this is no root."""
+    """The index of a root of steps, given as a path or URL; None: this is no root.
+
+    A policy (RELAYOUT_TRUST) must have a signer for the path. The index itself is not signed: what it names is.
+    """
+    check_place(path)
     found = read_steps(find_input(path))
     return None if found is None else found[0]
 

@@ -7,21 +7,33 @@ That of relayout.json proves all that is read of a rank, chunk by chunk, by the 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from relayout.checkpoint.converted import MAX_SIGNATURE_NBYTES, Proven, StoreOver, index_of, names_of_index, proof_of
+from relayout.checkpoint.converted import (
+    MAX_SIGNATURE_NBYTES,
+    Proven,
+    StoreOver,
+    digests_of_small,
+    index_of,
+    names_of_index,
+    proof_of,
+    read_record,
+    sizes_of_packed,
+)
 from relayout.core.arguments import path_text
+from relayout.core.digests import new_proof
 from relayout.core.extents import BLOCK
 from relayout.errors import FormatError, MissingPathError, PlanError, about, did_you_mean, how_to_install, shown
 from relayout.format.fields import decode, parse_toml
-from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
+from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import MAX_MANIFEST_NBYTES, content_of, parse_manifest
-from relayout.storage.stores import Access, FileStat, HeadFile, ReadableFile, Store, if_there, scheme_of
+from relayout.format.steps import step_of
+from relayout.storage.stores import Access, FileStat, HeadFile, ReadableFile, Store, find_input, if_there, scheme_of
 from relayout.storage.system import resident_nbytes
 
 Trust: TypeAlias = str | os.PathLike[str] | None
@@ -79,18 +91,30 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Signed:
-    """What a signature proves of a folder."""
+class Statement:
+    """A signed statement about a folder or a delta, verified."""
 
     blob: bytes
     """relayout.json as stored."""
-    manifest: Manifest
     digests: Mapping[str, str]
     """SHA-256 in hex of each file that is signed, by its name."""
     signature: bytes
     """model.sig as stored."""
     signer: str
     """The signer whose signature it is, as the policy has it."""
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Signed(Statement):
+    """A signed statement about a folder."""
+
+    manifest: Manifest
+
+    @property
+    def lists_all(self) -> bool:
+        """True if every file is signed by itself. Else relayout.json is, which proves all others."""
+        return set(self.digests) != {MANIFEST_NAME}
 
 
 def policy_of(trust: Trust) -> Policy | None:
@@ -163,41 +187,72 @@ def package_missing() -> PlanError:
     return PlanError(what, code="unsupported")
 
 
-def refuse_deltas(store: Store | None = None) -> None:
-    """Refuse to change what a store has, or tensors in memory, by a delta: nobody has signed it."""
-    if isinstance(store, TrustedStore) or (store is None and policy_of(None) is not None):
-        what = "a delta is not signed, so that a trust policy excludes it: apply it elsewhere, and sign what it makes"
-        raise PlanError(what, code="unsupported")
+def policy_over(store: Store) -> Policy | None:
+    """Return the policy by which a store is proven, itself or the base of deltas; None: it is not."""
+    while isinstance(store, StoreOver) and not isinstance(store, TrustedStore):
+        store = store.base
+    return store.signed.policy if isinstance(store, TrustedStore) else None
 
 
 def prove(store: Store, policy: Policy) -> Signed:
     """Prove a folder's signature, before anything else of it is believed."""
-    signers = [signer for signer in policy.signers if signer.is_for(store)]
-    if not signers:
-        raise PlanError(f"the policy {policy.path} has no signer for this place", path=str(store), code="option")
+    said = prove_statement(store, policy)
+    manifest = parse_manifest(said.blob, store.location(MANIFEST_NAME))
+    return Signed(said.blob, said.digests, said.signature, said.signer, said.policy, manifest)
+
+
+def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str] = content_of) -> Statement:
+    """Prove the signature of a folder or a delta, before anything else of it is believed.
+
+    What has the name of a step must be signed by that name: so a step cannot be passed off as another one.
+
+    Args:
+        content: returns the content of a relayout.json as stored, which a policy may name. It is called for a
+            relayout.json that is signed.
+    """
+    signers = _signers_for(store, policy)
     signature, blob = (
         _read_signed(store, name, limit, policy)
         for name, limit in ((SIGNATURE_NAME, MAX_SIGNATURE_NBYTES), (MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     )
-    content, listed = content_of(blob), sha256(blob).hexdigest()
+    listed, name = sha256(blob).hexdigest(), str(store).rstrip("/").rpartition("/")[2]
     reasons = []
     for signer in signers:
         try:
-            digests = _listed(signature, signer.verifier())
+            listing = _listed(signature, signer.verifier())
         except ImportError:
             raise package_missing() from None
         except Exception as error:  # Whatever the package or its parsers raise of foreign bytes: not proven.
             reasons.append(f"{type(error).__name__}: {shown(str(error))}")
             continue
-        if digests.get(MANIFEST_NAME) != listed:
+        if listing.digests.get(MANIFEST_NAME) != listed:
             reasons.append(f"{MANIFEST_NAME} is not the one that was signed")
-        elif signer.content and content not in signer.content:
-            reasons.append(f"the content {content} is not one that the policy names")
+        elif step_of(name) is not None and listing.name != name:
+            reasons.append(f"{shown(listing.name)} was signed, which is another step")
+        elif signer.content and content(blob) not in signer.content:
+            reasons.append(f"the content {content(blob)} is not one that the policy names")
         else:
-            manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
-            return Signed(blob, manifest, digests, signature, str(signer))
+            return Statement(blob, listing.digests, signature, str(signer), policy)
     what = f"no signature of a signer in {policy.path}: {'; '.join(reasons)}"
     raise FormatError(what, path=store.location(SIGNATURE_NAME), code="signature")
+
+
+def check_place(path: str | os.PathLike[str]) -> Policy | None:
+    """Return the policy of the environment, which has a signer for a path or URL; None: there is no policy.
+
+    It comes before the first request to a server.
+    """
+    policy = policy_of(None)
+    if policy is not None:
+        _signers_for(find_input(path), policy)
+    return policy
+
+
+def _signers_for(store: Store, policy: Policy) -> list[Signer]:
+    signers = [signer for signer in policy.signers if signer.is_for(store)]
+    if not signers:
+        raise PlanError(f"the policy {policy.path} has no signer for this place", path=str(store), code="option")
+    return signers
 
 
 def _read_signed(store: Store, name: str, limit: int, policy: Policy) -> bytes:
@@ -208,8 +263,8 @@ def _read_signed(store: Store, name: str, limit: int, policy: Policy) -> bytes:
     return blob
 
 
-def _listed(signature: bytes, verifier: Any) -> Mapping[str, str]:
-    """SHA-256 of each file that a signature lists, if it is the verifier's. May raise anything."""
+def _listed(signature: bytes, verifier: Any) -> _Listing:
+    """What a signature lists, if it is the verifier's. May raise anything."""
     from tempfile import TemporaryDirectory
 
     listing = _Listing()
@@ -217,9 +272,9 @@ def _listed(signature: bytes, verifier: Any) -> Mapping[str, str]:
         path = Path(folder) / SIGNATURE_NAME
         path.write_bytes(signature)
         verifier.set_hashing_config(listing).verify(Path(folder), path)
-    if listing.digests is None:
+    if not listing.digests:
         raise ValueError("the package compared nothing")
-    return listing.digests
+    return listing
 
 
 class _Listing:
@@ -229,7 +284,10 @@ class _Listing:
     """
 
     def __init__(self) -> None:
-        self.digests: Mapping[str, str] | None = None
+        self.name = ""
+        """Name of what was signed."""
+        self.digests: Mapping[str, str] = {}
+        """SHA-256 in hex of each file, by its name."""
 
     def add_ignored_paths(self, **ignored: object) -> None:
         """What the signer left out is not signed."""
@@ -242,6 +300,7 @@ class _Listing:
         files = {each.identifier: each.digest for each in signed.resource_descriptors()}
         if signed.serialization_type["method"] != "files" or {each.algorithm for each in files.values()} != {"sha256"}:
             raise ValueError("other digests are signed than the SHA-256 of each file")
+        self.name = signed.model_name
         self.digests = {name: digest.digest_hex for name, digest in files.items()}
         return False
 
@@ -263,18 +322,16 @@ class TrustedStore(StoreOver):
 
     def prove_side_files(self) -> None:
         """Prove all that is neither a weight file nor relayout's own: what others read in the folder by themselves."""
-        from relayout.storage.reading import sha256_hex  # Imported here: a load of a rank needs no such module.
-
         own = {*names_of_index(self.signed.manifest), *(file.name for file in self.signed.manifest.files)}
-        for name in self.signed.digests.keys() - own:
+        names = self.signed.digests.keys() - own if self.signed.lists_all else self._sides().keys()
+        for name in names:
             opened = if_there(partial(self.base.open, name))
             if opened is None:
                 raise self._missing(name)
-            if sha256_hex(opened) != self.signed.digests[name]:
-                raise self._other(name)
+            self._check_whole(name, opened)
 
     def stat(self, name: str) -> FileStat | None:
-        if name not in self.signed.digests:
+        if not self._is_signed(name):
             return None
         status = self.base.stat(name)
         # Of ranks that are elsewhere, files may be missing.
@@ -289,8 +346,7 @@ class TrustedStore(StoreOver):
         blob = if_there(lambda: self.base.read(name, limit))
         if blob is None:
             raise self._missing(name)
-        if sha256(blob).hexdigest() != self.signed.digests[name]:
-            raise self._other(name)
+        self._check_whole(name, HeadFile(blob, FileStat(len(blob), "")))
         return blob
 
     def open(
@@ -298,7 +354,7 @@ class TrustedStore(StoreOver):
     ) -> ReadableFile:
         self._check_listed(name)
         index = index_of(self.signed.manifest, name)
-        if index is None and name != CHUNKS_NAME:  # Its parts are proven by the manifest.
+        if index is None and name not in sizes_of_packed(self.signed.manifest):  # The manifest proves their parts.
             status = self.base.stat(name)
             if status is not None:
                 status.check(self.location(name), nbytes, version)
@@ -320,9 +376,31 @@ class TrustedStore(StoreOver):
             opened.close()
             raise
 
+    def _is_signed(self, name: str) -> bool:
+        if name in self.signed.digests or name == SIGNATURE_NAME:
+            return True
+        manifest = self.signed.manifest
+        own = name in names_of_index(manifest) or index_of(manifest, name) is not None
+        return not self.signed.lists_all and (own or name in self._sides())
+
     def _check_listed(self, name: str) -> None:
-        if name not in self.signed.digests:
+        if not self._is_signed(name):
             raise FormatError("is not signed", path=self.location(name), code="missing")
+
+    def _check_whole(self, name: str, file: ReadableFile) -> None:
+        """Prove a file that is read whole: by its SHA-256, if that is signed; else by its proof."""
+        from relayout.storage.reading import sha256_hex  # Imported here: a load of a rank needs no such module.
+
+        proof, listed = new_proof(), self.signed.digests.get(name)
+        found = sha256_hex(file, proof)
+        small = digests_of_small(self.signed.manifest)
+        expected = listed or (small[name] if name in small else self._sides().get(name))
+        if expected != (found if listed else proof.hexdigest()):
+            raise self._other(name)
+
+    def _sides(self) -> dict[str, str]:
+        """Proofs of the side files by name, which the source record has; it is read each time."""
+        return {side.name: side.digest for side in read_record(self, self.signed.manifest).side_files}
 
     def _other(self, name: str) -> FormatError:
         return FormatError("is not the file that was signed", path=self.location(name), code="digest")

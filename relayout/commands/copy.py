@@ -26,7 +26,7 @@ from relayout.checkpoint.converted import (
     sizes_of,
 )
 from relayout.checkpoint.delta import DeltaStore, Paths, read_deltas, with_deltas
-from relayout.checkpoint.trust import Trust, refuse_deltas, trusted
+from relayout.checkpoint.trust import Trust, policy_over, trusted
 from relayout.conversion.resume import other_option
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import find_other_files, modes_of, put_index
@@ -236,7 +236,7 @@ def _other_fields(found: Manifest, wanted: Manifest) -> list[str]:
         other = there.pop(file.name, None)
         if other is None:
             differences.append(f"it lacks {file.name}")
-        elif other.content != file.content:
+        elif other.tensors_digest != file.tensors_digest:
             differences.append(f"{file.name} has other tensors")
     differences += [f"it has {name}" for name in there]
     return differences or [f"{MANIFEST_NAME}: differs"]
@@ -275,12 +275,11 @@ def apply_deltas(
         >>> relayout.apply_deltas("step-1", ["step-1-to-2"], "made").ranks
         (0, 1, 2, 3, 4, 5, 6, 7)
     """
-    refuse_deltas()
-    found = find_input(base).snapshot()
-    made = with_deltas(found, read_deltas(deltas))
+    found = trusted(find_input(base).snapshot(), None)
+    made = with_deltas(found, read_deltas(deltas, policy_over(found)))
     if not isinstance(made, DeltaStore):
         raise PlanError("no delta to apply", code="option")
-    inputs = [found, *(link.store for link in made.links)]
+    inputs = [found, *(one.store for one in made.deltas)]
     return copy_from(made, inputs, output, None, force, threads, DEFAULT_MEMORY, progress, scratch)
 
 
@@ -318,7 +317,7 @@ def copy_from(
         resumed_nbytes = copying.copy_parts(
             threads, min(piece_nbytes, source.cost.request_nbytes), others_nbytes, progress
         )
-        put_index(source, made, kept, record, copying.digests)
+        put_index(source, made, manifest, kept, record, copying.digests)
         signature = find_signature(source, blob) if kept is manifest else None  # Of another manifest it is none.
         if signature is not None:
             made.put(SIGNATURE_NAME, [signature])

@@ -4,48 +4,55 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
 
 from relayout.checkpoint.converted import (
+    MAX_SIGNATURE_NBYTES,
     check_chunk,
     check_header,
-    names_of_index,
+    check_small,
+    digests_of_small,
+    find_signature,
     read_chunk_digests,
+    read_digests,
     read_manifest_blob,
     read_record,
-    read_table,
+    read_source_digests,
 )
 from relayout.checkpoint.delta import DELTA_OUTPUT
-from relayout.checkpoint.source import read_shard
-from relayout.conversion.changes import UNCHANGED, widths_in, write_pieces
+from relayout.checkpoint.source import MAX_INDEX_NBYTES, read_shard
+from relayout.conversion.changes import EncodedPiece, widths_in, write_pieces
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
-from relayout.conversion.sidecar import modes_of, put_index, put_tables
+from relayout.conversion.sidecar import copy_side_file, modes_of
 from relayout.core.arguments import folder_text
-from relayout.core.digests import PROOF_NBYTES, digest_hex, proof_hex
+from relayout.core.digests import PROOF_NBYTES, digest_hex, pack_digests, proof_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import each
 from relayout.errors import PlanError
 from relayout.format.delta import (
+    CHANGED_DIGESTS_NAME,
     NEW,
-    OLD,
+    NEW_MANIFEST_NAME,
+    ChangedDigests,
     DeltaFile,
     DeltaManifest,
-    are_alike,
     delta_name,
+    dump_changed_digests,
     dump_delta,
     encode,
     layout_difference,
-    pieces_of,
+    piece_of,
 )
-from relayout.format.index import MANIFEST_NAME, VERSION, Manifest
-from relayout.format.manifest import content_of, parse_manifest
+from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, VERSION, Manifest
+from relayout.format.manifest import MAX_MANIFEST_NBYTES, MAX_RECORD_NBYTES, compress, content_of, parse_manifest
 from relayout.format.safetensors import Header
-from relayout.format.source_record import SourceRecord
+from relayout.format.source_record import SideFile, SourceRecord
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
@@ -140,16 +147,15 @@ def delta(
     place = StoreDestination(target, DELTA_OUTPUT, force)
     for side in (before, after):
         place.check(side.store)
-    known = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}
-    changed = tuple(side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in known)
-    tables = [entry.table for entry in before.manifest.holders.values()]
+    others = _others(before, after)
     work = Work(
         what=f"what changed from {before.store} to {after.store}",
         fingerprint=digest_hex(b"delta" + before.blob + after.blob),
         others=[
             *(delta_name(file.name) for file in files),
-            *(OLD + name for name in (*tables, MANIFEST_NAME)),
-            *(NEW + name for name in (*names_of_index(after.manifest), *(side.name for side in changed))),
+            *(NEW + name for name in others),
+            CHANGED_DIGESTS_NAME,
+            NEW_MANIFEST_NAME,
             MANIFEST_NAME,
         ],
         modes=modes_of([before.store, after.store], [file.name for file in files]),
@@ -163,24 +169,22 @@ def delta(
                 written.append(_write_changes(before, after, index, made, threads, report.after(done)))
                 done += file.nbytes
                 report(done)
-        put_tables(before.store, made, before.manifest, OLD)
-        digests = (read_chunk_digests(after.store, after.manifest, index) for index in range(len(files)))
-        put_index(after.store, made, after.manifest, replace(after.record, side_files=changed), digests, NEW)
-        made.put(OLD + MANIFEST_NAME, [before.blob])
-        made.put(NEW + MANIFEST_NAME, [after.blob])
+        _put_others(after, others, made)
         manifest = DeltaManifest(
             generator=f"relayout {VERSION}",
             base=content_of(before.blob),
             makes=content_of(after.blob),
-            files=tuple(written),
-            side_files=tuple(side_file.name for side_file in changed),
+            files=tuple(one for one in written if one is not None),
+            digests=_put_digests(before, after, made),
+            others=tuple(others),
         )
+        made.put(NEW_MANIFEST_NAME, [compress(after.blob, MAX_MANIFEST_NBYTES)])
         made.put(MANIFEST_NAME, [dump_delta(manifest)])
     return DeltaDone(
         output=str(target),
         num_files=len(files),
         nbytes=total,
-        delta_nbytes=sum(file.nbytes for file in written),
+        delta_nbytes=sum(file.nbytes for file in manifest.files),
         seconds=time.monotonic() - started,
         peak_nbytes=peak_nbytes(),
     )
@@ -188,37 +192,75 @@ def delta(
 
 def _check_layout(before: _Side, after: _Side) -> None:
     difference = layout_difference(before.manifest, after.manifest)
-    for holder in before.manifest.holders if difference is None else ():
-        if not are_alike(*(read_table(side.store, side.manifest, holder) for side in (before, after))):
-            difference = f"the slices in {before.manifest.holders[holder].table} differ"
     if difference is not None:
         what = f"a delta needs the layout of {before.store}: {difference}"
         raise PlanError(what, path=str(after.store), code="option")
 
 
+def _others(before: _Side, after: _Side) -> dict[str, SideFile | None]:
+    """The files beside the weights that are new or differ: side files, and others, whose proofs are in the manifest."""
+    known, proofs = (digests_of_small(side.manifest) for side in (before, after))
+    others: dict[str, SideFile | None] = {name: None for name, proof in proofs.items() if known.get(name) != proof}
+    sides = {(side.name, side.nbytes, side.digest) for side in before.record.side_files}
+    others |= {
+        side.name: side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in sides
+    }
+    others |= {
+        side.name: side for side in after.record.side_files if (side.name, side.nbytes, side.digest) not in sides
+    }
+    if find_signature(after.store, after.blob) is not None:  # So that what `apply` makes has it, too.
+        others[SIGNATURE_NAME] = None
+    return others
+
+
+def _put_others(after: _Side, others: Mapping[str, SideFile | None], made: Output) -> None:
+    proofs = digests_of_small(after.manifest)
+    for name, side in others.items():
+        if side is not None:
+            copy_side_file(after.store, made, name, side, NEW)
+        elif name == SIGNATURE_NAME:
+            made.put(NEW + name, [after.store.read(name, MAX_SIGNATURE_NBYTES)])
+        else:
+            check_small(after.store, after.manifest, name, proofs[name])
+            made.put(NEW + name, [after.store.read(name, max(MAX_INDEX_NBYTES, MAX_RECORD_NBYTES))])
+
+
+def _put_digests(before: _Side, after: _Side, made: Output) -> tuple[ChangedDigests, ...]:
+    """Write the digests of tensors that changed."""
+    found = list[tuple[bytes, ChangedDigests]]()
+    for holder in after.manifest.holders:
+        sides = (pack_digests(read_digests(side.store, side.manifest, holder)) for side in (before, after))
+        found.append(dump_changed_digests(*sides))
+    sides = (pack_digests(read_source_digests(side.store, side.manifest)) for side in (before, after))
+    found.append(dump_changed_digests(*sides))
+    if any(stored for stored, _ in found):
+        made.put(CHANGED_DIGESTS_NAME, [stored for stored, _ in found])
+    return tuple(part for _, part in found)
+
+
 def _write_changes(
     before: _Side, after: _Side, index: int, made: Output, threads: int, report: Callable[[int], None]
-) -> DeltaFile:
-    """Compare two versions of a weight file, and write what differs."""
+) -> DeltaFile | None:
+    """Compare two versions of a weight file, and write what differs; None: nothing does."""
     file, sides = after.manifest.files[index], (before, after)
     digests = [read_chunk_digests(side.store, side.manifest, index) for side in sides]
     rows = [np.frombuffer(each_side, np.uint8).reshape(-1, PROOF_NBYTES) for each_side in digests]
     differing = np.flatnonzero((rows[0] != rows[1]).any(axis=1)).tolist()
     if not differing and before.manifest.files[index].header_digest == file.header_digest:
-        return UNCHANGED
+        return None
     headers, parsed = zip(*(side.header(index) for side in sides), strict=True)
     if parsed[0].tensors != parsed[1].tensors:
         what = f"has other tensors than {before.store.location(file.name)}"
         raise PlanError(what, path=after.store.location(file.name), code="option")
 
-    pieces, widths = pieces_of(file, after.manifest.chunk_nbytes), widths_in(parsed[1])
+    piece, widths = partial(piece_of, file, after.manifest.chunk_nbytes), widths_in(parsed[1])
     where = [side.store.location(file.name) for side in sides]
     idle = [(Buffer(), Buffer(), Buffer()) for _ in range(threads)]
     """Fresh memory for each run would take longer than to read it."""
 
-    def compare(run: range) -> list[tuple[int, bytes]]:
+    def compare(run: range) -> list[EncodedPiece]:
         """What changed in some chunks that are neighbors."""
-        first, last = pieces[1 + run[0]], pieces[1 + run[-1]]
+        first, last = piece(1 + run[0]), piece(1 + run[-1])
         *buffers, scratch = taken = idle.pop()
         views = [
             _read(opened, Extent(first.offset, last.end - first.offset), buffer)
@@ -226,29 +268,30 @@ def _write_changes(
         ]
         found = []
         for chunk in run:
-            extent = pieces[1 + chunk]
+            extent = piece(1 + chunk)
             versions = [view[extent.offset - first.offset : extent.end - first.offset] for view in views]
             for version, stored, path in zip(versions, digests, where, strict=True):
                 check_chunk(proof_hex(version), stored, chunk, extent, path)
             change = np.frombuffer(scratch.reserve(extent.nbytes), np.uint8)
             old, new = (np.frombuffer(version, np.uint8) for version in versions)
             np.bitwise_xor(old, new, out=change)
-            found.append((1 + chunk, encode(change, widths.of(extent))))
+            proof = digests[1][PROOF_NBYTES * chunk :][:PROOF_NBYTES].hex()
+            found.append(EncodedPiece(1 + chunk, encode(change, widths.of(extent)), proof))
         idle.append(taken)
         return found
 
-    def changes() -> Iterator[tuple[int, bytes]]:
+    def changes() -> Iterator[EncodedPiece]:
         head = np.bitwise_xor(*(np.frombuffer(header, np.uint8) for header in headers))
-        yield 0, encode(head, [(head.nbytes, 1)])
+        yield EncodedPiece(0, encode(head, [(head.nbytes, 1)]), file.header_digest)
         runs = _runs(differing)
         for at in range(0, len(runs), _AHEAD * threads):
             group = runs[at : at + _AHEAD * threads]
             yield from chain.from_iterable(each(compare, group, threads))
-            report(pieces[1 + group[-1][-1]].end)
+            report(piece(1 + group[-1][-1]).end)
 
     with ExitStack() as stack:
         files = [stack.enter_context(side.store.open(file.name, file.nbytes, access=Access.ONCE)) for side in sides]
-        return write_pieces(made, file.name, len(pieces), changes())
+        return write_pieces(made, file.name, index, changes())
 
 
 def _runs(chunks: Sequence[int]) -> list[range]:

@@ -9,12 +9,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from relayout.checkpoint.converted import CONVERTED, check_present, read_manifest, read_record, read_table
+from relayout.checkpoint.converted import (
+    CONVERTED,
+    check_present,
+    read_digests,
+    read_manifest,
+    read_record,
+    read_source_digests,
+    read_table,
+)
 from relayout.checkpoint.trust import Trust, trusted
 from relayout.conversion.layout import Conversion
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
@@ -27,7 +35,6 @@ from relayout.core.slices import num_bytes
 from relayout.core.workers import Stop, Workers
 from relayout.errors import FormatError
 from relayout.format.index import Manifest, RankTable
-from relayout.format.source_record import SourceRecord
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import StoreDestination
 from relayout.reporting import Progress, Result, reporting
@@ -114,9 +121,14 @@ def restore(
         source = recorded_source(folder, record)
         stored, of_stored = as_one_rank(manifest, record)
         tables = {rank: read_table(folder, stored, rank) for rank in range(stored.num_ranks)}
+        holders = range(manifest.num_ranks) if manifest.whole is None else [manifest.num_ranks]
+        digests = [read_digests(folder, manifest, holder) for holder in holders]
+        of_source = read_source_digests(folder, manifest)
         conversion = stored_conversion(folder, stored, tables, of_stored, source)
         with reporting(progress, "restoring", source.nbytes) as on_progress:
-            _TensorWriter(folder, record, conversion, made, stored, tables).run(threads, chunk_nbytes, on_progress)
+            _TensorWriter(folder, of_source, conversion, made, stored, tables, digests).run(
+                threads, chunk_nbytes, on_progress
+            )
         if record.index is not None:
             made.put(record.index[0], [record.index[1]])
         for side in record.side_files:
@@ -137,14 +149,17 @@ class _TensorWriter:
     def __init__(
         self,
         folder: Store,
-        record: SourceRecord,
+        of_source: Sequence[str | None],
         conversion: Conversion,
         output: Output,
         manifest: Manifest,
         tables: Mapping[int, RankTable],
+        digests: Sequence[Sequence[str]],
     ) -> None:
+        """Take digests of the source's tensors, and of each table's."""
         self._folder = folder
-        self._record = record
+        self._of_source = of_source
+        self._digests = digests
         self._conversion = conversion
         self._output = output
         self._manifest = manifest
@@ -227,12 +242,12 @@ class _TensorWriter:
         digest = self._hashes.update(t, extent.offset - tensor.extent.offset, view, tensor.extent.nbytes)
         if digest is None:
             return
-        if digest != self._record.digests[t]:
+        if digest != self._of_source[t]:
             raise self._damage(tensor.name)
         self._checked.add(t)
 
     def _damage(self, name: str) -> FormatError:
-        """The error of a tensor whose digest differs: it names the first damaged slice, by the tables' digests."""
+        """The error of a tensor whose digest differs: it names the first damaged slice, by the slices' digests."""
         for rank, table in self._tables.items():
             if name not in table.names:
                 continue
@@ -241,10 +256,10 @@ class _TensorWriter:
             extent = Extent(table.offsets[row], num_bytes(table.dtypes[row], table.shapes[row]) or 0)
             opener = partial(self._folder.open, file.name, file.nbytes, access=Access.ONCE)
             [[digest]] = hash_files([HashedFile(opener, [extent])], 1)
-            if digest != table.digests[row]:
+            if digest != self._digests[rank][row]:
                 whose = f" of rank {rank}" if len(self._tables) > 1 else ""
                 what = f"bytes {extent.offset} to {extent.end}{whose}: the stored bytes are damaged"
                 path = self._folder.location(file.name)
                 return FormatError(what, path=path, tensor=name, offset=extent.offset, code="digest")
-        what = "its slices, which have the digests of their tables, do not make the tensor of the source record"
+        what = "its slices, which have the digests that are stored, do not make the tensor of the source record"
         return FormatError(what, path=str(self._folder), tensor=name, code="digest")

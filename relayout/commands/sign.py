@@ -6,29 +6,35 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from relayout.checkpoint.converted import (
     MAX_SIGNATURE_NBYTES,
     Proven,
+    check_small,
+    digests_of_small,
     index_of,
     names_of,
     names_of_index,
     proof_of,
     read_chunk_digests,
+    read_digests,
     read_manifest_blob,
     read_record,
+    read_source_digests,
     sizes_of,
 )
-from relayout.checkpoint.trust import package_missing
+from relayout.checkpoint.delta import Delta, is_delta, read_delta
+from relayout.checkpoint.signing import signed, signer_of
 from relayout.core.arguments import integer
-from relayout.core.digests import new_proof, proof_hex
+from relayout.core.digests import new_proof, pack_digests, proof_hex
 from relayout.core.workers import each
-from relayout.errors import FormatError, PlanError, shown
+from relayout.errors import FormatError, PlanError
+from relayout.format.delta import NEW
 from relayout.format.fields import parse_object
-from relayout.format.index import CHUNKS_NAME, HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
+from relayout.format.index import CHUNKS_NAME, DIGESTS_NAME, HUB_INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from relayout.format.manifest import SOURCE_RECORD_NAME, content_of, parse_manifest
 from relayout.publish.publishers import publisher_of
 from relayout.reporting import Progress, Result, reporting
@@ -36,6 +42,8 @@ from relayout.storage.reading import sha256_hex
 from relayout.storage.stores import Access, Store, find_input
 
 _DEFAULT_THREADS = 8
+_PIECES_AT_ONCE = 16
+"""Pieces of a delta that are read at once."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -45,7 +53,7 @@ class SignatureWritten(Result):
     signature: str
     """Where the signature is."""
     content: str
-    """Content of the folder, see `manifest.content_of`: a policy can name it."""
+    """Content of the folder, or of what the delta makes, see `manifest.content_of`: a policy can name it."""
     num_files: int
     nbytes: int
     """Bytes of all files, which were read once."""
@@ -61,13 +69,14 @@ def sign(
     threads: int = _DEFAULT_THREADS,
     progress: Progress = None,
 ) -> SignatureWritten:
-    """Sign all files of a converted checkpoint, and write model.sig beside them, in place of an older signature.
+    """Sign a converted checkpoint or a delta, and write model.sig beside its files, in place of an older signature.
 
-    Only what is as its digests say is signed: every byte is read once, and compared. `model_signing verify` accepts the
-    folder; `trust` of `load` and others proves what they read of it.
+    Only what is as its digests say is signed: every byte is read once, and compared. Of a folder all files are signed:
+    `model_signing verify` accepts it. Of a delta its relayout.json is, which proves all others. `trust` of `load` and
+    others proves what they read.
 
     Args:
-        path: a converted folder, or its URL.
+        path: a converted folder, a delta, or the URL of one.
         key: a private key (PEM, an elliptic curve).
         certificate: of that key (PEM).
         chain: of certificates that lead to a root.
@@ -75,7 +84,7 @@ def sign(
         progress: True for a bar on stderr, or a function that is called with (bytes done, total bytes).
 
     Raises:
-        FormatError: the folder is damaged.
+        FormatError: the folder or the delta is damaged.
         PlanError: the key cannot be used; a chain without a certificate; model.sig is no signature; or the package
             is missing.
         OSError: reading or writing failed.
@@ -89,10 +98,12 @@ def sign(
     if chain and certificate is None:
         raise PlanError("--chain needs --certificate", code="option")
     store = find_input(path)
+    if is_delta(path):
+        return _sign_delta(store, Path(str(path)).name, signer_of(key, certificate, chain), progress)
     blob = read_manifest_blob(store)
     manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
     _check_older(store)
-    signer = _signer(key, certificate, chain)
+    signer = signer_of(key, certificate, chain)
     expected = _expected(store, manifest, blob)
     sizes = _sizes(store, expected)
     digests: dict[str, str] = {}
@@ -103,7 +114,7 @@ def sign(
             report(sum(sizes[done] for done in list(digests)))
 
         each(digest, list(sizes), integer(threads, "threads"))
-    signature = _signed(signer, Path(str(path)).name, digests)
+    signature = signed(signer, Path(str(path)).name, digests)
     publisher_of(store).add(SIGNATURE_NAME, signature)
     return SignatureWritten(
         signature=store.location(SIGNATURE_NAME),
@@ -112,6 +123,51 @@ def sign(
         nbytes=sum(sizes.values()),
         seconds=time.monotonic() - started,
     )
+
+
+def _sign_delta(store: Store, name: str, signer: Any, progress: Progress) -> SignatureWritten:
+    """Sign a delta, all of whose files are as its manifests say."""
+    started, delta = time.monotonic(), read_delta(store)
+    _check_older(store)
+    nbytes = sum(file.nbytes for file in delta.manifest.files)
+    with reporting(progress, "reading", nbytes) as report:
+        done = 0
+        for file in delta.manifest.files:
+            _read_pieces(delta, file.number)
+            done += file.nbytes
+            report(done)
+    for position in range(len(delta.manifest.digests)):
+        delta.changed_digests(position)
+    others = delta.manifest.others
+    record = read_record(store, delta.new, NEW) if SOURCE_RECORD_NAME in others else None
+    sides = {} if record is None else {side.name: side.digest for side in record.side_files}
+    for other in others:
+        if other == SIGNATURE_NAME:
+            continue
+        proof = (digests_of_small(delta.new) | sides).get(other)
+        if proof is None:
+            raise FormatError("has no proof in the result", path=store.location(NEW + other), code="mismatch")
+        check_small(store, delta.new, NEW + other, proof)
+    signature = signed(signer, name, {MANIFEST_NAME: sha256(read_manifest_blob(store)).hexdigest()})
+    publisher_of(store).add(SIGNATURE_NAME, signature)
+    return SignatureWritten(
+        signature=store.location(SIGNATURE_NAME),
+        content=delta.manifest.makes,
+        num_files=1,
+        nbytes=nbytes,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _read_pieces(delta: Delta, number: int) -> None:
+    """Read all that a delta has of a file, and compare it with its proofs."""
+    changes = delta.changes(number)
+    assert changes is not None
+    first, numbers = 0, changes.index.numbers
+    for end in [*numbers[_PIECES_AT_ONCE::_PIECES_AT_ONCE].tolist(), int(numbers[-1]) + 1]:
+        for _ in changes.read(first, end):
+            pass
+        first = end
 
 
 def _check_older(store: Store) -> None:
@@ -138,6 +194,9 @@ def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | 
         expected[HUB_INDEX_NAME] = manifest.hub_index_digest
     chunks = (read_chunk_digests(store, manifest, index) for index in range(len(manifest.files)))
     expected[CHUNKS_NAME] = proof_hex(b"".join(chunks))
+    digests = (pack_digests(read_digests(store, manifest, holder)) for holder in manifest.holders)
+    of_source = pack_digests(read_source_digests(store, manifest))
+    expected[DIGESTS_NAME] = proof_hex(b"".join([*digests, of_source]))
     return expected
 
 
@@ -164,66 +223,3 @@ def _digest(store: Store, manifest: Manifest, name: str, expected: str | None) -
         with store.open(name, manifest.files[index].nbytes, access=Access.BUFFERED) as opened:
             digest = sha256_hex(Proven(opened, proof_of(store, manifest, index, with_header=True), where))
     return digest
-
-
-def _signer(
-    key: str | os.PathLike[str],
-    certificate: str | os.PathLike[str] | None,
-    chain: Sequence[str | os.PathLike[str]],
-) -> Any:
-    """What signs: a `model_signing.signing.Config`."""
-    try:
-        from model_signing.signing import Config as AnyConfig
-    except ImportError:
-        raise package_missing() from None
-    Config: Any = AnyConfig  # Whose methods have no types.
-    try:
-        if certificate is None:
-            return Config().use_elliptic_key_signer(private_key=key)
-        return Config().use_certificate_signer(
-            private_key=key, signing_certificate=certificate, certificate_chain=chain
-        )
-    except OSError:
-        raise
-    except Exception as error:  # The package and its parsers raise many kinds, and none has a common base.
-        what = f"cannot sign with it: {type(error).__name__}: {shown(str(error))}"
-        raise PlanError(what, path=key, code="option") from None
-
-
-def _signed(signer: Any, name: str, digests: Mapping[str, str]) -> bytes:
-    """The signature of a folder of these files, by their SHA-256."""
-    with TemporaryDirectory(prefix="relayout-") as folder:  # The package writes files only.
-        path = Path(folder) / SIGNATURE_NAME
-        signer.set_hashing_config(_Hashes(name, digests)).sign(Path(folder), path)
-        return path.read_bytes()
-
-
-@dataclass(frozen=True, slots=True)
-class _Digest:
-    """A digest as the package wants it."""
-
-    algorithm: str
-    digest_hex: str
-
-    @property
-    def digest_value(self) -> bytes:
-        return bytes.fromhex(self.digest_hex)
-
-
-@dataclass(frozen=True, slots=True)
-class _Hashes:
-    """Stands for the package's own hashing of a folder, which reads local files only."""
-
-    name: str
-    digests: Mapping[str, str]
-
-    def hash(self, model_path: object) -> Any:
-        """The manifest to be signed."""
-        from model_signing.manifest import FileManifestItem, Manifest, SerializationType
-
-        items = [
-            FileManifestItem(path=Path(name), digest=_Digest("sha256", digest))  # type: ignore[arg-type]
-            for name, digest in self.digests.items()
-        ]
-        how = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": [SIGNATURE_NAME]}
-        return Manifest(self.name, items, SerializationType.from_args(how))

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 
-from relayout.checkpoint.converted import check_present, read_chunk_digests, read_manifest
+from relayout.checkpoint.converted import check_present, names_of, read_chunk_digests, read_manifest, read_record
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
 from relayout.checkpoint.trust import Signed, Trust, policy_of, prove
 from relayout.conversion.consistency import (
     Culprit,
     Difference,
+    FolderDigests,
     Verification,
     check_arenas,
+    check_digests,
     check_holder,
     check_other_files,
     check_record,
@@ -95,7 +97,7 @@ def verify(
     has_signature = signed is not None or folder.stat(SIGNATURE_NAME) is not None
     report = Verification(manifest.num_ranks, wanted, signer=signer, has_signature=has_signature)
     found = report.differences
-    record, usable = _check_small_files(folder, manifest, holders, found)
+    record, usable, digests = _check_small_files(folder, manifest, holders, found)
     report.num_tensors = sum(len(table.names) for table in usable.values())
     original = None if source is None else read_source(find_input(source))
     hash_nbytes = sum(manifest.files[index].nbytes for holder in usable for index in own_files(manifest, holder))
@@ -104,7 +106,9 @@ def verify(
     with reporting(progress, "verifying", total) as report_nbytes:
         for holder, table in usable.items():
             on_progress = report_nbytes.after(report.nbytes)
-            found += _check_digests(folder, manifest, holder, table, num_readers, on_progress)
+            found += _check_stored(
+                folder, manifest, holder, table, digests.holders.get(holder), num_readers, on_progress
+            )
             report.nbytes += sum(manifest.files[index].nbytes for index in own_files(manifest, holder))
         if signed is not None:
             report_nbytes.begin("checking what is signed")
@@ -113,7 +117,7 @@ def verify(
         # After errors the layout cannot be trusted: skip the comparison.
         if is_cut_again and record is not None and report.ok:
             report_nbytes.begin("comparing with the source" if original is not None else "comparing the copies")
-            compared = _Compared(folder, manifest.only(wanted), usable, record, original)
+            compared = _Compared(folder, manifest.only(wanted), usable, digests, record, original)
             found += compared.differences(threads, chunk_nbytes, report_nbytes.after(hash_nbytes))
             report.compared_with_source = original is not None and compared.has_same_tensors
     found[:] = dict.fromkeys(found)  # What is wrong with one file may be found for each rank.
@@ -122,24 +126,26 @@ def verify(
 
 def _check_small_files(
     folder: Store, manifest: Manifest, holders: Iterable[int], found: list[Difference]
-) -> tuple[SourceRecord | None, dict[int, RankTable]]:
+) -> tuple[SourceRecord | None, dict[int, RankTable], FolderDigests]:
     """Check whether all but the weights agree, and add to what is found.
 
     Returns:
-        The source record, None if it cannot be read; and the tables of the holders whose headers can all be read.
+        The source record, None if it cannot be read; the tables of the holders whose headers can all be read; and all
+        digests that are intact.
     """
-    checked = check_record(folder, manifest)
-    found += checked.differences
+    digests, differences = check_digests(folder, manifest, holders)
+    checked = check_record(folder, manifest, digests.source)
+    found += [*differences, *checked.differences]
     usable: dict[int, RankTable] = {}
     for holder in holders:
-        table, differences = check_holder(folder, manifest, holder, checked.source)
+        table, differences = check_holder(folder, manifest, holder, checked.source, digests.holders.get(holder))
         found += differences
         if table is not None:
             usable[holder] = table
-    found += [] if checked.record is None else check_slices(manifest, usable, checked.record)
+    found += [] if checked.record is None else check_slices(manifest, usable, checked.record, digests)
     found += check_arenas(manifest, usable)
     found += check_other_files(folder, manifest, usable)
-    return checked.record, usable
+    return checked.record, usable, digests
 
 
 def _check_signed(
@@ -149,8 +155,14 @@ def _check_signed(
 
     Weight files that are not needed are not compared, nor is what is known to differ.
     """
+    known: Container[str] | None = signed.digests
+    if not signed.lists_all:
+        try:
+            known = names_of(signed.manifest, read_record(folder, signed.manifest))
+        except FormatError:  # It has been told, and nobody knows which side files belong here.
+            known = None
     for entry in folder.walk():
-        is_ours = entry.is_folder or entry.name in signed.digests or entry.name == SIGNATURE_NAME
+        is_ours = entry.is_folder or known is None or entry.name in known or entry.name == SIGNATURE_NAME
         if not is_ours and entry.name not in differing:
             what = "is not signed; if it belongs there, relayout sign signs the folder again"
             yield difference(entry.name, what, culprit="others")
@@ -168,22 +180,23 @@ def _check_signed(
     yield from (found for found in each(compare, names, threads) if found is not None)
 
 
-def _check_digests(
+def _check_stored(
     folder: Store,
     manifest: Manifest,
     holder: int,
     table: RankTable,
+    digests: Sequence[str] | None,
     threads: int,
     on_progress: Callable[[int], None],
 ) -> Iterator[Difference]:
-    """Read a holder's own files once, and compare the digests of slices and chunks."""
+    """Read a holder's own files once, and compare the digests of slices, if they are known, and of chunks."""
     slices: dict[int, list[tuple[Extent, str, str]]] = {index: [] for index in own_files(manifest, holder)}
-    for name, dtype, shape, position, offset, digest in zip(
-        table.names, table.dtypes, table.shapes, table.files, table.offsets, table.digests, strict=True
+    for name, nbytes, position, offset, digest in zip(
+        table.names, table.sizes, table.files, table.offsets, digests or repeat(""), strict=False
     ):
         index = manifest.holders[holder].files[position]
-        if index in slices:
-            slices[index].append((Extent(offset, num_bytes(dtype, shape) or 0), name, digest))
+        if digest and index in slices:
+            slices[index].append((Extent(offset, nbytes), name, digest))
     to_hash = []
     for index, column in slices.items():
         column.sort()
@@ -192,9 +205,9 @@ def _check_digests(
         chunks = chunks_of(file.data_start, file.nbytes, manifest.chunk_nbytes)
         to_hash.append(HashedFile(opener, [extent for extent, *_ in column], chunks))
     hashed = hash_files(to_hash, threads, on_progress)
-    for (index, column), read, digests in zip(slices.items(), to_hash, hashed, strict=True):
+    for (index, column), read, of_file in zip(slices.items(), to_hash, hashed, strict=True):
         name, is_damaged = manifest.files[index].name, False
-        for (extent, tensor, expected), actual in zip(column, digests, strict=False):
+        for (extent, tensor, expected), actual in zip(column, of_file, strict=False):
             if actual != expected:
                 is_damaged = True
                 yield difference(name, "digest differs: the stored bytes are damaged", tensor, extent)
@@ -203,7 +216,7 @@ def _check_digests(
         except FormatError as error:
             yield difference_of(CHUNKS_NAME, error)
             continue
-        for extent, expected, actual in zip(read.chunks, stored, digests[len(column) :], strict=False):
+        for extent, expected, actual in zip(read.chunks, stored, of_file[len(column) :], strict=False):
             if actual != expected and not is_damaged:
                 yield difference(name, f"the digest of a chunk differs from {CHUNKS_NAME}", None, extent)
 
@@ -222,6 +235,7 @@ class _Compared:
     manifest: Manifest
     """The manifest, with only the ranks that are checked."""
     tables: Mapping[int, RankTable]
+    digests: FolderDigests
     record: SourceRecord
     original: SourceCheckpoint | None
     """The source that was named; None: the folder's own whole tensors are cut again."""
@@ -263,11 +277,12 @@ class _Compared:
         self, conversion: Conversion, t: int, digests: TensorDigests, rows: Mapping[int, Mapping[str, int]]
     ) -> Iterator[Difference]:
         """Compare the digests of a tensor and of its slices; `rows` has the place of each name in each table."""
-        name, recorded, held = self.record.names[t], self.record.digests[t], conversion.cut[t].cut.which
+        assert self.digests.source is not None  # Else there was a difference.
+        name, recorded, held = self.record.names[t], self.digests.source[t], conversion.cut[t].cut.which
         culprit = "folder" if self.original is None else _culprit(digests.source, recorded)
         for holder, table in self.tables.items():
             row = rows[holder].get(name)
-            if row is not None and table.digests[row] != digests.slices[held[holder]]:
+            if row is not None and self.digests.holders[holder][row] != digests.slices[held[holder]]:
                 file = self.manifest.holder_files(holder)[table.files[row]]
                 extent = Extent(table.offsets[row], conversion.cut[t].rank_nbytes(holder))
                 yield difference(file.name, "differs from the source", name, extent, culprit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from relayout.core.digests import proof_hex
 from relayout.core.extents import Extent, align_down
@@ -14,28 +14,42 @@ from relayout.format.delta import DeltaFile, delta_name, dump_index
 from relayout.format.safetensors import Header
 from relayout.publish.output import Output
 
-UNCHANGED = DeltaFile(0, proof_hex(b""))
-"""What a delta has of a file that did not change."""
+
+@dataclass(frozen=True, slots=True)
+class EncodedPiece:
+    """A piece of a weight file that changed."""
+
+    number: int
+    encoded: bytes
+    """What `encode` makes of the XOR of its versions."""
+    content: str
+    """Proof of it as it is now."""
 
 
-def write_pieces(made: Output, file: str, num_pieces: int, changes: Iterable[tuple[int, bytes]]) -> DeltaFile:
-    """Write what changed in a file.
+def write_pieces(made: Output, file: str, number: int, changes: Iterable[EncodedPiece]) -> DeltaFile | None:
+    """Write what changed in a file; None: nothing has.
 
     Args:
-        changes: the number of each piece that changed, rising, and what `encode` makes of the XOR of its versions.
+        number: of the file.
+        changes: by rising number. Those of which nothing is encoded did not change.
     """
-    entries, nbytes = [dump_index([b""])] * num_pieces, 0
+    found = (piece for piece in changes if piece.encoded)
+    first = next(found, None)
+    if first is None:
+        return None
+    rows = list[tuple[int, int, str, str]]()
+    index = b""
 
     def stored() -> Iterator[bytes]:
-        nonlocal nbytes
-        for piece, encoded in changes:
-            entries[piece], nbytes = dump_index([encoded]), nbytes + len(encoded)
-            yield encoded
-        yield b"".join(entries)
+        nonlocal index
+        for piece in chain([first], found):
+            rows.append((piece.number, len(piece.encoded), proof_hex(piece.encoded), piece.content))
+            yield piece.encoded
+        index = dump_index(rows)
+        yield index
 
     made.put(delta_name(file), stored())
-    entry = b"".join(entries)
-    return DeltaFile(nbytes + len(entry), proof_hex(entry))
+    return DeltaFile(number, sum(nbytes for _, nbytes, *_ in rows) + len(index), len(rows), proof_hex(index))
 
 
 def widths_in(header: Header) -> ElementWidths:

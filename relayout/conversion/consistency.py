@@ -5,12 +5,12 @@ Reads no weights. FORMAT.md says for each fact which copy counts. A check yields
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from typing import Any, Literal, TypeAlias
 
-from relayout.checkpoint.converted import check_file, read_record, read_table
+from relayout.checkpoint.converted import check_file, read_digests, read_record, read_source_digests, read_table
 from relayout.checkpoint.folder import CONFIG_NAME, find_config
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, model_order, read_shard
 from relayout.conversion.layout import file_metadata, not_for_dcp_because
@@ -22,6 +22,7 @@ from relayout.errors import FormatError, PlanError, shown
 from relayout.format.fields import Fields, dump_slice, parse_object
 from relayout.format.index import (
     ARENA_ALIGNMENT,
+    DIGESTS_NAME,
     HUB_INDEX_NAME,
     MANIFEST_NAME,
     SLICES_ONLY,
@@ -31,7 +32,7 @@ from relayout.format.index import (
     RankTable,
     missing_shard_name,
 )
-from relayout.format.manifest import SOURCE_RECORD_NAME, content_digest, content_head
+from relayout.format.manifest import SOURCE_RECORD_NAME, digest_of_tensors, tensor_head
 from relayout.format.safetensors import Header, json_text
 from relayout.format.source_record import SideFile, SourceRecord, conversion_digest
 from relayout.plans.family import VLLM
@@ -143,10 +144,43 @@ def own_files(manifest: Manifest, holder: int) -> list[int]:
     return [index for index in manifest.holders[holder].files if not (is_rank and index in manifest.shared)]
 
 
+@dataclass(frozen=True, slots=True)
+class FolderDigests:
+    """The digests of tensors in a folder, as far as they are intact."""
+
+    holders: Mapping[int, Sequence[str]]
+    """Digests of the tensors of ranks and other holders, in the order of their tables."""
+    source: Sequence[str | None] | None
+    """Digests of the source's tensors, in the order of the record; None: they cannot be read."""
+
+
+def check_digests(folder: Store, manifest: Manifest, holders: Iterable[int]) -> tuple[FolderDigests, list[Difference]]:
+    """Read the digests of holders' tensors and of the source's, and find what is wrong with those that are damaged."""
+    found, of_holders, of_source = list[Difference](), dict[int, Sequence[str]](), None
+    for holder in holders:
+        try:
+            of_holders[holder] = read_digests(folder, manifest, holder)
+        except FormatError as error:
+            found.append(difference_of(DIGESTS_NAME, error))
+    try:
+        of_source = read_source_digests(folder, manifest)
+    except FormatError as error:
+        found.append(difference_of(DIGESTS_NAME, error))
+    return FolderDigests(of_holders, of_source), found
+
+
 def check_holder(
-    folder: Store, manifest: Manifest, holder: int, source: SourceCheckpoint | None
+    folder: Store,
+    manifest: Manifest,
+    holder: int,
+    source: SourceCheckpoint | None,
+    digests: Sequence[str] | None,
 ) -> tuple[RankTable | None, list[Difference]]:
-    """The table of a holder if it and the headers of all its own files can be read, and what differs between them."""
+    """The table of a holder if it and the headers of all its own files can be read, and what differs between them.
+
+    Args:
+        digests: of its tensors; None: they cannot be read.
+    """
     entry = manifest.holders[holder]
     try:
         table = read_table(folder, manifest, holder)
@@ -158,7 +192,7 @@ def check_holder(
     for index, column in zip(entry.files, rows, strict=True):
         if index not in own:
             continue
-        file = _FileRows(manifest.files[index], table, column)
+        file = _FileRows(manifest.files[index], table, column, digests)
         try:
             blob, header = _read_header(folder, file.indexed)
         except FormatError as error:
@@ -181,6 +215,8 @@ class _FileRows:
     table: RankTable
     rows: Sequence[int]
     """The rows of the table that are about it, in file order."""
+    digests: Sequence[str] | None
+    """Digests of all rows of the table; None: they cannot be read."""
 
 
 def _read_header(folder: Store, file: IndexedFile) -> tuple[bytes, Header]:
@@ -215,18 +251,19 @@ def _check_header(
             yield difference(name, f"header has {actual}, the rank table {expected}", actual[1])
     if len(stored) != len(indexed):
         yield difference(name, f"{len(stored)} tensors, the rank table has {len(indexed)}")
-    heads = [content_head(kind.dtype, kind.source_shape, kind.part) for kind in table.kinds]
-    entries = ((json_text(table.names[row]), heads[table.kind_of[row]], table.digests[row]) for row in rows)
-    content = content_digest(entries)
-    if content != file.indexed.content:
-        what = f"its content is {content} in the rank table, {MANIFEST_NAME} says {file.indexed.content}"
-        yield difference(name, what)
+    if file.digests is not None:
+        heads = [tensor_head(kind.dtype, kind.source_shape, kind.part) for kind in table.kinds]
+        entries = ((json_text(table.names[row]), heads[table.kind_of[row]], file.digests[row]) for row in rows)
+        tensors_digest = digest_of_tensors(entries)
+        if tensors_digest != file.indexed.tensors_digest:
+            what = f"its tensors_digest is {tensors_digest}, {MANIFEST_NAME} says {file.indexed.tensors_digest}"
+            yield difference(name, what)
     sharding_info = None
     if manifest.dcp:
         wrong, sharding_info = _sharding_info(file, header.metadata)
         yield from wrong
     if source is not None:
-        metadata = file_metadata(file.indexed.content, source.metadata, sharding_info)
+        metadata = file_metadata(file.indexed.tensors_digest, source.metadata, sharding_info)
         yield from _check_metadata(name, header.metadata, metadata)
 
 
@@ -271,7 +308,7 @@ def check_arenas(manifest: Manifest, tables: Mapping[int, RankTable]) -> Iterato
 def _check_bulk(manifest: Manifest, rank: int, table: RankTable) -> Iterator[Difference]:
     """Check that the bulk of each file can be read directly to its place: one read that shares no block."""
     entry = manifest.holders[rank]
-    sizes = [num_bytes(dtype, shape) or 0 for dtype, shape in zip(table.dtypes, table.shapes, strict=True)]
+    sizes = list(table.sizes)
     reads = [read.transfer for read in entry.reads]
     for position, rows in enumerate(rows_of_files(table, len(entry.files))):
         bulk = list(takewhile(lambda row: sizes[row] % ARENA_ALIGNMENT == 0, rows))
@@ -319,8 +356,12 @@ class CheckedRecord:
     """What the record describes; None: it cannot be read, or its headers are damaged."""
 
 
-def check_record(folder: Store, manifest: Manifest) -> CheckedRecord:
-    """Check the source record by itself, its copies in the manifest, and the side files."""
+def check_record(folder: Store, manifest: Manifest, digests: Sequence[str | None] | None) -> CheckedRecord:
+    """Check the source record by itself, its copies in the manifest, and the side files.
+
+    Args:
+        digests: of the source's tensors; None: they cannot be read.
+    """
     try:
         record = read_record(folder, manifest)
     except FormatError as error:
@@ -329,6 +370,7 @@ def check_record(folder: Store, manifest: Manifest) -> CheckedRecord:
     # Of a config.json that is not the one that was copied, all that follows from it would differ, too.
     config = None if any(each.file == CONFIG_NAME for each in found) else _config(folder, found)
     found += _check_facts(manifest, record, config)
+    found += [] if digests is None else _check_names_of_content(manifest, record, digests)
     found += _check_cuts(record)
     found += _check_order(record)
     try:
@@ -391,7 +433,6 @@ def _check_facts(manifest: Manifest, record: SourceRecord, config: Mapping[str, 
     model_type = manifest.model_type if config is None else config.get("model_type")
     sizes = (num_bytes(dtype, shape) or 0 for dtype, shape in zip(record.dtypes, record.shapes, strict=True))
     expected = {
-        "conversion": conversion_digest(record),
         "model_type": model_type if isinstance(model_type, str) else None,
         "plan": options.plan,
         "expert_parallel": options.expert_parallel,
@@ -401,12 +442,20 @@ def _check_facts(manifest: Manifest, record: SourceRecord, config: Mapping[str, 
     }
     if (options.layout == WHOLE_TENSORS) != (manifest.whole is not None):
         yield difference(MANIFEST_NAME, f"'whole' contradicts the layout {options.layout!r} of the source record")
-    if None in record.digests and manifest.has_all:
-        yield difference(SOURCE_RECORD_NAME, "digests of source tensors are null, and the folder has all ranks")
     for name, value in expected.items():
         if getattr(manifest, name) != value:
             known = "source.nbytes" if name == "source_nbytes" else name
             yield difference(MANIFEST_NAME, f"{known} is {getattr(manifest, name)}, by the source record {value}")
+
+
+def _check_names_of_content(
+    manifest: Manifest, record: SourceRecord, digests: Sequence[str | None]
+) -> Iterator[Difference]:
+    """Check that the digests of the source's tensors are there, and that the conversion is named by them."""
+    if None in digests and manifest.has_all:
+        yield difference(DIGESTS_NAME, "digests of source tensors are unknown, and the folder has all ranks")
+    if (named := conversion_digest(record, digests)) != manifest.conversion:
+        yield difference(MANIFEST_NAME, f"conversion is {manifest.conversion}, by the source record {named}")
 
 
 def _check_rules(record: SourceRecord, source: SourceCheckpoint) -> Iterator[Difference]:
@@ -418,8 +467,14 @@ def _check_rules(record: SourceRecord, source: SourceCheckpoint) -> Iterator[Dif
             yield difference(SOURCE_RECORD_NAME, f"cannot be loaded at another degree: {error}")
 
 
-def check_slices(manifest: Manifest, tables: Mapping[int, RankTable], record: SourceRecord) -> Iterator[Difference]:
-    """Check that holders have the recorded slices, and that equal slices have equal digests."""
+def check_slices(
+    manifest: Manifest,
+    tables: Mapping[int, RankTable],
+    record: SourceRecord,
+    digests: FolderDigests,
+) -> Iterator[Difference]:
+    """Check that holders have the recorded slices, and that equal slices have equal digests, where these are known."""
+    of_holders, of_source = digests.holders, digests.source
     shared: dict[tuple[int, int], str] = {}  # Digests of slices of several ranks, by tensor and slice.
     for rank, table in tables.items():
         name, rows = manifest.holders[rank].table, {tensor: row for row, tensor in enumerate(table.names)}
@@ -433,10 +488,12 @@ def check_slices(manifest: Manifest, tables: Mapping[int, RankTable], record: So
                     yield difference(name, "is missing", tensor)
                 continue
             expected = (record.dtypes[t], record.shapes[t], part, part.shape(record.shapes[t]))
-            kind, digest = table.kinds[table.kind_of[row]], table.digests[row]
+            kind, digest = table.kinds[table.kind_of[row]], of_holders[rank][row] if rank in of_holders else None
             if (kind.dtype, kind.source_shape, kind.part, kind.shape) != expected:
                 yield difference(name, f"is not the slice in the source record: {expected}", tensor)
-            if part.is_whole and digest != record.digests[t]:
+            if digest is None or of_source is None:
+                continue
+            if part.is_whole and digest != of_source[t]:
                 yield difference(name, "its digest differs from the source tensor's", tensor)
             elif is_rank and len(cut.holders[cut.which[rank]]) > 1:
                 other = shared.setdefault((t, cut.which[rank]), digest)

@@ -38,7 +38,7 @@ from relayout.format.index import (
     num_chunks,
     rank_file_name,
 )
-from relayout.format.manifest import content_digest, content_head, relayout_entry
+from relayout.format.manifest import digest_of_tensors, relayout_entry, tensor_head
 from relayout.format.safetensors import (
     LENGTH_NBYTES,
     data_start_after,
@@ -64,7 +64,7 @@ _NOT_IN_DCP = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"}
 """Dtypes that stop its reader (torch 2.13, by safetensors 0.8 `torch.py`, `_TYPES`)."""
 
 _ANY_CONTENT = "0" * 32
-"""A text as long as the digest of a file's content, where only the length of the metadata is wanted."""
+"""A text as long as the digest of a file's tensors, where only the length of the metadata is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,22 +379,22 @@ def _entry_nbytes(tensor: SourceTensor) -> int:
     return 2 * len(name.encode()) + 45 * len(tensor.shape) + 150
 
 
-def file_metadata(content: str, source: Mapping[str, str], sharding_info: str | None) -> dict[str, str]:
+def file_metadata(tensors_digest: str, source: Mapping[str, str], sharding_info: str | None) -> dict[str, str]:
     """The entries of a file's `__metadata__`, in their order.
 
     Args:
-        content: the digest of what it holds.
+        tensors_digest: of the tensors that it holds.
         source: entries on which all shards agree.
         sharding_info: what PyTorch DCP needs; None: nothing.
     """
     dcp = {} if sharding_info is None else {"DCP_SHARDING_INFO": sharding_info, "DCP_VERSION": "1.0"}
     reserved = {"relayout", "DCP_SHARDING_INFO", "DCP_VERSION"}
     own = {key: value for key, value in source.items() if key not in reserved}
-    return {"relayout": relayout_entry(content), "format": "pt"} | dcp | own
+    return {"relayout": relayout_entry(tensors_digest), "format": "pt"} | dcp | own
 
 
 class HeaderBuilder:
-    """Builds the header of each file once, when the digest of its content is known; says before how long it will be."""
+    """Builds the header of each file once, when the digest of its tensors is known; says before how long it will be."""
 
     def __init__(self, source: SourceCheckpoint, tensors: Sequence[CutTensor], options: ConversionOptions) -> None:
         """`tensors` are those of the source, as they are cut."""
@@ -423,19 +423,19 @@ class HeaderBuilder:
             nbytes += 2 + starts + sum(self._dcp_nbytes[t] for t in file.tensors) + max(0, 2 * len(names) - 1)
         return data_start_after(nbytes, self.options.alignment)
 
-    def build(self, file: RankFile, content: str) -> bytes:
+    def build(self, file: RankFile, tensors_digest: str) -> bytes:
         """The header bytes of a file."""
         sharding_info = self._sharding_info(file) if self.options.dcp else None
-        metadata = file_metadata(content, self._source_metadata, sharding_info)
+        metadata = file_metadata(tensors_digest, self._source_metadata, sharding_info)
         return join_header(self._entries_of(file), metadata, self.options.alignment)
 
-    def content(self, file: RankFile, digests: Mapping[int, Sequence[str]]) -> str:
-        """The digest of a file's content, from the digests of the distinct slices of its tensors, at least."""
+    def tensors_digest(self, file: RankFile, digests: Mapping[int, Sequence[str]]) -> str:
+        """The digest of a file's tensors, from the digests of the distinct slices of its tensors, at least."""
         holder, cut = file.holder, self._tensors
         different = {cut[t] for t in file.tensors}
-        heads = {tensor: content_head(tensor.dtype, tensor.shape, tensor.cut.slices[holder]) for tensor in different}
+        heads = {tensor: tensor_head(tensor.dtype, tensor.shape, tensor.cut.slices[holder]) for tensor in different}
         which = {tensor: tensor.cut.which[holder] for tensor in different}
-        return content_digest((self._names[t], heads[cut[t]], digests[t][which[cut[t]]]) for t in file.tensors)
+        return digest_of_tensors((self._names[t], heads[cut[t]], digests[t][which[cut[t]]]) for t in file.tensors)
 
     def _entries_of(self, file: RankFile) -> str:
         kinds = {

@@ -12,7 +12,7 @@ from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import chain
 
-from relayout.checkpoint.converted import check_intact, read_manifest, read_record
+from relayout.checkpoint.converted import check_intact, read_manifest, read_record, read_source_digests
 from relayout.checkpoint.source import SourceIdentity, SourceTensor, is_unchanged, max_samples
 from relayout.conversion.layout import Conversion
 from relayout.conversion.sidecar import find_other_files, read_side_file, source_record
@@ -150,18 +150,18 @@ def differences_from_conversion(conversion: Conversion, threads: int) -> list[st
     try:
         check_intact(output)
         manifest = read_manifest(output)
-        record = read_record(output, manifest)
+        record, digests = read_record(output, manifest), read_source_digests(output, manifest)
     except FormatError:  # Whoever is to replace it says so, see `describe_output`.
         return None
     if others := _other_fields(conversion, manifest, record) or find_other_files(output, sides):
         return others
-    if dump_record(record) != dump_record(source_record(conversion, record.digests, sides)):
+    if dump_record(record) != dump_record(source_record(conversion, sides)):
         return [f"{output.location(SOURCE_RECORD_NAME)}: differs from the record of this conversion"]
     files = [(file.nbytes, file.data_start) for file in conversion.layout.files]
     if [(file.nbytes, file.data_start) for file in manifest.files] != files:
         return [f"{output.location(MANIFEST_NAME)}: lists files of other lengths"]
     conversion = conversion.named([file.name for file in manifest.files])
-    noted = Written({t: TensorDigests(digest, ()) for t, digest in enumerate(record.digests)})
+    noted = Written({t: TensorDigests(digest, ()) for t, digest in enumerate(digests)})
     if changed := changed_shards(conversion, noted, threads):
         return [f"{name} has other tensors than the one that was converted" for name in changed]
     return _other_samples(conversion, threads)

@@ -11,7 +11,9 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
+from relayout.checkpoint.converted import read_digests, read_source_digests
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
 from relayout.conversion.layout import (
     Conversion,
@@ -23,13 +25,14 @@ from relayout.conversion.layout import (
     is_stored,
 )
 from relayout.conversion.steps import TensorDigests, Written
-from relayout.core.digests import EMPTY_DIGEST, Hash, new_proof, proof_hex
+from relayout.core.digests import EMPTY_DIGEST, Hash, new_proof, pack_digests, proof_hex
 from relayout.core.extents import Extent, Transfer
-from relayout.core.slices import WHOLE, Cut, num_bytes
+from relayout.core.slices import BITS, WHOLE, Cut, num_bytes
 from relayout.errors import FormatError, readable
 from relayout.format.index import (
     CHUNKS_NAME,
     DIGESTED_NBYTES,
+    DIGESTS_NAME,
     HUB_INDEX_NAME,
     MANIFEST_NAME,
     RANKS,
@@ -47,7 +50,7 @@ from relayout.format.index import (
     plan_arena,
 )
 from relayout.format.manifest import (
-    MAX_TABLE_NBYTES,
+    MAX_RECORD_NBYTES,
     SOURCE_RECORD_NAME,
     WHOLE_TABLE_NAME,
     compress,
@@ -90,12 +93,12 @@ class HeaderWriter:
         digests = {t: _digests_of(self._conversion, t, written.tensors).slices for t in layout.units[unit]}
         for index in layout.files_of_unit[unit]:
             file = layout.files[index]
-            content = self._headers.content(file, digests)
-            header = self._headers.build(file, content)
+            tensors_digest = self._headers.tensors_digest(file, digests)
+            header = self._headers.build(file, tensors_digest)
             assert len(header) == file.data_start
             yield file, header
             proofs = map(proof_hex, (header, written.chunks[index]))
-            indexed = IndexedFile(file.name, file.nbytes, file.data_start, content, *proofs)
+            indexed = IndexedFile(file.name, file.nbytes, file.data_start, tensors_digest, *proofs)
             self._files[index] = indexed
 
     @property
@@ -119,16 +122,20 @@ def write_sidecar(
     source, options = conversion.source, conversion.options
     side_files = [copy_side_file(source.folder, output, name) for name in source.side_files]
     digests = digests_of_all(conversion, written.tensors)
-    record = source_record(conversion, [tensor.source for tensor in digests], side_files)
-    conversion_id, plan_name = conversion_digest(record), "none" if record.plan is None else record.plan.full_name
-    stored_record = compress(dump_record(record))
+    record, of_source = source_record(conversion, side_files), [tensor.source for tensor in digests]
+    conversion_id = conversion_digest(record, of_source)
+    plan_name = "none" if record.plan is None else record.plan.full_name
+    stored_record = compress(dump_record(record), MAX_RECORD_NBYTES)
     output.put(SOURCE_RECORD_NAME, [stored_record])
     del record, side_files
     output.put(CHUNKS_NAME, [written.chunks[index] for index in range(len(files))])
-    num_ranks, holders = conversion.plan.num_ranks, dict[int, RankEntry]()
+    num_ranks, holders, packed = conversion.plan.num_ranks, dict[int, RankEntry](), list[bytes]()
     for holder in (*conversion.ranks, *([num_ranks] if conversion.has_whole else [])):
-        holders[holder], table = _holder(conversion, holder, digests)
+        holders[holder], table, of_holder = _holder(conversion, holder, digests)
         output.put(holders[holder].table, [table])
+        packed.append(of_holder)
+    packed.append(pack_digests(of_source))
+    output.put(DIGESTS_NAME, packed)
     hub_index = _hub_index(conversion)
     output.put(HUB_INDEX_NAME, [hub_index])
     manifest = Manifest(
@@ -140,6 +147,8 @@ def write_sidecar(
         alignment=options.alignment,
         dcp=options.dcp,
         record_digest=proof_hex(stored_record),
+        source_digests_digest=proof_hex(packed[-1]),
+        num_source_tensors=len(source.tensors),
         source_nbytes=source.nbytes,
         hub_index_digest=proof_hex(hub_index),
         chunk_nbytes=DIGESTED_NBYTES,
@@ -171,7 +180,7 @@ def other_names(conversion: Conversion) -> list[str]:
     """Names of all files of an output but those with tensors."""
     holders = [*conversion.ranks, *([conversion.plan.num_ranks] if conversion.has_whole else [])]
     tables = [_table_name(conversion, holder) for holder in holders]
-    fixed = [SOURCE_RECORD_NAME, CHUNKS_NAME, HUB_INDEX_NAME, MANIFEST_NAME]
+    fixed = [SOURCE_RECORD_NAME, CHUNKS_NAME, DIGESTS_NAME, HUB_INDEX_NAME, MANIFEST_NAME]
     return [*conversion.source.side_files, *tables, *fixed]
 
 
@@ -192,8 +201,8 @@ class _Row:
     """Their targets are relative to its first byte."""
 
 
-def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests]) -> tuple[RankEntry, bytes]:
-    """What the manifest says of a rank, or of the whole tensors, and its table."""
+def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests]) -> tuple[RankEntry, bytes, bytes]:
+    """What the manifest says of a rank, or of the whole tensors, its table, and the digests of its tensors."""
     layout, cut, num_ranks = conversion.layout, conversion.cut, conversion.plan.num_ranks
     if conversion.has_whole and holder < num_ranks:
         numbers, rows = _rows_beside_whole(conversion, holder)
@@ -210,17 +219,19 @@ def _holder(conversion: Conversion, holder: int, digests: Sequence[TensorDigests
         arena = plan_arena([(file.data_start, file.offsets, [sizes[cut[t]] for t in file.tensors]) for file in files])
         arena_nbytes, reads = arena.nbytes, arena.reads
         arena_offsets = tuple(offset for column in arena.offsets for offset in column)
-    table = dump_table(_table(conversion, holder, rows, arena_offsets, digests))
+    table = dump_table(_table(conversion, holder, rows, arena_offsets))
+    packed = pack_digests(digests[row.tensor].slices[cut[row.tensor].cut.which[holder]] for row in rows)
     entry = RankEntry(
         table=_table_name(conversion, holder),
         table_digest=proof_hex(table),
+        digests_digest=proof_hex(packed),
         num_tensors=len(rows),
         nbytes=sum(read.transfer.total_nbytes for read in reads),
         files=numbers,
         arena_nbytes=arena_nbytes,
         reads=reads,
     )
-    return entry, table
+    return entry, table, packed
 
 
 def _rows_beside_whole(conversion: Conversion, rank: int) -> tuple[tuple[int, ...], list[_Row]]:
@@ -251,29 +262,27 @@ def _table(
     holder: int,
     rows: Sequence[_Row],
     arena_offsets: Sequence[int],
-    digests: Sequence[TensorDigests],
 ) -> RankTable:
     tensors, cut = conversion.source.tensors, conversion.cut
     order = [row.tensor for row in rows]
     kinds = list(dict.fromkeys(cut[t] for t in order))
     index_of = {kind: index for index, kind in enumerate(kinds)}
-    which = {kind: kind.cut.which[holder] for kind in kinds}
     return RankTable(
         rank=holder,
-        kinds=[TensorKind(kind.dtype, kind.rank_shape(holder), kind.shape, kind.cut.slices[holder]) for kind in kinds],
+        kinds=[
+            TensorKind(kind.dtype, BITS[kind.dtype], kind.rank_shape(holder), kind.shape, kind.cut.slices[holder])
+            for kind in kinds
+        ],
         kind_of=[index_of[cut[t]] for t in order],
         names=[tensors[t].name for t in order],
         files=[row.file for row in rows],
         offsets=[row.offset for row in rows],
         arena_offsets=arena_offsets,
-        digests=[digests[t].slices[which[cut[t]]] for t in order],
     )
 
 
-def source_record(
-    conversion: Conversion, digests: Sequence[str | None], side_files: Sequence[SideFile]
-) -> SourceRecord:
-    """The record of a conversion, of which the digests of source tensors and the side files are known."""
+def source_record(conversion: Conversion, side_files: Sequence[SideFile]) -> SourceRecord:
+    """The record of a conversion, of which the side files are known."""
     source = conversion.source
     tensors, family = source.tensors, conversion.plan.family
     return SourceRecord(
@@ -282,7 +291,6 @@ def source_record(
         names=[tensor.name for tensor in tensors],
         dtypes=[tensor.dtype for tensor in tensors],
         shapes=[tensor.shape for tensor in tensors],
-        digests=digests,
         cuts=conversion.plan.cuts,
         cut_of=conversion.plan.cut_of,
         file_of=[tensor.file for tensor in tensors],
@@ -416,31 +424,33 @@ def rows_of_files(table: RankTable, num_files: int) -> list[list[int]]:
 
 
 def put_index(
-    source: Store, output: Output, kept: Manifest, record: SourceRecord, chunk_digests: Iterable[bytes], to: str = ""
+    source: Store,
+    output: Output,
+    manifest: Manifest,
+    kept: Manifest,
+    record: SourceRecord,
+    chunk_digests: Iterable[bytes],
 ) -> None:
-    """Copy all but weight files and the manifest, as the manifest proves it, with `to` in front of the names."""
+    """Copy all but weight files and the manifest, as the manifest proves it.
+
+    Args:
+        manifest: of the source.
+        kept: of the output: of all its ranks, or of some.
+    """
     expected = {SOURCE_RECORD_NAME: kept.record_digest}
     if kept.hub_index_digest is not None:
         expected[HUB_INDEX_NAME] = kept.hub_index_digest
-    _put_proven(source, output, expected, to)
-    put_tables(source, output, kept, to)
-    output.put(to + CHUNKS_NAME, chunk_digests)
-    for side in record.side_files:
-        copy_side_file(source, output, side.name, side, to)
-
-
-def put_tables(source: Store, output: Output, kept: Manifest, to: str) -> None:
-    """Copy the tables of ranks and other holders, as the manifest proves them."""
-    digests = {entry.table: entry.table_digest for entry in kept.holders.values()}
-    _put_proven(source, output, digests, to)
-
-
-def _put_proven(source: Store, output: Output, proofs: Mapping[str, str], to: str) -> None:
-    for name, proof in proofs.items():
-        blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_TABLE_NBYTES))
+    expected |= {entry.table: entry.table_digest for entry in kept.holders.values()}
+    for name, proof in expected.items():
+        blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_RECORD_NBYTES))
         if proof_hex(blob) != proof:
             raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
-        output.put(to + name, [blob])
+        output.put(name, [blob])
+    output.put(CHUNKS_NAME, chunk_digests)
+    digests = (pack_digests(read_digests(source, manifest, holder)) for holder in kept.holders)
+    output.put(DIGESTS_NAME, chain(digests, [pack_digests(read_source_digests(source, manifest))]))
+    for side in record.side_files:
+        copy_side_file(source, output, side.name, side)
 
 
 def modes_of(folders: Iterable[Store], files: Collection[str], *, with_folders: bool = True) -> Modes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 import xxhash
@@ -22,6 +22,21 @@ EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 def digest_hex(blob: bytes | memoryview) -> str:
     """XXH3-128 of the bytes, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(blob)
+
+
+UNKNOWN_DIGEST = "0" * (2 * DIGEST_NBYTES)
+"""Stands in place of a digest that is unknown."""
+
+
+def pack_digests(digests: Iterable[str | None]) -> bytes:
+    """Join digests in binary form, one after the other; for None stands `UNKNOWN_DIGEST`."""
+    return bytes.fromhex("".join([digest or UNKNOWN_DIGEST for digest in digests]))
+
+
+def unpack_digests(packed: bytes) -> list[str]:
+    """The inverse of `pack_digests`, in hex."""
+    joined, length = packed.hex(), 2 * DIGEST_NBYTES
+    return [joined[at : at + length] for at in range(0, len(joined), length)]
 
 
 class Hash(Protocol):

@@ -8,32 +8,40 @@ from functools import cached_property
 from math import prod
 
 from relayout.core.extents import Extent, Transfer, align_down, align_up, coalesce
-from relayout.errors import PlanError
+from relayout.errors import PlanError, shown
 
-BITS: dict[str, int] = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
+
+class _Bits(dict[str, int]):
+    def __missing__(self, dtype: str) -> int:
+        raise PlanError(f"dtype {shown(dtype)} is unknown to this relayout: use a newer one", code="unsupported")
+
+
+BITS: Mapping[str, int] = _Bits(
+    {
+        "BOOL": 8,
+        "F4": 4,
+        "F6_E2M3": 6,
+        "F6_E3M2": 6,
+        "U8": 8,
+        "I8": 8,
+        "F8_E5M2": 8,
+        "F8_E4M3": 8,
+        "F8_E8M0": 8,
+        "F8_E4M3FNUZ": 8,
+        "F8_E5M2FNUZ": 8,
+        "I16": 16,
+        "U16": 16,
+        "F16": 16,
+        "BF16": 16,
+        "I32": 32,
+        "U32": 32,
+        "F32": 32,
+        "C64": 64,
+        "F64": 64,
+        "I64": 64,
+        "U64": 64,
+    }
+)
 """Bits of one element, by the name used in file headers."""
 
 
@@ -233,16 +241,21 @@ def _check_number(count: int, part: Slice) -> None:
         raise PlanError(f"a slice along dims {list(part.axes)} of {count} runs, limit {_MAX_TRANSFERS}", code="limit")
 
 
-def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Transfer, ...]:
-    """Transfers from a tensor's bytes (source) to a slice's dense bytes (target), relative to their first bytes."""
+def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice, bits: int | None = None) -> tuple[Transfer, ...]:
+    """Transfers from a tensor's bytes (source) to a slice's dense bytes (target), relative to their first bytes.
+
+    Args:
+        bits: of an element; None: those of the dtype, which is known.
+    """
+    bits_per_element = BITS[dtype] if bits is None else bits
     if not part.by_axis:
-        nbytes = prod(shape) * BITS[dtype] // 8
+        nbytes = prod(shape) * bits_per_element // 8
         return (Transfer(0, 0, nbytes),) if part.is_held and nbytes else ()
     for axis, ranges in part.by_axis:
         if any(start < 0 or length < 0 or start + length > shape[axis] for start, length in ranges):
             raise PlanError(f"ranges {ranges} are outside dim {axis} of {list(shape)}")
     axis, ranges = part.by_axis[-1]
-    item_bits = prod(shape[axis + 1 :]) * BITS[dtype]
+    item_bits = prod(shape[axis + 1 :]) * bits_per_element
     row_bits, held_bits = (item_bits * length for length in (shape[axis], part.shape(shape)[axis]))
     rows = row_runs(part, shape, axis)
     _check_number(len(rows) * len(ranges), part)
@@ -250,19 +263,19 @@ def slice_transfers(dtype: str, shape: tuple[int, ...], part: Slice) -> tuple[Tr
     for first, count, row in rows:
         strides = (row_bits, held_bits) if count > 1 else (0, 0)
         for start, length, position in positions(ranges):
-            bits = (
+            places = (
                 first * row_bits + start * item_bits,
                 row * held_bits + position * item_bits,
                 length * item_bits,
                 *strides,
             )
-            if any(offset % 8 for offset in bits):
+            if any(offset % 8 for offset in places):
                 dims = ", ".join(map(str, part.axes))
                 raise PlanError(
                     f"a cut of {dtype} {list(shape)} along dim {dims} falls inside a byte: {ranges}",
                     code="indivisible",
                 )
-            source, target, nbytes, *byte_strides = (offset // 8 for offset in bits)
+            source, target, nbytes, *byte_strides = (offset // 8 for offset in places)
             if nbytes and count:
                 transfers.append(Transfer(source, target, nbytes, count, *byte_strides).normalized())
     return tuple(transfers)

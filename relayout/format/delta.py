@@ -1,7 +1,8 @@
 """Deltas between converted checkpoints of one layout: manifest and pieces. Pure; FORMAT.md is normative.
 
-A delta has the manifests, tables and records of both checkpoints as they are stored, and of each weight file only what
-changed: of each piece, which is the file's header or a chunk, the XOR of its two versions, compressed.
+A delta has the manifest of the result, and of everything else only what changed: of each piece of a weight file, which
+is its header or a chunk, the XOR of its two versions, compressed, with the proof of the new one; of each tensor its
+digest. So what it takes is in proportion to what changed.
 
 Most bytes of an XOR are zero. Elements that change by an optimizer step are anywhere, and differ in their low bits. So
 `encode` stores the places of the others as gaps, and the first bytes of all elements before their second bytes: zstd
@@ -11,21 +12,21 @@ last place: 2.6 %, where planes of all bytes and zstd take 4.8 %.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from relayout.core.digests import DIGEST_NBYTES, digest_hex, proof_hex
+from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, proof_hex
 from relayout.core.extents import Extent
-from relayout.errors import FormatError, about
+from relayout.errors import FormatError, about, shown
 from relayout.format.fields import Fields, check_apart, check_path, parse_object
-from relayout.format.index import FORMAT_VERSION, IndexedFile, Manifest, RankTable, chunks_of, num_chunks
-from relayout.format.manifest import DELTA, check_top, proof_field, sealed
+from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, IndexedFile, Manifest, num_chunks
+from relayout.format.manifest import DELTA, MAX_WINDOW_NBYTES, check_top, proof_field, sealed
 
 Array = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.intp]
@@ -232,9 +233,17 @@ def _expand(frame: bytes | memoryview, runs: Sequence[_Run]) -> Array:
     """Expand the zstd frame. The runs say how long its content is, which limits the memory that it takes."""
     total = sum(run.num_gaps + run.num_stored * run.width for run in runs)
     try:
+        found = zstandard.get_frame_parameters(frame)
         if zstandard.frame_content_size(frame) != total:
             raise FormatError(f"a zstd frame of another length than {total} bytes", code="mismatch")
-        return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False), np.uint8)
+        if found.window_size > MAX_WINDOW_NBYTES or found.dict_id:
+            raise FormatError(f"a zstd frame with a window of {found.window_size} bytes, or a dictionary", code="limit")
+        if total:
+            return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False), np.uint8)
+        stream = zstandard.ZstdDecompressor().decompressobj()  # The other call looks at nothing of such a frame.
+        if stream.decompress(bytes(frame)) or not stream.eof or stream.unused_data:
+            raise FormatError("a zstd frame that is not alone, or does not end", code="syntax")
+        return np.empty(0, np.uint8)
     except zstandard.ZstdError as error:
         raise FormatError(f"not a zstd frame: {error}", code="syntax") from None
 
@@ -248,10 +257,22 @@ def _places(gaps: Array, run: _Run) -> npt.NDArray[np.int64]:
     return places
 
 
-OLD, NEW = "old/", "new/"
-"""What the names of files in a delta begin with: those of the base, and those of what the delta makes."""
+NEW = "new/"
+"""What the names of files begin with that the result has, and the base has not, or has otherwise."""
 
-_PIECE = np.dtype([("nbytes", "<u8"), ("digest", "u1", DIGEST_NBYTES)])
+NEW_MANIFEST_NAME = NEW + MANIFEST_NAME + ".zst"
+"""The relayout.json of the result, compressed."""
+
+CHANGED_DIGESTS_NAME = "relayout.digests.delta"
+"""The digests of tensors that changed."""
+
+ENCODING = 1
+"""The version of what `encode` makes."""
+
+_PIECE = np.dtype(
+    [("piece", "<u8"), ("nbytes", "<u8"), ("stored", "u1", PROOF_NBYTES), ("content", "u1", PROOF_NBYTES)]
+)
+_CHANGED_DIGEST = np.dtype([("row", "<u8"), ("digest", "u1", DIGEST_NBYTES)])
 
 
 def delta_name(file: str) -> str:
@@ -263,10 +284,29 @@ def delta_name(file: str) -> str:
 class DeltaFile:
     """The entry of a manifest for the changes of one weight file."""
 
+    number: int
+    """Number of the weight file in the manifests of base and result."""
     nbytes: int
-    """Length of the file that has the changes; 0: nothing changed, and there is no such file."""
+    """Length of the file that has the changes."""
+    num_pieces: int
+    """Pieces that changed."""
     index_digest: str
     """Proof of the index at the end of that file."""
+
+    @property
+    def place_of_index(self) -> Extent:
+        """Where the index is in the file of what changed."""
+        nbytes = _PIECE.itemsize * self.num_pieces
+        return Extent(self.nbytes - nbytes, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedDigests:
+    """The entry of a manifest for the digests of one holder's tensors, or of the source's, that changed."""
+
+    count: int
+    digest: str
+    """Proof of their part of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +320,23 @@ class DeltaManifest:
     makes: str
     """Content of what it makes."""
     files: tuple[DeltaFile, ...]
-    """For each file of these manifests."""
-    side_files: tuple[str, ...]
-    """The side files that are new, or differ from those of the base."""
+    """The weight files that changed, by rising number."""
+    digests: tuple[ChangedDigests, ...]
+    """For each holder of the result, in order, and then for the source."""
+    others: tuple[str, ...]
+    """The other files that are new, or differ from those of the base: record, index for stock loaders, side files."""
+
+    @property
+    def by_number(self) -> dict[int, DeltaFile]:
+        """The weight files that changed, by number."""
+        return {file.number: file for file in self.files}
+
+    @property
+    def places_of_digests(self) -> list[Extent]:
+        """Where the digests of each holder's tensors that changed lie in their file, and last those of the source."""
+        ends = accumulate(_CHANGED_DIGEST.itemsize * part.count for part in self.digests)
+        sizes = [_CHANGED_DIGEST.itemsize * part.count for part in self.digests]
+        return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, ends, strict=True)]
 
 
 def dump_delta(manifest: DeltaManifest) -> bytes:
@@ -291,10 +345,20 @@ def dump_delta(manifest: DeltaManifest) -> bytes:
         "relayout": FORMAT_VERSION,
         "requires": [DELTA],
         "generator": manifest.generator,
+        "encoding": ENCODING,
         "base": manifest.base,
         "makes": manifest.makes,
-        "files": [{"nbytes": file.nbytes, "index_digest": file.index_digest} for file in manifest.files],
-        "side_files": manifest.side_files,
+        "files": [
+            {
+                "file": file.number,
+                "nbytes": file.nbytes,
+                "num_pieces": file.num_pieces,
+                "index_digest": file.index_digest,
+            }
+            for file in manifest.files
+        ],
+        "digests": [{"count": part.count, "digest": part.digest} for part in manifest.digests],
+        "others": manifest.others,
     }
     return sealed(top)
 
@@ -305,100 +369,160 @@ def parse_delta(blob: bytes, where: str) -> DeltaManifest:
         top = parse_object(blob, where)
         check_top(blob, top, is_delta=True)
         fields = Fields(top)
-        files = map(Fields, fields.column("files", dict))
+        if (encoding := fields.size("encoding")) != ENCODING:
+            raise FormatError(f"encoding {encoding}, this relayout reads {ENCODING}", code="version")
         manifest = DeltaManifest(
             generator=fields.text("generator"),
             base=proof_field(fields, "base"),
             makes=proof_field(fields, "makes"),
-            files=tuple(DeltaFile(file.size("nbytes"), proof_field(file, "index_digest")) for file in files),
-            side_files=tuple(fields.column("side_files", str)),
+            files=tuple(map(_parse_file, fields.column("files", dict))),
+            digests=tuple(map(_parse_digests, fields.column("digests", dict))),
+            others=tuple(fields.column("others", str)),
         )
-        for name in manifest.side_files:
+        numbers = [file.number for file in manifest.files]
+        if any(second <= first for first, second in pairwise(numbers)):
+            raise FormatError(f"files {shown(numbers)}, expected rising numbers", code="field")
+        for name in manifest.others:
             check_path(name)
-        check_apart(manifest.side_files)
+        check_apart(manifest.others)
         return manifest
 
 
+def _parse_file(entry: Mapping[str, Any]) -> DeltaFile:
+    fields = Fields(entry)
+    file = DeltaFile(
+        fields.size("file"), fields.size("nbytes"), fields.size("num_pieces"), proof_field(fields, "index_digest")
+    )
+    if not file.num_pieces or file.nbytes < _PIECE.itemsize * file.num_pieces:
+        what = f"file {file.number}: {file.num_pieces} pieces and their index in {file.nbytes} bytes"
+        raise FormatError(what, code="truncated")
+    return file
+
+
+def _parse_digests(entry: Mapping[str, Any]) -> ChangedDigests:
+    fields = Fields(entry)
+    return ChangedDigests(fields.size("count"), proof_field(fields, "digest"))
+
+
 def layout_difference(old: Manifest, new: Manifest) -> str | None:
-    """What keeps a delta between two checkpoints from being possible, for a person; None: nothing."""
-    pairs = {
+    """What keeps a delta between two checkpoints from being possible, for a person; None: nothing.
+
+    There is a delta if all files are as long as before, and all holders have the tables that they had before: tables
+    say where tensors lie, and nothing of what they are filled with.
+    """
+    pairs: dict[str, tuple[object, ...]] = {
         "tensor-parallel degree differs": (old.num_ranks, new.num_ranks),
         "layout differs": (old.whole is None, new.whole is None),
         "size of chunks differs": (old.chunk_nbytes, new.chunk_nbytes),
+        "number of source tensors differs": (old.num_source_tensors, new.num_source_tensors),
         "files differ": tuple(
             [(file.name, file.nbytes, file.data_start) for file in side.files] for side in (old, new)
         ),
         "ranks differ": tuple(
-            {holder: replace(entry, table_digest="") for holder, entry in side.holders.items()} for side in (old, new)
+            {holder: replace(entry, table_digest="", digests_digest="") for holder, entry in side.holders.items()}
+            for side in (old, new)
+        ),
+        "tables differ: other tensors, or written with another version of zstd": tuple(
+            [entry.table_digest for entry in side.holders.values()] for side in (old, new)
         ),
     }
     return next((f"the {what}" for what, (ours, theirs) in pairs.items() if ours != theirs), None)
 
 
-def are_alike(old: RankTable, new: RankTable) -> bool:
-    """Whether two tables have the same slices at the same places."""
+def dump_changed_digests(old: bytes, new: bytes) -> tuple[bytes, ChangedDigests]:
+    """What a delta has of the digests of one holder's tensors, or of the source's, and its entry in the manifest.
 
-    def columns(table: RankTable) -> list[Any]:
-        kinds = list(zip(table.dtypes, table.shapes, table.source_shapes, table.slices, strict=True))
-        return [kinds, *map(list, (table.names, table.files, table.offsets, table.arena_offsets))]
-
-    return columns(old) == columns(new)
-
-
-def pieces_of(file: IndexedFile, chunk_nbytes: int) -> list[Extent]:
-    """The pieces of a weight file: its header, and its chunks."""
-    return [Extent(0, file.data_start), *chunks_of(file.data_start, file.nbytes, chunk_nbytes)]
-
-
-def num_pieces(file: IndexedFile, chunk_nbytes: int) -> int:
-    """How many pieces a weight file has."""
-    return 1 + num_chunks(file.data_start, file.nbytes, chunk_nbytes)
+    Args:
+        old, new: all digests of the base and of the result, in binary form.
+    """
+    rows = [np.frombuffer(side, np.uint8).reshape(-1, DIGEST_NBYTES) for side in (old, new)]
+    changed = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
+    found = np.empty(len(changed), _CHANGED_DIGEST)
+    found["row"], found["digest"] = changed, rows[1][changed]
+    stored = found.tobytes()
+    return stored, ChangedDigests(len(changed), proof_hex(stored))
 
 
-def dump_index(pieces: Iterable[bytes]) -> bytes:
-    """What follows the pieces of a file: length and digest of each as stored. A piece that did not change is empty."""
-    return b"".join(len(piece).to_bytes(8, "little") + bytes.fromhex(digest_hex(piece)) for piece in pieces)
+def parse_changed_digests(blob: bytes, part: ChangedDigests, count: int) -> tuple[npt.NDArray[np.int64], Array]:
+    """The inverse of `dump_changed_digests`: rows, rising, and the digest of each in binary form.
+
+    Args:
+        count: of all digests of the holder, or of the source.
+    """
+    if part.count > count:
+        raise FormatError(f"{part.count} digests that changed, of {count}", code="field")
+    if proof_hex(blob) != part.digest:
+        raise FormatError("digests of tensors that changed differ from the manifest", code="digest")
+    found = np.frombuffer(blob, _CHANGED_DIGEST)
+    return _rising(found["row"], count, "digests that changed"), found["digest"]
 
 
-def place_of_index(file: DeltaFile, num_pieces: int) -> Extent:
-    """Where the index is in a file of what changed. FormatError: the file is shorter than its index."""
-    nbytes = _PIECE.itemsize * num_pieces
-    if file.nbytes < nbytes:
-        raise FormatError(f"{file.nbytes} bytes long, an index of {num_pieces} pieces takes more", code="truncated")
-    return Extent(file.nbytes - nbytes, nbytes)
+def _rising(numbers: npt.NDArray[np.uint64], count: int, what: str) -> npt.NDArray[np.int64]:
+    """Numbers that rise, below a count. FormatError: they do not."""
+    if len(numbers) and (int(numbers.max()) >= count or (numbers[1:] <= numbers[:-1]).any()):
+        raise FormatError(f"{what}: expected rising numbers below {count}", code="field")
+    return numbers.astype(np.int64)
+
+
+def piece_of(file: IndexedFile, chunk_nbytes: int, number: int) -> Extent:
+    """A piece of a weight file: its header, which is piece 0, or chunk `number - 1`."""
+    if number == 0:
+        return Extent(0, file.data_start)
+    start = file.data_start + (number - 1) * chunk_nbytes
+    return Extent(start, min(chunk_nbytes, file.nbytes - start))
+
+
+def dump_index(pieces: Sequence[tuple[int, int, str, str]]) -> bytes:
+    """What follows the pieces of a file.
+
+    Args:
+        pieces: of each that changed, its number, its length as stored, and the proofs of that and of the piece itself,
+            as the result has it.
+    """
+    found = np.empty(len(pieces), _PIECE)
+    for row, (piece, nbytes, stored, content) in enumerate(pieces):
+        proofs = (np.frombuffer(bytes.fromhex(proof), np.uint8) for proof in (stored, content))
+        found[row] = (piece, nbytes, *proofs)
+    return found.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class PieceIndex:
-    """What is stored of each piece of a file. It takes 32 bytes for each: a chain of deltas has many indexes."""
+    """What is stored of the pieces of a file that changed."""
 
-    extents: Sequence[Extent]
-    """The pieces."""
+    numbers: npt.NDArray[np.int64]
+    """The pieces, rising."""
     offsets: npt.NDArray[np.int64]
     """Where each begins in the file of what changed; behind them, where the last one ends."""
-    digests: npt.NDArray[np.uint8]
-    """Digest of each as stored, in binary form."""
+    stored: Array
+    """Proof of each as stored, in binary form."""
+    contents: Array
+    """Proof of each as the result has it, in binary form."""
 
-    def place(self, first: int, end: int) -> Extent:
-        """Where the pieces from `first` to before `end` are."""
-        start, stop = int(self.offsets[first]), int(self.offsets[end])
+    def rows(self, first: int, end: int) -> range:
+        """The rows of the pieces from `first` to before `end`."""
+        return range(*(int(np.searchsorted(self.numbers, piece)) for piece in (first, end)))
+
+    def place(self, rows: range) -> Extent:
+        """Where the pieces of some rows are."""
+        start, stop = int(self.offsets[rows.start]), int(self.offsets[rows.stop])
         return Extent(start, stop - start)
 
-    def digest(self, piece: int) -> str:
-        """The digest of a piece as stored."""
-        return bytes(self.digests[piece]).hex()
 
-
-def parse_index(blob: bytes, file: DeltaFile, extents: Sequence[Extent]) -> PieceIndex:
-    """The inverse of `dump_index`. `extents` are the pieces."""
-    if proof_hex(blob) != file.index_digest:
+def parse_index(blob: bytes, stored: DeltaFile, file: IndexedFile, chunk_nbytes: int) -> PieceIndex:
+    """The inverse of `dump_index`."""
+    if proof_hex(blob) != stored.index_digest:
         raise FormatError("its index differs from the manifest", code="digest")
     rows = np.frombuffer(blob, _PIECE)
+    num_pieces = 1 + num_chunks(file.data_start, file.nbytes, chunk_nbytes)
+    numbers = _rising(rows["piece"], num_pieces, "pieces that changed")
     # What a reader allocates is bounded by what it asked for.
-    limits = np.array([32 * extent.nbytes + 256 for extent in extents], np.uint64)
-    if (rows["nbytes"] > limits).any():
-        raise FormatError("a piece is larger than what it stands for", code="limit")
+    limits = np.array([32 * piece_of(file, chunk_nbytes, int(n)).nbytes + 256 for n in numbers], np.uint64)
+    if (rows["nbytes"] > limits).any() or not rows["nbytes"].all():
+        raise FormatError("a piece is empty, or larger than what it stands for", code="limit")
     offsets = np.concatenate(([0], np.cumsum(rows["nbytes"].astype(np.int64))))
-    if int(offsets[-1]) + len(blob) != file.nbytes:
-        raise FormatError(f"pieces of {offsets[-1]} bytes, expected {file.nbytes - len(blob)}", code="mismatch")
-    return PieceIndex(extents, offsets, rows["digest"])
+    if int(offsets[-1]) + len(blob) != stored.nbytes:
+        raise FormatError(f"pieces of {offsets[-1]} bytes, expected {stored.nbytes - len(blob)}", code="mismatch")
+    if numbers[:1].tolist() == [0] and bytes(rows["content"][0]).hex() != file.header_digest:
+        raise FormatError("its header has another proof than in the manifest", code="digest")
+    return PieceIndex(numbers, offsets, rows["stored"], rows["content"])

@@ -11,9 +11,10 @@ import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
+from math import prod
 from typing import TypeVar, overload
 
-from relayout.core.digests import PROOF_NBYTES
+from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES
 from relayout.core.extents import BLOCK, Extent, Transfer, align_up, coalesce, split
 from relayout.core.slices import Slice, slice_transfers
 
@@ -73,8 +74,8 @@ class IndexedFile:
     """Length of the whole file."""
     data_start: int
     """Absolute offset of its data section."""
-    content: str
-    """Digest of what it holds, see `content_digest`. The file's first bytes repeat it."""
+    tensors_digest: str
+    """Digest of the tensors that it holds, see `digest_of_tensors`. The file's first bytes repeat it."""
     header_digest: str
     """Proof, in hex, of the bytes before the data section."""
     chunks_digest: str
@@ -89,6 +90,8 @@ class RankEntry:
     """File name of the rank table."""
     table_digest: str
     """Proof of the table as stored, in hex."""
+    digests_digest: str
+    """Proof, in hex, of its part of relayout.digests: the digests of its tensors, in the order of the table."""
     num_tensors: int
     nbytes: int
     """Bytes of all the rank's tensors."""
@@ -117,6 +120,9 @@ class Manifest:
     """Whether PyTorch DCP can read the rank files as one model."""
     record_digest: str
     """Proof of the source record as stored, in hex."""
+    source_digests_digest: str
+    """Proof, in hex, of the last part of relayout.digests: the digests of the source tensors, in the record's order."""
+    num_source_tensors: int
     source_nbytes: int
     """Bytes of all source tensors."""
     hub_index_digest: str | None
@@ -182,6 +188,8 @@ class TensorKind:
     """What many tensors of a rank have in common: dtype, shapes and slice."""
 
     dtype: str
+    bits: int
+    """Bits of an element."""
     shape: tuple[int, ...]
     """Shape of the slice, in elements."""
     source_shape: tuple[int, ...]
@@ -190,9 +198,14 @@ class TensorKind:
     """Which part of the whole tensor the slice is."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the slice."""
+        return prod(self.shape) * self.bits // 8
+
+    @property
     def in_whole(self) -> tuple[Transfer, ...]:
         """The transfers from the whole tensor to the slice."""
-        return slice_transfers(self.dtype, self.source_shape, self.part)
+        return slice_transfers(self.dtype, self.source_shape, self.part, self.bits)
 
 
 Value = TypeVar("Value")
@@ -236,13 +249,16 @@ class RankTable:
     """Absolute file offset."""
     arena_offsets: Sequence[int]
     """Byte offset in the arena."""
-    digests: Sequence[str]
-    """Digest of the stored bytes of each tensor, in hex."""
 
     @property
     def dtypes(self) -> Sequence[str]:
         """Dtype of each tensor."""
         return OfKinds([kind.dtype for kind in self.kinds], self.kind_of)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Bytes of each slice."""
+        return OfKinds([kind.nbytes for kind in self.kinds], self.kind_of)
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
@@ -276,6 +292,9 @@ def missing_shard_name(num_ranks: int) -> str:
 CHUNKS_NAME = "relayout.chunks"
 """The file with the proofs of the chunks of all files, in the order of the manifest."""
 
+DIGESTS_NAME = "relayout.digests"
+"""The file with the digests of the tensors of all holders, in the order of the manifest, and then of the source."""
+
 DIGESTED_NBYTES = 2**20
 """The size of chunks that relayout writes."""
 
@@ -308,6 +327,13 @@ def places_of_proofs(files: Sequence[IndexedFile], chunk_nbytes: int) -> list[Ex
     """Where the proofs of the chunks of each file lie in relayout.chunks."""
     sizes = [PROOF_NBYTES * num_chunks(file.data_start, file.nbytes, chunk_nbytes) for file in files]
     return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def places_of_digests(manifest: Manifest) -> list[Extent]:
+    """Where the digests of each holder's tensors lie in relayout.digests, in order, and last those of the source."""
+    counts = [*(entry.num_tensors for entry in manifest.holders.values()), manifest.num_source_tensors]
+    ends = accumulate(DIGEST_NBYTES * count for count in counts)
+    return [Extent(end - DIGEST_NBYTES * n, DIGEST_NBYTES * n) for n, end in zip(counts, ends, strict=True)]
 
 
 _DIRECT_NBYTES = 2**20

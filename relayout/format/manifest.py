@@ -34,16 +34,20 @@ from relayout.format.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES, json_t
 SOURCE_RECORD_NAME = "relayout.source.json.zst"
 
 MAX_MANIFEST_NBYTES = 64 * 2**20
+MAX_WINDOW_NBYTES = 2**27
+"""Limit of a zstd window."""
 MAX_TABLE_NBYTES = 2**27
 """Limit of a table's JSON, uncompressed."""
+MAX_RECORD_NBYTES = 2**29
+"""Limit of the source record's JSON, which has the headers of all shards, too: a million tensors take half of it."""
 _MIN_ENTRY_NBYTES = 48
 """Bytes that a tensor's entry in a header takes at least."""
 _PIECE_NBYTES = 2**12
 """Bytes of a zstd frame that are expanded at a time: what they expand to, at most 32,000 times as much, may be too much
 already."""
 
-DELTA = "delta"
-"""What the manifest of a delta requires of its readers; that of a converted checkpoint requires nothing."""
+DELTA, WHOLE = "delta", "whole"
+"""What manifests require of their readers: that of a delta, and that of a folder with whole tensors."""
 
 _SELF_DIGEST = b'"self_digest"'
 _DIGEST, _PROOF = (re.compile(rf"[0-9a-f]{{{2 * nbytes}}}\Z") for nbytes in (DIGEST_NBYTES, PROOF_NBYTES))
@@ -59,14 +63,14 @@ def table_name(rank: int) -> str:
     return f"relayout.rank-{rank}.json.zst"
 
 
-def relayout_entry(content: str) -> str:
+def relayout_entry(tensors_digest: str) -> str:
     """The `relayout` entry of a file's `__metadata__`, the first thing in its header: what the file holds."""
-    return compact_json({"format": FILE_VERSION, "content": content}).decode()
+    return compact_json({"format": FILE_VERSION, "tensors_digest": tensors_digest}).decode()
 
 
-def header_prefix(content: str) -> bytes:
-    """The bytes that follow the 8-byte length in a file that holds this content."""
-    entry = compact_json({"relayout": relayout_entry(content)})
+def header_prefix(tensors_digest: str) -> bytes:
+    """The bytes that follow the 8-byte length in a file that holds these tensors."""
+    entry = compact_json({"relayout": relayout_entry(tensors_digest)})
     return b'{"__metadata__":' + entry.removesuffix(b"}")
 
 
@@ -75,18 +79,18 @@ def content_of(blob: bytes) -> str:
     return proof_hex(blob)
 
 
-def content_digest(rows: Iterable[tuple[str, str, str]]) -> str:
-    """The digest that names what a file holds.
+def digest_of_tensors(rows: Iterable[tuple[str, str, str]]) -> str:
+    """The digest that names the tensors that a file holds.
 
     Args:
-        rows: of each tensor, in file order: its name as JSON, its `content_head`, and the digest of its bytes.
+        rows: of each tensor, in file order: its name as JSON, its `tensor_head`, and the digest of its bytes.
     """
     items = ",".join([f'[{name},{head},"{digest}"]' for name, head, digest in rows])
     return digest_hex(f"[{items}]".encode())
 
 
-def content_head(dtype: str, source_shape: tuple[int, ...], part: Slice) -> str:
-    """What rows of the content have in common that differ in name and digest only."""
+def tensor_head(dtype: str, source_shape: tuple[int, ...], part: Slice) -> str:
+    """What rows of `digest_of_tensors` have in common that differ in name and digest only."""
     return json_text([dtype, source_shape, dump_slice(part)])[1:-1]
 
 
@@ -95,18 +99,18 @@ def compact_json(top: object) -> bytes:
     return json_text(top).encode()
 
 
-def compress(text: bytes) -> bytes:
-    """What is stored of a table or record. PlanError: it would be too large to be read again."""
-    stored = zstandard.ZstdCompressor(level=10).compress(readable(text, MAX_TABLE_NBYTES, "a table or record"))
-    return readable(stored, MAX_TABLE_NBYTES, "a table or record")
+def compress(text: bytes, limit: int = MAX_TABLE_NBYTES) -> bytes:
+    """What is stored of JSON. PlanError: it would be too large to be read again."""
+    what = "a table or record"
+    return readable(zstandard.ZstdCompressor(level=10).compress(readable(text, limit, what)), limit, what)
 
 
-def decompress(blob: bytes, where: str) -> bytes:
-    """The inverse of `compress`, bounded. FormatError: not a zstd frame, or larger than a table may be."""
+def decompress(blob: bytes, where: str, limit: int = MAX_TABLE_NBYTES) -> bytes:
+    """The inverse of `compress`. FormatError: not a zstd frame, or larger than the limit."""
     with about(path=where):
-        frame = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+        frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_NBYTES).decompressobj()
         pieces = []
-        room = MAX_TABLE_NBYTES
+        room = limit
         for start in range(0, len(blob), _PIECE_NBYTES):
             if frame.eof:
                 break
@@ -116,7 +120,7 @@ def decompress(blob: bytes, where: str) -> bytes:
                 raise FormatError(f"not a zstd frame: {error}", code="syntax") from None
             room -= len(pieces[-1])
             if room < 0:
-                raise FormatError(f"expands to more than {MAX_TABLE_NBYTES} bytes", code="limit")
+                raise FormatError(f"expands to more than {limit} bytes", code="limit")
         if not frame.eof:
             raise FormatError("the zstd frame does not end (truncated?)", code="truncated")
         rest = len(frame.unused_data) + max(0, len(blob) - len(pieces) * _PIECE_NBYTES)
@@ -129,7 +133,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
     """Serialize relayout.json: indented, for people."""
     top: dict[str, Any] = {
         "relayout": FORMAT_VERSION,
-        "requires": [],
+        "requires": [] if manifest.whole is None else [WHOLE],
         "generator": manifest.generator,
         "conversion": manifest.conversion,
         "model_type": manifest.model_type,
@@ -138,7 +142,12 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "num_ranks": manifest.num_ranks,
         "alignment": manifest.alignment,
         "dcp": manifest.dcp,
-        "source": {"record_digest": manifest.record_digest, "nbytes": manifest.source_nbytes},
+        "source": {
+            "record_digest": manifest.record_digest,
+            "digests_digest": manifest.source_digests_digest,
+            "num_tensors": manifest.num_source_tensors,
+            "nbytes": manifest.source_nbytes,
+        },
         "hub_index_digest": manifest.hub_index_digest,
         "chunk_nbytes": manifest.chunk_nbytes,
         "files": [asdict(file) for file in manifest.files],
@@ -149,12 +158,24 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def sealed(top: Mapping[str, Any]) -> bytes:
-    """A manifest as stored: indented, for people, and with the proof of all that is in front of it.
+    """A manifest as stored: for people, a line for each entry, and with the proof of all that is in front of it.
 
     PlanError: it would be too large to be read again.
     """
-    text = json.dumps(top, indent=2, ensure_ascii=False).removesuffix("\n}") + ",\n  "
+    lines = ",\n".join(f"  {json_text(name)}: {_lines(value)}" for name, value in top.items())
+    text = f"{{\n{lines},\n  "
     return readable(closed(text.encode(), ": ", "\n}\n"), MAX_MANIFEST_NBYTES, MANIFEST_NAME)
+
+
+def _lines(value: object) -> str:
+    """JSON of a field of the manifest: of a list of entries, a line for each."""
+    if isinstance(value, list | tuple) and any(isinstance(entry, dict) for entry in value):
+        return "[\n" + ",\n".join(f"    {_line(entry)}" for entry in value) + "\n  ]"
+    return _line(value)
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def closed(text: bytes, colon: str = ":", end: str = "}\n") -> bytes:
@@ -184,6 +205,8 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
     source = Fields(fields.object("source"))
     files = _parse_files(fields)
     whole = fields.object_or_null("whole")
+    if (whole is not None) != (WHOLE in top["requires"]):
+        raise FormatError(f"'requires' and 'whole' differ: {shown(top['requires'])}", code="field")
     manifest = Manifest(
         generator=fields.text("generator"),
         conversion=_or_null(fields, "conversion", digest_field),
@@ -193,6 +216,8 @@ def _parse_manifest(blob: bytes, top: Mapping[str, Any]) -> Manifest:
         alignment=_power_of_two(fields, "alignment", MIN_ALIGNMENT, MAX_ALIGNMENT),
         dcp=fields.flag("dcp"),
         record_digest=proof_field(source, "record_digest"),
+        source_digests_digest=proof_field(source, "digests_digest"),
+        num_source_tensors=source.size("num_tensors"),
         source_nbytes=source.size("nbytes"),
         hub_index_digest=_or_null(fields, "hub_index_digest", proof_field),
         chunk_nbytes=_power_of_two(fields, "chunk_nbytes", MIN_CHUNK_NBYTES, MAX_CHUNK_NBYTES),
@@ -226,7 +251,7 @@ def _check_requirements(requires: object, is_delta: bool) -> None:
     """Refuse a folder that cannot be read without knowing more than this reader does."""
     if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
         raise FormatError("'requires' is missing or not a list of strings", code="field")
-    unknown = sorted(set(requires) - {DELTA})
+    unknown = sorted(set(requires) - {DELTA, WHOLE})
     if unknown:
         raise FormatError(
             f"requires {', '.join(map(shown, unknown))}, which this relayout does not know: use a newer one",
@@ -323,7 +348,7 @@ def _parse_files(fields: Fields) -> tuple[IndexedFile, ...]:
                 name=file.text("name"),
                 nbytes=file.size("nbytes"),
                 data_start=file.size("data_start"),
-                content=digest_field(file, "content"),
+                tensors_digest=digest_field(file, "tensors_digest"),
                 header_digest=proof_field(file, "header_digest"),
                 chunks_digest=proof_field(file, "chunks_digest"),
             )
@@ -356,6 +381,7 @@ def _parse_holder(
         parsed = RankEntry(
             table=table,
             table_digest=proof_field(fields, "table_digest"),
+            digests_digest=proof_field(fields, "digests_digest"),
             num_tensors=fields.size("num_tensors"),
             nbytes=fields.size("nbytes"),
             files=tuple(indices),

@@ -7,13 +7,14 @@ said of each tensor is a column of numbers, which numpy checks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from relayout.core.digests import proof_hex
 from relayout.core.extents import Transfer
-from relayout.core.slices import BITS, num_bytes
+from relayout.core.slices import BITS
 from relayout.errors import FormatCode, FormatError, PlanError, about, shown
 from relayout.format.fields import Fields, check_name, dump_slice, parse_object, parse_slice, refuse_lfs_pointer
 from relayout.format.index import (
@@ -35,6 +36,9 @@ from relayout.format.manifest import (
 
 Column = npt.NDArray[np.int64]
 
+_MAX_BITS = 1024
+"""The most bits of an element of a dtype that is not known."""
+
 
 def dump_table(table: RankTable) -> bytes:
     """Serialize a rank table, as it is stored."""
@@ -43,6 +47,7 @@ def dump_table(table: RankTable) -> bytes:
         "relayout": FORMAT_VERSION,
         "kinds": {
             "dtype": [kind.dtype for kind in kinds],
+            "bits": [kind.bits for kind in kinds],
             "shape": [kind.shape for kind in kinds],
             "source_shape": [None if kind.part.is_whole else kind.source_shape for kind in kinds],
             "slice": [dump_slice(kind.part) for kind in kinds],
@@ -52,7 +57,6 @@ def dump_table(table: RankTable) -> bytes:
         "file": table.files,
         "offset": table.offsets,
         "arena_offset": table.arena_offsets,
-        "digest": table.digests,
     }
     return compress(compact_json(top))
 
@@ -86,7 +90,6 @@ def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> Rank
         files=fields.column("file", int, count),
         offsets=fields.column("offset", int, count),
         arena_offsets=fields.column("arena_offset", int, count),
-        digests=fields.column("digest", str, count),
     )
     if count:
         check_name(max(table.names, key=len))
@@ -102,16 +105,16 @@ def _parse_table(blob: bytes, manifest: Manifest, rank: int, where: str) -> Rank
 def _parse_kinds(fields: Fields) -> list[TensorKind]:
     dtypes = fields.column("dtype", str)
     count = len(dtypes)
+    bits = fields.column("bits", int, count)
     shapes = parse_shapes(fields.column("shape", list, count))
     whole = fields.column("source_shape", (list, type(None)), count)
     slices = [parse_slice(value) for value in fields.column("slice", dict, count)]
     source_shapes = [shape if value is None else value for shape, value in zip(shapes, whole, strict=True)]
-    columns = (dtypes, shapes, parse_shapes(source_shapes), slices)
+    columns = (dtypes, bits, shapes, parse_shapes(source_shapes), slices)
     kinds = [TensorKind(*row) for row in zip(*columns, strict=True)]
     for kind in kinds:
-        if kind.dtype not in BITS:
-            what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is not a stored tensor"
-            raise FormatError(what, code="field")
+        if BITS.get(kind.dtype, kind.bits) != kind.bits or not 1 <= kind.bits <= _MAX_BITS:
+            raise FormatError(f"{shown(kind.dtype)} of {kind.bits} bits", code="field")
         if not kind.part.is_inside(kind.source_shape) or kind.part.shape(kind.source_shape) != kind.shape:
             shape, part, source_shape = (
                 shown(value) for value in (list(kind.shape), dump_slice(kind.part), list(kind.source_shape))
@@ -126,8 +129,8 @@ def _sizes(table: RankTable, entry: RankEntry) -> Column:
     sizes = np.zeros(len(table.kinds), np.int64)
     for index, first in zip(*np.unique(kind_of, return_index=True), strict=True):
         kind = table.kinds[index]
-        nbytes = num_bytes(kind.dtype, kind.shape)
-        if nbytes is None or nbytes > entry.nbytes:
+        nbytes = kind.nbytes
+        if prod(kind.shape) * kind.bits % 8 or nbytes > entry.nbytes:
             what = f"{shown(kind.dtype)} {shown(list(kind.shape))} is not a stored tensor"
             raise FormatError(what, tensor=table.names[first], code="field")
         sizes[index] = nbytes

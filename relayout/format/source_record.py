@@ -91,8 +91,6 @@ class SourceRecord:
     names: Sequence[str]
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
-    digests: Sequence[str | None]
-    """Digest of each source tensor's bytes; None: unknown, as only some ranks were converted."""
     cuts: tuple[Cut, ...]
     cut_of: tuple[int, ...]
     """For each source tensor: position in `cuts`."""
@@ -138,19 +136,22 @@ def dump_record(record: SourceRecord) -> bytes:
             "shape": record.shapes,
             "file": record.file_of,
             "offset": record.offsets,
-            "digest": record.digests,
             "cut": record.cut_of,
         },
     }
     return compact_json(top)
 
 
-def conversion_digest(record: SourceRecord) -> str | None:
-    """The name of a conversion: a digest of its degree, the weights, and how they are cut. None: some are unknown."""
-    if None in record.digests:
+def conversion_digest(record: SourceRecord, digests: Sequence[str | None]) -> str | None:
+    """The name of a conversion: a digest of its degree, the weights, and how they are cut. None: some are unknown.
+
+    Args:
+        digests: of the source tensors.
+    """
+    if None in digests:
         return None
     cuts = [[dump_slice(part) for part in cut.slices] for cut in record.cuts]
-    columns = (record.names, record.dtypes, record.shapes, record.digests, map(cuts.__getitem__, record.cut_of))
+    columns = (record.names, record.dtypes, record.shapes, digests, map(cuts.__getitem__, record.cut_of))
     top = {"num_ranks": record.options.num_ranks, "tensors": list(zip(*columns, strict=True))}
     return digest_hex(compact_json(top))
 
@@ -177,7 +178,6 @@ def _parse_record(top: Fields, num_ranks: int) -> SourceRecord:
         names=names,
         dtypes=tensors.column("dtype", str, count),
         shapes=parse_shapes(tensors.column("shape", list, count)),
-        digests=tensors.column("digest", (str, type(None)), count),
         cuts=cuts,
         cut_of=tuple(tensors.positions("cut", count, len(cuts))),
         file_of=tensors.positions("file", count, len(files)),

@@ -20,6 +20,9 @@ STEPS_NAME = "steps.json"
 MAX_STEPS_NBYTES = 2**26
 STEPS_VERSION = 1
 
+GRACE_SECONDS = 3600
+"""How long what is retired stays by default."""
+
 FULL, DELTA = "full", "delta"
 _NAME = re.compile(rf"({FULL}|{DELTA})-([0-9]{{9}}|[1-9][0-9]{{9,15}})-[0-9a-f]{{8}}")
 
@@ -36,13 +39,18 @@ def step_name(kind: str, step: int, token: str) -> str:
     return name
 
 
+def step_of(name: str) -> int | None:
+    """Return the number in the name of a folder or a delta of a root; None: this is no such name."""
+    return int(name.split("-")[1]) if _NAME.fullmatch(name) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A folder or a delta in a root."""
 
     name: str
     nbytes: int
-    """Bytes of all weights of a folder; of a delta, of what changed in them as it is stored."""
+    """Bytes of all weight files of a folder; of all files of a delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,8 @@ class Chain:
     """The names of the deltas that are then applied, in this order."""
     nbytes: int
     """Bytes of all of these, for all ranks."""
+    target: str
+    """The name of the step's delta, or of its folder. A signature is of that, and so of the step's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,8 @@ class StepsIndex:
     pending: tuple[str, ...] = ()
     """Names that a publisher is writing now, or was writing when it was killed."""
     retired: tuple[Retired, ...] = ()
+    grace_seconds: int = GRACE_SECONDS
+    """How long what is retired stays: a reader of an older index has so long to read it."""
 
     def __post_init__(self) -> None:
         assert not self.entries or self.entries[0].full is not None
@@ -136,22 +148,25 @@ class StepsIndex:
         """The names of the last entry, and those that are pending: of the publisher that began last, if it is one."""
         return frozenset(one.name for entry in self.entries[-1:] for one in entry.stored).union(self.pending)
 
-    def announced(self, names: Iterable[str], now: int) -> StepsIndex:
+    def announced(self, names: Iterable[str], now: int, grace_seconds: int) -> StepsIndex:
         """With names that are about to be written. Those of another publisher are retired: its last move fails.
 
         What another publisher has retired in the future, by its clock, is retired now.
+
+        Args:
+            grace_seconds: that the publisher gives from now on.
         """
         pending = tuple(names)
         left = tuple(Retired(name, now) for name in self.pending if name not in pending)
         before = tuple(Retired(one.name, min(one.since, now)) for one in self.retired)
-        return replace(self, pending=pending, retired=(*before, *left))
+        return replace(self, pending=pending, retired=(*before, *left), grace_seconds=grace_seconds)
 
     def published(self, entry: PublishedStep, retention: Retention) -> StepsIndex:
         """With one more step, and without those that are not kept any more; `entry.time` is now."""
         entries = (*self.entries, entry)
         entries = entries[retention.first_kept(entries, entry.time) :]
         # Nobody is known to have the content before the first.
-        after = StepsIndex((replace(entries[0], delta=None), *entries[1:]))
+        after = replace(self, entries=(replace(entries[0], delta=None), *entries[1:]), pending=(), retired=())
         left = {*self.names, *self.pending, *StepsIndex(entries).names} - after.names
         return replace(after, retired=(*self.retired, *(Retired(name, entry.time) for name in sorted(left))))
 
@@ -206,7 +221,8 @@ class StepsIndex:
         nbytes, first, full = best
         names = tuple(entry.delta.name for entry in self.entries[first + 1 : end + 1] if entry.delta is not None)
         target = self.entries[end]
-        return Chain(target.step, target.content, None if full is None else full.name, names, nbytes)
+        name = target.stored[-1].name
+        return Chain(target.step, target.content, None if full is None else full.name, names, nbytes, name)
 
     def dump(self) -> bytes:
         """The inverse of `parse_steps`."""
@@ -214,6 +230,7 @@ class StepsIndex:
             "relayout": "steps",
             "version": STEPS_VERSION,
             "requires": [],
+            "grace_seconds": self.grace_seconds,
             "steps": [
                 {
                     "step": entry.step,
@@ -259,7 +276,7 @@ def parse_steps(blob: bytes, where: str) -> StepsIndex:
         raise FormatError("an entry has neither a folder nor a delta behind one", path=where, code="field")
     if entries and entries[0].delta is not None:
         raise FormatError("the first entry has a delta, and nothing to apply it to", path=where, code="field")
-    return StepsIndex(entries, pending, gone)
+    return StepsIndex(entries, pending, gone, top.size("grace_seconds"))
 
 
 def _parse_entry(fields: Fields) -> PublishedStep:

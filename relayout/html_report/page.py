@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -25,6 +25,7 @@ from relayout.checkpoint.converted import (
     check_lengths,
     check_present,
     is_converted,
+    read_digests,
     read_manifest,
     read_record,
     read_table,
@@ -34,10 +35,9 @@ from relayout.conversion.layout import Conversion
 from relayout.conversion.planning import default_output, plan_conversion
 from relayout.conversion.sidecar import recorded_source, stored_conversion
 from relayout.core.arguments import collapse_numbers, integer, path_text
-from relayout.core.digests import DIGEST_NBYTES, digest_hex
+from relayout.core.digests import DIGEST_NBYTES, digest_hex, pack_digests
 from relayout.core.slices import CutTensor, num_bytes
-from relayout.errors import FormatError, PlanError, shown
-from relayout.format.index import RankTable
+from relayout.errors import PlanError
 from relayout.reporting import Result
 from relayout.storage.local.descriptors import OpenFolder, with_path
 from relayout.storage.stores import Store, find_input
@@ -66,7 +66,6 @@ _MLP = re.compile(
 
 _MAX_PIECES = 8
 """Contiguous pieces of a slice in its whole tensor that the page draws one by one; more count as scattered."""
-_DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_NBYTES}}}")
 _MAX_DIGESTS_NBYTES = 9_500_000
 """Digests do not compress. If they have more bytes than this, the page has only the first bytes of each."""
 _MARK = '<meta name="generator" content="relayout report">'
@@ -228,7 +227,11 @@ def of_converted(folder: Store) -> tuple[dict[str, Any], bytes]:
         "model_type": manifest.model_type,
         "reads": [len(entry.reads) for entry in manifest.holders.values()],
     }
-    return of_conversion(conversion) | facts, _digests(conversion, list(tables.values()))
+    named = {
+        holder: dict(zip(table.names, read_digests(folder, manifest, holder), strict=True))
+        for holder, table in tables.items()
+    }
+    return of_conversion(conversion) | facts, _digests(conversion, named)
 
 
 def of_conversion(conversion: Conversion) -> dict[str, Any]:
@@ -322,16 +325,10 @@ def _rank(groups: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
     return {"num_tensors": num_tensors, "nbytes": needed, "by_rows_nbytes": by_rows, "shared_nbytes": shared}
 
 
-def _digests(conversion: Conversion, tables: Sequence[RankTable]) -> bytes:
-    """Digests of the slices: file after file, in the order of each."""
-    names = [tensor.name for tensor in conversion.source.tensors]
-    of_holder = [dict(zip(table.names, table.digests, strict=True)) for table in tables]
-    texts = [of_holder[file.holder][names[t]] for file in conversion.layout.files for t in file.tensors]
-    for text in texts:  # A reader of weights compares them, and so need not look at their form.
-        if not _DIGEST.fullmatch(text):
-            what = f"a digest in a rank table: {shown(text)}, expected {2 * DIGEST_NBYTES} hex digits"
-            raise FormatError(what, path=str(conversion.output), code="field")
-    return bytes.fromhex("".join(texts))
+def _digests(conversion: Conversion, of_holder: Mapping[int, Mapping[str, str]]) -> bytes:
+    """Digests of the slices, which holders have by name: file after file, in the order of each."""
+    names, files = [tensor.name for tensor in conversion.source.tensors], conversion.layout.files
+    return pack_digests(of_holder[file.holder][names[t]] for file in files for t in file.tensors)
 
 
 @lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from relayout.checkpoint.converted import read_manifest_blob
-from relayout.checkpoint.delta import chained, is_delta, read_deltas
+from relayout.checkpoint.delta import RankState, is_delta, read_deltas
 from relayout.checkpoint.steps import follow, way_to
 from relayout.checkpoint.trust import policy_of
 from relayout.core.digests import Hash, new_digest
@@ -30,12 +30,15 @@ from relayout.engines.load import EngineRank, WeightsPlace, open_converted, sour
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed
 from relayout.errors import PlanError, about
 from relayout.format.manifest import content_of
+from relayout.format.steps import step_of
 from relayout.live.recording import Recorded
 from relayout.live.views import View
 from relayout.loader.backends.base import kind_of
 from relayout.loader.backends.cuda import pin
 from relayout.loader.changes import ChangedPiece, PieceBatch, RankChanges
 from relayout.loader.requests import num_cpus
+from relayout.loader.sources.checkpoint import ConvertedRank
+from relayout.storage.stores import scheme_of
 from relayout.storage.system import Buffer
 
 if TYPE_CHECKING:
@@ -71,19 +74,22 @@ class Content:
     """The digest of relayout.json of what they make."""
     columns: TensorColumns
     """The rank's slices in it."""
+    state: RankState | None
+    """What is known of these slices, for deltas; None: they are put together from those of other ranks."""
 
     @staticmethod
     def of(weights: RankWeights) -> Content:
         """What a rank's weights are of."""
         deltas, source = weights.deltas or (), weights.opened.source
         paths = tuple(map(str, [deltas] if isinstance(deltas, str | os.PathLike) else deltas))
-        return Content(weights.path, paths, content_of(read_manifest_blob(source.store)), source.columns())
+        content = content_of(read_manifest_blob(source.store))
+        state = RankState.of(source.store, source.holder) if isinstance(source, ConvertedRank) else None
+        return Content(weights.path, paths, content, source.columns(), state)
 
     @property
     def digests(self) -> dict[str, str]:
         """The digests of the slices; none, if they are put together from those of other ranks."""
-        columns = self.columns
-        return {} if columns.digests is None else dict(zip(columns.names, columns.digests, strict=True))
+        return {} if self.state is None else self.state.by_name
 
     def check_same_layout(self, new: Content, source: str) -> None:
         """Check that the rank has the same slices in other weights."""
@@ -261,18 +267,30 @@ class LiveWeights:
         have = None if before is None else before.digest
 
         def find(has: bool) -> Sequence[str] | None:
-            # Under a policy only what is signed is looked at, and a root's index is not.
-            is_one = len(sources) == 1 and policy_of(None) is None
-            return way_to(sources[0], have if has else None, step) if is_one else None
+            is_place = len(sources) == 1 and scheme_of(source_url(sources[0], None)) != "hf"
+            return way_to(sources[0], have if has else None, step) if is_place else None
 
         def stage(way: Sequence[str] | None) -> Staged:
+            if way and step is None:
+                self._check_goes_on(way[-1])
             return self._stage(sources if way is None else way, before, memory, threads)
 
         return follow(find, stage, ", ".join(sources))
 
+    def _check_goes_on(self, newest: str) -> None:
+        """Check, under a policy, that the newest step of a root is not before the one that the engine has."""
+        has = self.content
+        if policy_of(None) is None or has is None:
+            return
+        old, new = (step_of(path.rstrip("/").rpartition("/")[2]) for path in ((has.path, *has.deltas)[-1], newest))
+        if old is not None and new is not None and new < old:
+            what = f"its newest step is {new}, and the engine has step {old}: name the step to go back to"
+            raise PlanError(what, path=newest, code="mismatch")
+
     def _stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int) -> Staged:
         for source in sources:
-            WeightsPlace(source_url(source, None)).check_policy()
+            if not is_delta(source):
+                WeightsPlace(source_url(source, None)).check_policy()
         if not sources:  # The engine has this step.
             has = before or self.known_content()
             return Staged(has.digest, has, (), None, (), frozenset(), None, None)
@@ -281,14 +299,16 @@ class LiveWeights:
             path, deltas = sources[folders[-1]], tuple(sources[folders[-1] + 1 :])
             return self._stage_whole(path, deltas, before, memory)
         before = before or self.known_content()
-        if before.columns.digests is None:
+        if before.state is None:
             return self._stage_whole(before.path, (*before.deltas, *sources), before, memory)
-        return self._stage_deltas(sources, before, memory, threads)
+        return self._stage_deltas(sources, before, before.state, memory, threads)
 
-    def _stage_deltas(self, sources: Sequence[str], before: Content, memory: int, threads: int) -> Staged:
-        engine, recorded = self._engine, self.recorded
-        found = list(chained(read_deltas(sources), before.digest, "what the engine has"))
-        changes = RankChanges.of(found, engine.rank, {*recorded.views, *recorded.reloaded})
+    def _stage_deltas(
+        self, sources: Sequence[str], before: Content, state: RankState, memory: int, threads: int
+    ) -> Staged:
+        recorded, found = self.recorded, list(read_deltas(sources, policy_of(None)))
+        names = {*recorded.views, *recorded.reloaded}
+        changes = RankChanges.of(found, state, "what the engine has", names)
         decoded, batches = _Decoded(recorded, memory), changes.batches()
         changes.run(batches, decoded.hold, threads)
         # What other ranks hold is not among this rank's changes: taken as changed.
@@ -302,8 +322,7 @@ class LiveWeights:
         else:
             flips, left = decoded.flips(), [] if decoded.is_complete else batches
         held = None if tensors is None else _held(tensors, memory - sum(one.nbytes for one in flips))
-        columns = _columns_of(before.columns, changes)
-        content = replace(before, deltas=deltas, digest=found[-1].link.manifest.makes, columns=columns)
+        content = replace(before, deltas=deltas, digest=changes.state.content, state=changes.state)
         return Staged(before.digest, content, flips, changes, left, modules, tensors, held)
 
     def _stage_whole(self, path: str, deltas: tuple[str, ...], before: Content | None, memory: int) -> Staged:
@@ -568,12 +587,6 @@ def _held(tensors: RankWeights, memory: int) -> list[tuple[str, torch.Tensor]] |
             if fits:
                 held.append((name, tensor))
     return held if fits else None
-
-
-def _columns_of(before: TensorColumns, changes: RankChanges) -> TensorColumns:
-    """The rank's slices behind deltas: only their digests are others."""
-    digests = dict(zip(changes.new.names, changes.new.digests, strict=True))
-    return replace(before, digests=[digests[name] for name in before.names])
 
 
 def _has_digest(views: Sequence[View], nbytes: int, numbers: _Numbers, content: Content, digest: str) -> bool | None:

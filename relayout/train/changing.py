@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from relayout.conversion.changes import element_widths
+from relayout.conversion.changes import EncodedPiece, element_widths
 from relayout.conversion.layout import Conversion, RankFile
 from relayout.conversion.steps import TensorDigests, Written
 from relayout.core.digests import EMPTY_DIGEST, digest_hex, proof_hex
@@ -383,20 +383,20 @@ class Changing:
             name, offset = self._places[key][0]
             return digest_hex(kept.files[name][offset : offset + self._planned.cut[key[0]].sizes[key[1]]].data)
 
-        def finish(one: tuple[_Pending, int, Bytes | None]) -> tuple[bytes, bytes]:
+        def finish(one: tuple[_Pending, int, Bytes | None]) -> EncodedPiece:
             file, number, xor = one
             extent = file.chunks[number]
-            content = bytes.fromhex(proof_hex(file.image[extent.offset : extent.end].data))
-            return content, b"" if xor is None else encode(xor, file.widths.of(extent))
+            encoded = b"" if xor is None else encode(xor, file.widths.of(extent))
+            return EncodedPiece(1 + number, encoded, proof_hex(file.image[extent.offset : extent.end].data))
 
         changed = sorted(self._slices)
         kept.slices |= dict(zip(changed, each(hashed, changed, self._threads), strict=True))
         self._slices.clear()
         done = [(file, number, xor) for file in pending.values() for number, xor in file.complete()]
-        for (file, number, _), (content, encoded) in zip(done, each(finish, done, self._threads), strict=True):
-            kept.chunks[file.file.name][number] = content
-            if encoded:
-                output.changed(file.file.name, 1 + number, encoded)
+        for (file, number, _), piece in zip(done, each(finish, done, self._threads), strict=True):
+            kept.chunks[file.file.name][number] = bytes.fromhex(piece.content)
+            if piece.encoded:
+                output.changed(file.file.name, piece)
 
     def _written(self, unit: int) -> Written:
         if self._own is None:

@@ -41,8 +41,13 @@ def steps(
     ] = False,
     prune: Annotated[bool, typer.Option("--prune", help="Delete what no step needs any more.")] = False,
     grace: Annotated[
-        int, typer.Option("--grace", metavar="SECONDS", help="Not what was needed so short ago: readers may be at it.")
-    ] = 3600,
+        int | None,
+        typer.Option(
+            "--grace",
+            metavar="SECONDS",
+            help="Keep what was needed until so long ago: readers may read it. Default: what the publisher promised.",
+        ),
+    ] = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,

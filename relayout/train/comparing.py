@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
@@ -16,13 +16,24 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from relayout.conversion.changes import UNCHANGED, write_pieces
-from relayout.core.digests import digest_hex
+from relayout.conversion.changes import EncodedPiece, write_pieces
+from relayout.core.digests import proof_hex
 from relayout.core.extents import BLOCK, Extent, align_up, split
 from relayout.core.workers import each
-from relayout.format.delta import NEW, OLD, DeltaFile, DeltaManifest, dump_delta, encode
-from relayout.format.index import DIGESTED_NBYTES, MANIFEST_NAME, VERSION, num_chunks
-from relayout.format.manifest import content_of, parse_manifest
+from relayout.format.delta import (
+    CHANGED_DIGESTS_NAME,
+    NEW,
+    NEW_MANIFEST_NAME,
+    DeltaFile,
+    DeltaManifest,
+    dump_changed_digests,
+    dump_delta,
+    encode,
+    layout_difference,
+)
+from relayout.format.index import CHUNKS_NAME, DIGESTS_NAME, MANIFEST_NAME, SIGNATURE_NAME, VERSION, places_of_digests
+from relayout.format.manifest import MAX_MANIFEST_NBYTES, compress, content_of, parse_manifest
+from relayout.format.steps import DELTA, FULL
 from relayout.publish.output import Output
 from relayout.storage.local.descriptors import with_path
 from relayout.storage.stores import WritableFile
@@ -45,11 +56,11 @@ class KeptStep:
     content: str | None = None
     """Digest of relayout.json; None: what is kept is of no step that all have published."""
     manifest: bytes = b""
-    """relayout.json as stored, of the process that publishes; as are the tables and what is beside the weights."""
-    tables: Mapping[str, bytes] = field(default_factory=dict)
-    """The tables of its ranks as stored, by name."""
-    side_files: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the files beside the weights, by name."""
+    """relayout.json as stored, of the process that publishes; as is what follows, up to `digests`."""
+    small: Mapping[str, str] = field(default_factory=dict)
+    """Proofs of all files beside the weights, by name."""
+    digests: bytes = b""
+    """relayout.digests as stored."""
     is_there: bool = False
     """Whether there is memory for what follows."""
     files: Mapping[str, Bytes] = field(default_factory=dict)
@@ -95,28 +106,37 @@ class StepOutput:
     mark = ""
 
     def __init__(
-        self, kept: KeptStep, side_files: Sequence[str], threads: int, *, delta: Output | None, full: Output | None
+        self,
+        kept: KeptStep,
+        files: Sequence[str],
+        threads: int,
+        *,
+        delta: Output | None,
+        full: Output | None,
+        sign: Callable[[str, bytes], bytes] | None,
     ) -> None:
         """Take what is kept of the step before, which becomes this one.
 
         Args:
-            side_files: names of the files beside the weights.
+            files: names of all weight files, in the order of the manifest.
             threads: that write to the folder.
             delta: is given what changed; None: no delta is made.
             full: is given everything; None: no folder is made.
+            sign: makes model.sig of `DELTA` or `FULL`, from relayout.json as stored; None: they are not signed.
         """
         self._kept, self._delta, self._full = kept, delta, full
-        self._threads = threads
-        self._side_names = frozenset(side_files)
-        self._pieces: dict[str, list[tuple[int, bytes]]] = {}
+        self._threads, self._sign = threads, sign
+        self._number_of = {name: number for number, name in enumerate(files)}
+        self._pieces: dict[str, list[EncodedPiece]] = {}
         """What changed of each file, but for its header."""
-        self._small: dict[str, bytes] = {}
-        self._side_files: dict[str, str] = {}
-        self._changed_side_files: list[str] = []
-        self.changes: dict[str, DeltaFile] = {}
-        """What the delta has of each weight file, by name."""
+        self._small: dict[str, str] = {}
+        self._digests = b""
+        self._others: list[str] = []
+        """The files beside the weights that changed."""
+        self.changes: dict[str, DeltaFile | None] = {}
+        """What the delta has of each weight file, by name; None: it did not change."""
         self.delta_nbytes = 0
-        """Bytes of what changed in all weight files, as the delta has it; in the end."""
+        """Bytes of the delta, in the end."""
 
     @property
     def makes_delta(self) -> bool:
@@ -135,9 +155,9 @@ class StepOutput:
     def write(self, name: str, nbytes: int) -> WritableFile:
         raise AssertionError(f"{name}: what is kept is changed where it is")
 
-    def changed(self, name: str, piece: int, encoded: bytes) -> None:
-        """Note what `encode` makes of a piece of a weight file, in rising order."""
-        self._pieces.setdefault(name, []).append((piece, encoded))
+    def changed(self, name: str, piece: EncodedPiece) -> None:
+        """Note what has changed of a weight file, in rising order."""
+        self._pieces.setdefault(name, []).append(piece)
 
     def head(self, name: str, head: bytes, nbytes: int) -> None:
         image, first = self._kept.files[name], np.frombuffer(head, np.uint8)
@@ -147,12 +167,9 @@ class StepOutput:
             self._write(self._full, name, image, len(head))
             self._full.head(name, head, nbytes)
         if self._delta is not None:
-            changes = [(0, encode(xor, [(xor.nbytes, 1)])), *self._pieces.pop(name, [])]
-            if len(changes) == 1 and not changes[0][1]:
-                self.changes[name] = UNCHANGED
-            else:
-                num_pieces = 1 + num_chunks(len(head), nbytes, DIGESTED_NBYTES)
-                self.changes[name] = write_pieces(self._delta, name, num_pieces, changes)
+            header = EncodedPiece(0, encode(xor, [(xor.nbytes, 1)]), proof_hex(head))
+            pieces = [header, *self._pieces.pop(name, [])]
+            self.changes[name] = write_pieces(self._delta, name, self._number_of[name], pieces)
 
     def _write(self, full: Output, name: str, image: Bytes, start: int) -> None:
         """Write the data section of a file."""
@@ -169,18 +186,24 @@ class StepOutput:
     def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
         content = b"".join(pieces)
         if self._full is not None:
+            if name == MANIFEST_NAME and self._sign is not None:
+                self._full.put(SIGNATURE_NAME, [self._sign(FULL, content)])
             self._full.put(name, [content], mode)
-        if name in self._side_names:
-            self._side_files[name] = digest_hex(content)
-            if self._kept.side_files.get(name) == self._side_files[name]:
-                return
-            self._changed_side_files.append(name)
-        else:
-            self._small[name] = content
-        if self._delta is not None:
-            self._delta.put(NEW + name, [content], mode)
         if name == MANIFEST_NAME:  # It is the last.
             self._complete(content)
+        elif name == DIGESTS_NAME:
+            self._digests = content
+        elif name != CHUNKS_NAME:
+            self._small[name] = proof_hex(content)
+            if self._delta is not None and self._kept.small.get(name) != self._small[name]:
+                self._others.append(name)
+                self._put(NEW + name, content, mode)
+
+    def _put(self, name: str, content: bytes, mode: int | None = None) -> None:
+        """Write a file of the delta."""
+        assert self._delta is not None
+        self._delta.put(name, [content], mode)
+        self.delta_nbytes += len(content)
 
     def kept(self, part: str) -> bytes | None:
         """The notes of a part that is finished; what it changed is counted as this output's."""
@@ -190,7 +213,7 @@ class StepOutput:
         if self._delta is not None:
             found = self._delta.kept(part)
             changes = {} if found is None else json.loads(found)
-            self.changes |= {name: DeltaFile(nbytes, digest) for name, (nbytes, digest) in changes.items()}
+            self.changes |= {name: None if one is None else DeltaFile(*one) for name, one in changes.items()}
         return found
 
     def keep(self, part: str, notes: bytes) -> None:
@@ -198,7 +221,7 @@ class StepOutput:
         if self._full is not None:
             self._full.keep(part, notes)
         if self._delta is not None:
-            changes = {name: (one.nbytes, one.index_digest) for name, one in self.changes.items()}
+            changes = {name: None if one is None else astuple(one) for name, one in self.changes.items()}
             self._delta.keep(part, json.dumps(changes).encode())
 
     def _complete(self, blob: bytes) -> None:
@@ -207,20 +230,31 @@ class StepOutput:
         Args:
             blob: the manifest of the step.
         """
-        manifest = parse_manifest(blob, MANIFEST_NAME)
+        kept = self._kept
         if self._delta is not None:
-            for name, content in self._kept.tables.items():
-                self._delta.put(OLD + name, [content])
-            self._delta.put(OLD + MANIFEST_NAME, [self._kept.manifest])
-            changed = tuple(self.changes[file.name] for file in manifest.files)
-            self.delta_nbytes = sum(one.nbytes for one in changed)
+            old, new = (parse_manifest(side, MANIFEST_NAME) for side in (kept.manifest, blob))
+            difference = layout_difference(old, new)
+            assert difference is None, difference
+            stored, parts = [], []
+            for place in places_of_digests(new):
+                sides = (side[place.offset : place.end] for side in (kept.digests, self._digests))
+                changed, part = dump_changed_digests(*sides)
+                stored.append(changed)
+                parts.append(part)
+            if any(stored):
+                self._put(CHANGED_DIGESTS_NAME, b"".join(stored))
+            self._put(NEW_MANIFEST_NAME, compress(blob, MAX_MANIFEST_NBYTES))
             made = DeltaManifest(
                 generator=f"relayout {VERSION}",
-                base=content_of(self._kept.manifest),
+                base=content_of(kept.manifest),
                 makes=content_of(blob),
-                files=changed,
-                side_files=tuple(self._changed_side_files),
+                files=tuple(one for file in new.files if (one := self.changes[file.name]) is not None),
+                digests=tuple(parts),
+                others=tuple(self._others),
             )
-            self._delta.put(MANIFEST_NAME, [dump_delta(made)])
-        self._kept.manifest, self._kept.side_files = blob, self._side_files
-        self._kept.tables = {entry.table: self._small[entry.table] for entry in manifest.holders.values()}
+            self.delta_nbytes += sum(one.nbytes for one in made.files)
+            stored_manifest = dump_delta(made)
+            if self._sign is not None:
+                self._put(SIGNATURE_NAME, self._sign(DELTA, stored_manifest))
+            self._put(MANIFEST_NAME, stored_manifest)
+        kept.manifest, kept.small, kept.digests = blob, self._small, self._digests

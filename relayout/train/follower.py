@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from relayout.errors import PlanError
+from relayout.checkpoint.delta import RankState, read_deltas, signed_content
+from relayout.checkpoint.trust import check_place, policy_of
+from relayout.errors import FormatError, PlanError
 from relayout.format.steps import Chain, PublishedStep
 from relayout.loader.api import load
-from relayout.loader.in_place import apply, as_loaded
+from relayout.loader.in_place import as_loaded, change_by
 from relayout.loader.sources.checkpoint import Asked
-from relayout.train.root import GRACE_SECONDS, Root
+from relayout.loader.sources.rank import TensorColumns
+from relayout.train.root import Root
 
 if TYPE_CHECKING:
     import torch
@@ -63,13 +67,14 @@ class Steps:
         """
         return self._root.chain(have, step)
 
-    def prune(self, grace_seconds: int = GRACE_SECONDS) -> list[str]:
+    def prune(self, grace_seconds: int | None = None) -> list[str]:
         """Delete what no step needs any more, and what killed publishers left; publishers do it after each step.
 
         Args:
             grace_seconds: what is no longer needed stays so long, for readers of an older index, by the clock of this
                 object. What was retired before it looked first stays a day longer, as clocks of machines may differ
-                by that. 0: no reader is left, and all that is retired is deleted.
+                by that. Default: what the publisher has promised readers. 0: no reader is left, and all that is retired
+                is deleted.
 
         Returns:
             The names of what was deleted.
@@ -102,12 +107,17 @@ class Follower:
             threads: as for `relayout.load`.
         """
         self._root, self._rank, self._threads = Root.at(root), rank, threads
+        self._state: RankState | None = None
+        """What is known of the tensors; None: nothing is loaded, or they were changed in part."""
         self.tensors: dict[str, torch.Tensor] = {}
         """The tensors by name, in host memory. `update` changes them where they are."""
-        self.content: str | None = None
-        """Digest of relayout.json of the step that they are of; None: nothing is loaded."""
         self.step: int | None = None
-        """The number of that step."""
+        """The number of the step that they are of; None: nothing is loaded."""
+
+    @property
+    def content(self) -> str | None:
+        """The content of that step, see `manifest.content_of`; None: nothing is loaded."""
+        return None if self._state is None else self._state.content
 
     def update(self, step: int | None = None) -> int | None:
         """Go to the newest step, or to another one: by deltas in place, or by a load into the tensors that are there.
@@ -116,36 +126,53 @@ class Follower:
             The number of the step if the tensors have changed; None: they are what they were.
 
         Raises:
-            FormatError: what was published is damaged.
-            PlanError: the root has no step, or not that one.
+            FormatError: what was published is damaged, or not signed as the policy (RELAYOUT_TRUST) wants it.
+            PlanError: the root has no step, or not that one; or under a policy, the newest step is before the one that
+                is loaded.
             OSError: as `relayout.load`. If tensors were changed in part, the next call loads all of them.
         """
-        return self._root.with_chain(self._go, self.content, step)
+        check_place(self._root.location)
+        return self._root.with_chain(partial(self._go, is_newest=step is None), self.content, step)
 
-    def _go(self, chain: Chain) -> int | None:
+    def _go(self, chain: Chain, *, is_newest: bool) -> int | None:
+        policy, had = policy_of(None), self._state
+        if policy is not None and is_newest and self.step is not None and chain.step < self.step:
+            what = f"its newest step is {chain.step}, after step {self.step}: update(step={chain.step}) goes back"
+            raise PlanError(what, path=str(self._root), code="mismatch")
         if chain.content == self.content:
+            if policy is not None and chain.step != self.step:
+                self._check(chain, signed_content(self._root.path(chain.target), policy))
             self.step = chain.step
             return None
-        self._root.check(chain)
         deltas = [self._root.path(name) for name in chain.deltas]
-        had, self.content = self.content, None
         if chain.full is not None:
-            self.tensors = self._loaded(self._root.path(chain.full), deltas)
+            source = Asked(path=self._root.path(chain.full), rank=self._rank, deltas=deltas).source()
+            state = RankState.of(source.store, self._rank)
+            self._check(chain, state.content)
+            self._state = None
+            self.tensors = self._loaded(self._root.path(chain.full), deltas, source.columns())
         else:
-            for delta in deltas:
-                apply(delta, self._rank, self.tensors, threads=self._threads)
-        assert had is not None or chain.full is not None
-        self.content, self.step = chain.content, chain.step
+            assert had is not None
+            found = list(read_deltas(deltas, policy))
+            self._check(chain, found[-1].manifest.makes)
+            self._state = None
+            state = change_by(found, had, self.tensors, f"step {self.step}", self._threads)
+        self._state, self.step = state, chain.step
         return chain.step
 
-    def _loaded(self, full: str, deltas: list[str]) -> dict[str, torch.Tensor]:
+    def _check(self, chain: Chain, content: str) -> None:
+        """Check that what a way leads to is what the index says. FormatError: it is not."""
+        if content != chain.content:
+            what = f"the way to step {chain.step} makes content {content}, the index of steps says {chain.content}"
+            raise FormatError(what, path=str(self._root), code="mismatch")
+
+    def _loaded(self, full: str, deltas: list[str], rank: TensorColumns) -> dict[str, torch.Tensor]:
         """The tensors of a folder and deltas, in the memory of those of now that have the same shape and dtype.
 
         A wider dtype has all values, too, but the next delta would not fit its bytes: that tensor is made again.
         """
         options: dict[str, Any] = {"deltas": deltas, "threads": self._threads}
         if self.tensors:
-            rank = Asked(path=full, rank=self._rank, deltas=deltas).source().columns()
             kept = as_loaded(self.tensors, rank)
             try:
                 if kept:

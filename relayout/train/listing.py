@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from relayout.checkpoint.converted import (
+    check_head,
     check_intact,
     check_small,
     digests_of_small,
-    read_chunk_digests,
+    names_of,
+    parts_of_packed,
+    read_head,
     read_manifest,
     read_manifest_blob,
+    read_record,
+    sizes_of_packed,
 )
-from relayout.checkpoint.delta import read_delta
+from relayout.checkpoint.delta import Changes, Delta, chained, change_digests, read_delta
 from relayout.checkpoint.steps import no_steps
+from relayout.core.digests import proof_hex
 from relayout.errors import FormatError, PlanError
-from relayout.format.delta import NEW, OLD
-from relayout.format.index import Manifest
-from relayout.format.manifest import content_of
+from relayout.format.delta import NEW
+from relayout.format.index import (
+    SIGNATURE_NAME,
+    Manifest,
+)
+from relayout.format.manifest import SOURCE_RECORD_NAME, content_of
+from relayout.format.source_record import SourceRecord
 from relayout.format.steps import PublishedStep, Retired, StepsIndex, Stored
 from relayout.reporting import Result
-from relayout.storage.stores import Store, find_store
-from relayout.train.root import GRACE_SECONDS, Root
+from relayout.storage.stores import find_store, read_whole
+from relayout.train.root import Root
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,7 +62,7 @@ class StepsListing(Result):
 
 
 def list_steps(
-    root: str | os.PathLike[str], *, check: bool = False, prune: bool = False, grace_seconds: int = GRACE_SECONDS
+    root: str | os.PathLike[str], *, check: bool = False, prune: bool = False, grace_seconds: int | None = None
 ) -> StepsListing:
     """List the steps of a root.
 
@@ -66,58 +79,121 @@ def list_steps(
     place = Root.at(root)
     deleted = place.prune(grace_seconds) if prune else []
     index = place.read()
-    if index == StepsIndex():
+    if not (index.entries or index.pending or index.retired):
         raise no_steps(find_store(place.location))
     differences = tuple(_differences(place, index)) if check else None
     return StepsListing(place.location, index.entries, index.pending, index.retired, tuple(deleted), differences)
 
 
 def _differences(root: Root, index: StepsIndex) -> Iterator[str]:
-    before: str | None = None
+    before: _Known | None = None
     for entry in index.entries:
+        after: _Known | None = None
         for stored, check in ((entry.full, _check_folder), (entry.delta, _check_delta)):
             try:
                 if stored is not None:
-                    check(root, entry, stored, before)
+                    after = check(root, entry, stored, before) or after
             except (FormatError, PlanError) as error:
                 yield f"step {entry.step}: {error}"
-        before = entry.content
+        before = after
 
 
-def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: str | None) -> None:
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is proven of a step: what the next delta applies to."""
+
+    content: str
+    manifest: Manifest
+    record: SourceRecord
+    packed: Mapping[str, npt.NDArray[np.uint8]]
+    """The files that have digests in binary form, by name."""
+    heads: Sequence[bytes]
+    """The first bytes of each weight file."""
+
+    def check(self, where: str) -> None:
+        """Compare the digests with the proofs that the manifest has of them. FormatError: they differ."""
+        for name, parts in parts_of_packed(self.manifest).items():
+            for place, proof in parts:
+                if proof_hex(self.packed[name][place.offset : place.end].data) != proof:
+                    what = f"the part of {name} at {place.offset} differs from the manifest"
+                    raise FormatError(what, path=where, code="digest")
+
+
+def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: _Known | None) -> _Known:
     store = find_store(root.path(stored.name))
     _check_digest("relayout.json", content_of(read_manifest_blob(store)), entry.content, str(store))
     check_intact(store)
-    _check_chunks(store, read_manifest(store))
+    manifest = read_manifest(store)
+    packed = {
+        name: np.frombuffer(read_whole(store.open(name, nbytes), store.location(name), nbytes), np.uint8)
+        for name, nbytes in sizes_of_packed(manifest).items()
+    }
+    heads = [read_head(store, file) for file in manifest.files]
+    known = _Known(entry.content, manifest, read_record(store, manifest), packed, heads)
+    known.check(str(store))
+    return known
 
 
-def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: str | None) -> None:
-    store = find_store(root.path(stored.name))
-    delta = read_delta(store)
-    if before is not None:  # Nobody needs a delta that leads to the first step.
-        _check_digest("what it applies to", delta.link.manifest.base, before, str(store))
-    _check_digest("what it makes", delta.link.manifest.makes, entry.content, str(store))
-    for file, was, becomes in zip(delta.link.manifest.files, delta.old.files, delta.new.files, strict=True):
-        if not file.nbytes and was != becomes:
-            what = f"says that {becomes.name} does not change, and its manifests differ in it"
-            raise FormatError(what, path=str(store), code="mismatch")
-    for index in range(len(delta.new.files)):
-        delta.changes(index)
-    old, new = (find_store(root.path(f"{stored.name}/{side.rstrip('/')}")) for side in (OLD, NEW))
-    for table in delta.old.holders.values():
-        check_small(old, delta.old, table.table, table.table_digest)
-    for name, digest in digests_of_small(delta.new).items():
-        check_small(new, delta.new, name, digest)
-    for name in delta.link.manifest.side_files:
-        if new.stat(name) is None:
-            raise FormatError("is missing", path=new.location(name), code="missing")
-    _check_chunks(new, delta.new)
+def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: _Known | None) -> _Known | None:
+    """Check a delta, and what it makes of the step before, of which no weights are read.
+
+    Digests of what did not change are those of the step before, so that the manifest of the result also proves that
+    nothing else has changed.
+    """
+    delta = read_delta(find_store(root.path(stored.name)))
+    where = str(delta.store)
+    _check_digest("what it makes", delta.manifest.makes, entry.content, where)
+    if before is None:  # What is wrong with that has been said.
+        return None
+    for _ in chained([delta], before.manifest, before.content, "the step before"):
+        pass
+    heads = []
+    for index, (old, new) in enumerate(zip(before.manifest.files, delta.new.files, strict=True)):
+        changes, head = delta.changes(index), before.heads[index]
+        if changes is not None and changes.header_digest is not None:
+            head = _changed_head(changes, head)
+        else:
+            _check_digest(f"the header of {new.name}", old.header_digest, new.header_digest, where)
+        check_head(memoryview(head), new.tensors_digest, new.data_start, f"{where}: {new.name}")
+        heads.append(head)
+    packed = {name: content.copy() for name, content in before.packed.items()}
+    for name, content in packed.items():
+        change_digests(delta, name, content)
+    known = _Known(entry.content, delta.new, _record_of(delta, before), packed, heads)
+    known.check(where)
+    return known
 
 
-def _check_chunks(folder: Store, manifest: Manifest) -> None:
-    """Raise FormatError unless relayout.chunks has the digests of all chunks that the manifest proves."""
-    for index in range(len(manifest.files)):
-        read_chunk_digests(folder, manifest, index)
+def _changed_head(changes: Changes, head: bytes) -> bytes:
+    """The first bytes of a weight file whose header a delta changes."""
+    [(_, stored)] = changes.read(0, 1)
+    change = np.zeros(changes.extent(0).nbytes, np.uint8)
+    changes.apply(stored, change.data)
+    return (np.frombuffer(head, np.uint8) ^ change[: len(head)]).tobytes()
+
+
+def _record_of(delta: Delta, before: _Known) -> SourceRecord:
+    """The source record behind a delta, with which all its small files agree."""
+    old, others = digests_of_small(before.manifest), set(delta.manifest.others)
+    side = {one.name: one.digest for one in before.record.side_files}
+    for name, proof in digests_of_small(delta.new).items():
+        if name in others:
+            check_small(delta.store, delta.new, NEW + name, proof)
+        else:
+            _check_digest(name, old.get(name, "none"), proof, str(delta.store))
+    record = before.record
+    if SOURCE_RECORD_NAME in others:
+        record = read_record(delta.store, delta.new, NEW)
+    for one in record.side_files:
+        where = delta.store.location(NEW + one.name)
+        if one.name not in others:
+            _check_digest(one.name, side.get(one.name, "none"), one.digest, where)
+        elif delta.store.stat(NEW + one.name) is None:
+            raise FormatError("is missing", path=where, code="missing")
+    if unknown := others - names_of(delta.new, record) - {SIGNATURE_NAME}:
+        what = f"has {min(unknown)}, which is no file of the result"
+        raise FormatError(what, path=str(delta.store), code="mismatch")
+    return record
 
 
 def _check_digest(what: str, found: str, expected: str, where: str) -> None:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
+from relayout.checkpoint.signing import signed, signer_of
 from relayout.conversion.layout import Conversion
 from relayout.conversion.planning import CutOptions, PlanOptions
 from relayout.conversion.run import Summary
 from relayout.conversion.sidecar import other_names
 from relayout.core.arguments import at_least_one, folder_text, integer, takes
 from relayout.errors import PlanError, RelayoutError, shown
-from relayout.format.delta import NEW, OLD, delta_name
+from relayout.format.delta import CHANGED_DIGESTS_NAME, NEW, NEW_MANIFEST_NAME, delta_name
 from relayout.format.fields import MAX_SIZE
-from relayout.format.index import MANIFEST_NAME
+from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME
 from relayout.format.manifest import content_of
-from relayout.format.steps import DELTA, FULL, PublishedStep, Retention, StepsIndex, Stored, step_name
+from relayout.format.steps import DELTA, FULL, GRACE_SECONDS, PublishedStep, Retention, StepsIndex, Stored, step_name
 from relayout.loader.group.collectives import Group
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import StoreDestination
@@ -34,7 +36,7 @@ from relayout.storage.stores import Store, find_store
 from relayout.train.changing import Changing
 from relayout.train.comparing import KeptStep, StepOutput
 from relayout.train.group_save import GroupSave, PlannedSave
-from relayout.train.root import GRACE_SECONDS, Root
+from relayout.train.root import Root
 from relayout.train.save import DEFAULT_SHARD_NBYTES, DEFAULT_THREADS, Held, Saving, check_floating, holding, start
 
 if TYPE_CHECKING:
@@ -82,6 +84,9 @@ class Publisher:
         keep_seconds: int = 24 * 3600,
         grace_seconds: int = GRACE_SECONDS,
         keep_in: str | os.PathLike[str] | None = None,
+        key: str | os.PathLike[str] | None = None,
+        certificate: str | os.PathLike[str] | None = None,
+        chain: Sequence[str | os.PathLike[str]] = (),
         max_part_nbytes: int | str = DEFAULT_STEP_PART_NBYTES,
         max_shard_size: int | str = DEFAULT_SHARD_NBYTES,
         threads: int = DEFAULT_THREADS,
@@ -101,6 +106,8 @@ class Publisher:
             keep_in: a folder on a local drive for the bytes of the last step. Default: host memory, of each of N
                 members 1/N of the weights as files, and up to as much each for whole tensors that it digests, and for
                 what it holds of tensors that others write; of a process without a group, the weights once.
+            key, certificate, chain: sign each step, as `relayout.sign` does: its relayout.json, which proves all else.
+                All members of a group read them. Default: steps are not signed.
             max_part_nbytes: as for `relayout.save`. Beside the last step, what changed in a part is in memory, encoded,
                 for each rank whose files this process writes.
             config, dtype, group, max_shard_size, threads, progress: as for `relayout.save`.
@@ -126,6 +133,9 @@ class Publisher:
             max_part_nbytes=max_part_nbytes,
             **options,
         )
+        if key is None and (certificate is not None or chain):
+            raise PlanError("certificate, chain: of no key; give the key, too", code="option")
+        self._signer = None if key is None else signer_of(key, certificate, chain)
         kept_in = folder_text(keep_in, "keep_in")
         self._kept = KeptStep(None if kept_in is None else Path(kept_in))
         self._layout: object = None
@@ -209,7 +219,7 @@ class Publisher:
         if len(set(group.all_gather(base))) > 1:
             base = None  # One of them failed alone: what it keeps is of no step, or of another one.
         names = _by_first(group, lambda: self._announced(step, base))
-        return _StepPlace(self._root, step, names, planned, self._kept, self._saving.threads, group)
+        return _StepPlace(self._root, step, names, planned, self._kept, self._saving.threads, group, self._signer)
 
     def _announced(self, step: int, base: str | None) -> dict[str, str]:
         """The names of what is written for a step, by kind; they are in the index now.
@@ -231,7 +241,7 @@ class Publisher:
             names.clear()
             names.update((kind, step_name(kind, step, token)) for kind in kinds)
             self._known.update(names.values())  # Now: the answer to what is written may be lost.
-            return index.announced(names.values(), int(time.time()))
+            return index.announced(names.values(), int(time.time()), self._grace_seconds)
 
         self._prune()  # Before anything is written: the step may need the space.
         self._root.make()
@@ -259,7 +269,7 @@ class Publisher:
     def _prune(self) -> None:
         """Delete what was retired long enough ago."""
         try:
-            self._root.prune(self._grace_seconds)
+            self._root.prune()
         except (RelayoutError, OSError) as error:  # A step can be published all the same.
             getLogger("relayout").warning("relayout: %s: not all that is retired was deleted: %s", self._root, error)
 
@@ -298,6 +308,8 @@ class _StepPlace:
     kept: KeptStep
     threads: int
     group: Group
+    signer: Any
+    """What signs, see `signing.signer_of`; None: nothing is signed."""
     delta_nbytes: int = 0
 
     def entry(self) -> PublishedStep:
@@ -334,12 +346,17 @@ class _StepPlace:
         if FULL in self.names:
             place = find_store(self.root.path(self.names[FULL]))
             full = stack.enter_context(begun(StoreDestination(place, CONVERTED), work))
-        return StepOutput(self.kept, self.planned.source.side_files, self.threads, delta=delta, full=full)
+        files = [file.name for file in self.planned.layout.files]
+        sign = None if self.signer is None else self._sign
+        return StepOutput(self.kept, files, self.threads, delta=delta, full=full, sign=sign)
+
+    def _sign(self, kind: str, manifest: bytes) -> bytes:
+        """Return model.sig of a folder or a delta with this relayout.json."""
+        return signed(self.signer, self.names[kind], {MANIFEST_NAME: sha256(manifest).hexdigest()})
 
     def _delta_work(self, work: Work) -> Work:
         """What the delta is to its output, made as `work` is."""
-        small = other_names(self.planned)
-        tables = [name for name in small if name not in self.planned.source.side_files]
-        names = [*(NEW + name for name in small), *(OLD + name for name in tables), MANIFEST_NAME]
+        names = [NEW + name for name in other_names(self.planned)]
         names += [delta_name(file.name) for file in self.planned.layout.files]
+        names += [NEW_MANIFEST_NAME, CHANGED_DIGESTS_NAME, SIGNATURE_NAME, MANIFEST_NAME]
         return replace(work, what=f"what changed up to step {self.step}", weights=(), others=names)

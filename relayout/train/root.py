@@ -9,15 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from relayout.checkpoint.converted import CONVERTED, read_manifest_blob
+from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.delta import DELTA_OUTPUT
 from relayout.checkpoint.folder import CONFIG_NAME, SINGLE_NAME
 from relayout.checkpoint.steps import follow, no_steps, read_steps
 from relayout.core.arguments import path_text
-from relayout.errors import FormatError, PlanError, RelayoutError
-from relayout.format.delta import parse_delta
+from relayout.errors import PlanError, RelayoutError
 from relayout.format.index import HUB_INDEX_NAME, MANIFEST_NAME
-from relayout.format.manifest import content_of
 from relayout.format.steps import (
     FULL,
     MAX_STEPS_NBYTES,
@@ -29,9 +27,6 @@ from relayout.publish.publishers import publisher_of
 from relayout.storage.stores import Kind, Store, find_store
 
 Result = TypeVar("Result")
-
-GRACE_SECONDS = 3600
-"""How long what is retired stays: a reader of an older index has so long to read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +117,7 @@ class Root:
             raise no_steps(self._store())
         return chain
 
-    def check(self, chain: Chain) -> None:
-        """Check that the last folder or delta of a way makes what the index says, of which it has the digest.
-
-        Raises:
-            FormatError: it makes something else, or is missing or damaged.
-        """
-        last = chain.deltas[-1] if chain.deltas else chain.full
-        assert last is not None
-        store = find_store(self.path(last))
-        blob, where = read_manifest_blob(store), store.location(MANIFEST_NAME)
-        content = parse_delta(blob, where).makes if chain.deltas else content_of(blob)
-        if content != chain.content:
-            what = f"makes content {content}, the index of steps says {chain.content} for step {chain.step}"
-            raise FormatError(what, path=where, code="mismatch")
-
-    def prune(self, grace_seconds: int = GRACE_SECONDS) -> list[str]:
+    def prune(self, grace_seconds: int | None = None) -> list[str]:
         """Delete what was retired longer ago; return its names.
 
         The proof that it may be deleted: the index names it as retired, so a publisher of this root wrote it, and no
@@ -159,20 +139,21 @@ class Root:
             raise failed[0]
         return gone
 
-    def _due(self, grace_seconds: int) -> list[str]:
+    def _due(self, grace_seconds: int | None) -> list[str]:
         """The names that were retired so long ago, whatever the clocks of other machines say.
 
         The proof is one clock: this object has seen the name retired for so long. For names that other processes have
         retired, and that this one sees for the first time, their clocks must agree with this one's, to within a day.
         """
-        retired, now, seconds = self.read().retired, time.time(), time.monotonic()
+        index, now, seconds = self.read(), time.time(), time.monotonic()
+        retired, grace = index.retired, index.grace_seconds if grace_seconds is None else grace_seconds
         seen = {one.name: self._seen.get(one.name, seconds) for one in retired}
         self._seen.clear()
         self._seen.update(seen)
-        if grace_seconds <= 0:
+        if grace <= 0:
             return list(seen)
-        long_ago = now - grace_seconds - _CLOCKS_DIFFER_SECONDS
-        return [one.name for one in retired if seconds - seen[one.name] >= grace_seconds or one.since <= long_ago]
+        long_ago = now - grace - _CLOCKS_DIFFER_SECONDS
+        return [one.name for one in retired if seconds - seen[one.name] >= grace or one.since <= long_ago]
 
 
 _NUM_CONFLICTS = 8

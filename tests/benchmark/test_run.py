@@ -13,19 +13,20 @@ from relayout.benchmark.loaders import LOADERS
 from relayout.benchmark.measure import expected_digests, plan_bench
 from relayout.benchmark.run import Folders, RankGroup, digest_of, digest_of_tensors
 from relayout.benchmark.verdict import RankLoads
-from relayout.checkpoint.converted import read_manifest, read_table
+from relayout.checkpoint.converted import read_digests, read_manifest, read_table
 from relayout.storage.stores import find_store
 
 
 def test_the_digest_of_tensors_is_that_of_the_tables(folders: Folders) -> None:
     assert folders.converted is not None
     store = find_store(folders.converted)
-    table = read_table(store, read_manifest(store), 2)
+    manifest = read_manifest(store)
+    table, digests = read_table(store, manifest, 2), read_digests(store, manifest, 2)
     tensors = relayout.load(folders.converted, 2)
-    assert digest_of_tensors(tensors) == digest_of(zip(table.names, table.shapes, table.digests, strict=True))
+    assert digest_of_tensors(tensors) == digest_of(zip(table.names, table.shapes, digests, strict=True))
     tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
     tensors["lm_head.weight"][0, 0] += 1
-    assert digest_of_tensors(tensors) != digest_of(zip(table.names, table.shapes, table.digests, strict=True))
+    assert digest_of_tensors(tensors) != digest_of(zip(table.names, table.shapes, digests, strict=True))
 
 
 def test_ranks_are_loaded_cold_in_fresh_processes_and_bytes_are_compared(folders: Folders, tmp_path: Path) -> None:

@@ -196,7 +196,10 @@ def test_a_process_is_killed_while_it_fetches(server: Server, converted: Path, t
 
 @pytest.mark.parametrize(
     ("position", "says", "code"),
-    [(-3, "bytes [0-9]+ to [0-9]+ do not match digest", "digest"), (40, "content in its header differs from", "owner")],
+    [
+        (-3, "bytes [0-9]+ to [0-9]+ do not match digest", "digest"),
+        (40, "tensors_digest in its header differs", "owner"),
+    ],
 )
 def test_damage_on_the_way_is_never_kept(
     server: Server, converted: Path, tmp_path: Path, position: int, says: str, code: str

@@ -25,7 +25,7 @@ from relayout.checkpoint.converted import (
     read_manifest,
 )
 from relayout.errors import FormatError, PlanError
-from relayout.format.index import CHUNKS_NAME, MANIFEST_NAME, SIGNATURE_NAME
+from relayout.format.index import CHUNKS_NAME, DIGESTS_NAME, MANIFEST_NAME, SIGNATURE_NAME
 from relayout.storage.stores import find_input
 
 
@@ -47,7 +47,7 @@ def refuses(folder: Path, name: str) -> None:
 def test_a_conversion_is_intact_only_with_all_files_in_their_lengths(folder: Path) -> None:
     check_intact(find_input(folder))
     names = [*names_of_index(read_manifest(find_input(folder))), *weights_of(folder)]
-    assert len(names) == 8
+    assert len(names) == 9
     for name in names:
         blob = (folder / name).read_bytes()
         (folder / name).unlink()
@@ -60,7 +60,9 @@ def test_a_conversion_is_intact_only_with_all_files_in_their_lengths(folder: Pat
 
 
 def test_small_files_are_intact_only_with_their_digests(folder: Path) -> None:
-    names = [name for name in names_of_index(read_manifest(find_input(folder))) if name != CHUNKS_NAME]
+    names = [
+        name for name in names_of_index(read_manifest(find_input(folder))) if name not in (CHUNKS_NAME, DIGESTS_NAME)
+    ]
     assert len(names) == 5
     for name in names:
         place = (folder / name).stat().st_size // 2
@@ -74,9 +76,9 @@ def test_a_weight_file_that_names_another_content_is_not_the_one_of_the_manifest
     """As where files of two conversions were mixed up."""
     file = read_manifest(find_input(folder)).files[1]
     blob = (folder / file.name).read_bytes()
-    assert blob.count(file.content.encode()) == 1
-    (folder / file.name).write_bytes(blob.replace(file.content.encode(), file.content[::-1].encode()))
-    with pytest.raises(FormatError, match="content in its header differs"):
+    assert blob.count(file.tensors_digest.encode()) == 1
+    (folder / file.name).write_bytes(blob.replace(file.tensors_digest.encode(), file.tensors_digest[::-1].encode()))
+    with pytest.raises(FormatError, match="tensors_digest in its header differs"):
         check_intact(find_input(folder))
 
 

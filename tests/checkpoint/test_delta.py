@@ -7,27 +7,27 @@ import resource
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from blake3 import blake3
 from safetensors.torch import load_file
 from support.bits import flip
 from support.conversions import stored_in
 from support.loader_fixtures import assert_equal
+from support.sidecar import RESULT, Piece, forge, forge_digests, forge_pieces, forge_result, proof
 from support.training import convert, tree
-from xxhash import xxh3_128_digest
 
 import relayout
 from relayout.checkpoint.delta import read_deltas, with_deltas
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import encode
-from relayout.format.manifest import sealed
 from relayout.storage.local.store import LocalStore
 from relayout.storage.stores import find_input
+
+PROOF = proof(b"another piece")
 
 
 def test_loads_of_every_kind_read_through_deltas(steps: Path) -> None:
@@ -123,11 +123,12 @@ def test_each_delta_of_a_chain_costs_the_same(
     deltas = [chain[0] / f"d{step}" for step in range(1, CHAIN + 1)]
     relayout.load(chain[0] / "0", 0, deltas=deltas)
     of_each = [Counter(path for path in opened if path.startswith(f"{delta}/")) for delta in deltas[1:-1]]
-    assert {tuple(sorted(found.values())) for found in of_each} == {(1, 1), (1, 1, 3)}  # Nothing changed; weights did.
+    # Nothing changed; weights did.
+    assert {tuple(sorted(found.values())) for found in of_each} == {(1, 1), (1, 1, 3)}
     assert sum(path.startswith(f"{chain[0] / '0'}/") for path in opened) < 10
 
 
-@pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors.delta", "relayout.json", "new/relayout.json"])
+@pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors.delta", "relayout.json", RESULT])
 def test_a_damaged_delta_of_a_chain_is_named_by_its_position(
     name: str, chain: tuple[Path, list[dict[str, np.ndarray]]], tmp_path: Path
 ) -> None:
@@ -141,64 +142,165 @@ def test_a_damaged_delta_of_a_chain_is_named_by_its_position(
         relayout.load(chain[0] / "0", 0, deltas=[*deltas[:at], *deltas[at + 1 :]])
 
 
-NEW_MANIFEST = Path("new") / "relayout.json"
-
-
 def test_a_manifest_of_another_delta_is_not_believed(steps: Path, tmp_path: Path) -> None:
-    """It is intact: found when the delta is read; and if it comes later, when the manifest is asked for again."""
+    """It is intact: found when the delta is read. If it comes later, the one that was read stays."""
     shutil.copytree(steps / "0-to-1", tmp_path / "delta")
     made = with_deltas(find_input(steps / "0"), read_deltas(tmp_path / "delta"))
-    shutil.copy(steps / "1-to-2" / NEW_MANIFEST, tmp_path / "delta" / "new")
-    for read in (lambda: made.read("relayout.json", 2**20), lambda: list(read_deltas(tmp_path / "delta"))):
-        with pytest.raises(FormatError, match="digest differs from the one in the delta's manifest"):
-            read()
+    shutil.copy(steps / "1-to-2" / RESULT, tmp_path / "delta" / "new")
+    with pytest.raises(FormatError, match="digest differs from the one in the delta's manifest"):
+        list(read_deltas(tmp_path / "delta"))
+    assert made.read("relayout.json", 2**20) == (steps / "1" / "relayout.json").read_bytes()
 
 
-@pytest.mark.parametrize("forgery", ["one file more", "other files"])
-def test_a_delta_that_says_it_is_between_other_layouts_is_refused(forgery: str, steps: Path, tmp_path: Path) -> None:
+def test_a_base_that_other_deltas_change_is_not_believed(steps: Path, tmp_path: Path) -> None:
+    """What was read before has its proof, and so has what is read of the others, but not together."""
+    shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    made = with_deltas(find_input(steps / "0"), read_deltas(tmp_path / "delta"))
+    for path in (steps / "1-to-2").glob("*.delta"):
+        shutil.copy(path, tmp_path / "delta")
+    for name in ("model-rank-0-part-0.safetensors", "relayout.chunks", "relayout.digests"):
+        with (
+            pytest.raises(FormatError, match=r"differs? from the manifest|bytes long, expected"),
+            made.open(name) as file,
+        ):
+            file.read(0, memoryview(bytearray(file.nbytes)))
+
+
+FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file twice": (
+        lambda delta: forge(delta / "relayout.json", lambda top: top["files"].append(top["files"][0])),
+        r"files \[0, 1, 0\], expected rising numbers",
+    ),
+    "a file more": (
+        lambda delta: forge(delta / "relayout.json", lambda top: top["files"].append(top["files"][0] | {"file": 2})),
+        "changes of file 2, there are 2",
+    ),
+    "a part of digests more": (
+        lambda delta: forge(delta / "relayout.json", lambda top: top["digests"].append(top["digests"][0])),
+        "digests of 4 parts, 2 holders and the source have some",
+    ),
+    "a part of digests less": (
+        lambda delta: forge(delta / "relayout.json", lambda top: top["digests"].pop()),
+        "digests of 2 parts, 2 holders and the source have some",
+    ),
+    "a longer file": (
+        lambda delta: forge_result(delta, lambda top: top["files"][1].update(nbytes=top["files"][1]["nbytes"] + 1)),
+        "does not keep the layout of .*: the files differ",
+    ),
+    "another table": (
+        lambda delta: forge_result(delta, lambda top: top["ranks"][1].update(table_digest="0" * 64)),
+        "does not keep the layout of .*: the tables differ",
+    ),
+    "another number of source tensors": (
+        lambda delta: forge_result(delta, lambda top: top["source"].update(num_tensors=3)),
+        "does not keep the layout of .*: the number of source tensors differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_delta_that_says_it_is_between_other_layouts_is_refused(name: str, steps: Path, tmp_path: Path) -> None:
     forged = shutil.copytree(steps / "0-to-1", tmp_path / "delta")
-    top = json.loads((forged / "relayout.json").read_bytes())
-    if forgery == "one file more":
-        top["files"].append(top["files"][0])
-    else:
-        made = convert(steps / "source-1", tmp_path / "made", align=8192) / "relayout.json"
-        top["makes"] = blake3(made.read_bytes()).hexdigest()
-        shutil.copy(made, forged / NEW_MANIFEST)
-    del top["self_digest"]
-    (forged / "relayout.json").write_bytes(sealed(top))
-    with pytest.raises(FormatError, match=r"not between checkpoints of one layout: .*files differ"):
+    change, what = FORGERIES[name]
+    change(forged)
+    with pytest.raises(FormatError, match=what) as caught:
+        relayout.load(steps / "0", 0, deltas=forged)
+    assert str(caught.value).startswith(f"{forged}")
+    with pytest.raises(FormatError, match=what):
+        relayout.apply_deltas(steps / "0", forged, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_delta_to_a_conversion_that_is_aligned_otherwise_is_refused(steps: Path, tmp_path: Path) -> None:
+    forged = shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    made = json.loads((convert(steps / "source-1", tmp_path / "made", align=8192) / "relayout.json").read_bytes())
+    forge_result(forged, lambda top: top.update(made))
+    with pytest.raises(FormatError, match=r"does not keep the layout of .*: the files differ"):
         relayout.load(steps / "0", 0, deltas=forged)
 
 
 def test_a_forged_header_is_refused(steps: Path, tmp_path: Path) -> None:
-    """Its piece and the delta's digests fit each other, and it still names its content: it has another space."""
+    """Its piece and the delta's digests fit each other, and it still names its tensors: it has another space."""
     forged = shutil.copytree(steps / "0-to-1", tmp_path / "delta")
     file = json.loads((steps / "1" / "relayout.json").read_bytes())["files"][0]
-    path, start = forged / f"{file['name']}.delta", file["data_start"]
-    old, new = (np.frombuffer((steps / step / file["name"]).read_bytes()[:start], np.uint8).copy() for step in "01")
+    old, new = (
+        np.frombuffer((steps / step / file["name"]).read_bytes()[: file["data_start"]], np.uint8).copy()
+        for step in "01"
+    )
     assert new[-1] == ord(" ")
     new[-1] = ord("\t")
-    header, blob = encode(old ^ new, [(start, 1)]), path.read_bytes()
-    num_pieces = 1 - (start - file["nbytes"]) // 2**20
-    rows = blob[-24 * num_pieces :]
-    pieces = blob[int.from_bytes(rows[:8], "little") : -24 * num_pieces]
-    rows = len(header).to_bytes(8, "little") + xxh3_128_digest(header) + rows[24:]
-    path.write_bytes(header + pieces + rows)
-    top = json.loads((forged / "relayout.json").read_bytes())
-    top["files"][0] = {"nbytes": len(header + pieces + rows), "index_digest": blake3(rows).hexdigest()}
-    del top["self_digest"]
-    (forged / "relayout.json").write_bytes(sealed(top))
+    header = (0, encode(old ^ new, [(len(new), 1)]), proof(new.tobytes()))
+    forge_pieces(forged, 0, lambda pieces: pieces.insert(0, header) or pieces.pop(1))  # type: ignore[func-returns-value]
+    with pytest.raises(FormatError, match="its header has another proof than in the manifest"):
+        relayout.load(steps / "0", 0, deltas=forged)
+    header = (*header[:2], file["header_digest"])
+    forge_pieces(forged, 0, lambda pieces: pieces.insert(0, header) or pieces.pop(1))  # type: ignore[func-returns-value]
     with pytest.raises(FormatError, match="its header does not match the manifest"):
         relayout.load(steps / "0", 0, deltas=forged)
 
 
+@pytest.mark.parametrize("forgery", ["bytes", "proof", "piece less"])
+def test_a_forged_chunk_is_refused(forgery: str, steps: Path, tmp_path: Path) -> None:
+    """What is stored has its proof; what it makes has not the one of the result, or the index another one."""
+    forged = shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    file = json.loads((steps / "1" / "relayout.json").read_bytes())["files"][0]
+    nbytes = (file["nbytes"] - file["data_start"] - 1) % 2**20 + 1
+    change = np.zeros(nbytes, np.uint8)
+    change[-1] = 1
+
+    def replaced(pieces: list[Piece]) -> None:
+        number, stored, content = pieces.pop()
+        if forgery != "piece less":
+            is_bytes = forgery == "bytes"
+            pieces.append(
+                (number, encode(change, [(nbytes, 1)]) if is_bytes else stored, content if is_bytes else PROOF)
+            )
+
+    forge_pieces(forged, 0, replaced)
+    with pytest.raises(FormatError, match=r"do not match digest .*: damaged|its part for .* differs from the manifest"):
+        relayout.load(steps / "0", 0, deltas=forged)
+    with pytest.raises(FormatError, match=r"do not match digest .*: damaged|its part for .* differs from the manifest"):
+        relayout.apply_deltas(steps / "0", forged, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_forged_digests_are_refused(position: int, steps: Path, tmp_path: Path) -> None:
+    """Of each rank, and of the source. Loads need none."""
+    forged = shutil.copytree(steps / "0-to-1", tmp_path / "delta")
+    forge_digests(forged, position, lambda rows: rows.pop())
+    assert_equal(relayout.load(steps / "0", 0, deltas=forged), stored_in(steps / "1", 0))
+    with pytest.raises(FormatError, match=r"relayout\.digests: its part for .* differs from the manifest"):
+        relayout.apply_deltas(steps / "0", forged, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_any_range_of_the_digests_is_that_of_the_result(steps: Path) -> None:
+    made = with_deltas(find_input(steps / "0"), read_deltas([steps / "0-to-1", steps / "1-to-2"]))
+    for name in ("relayout.digests", "relayout.chunks"):
+        expected = (steps / "2" / name).read_bytes()
+        assert made.read(name, 2**20) == expected
+        assert expected != (steps / "0" / name).read_bytes()
+        status = made.stat(name)
+        assert status is not None
+        assert status.nbytes == len(expected)
+        with made.open(name) as file:
+            for start in range(0, len(expected), 7):
+                for nbytes in (1, 15, 16, 17, 32, 33, 100):
+                    view = memoryview(bytearray(min(nbytes, len(expected) - start)))
+                    file.read(start, view)
+                    assert view == expected[start : start + nbytes], (name, start, nbytes)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
-def test_no_file_stays_open_if_a_delta_is_damaged(steps: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [0, -1])
+def test_no_file_stays_open_if_a_delta_is_damaged(place: int, steps: Path, tmp_path: Path) -> None:
+    """In its first piece, which is the header, or in its index."""
     shutil.copytree(steps / "0-to-1", tmp_path / "delta")
-    flip(tmp_path / "delta" / "new" / "relayout.chunks", 0)
     made = with_deltas(find_input(steps / "0"), read_deltas(tmp_path / "delta"))
+    flip(tmp_path / "delta" / "model-rank-0-part-0.safetensors.delta", place)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(FormatError, match="differs from the manifest"):
+    with pytest.raises(FormatError, match=r"differs from the manifest|does not match its digest"):
         made.open("model-rank-0-part-0.safetensors")
     assert len(list(Path("/proc/self/fd").iterdir())) <= before  # Garbage of other tests may be closed meanwhile.
 

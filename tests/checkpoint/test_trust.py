@@ -20,6 +20,7 @@ from blake3 import blake3
 from support.loader_fixtures import assert_equal, mlp_model
 from support.models import Array, as_integers, expected_slice, read_tensors
 from support.page_cache import drop
+from support.rebuilding import edit_table
 from support.remote import HEAD
 from support.signed_folders import FILES, NUM_RANKS, by_other_digests, edit, flip, in_store, make_signed, sealed
 from support.signing import UNTRUSTED, Keys, make_keys, stock_accepts, write_states
@@ -102,7 +103,7 @@ API: dict[str, Callable[[Path, Path], object]] = {
     "restore": lambda folder, out: relayout.restore(folder, out),
     "copy": lambda folder, out: relayout.copy(folder, out),
     "load with a delta": lambda folder, out: relayout.load(folder, 1, deltas=folder),
-    "apply": lambda folder, out: relayout.apply(folder, 1, {}),
+    "apply": lambda folder, out: relayout.apply(folder, 1, {}, base=folder),
     "apply_deltas": lambda folder, out: relayout.apply_deltas(folder, folder, out),
     "an engine": lambda folder, out: [find_folder(str(folder), "stock"), relayout.load(folder, 1)],
 }
@@ -218,12 +219,13 @@ ATTACKS: dict[str, Attack] = {
     "signature of the other": put_in("model.sig"),
     "manifest of the other": put_in("relayout.json"),
     "rank file of the other": put_in("model-rank-1-part-0.safetensors"),
-    "table of the other": put_in("relayout.rank-1.json.zst"),
+    "another table": lambda folder, other, keys: edit_table(folder, lambda top: top.update(x_unknown=1)),
+    "digests of the other": put_in("relayout.digests"),
     "record of the other": put_in("relayout.source.json.zst"),
     "chunks of the other": put_in("relayout.chunks"),
     "side file of the other": put_in("tokenizer.json"),
     "all but the signature of the other": put_in(
-        "relayout.json", "relayout.chunks", "relayout.source.json.zst", "relayout.rank-1.json.zst"
+        "relayout.json", "relayout.chunks", "relayout.digests", "relayout.source.json.zst"
     ),
     "forged": forged,
     "signed by another": signed_by_another,
@@ -437,18 +439,38 @@ def test_a_plain_checkpoint_is_refused(
         assert error.value.code == "signature"
 
 
-def test_deltas_are_refused(signed: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    relayout.delta(signed, signed, tmp_path / "delta")
-    with pytest.raises(PlanError, match="a delta is not signed"):
-        relayout.load(signed, 0, trust=keys.policy, deltas=tmp_path / "delta")
-    with pytest.raises(PlanError, match="a delta is not signed"):
-        relayout.safe_open(signed, trust=keys.policy, deltas=tmp_path / "delta")
+def test_a_delta_that_is_not_signed_is_refused(
+    signed: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delta = tmp_path / "delta"
+    relayout.delta(signed, signed, delta)
     tensors = relayout.load(signed, 0)
-    monkeypatch.setenv("RELAYOUT_TRUST", str(keys.policy))
-    with pytest.raises(PlanError, match="a delta is not signed"):
-        relayout.apply(tmp_path / "delta", 0, tensors)
-    with pytest.raises(PlanError, match="a delta is not signed"):
-        relayout.apply_deltas(signed, tmp_path / "delta", tmp_path / "made")
+    ways: list[Callable[[], object]] = [
+        lambda: relayout.load(signed, 0, trust=keys.policy, deltas=delta),
+        lambda: relayout.safe_open(signed, trust=keys.policy, deltas=delta),
+    ]
+    by_environment: list[Callable[[], object]] = [
+        lambda: relayout.apply(delta, 0, tensors, base=signed),
+        lambda: relayout.apply_deltas(signed, delta, tmp_path / "made", force=True),
+    ]
+
+    def refuse(calls: list[Callable[[], object]], match: str) -> None:
+        for call in calls:
+            with pytest.raises(FormatError, match=match) as error:
+                call()
+            assert error.value.code == "signature"
+
+    refuse(ways, r"delta: is not signed \(model.sig is missing\)")
+    relayout.sign(delta, key=make_keys(tmp_path, "stranger").key)
+    refuse(ways, "delta/model.sig: no signature of a signer")
+    with monkeypatch.context() as patch:
+        patch.setenv("RELAYOUT_TRUST", str(keys.policy))
+        refuse(by_environment, "delta/model.sig: no signature of a signer")
+        relayout.sign(delta, key=keys.key)
+        for call in [*ways, *by_environment]:
+            call()
+    edit(delta, "relayout.json", lambda blob: blob + b" ")
+    refuse(ways, "relayout.json is not the one that was signed")
 
 
 def test_the_environment_names_a_policy_for_everything(

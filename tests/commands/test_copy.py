@@ -64,20 +64,21 @@ def staged_in(place: Path) -> Path:
     return staged
 
 
+OWN = {"relayout.json", "relayout.chunks", "relayout.digests"}
+"""The files of a copy of some ranks that say which these are."""
+
+
 def expected(source: Path, ranks: str) -> Files:
     """What a copy of some ranks has of the folder, but for what says which ranks these are."""
     everything = content(source / "ranks")
     others = [f"rank-{rank}" for rank in range(TP) if str(rank) not in ranks]
-    own = {"relayout.json", "relayout.chunks"}
-    return {name: blob for name, blob in everything.items() if not any(o in name for o in others) and name not in own}
+    return {name: blob for name, blob in everything.items() if not any(o in name for o in others) and name not in OWN}
 
 
 def assert_copied(source: Path, out: Path, ranks: str = "12") -> None:
     """A folder of these ranks, complete and proven."""
     found = content(out)
-    assert {name: found[name] for name in found.keys() - {"relayout.json", "relayout.chunks"}} == expected(
-        source, ranks
-    )
+    assert {name: found[name] for name in found.keys() - OWN} == expected(source, ranks)
     report = relayout.verify(out, source=source / "model")
     assert not report.differences
     assert report.compared_with_source
@@ -212,6 +213,7 @@ DAMAGE = {
     "model-rank-1-part-0.safetensors": [-1, 5000, 100],
     "relayout.rank-2.json.zst": [-1],
     "relayout.chunks": [0],
+    "relayout.digests": [0, -1],
     "relayout.source.json.zst": [-1],
     "relayout.json": [50],
     "config.json": [3],
@@ -222,10 +224,10 @@ DAMAGE = {
 def test_damage_is_found_and_nothing_is_published(source: Path, tmp_path: Path, name: str, place: int) -> None:
     damaged = Path(shutil.copytree(source / "ranks", tmp_path / "damaged"))
     flip(damaged / name, place)
-    if name == "relayout.chunks":  # Of rank 0, of which nothing is copied; then of rank 1.
+    if place == 0:  # Of rank 0, of which nothing is copied; then of rank 1.
         relayout.copy(damaged, tmp_path / "out", ranks="1-2")
         assert_copied(source, tmp_path / "out")
-        with pytest.raises(FormatError, match=r"damaged/relayout\.chunks: its part for model-rank-0-part-0"):
+        with pytest.raises(FormatError, match=rf"damaged/{name}: its part for (model-rank-0-part-0|relayout.rank-0)"):
             relayout.copy(damaged, tmp_path / "other", ranks="0")
         return
     with pytest.raises(FormatError, match=f"damaged/{name}"):
@@ -515,7 +517,7 @@ def test_the_files_of_ranks_are_what_other_tools_copy(source: Path, tmp_path: Pa
     needed = relayout.files(source / "ranks", ranks="1-2")
     assert content(out) == {file.name: (source / "ranks" / file.name).read_bytes() for file in needed.files}
     assert needed.nbytes == sum(map(len, content(out).values()))
-    assert content(out).keys() == {*expected(source, "12"), "relayout.json", "relayout.chunks"}
+    assert content(out).keys() == {*expected(source, "12"), *OWN}
     for rank in (1, 2):
         found = relayout.load(out, rank, verify=True)
         assert all(found[name].equal(tensor) for name, tensor in relayout.load(source / "ranks", rank).items())

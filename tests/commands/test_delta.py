@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import cycle, pairwise
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from support import prestarted
 from support.bits import flip
@@ -24,9 +23,9 @@ from support.conversions import Conversions, stored_in
 from support.faults import environment
 from support.loader_fixtures import assert_equal
 from support.profile import IS_LONG, sample
+from support.sidecar import RESULT, pieces_of, proof
 from support.training import convert, next_step, tree
 from typer.testing import CliRunner
-from xxhash import xxh3_128_hexdigest
 
 import relayout
 from relayout.cli.app import app
@@ -63,7 +62,7 @@ def test_tied_tensors_and_several_parts_come_back(qwen2: Path, tmp_path: Path) -
     assert tree(tmp_path / "made") == tree(tmp_path / "new")
     for rank in range(2):
         tensors = relayout.load(tmp_path / "old", rank)
-        relayout.apply(tmp_path / "delta", rank, tensors, verify=True)
+        relayout.apply(tmp_path / "delta", rank, tensors, base=tmp_path / "old")
         assert_equal(tensors, stored_in(tmp_path / "new", rank))
 
 
@@ -92,44 +91,95 @@ def test_a_delta_of_five_percent_is_small_and_of_nothing_nearly_empty(steps: Pat
     assert 0 < changed < 0.10 * weights  # 5 % of all bytes: of BF16 elements twice as many.
     relayout.delta(steps / "1", steps / "1", tmp_path / "delta")
     assert list((tmp_path / "delta").glob("*.delta")) == []
-    index = sum(path.stat().st_size for path in (steps / "1").glob("relayout.*"))
-    assert sum(len(blob) for blob, _ in tree(tmp_path / "delta").values()) < 2 * index + 2000
+    assert list(tree(tmp_path / "delta")) == [RESULT, "relayout.json"]
+    manifest = (steps / "1" / "relayout.json").stat().st_size
+    assert sum(len(blob) for blob, _ in tree(tmp_path / "delta").values()) < manifest + 1000
     relayout.apply_deltas(steps / "1", tmp_path / "delta", tmp_path / "made")
     assert tree(tmp_path / "made") == tree(steps / "1")
 
 
-def test_the_decoder_in_the_format_document_makes_each_file(steps: Path) -> None:
-    """And what is said there of the index of a delta's files."""
-    text = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text().partition("## 15. Deltas")[2]
+@pytest.mark.parametrize("layout", ["ranks", "whole"])
+def test_the_decoder_in_the_format_document_makes_each_file(layout: str, steps: Path, tmp_path: Path) -> None:
+    """And what is said there of the index of a delta's files, and of the digests that changed."""
+    old, new, delta = (steps / name for name in ("0", "1", "0-to-1"))
+    if layout == "whole":
+        old, new, delta = (tmp_path / name for name in ("old", "new", "delta"))
+        convert(steps / "source-0", old, layout=layout)
+        convert(steps / "source-1", new, layout=layout)
+        relayout.delta(old, new, delta)
+    text = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text("utf-8")
     names: dict[str, Any] = {}
-    exec(text.partition("```python\n")[2].partition("```")[0], names)
-    delta = json.loads((steps / "0-to-1" / "relayout.json").read_text())
-    for side, name in (("old", "base"), ("new", "makes")):
-        assert blake3((steps / "0-to-1" / side / "relayout.json").read_bytes()).hexdigest() == delta[name]
-    manifest = json.loads((steps / "0-to-1" / "new" / "relayout.json").read_text())
-    for entry, file in zip(delta["files"], manifest["files"], strict=True):
-        stored = (steps / "0-to-1" / f"{file['name']}.delta").read_bytes()
+    for title in ("12. Reading a rank", "15. Deltas"):
+        exec(text.partition(f"\n## {title}\n")[2].partition("```python\n")[2].partition("```")[0], names)
+    top = json.loads((delta / "relayout.json").read_text())
+    blob = names["expand"]((delta / RESULT).read_bytes())
+    assert blob == (new / "relayout.json").read_bytes()
+    assert (proof((old / "relayout.json").read_bytes()), proof(blob)) == (top["base"], top["makes"])
+    manifest = json.loads(blob)
+    chunks, proofs = bytearray((old / "relayout.chunks").read_bytes()), 0
+    entries = {entry["file"]: entry for entry in top["files"]}
+    assert list(entries) == sorted(entries)
+    for number, file in enumerate(manifest["files"]):
         starts = [0, *range(file["data_start"], file["nbytes"], manifest["chunk_nbytes"]), file["nbytes"]]
-        index = stored[-24 * (len(starts) - 1) :]
-        assert (len(stored), blake3(index).hexdigest()) == (entry["nbytes"], entry["index_digest"])
-        made, place = (steps / "0" / file["name"]).read_bytes(), 0
-        for piece, (start, end) in enumerate(pairwise(starts)):
-            row = index[24 * piece : 24 * piece + 24]
-            encoded = stored[place : (place := place + int.from_bytes(row[:8], "little"))]
-            assert xxh3_128_hexdigest(encoded) == row[8:].hex()
-            change = np.frombuffer(names["decoded"](encoded), np.uint8)
-            assert change.nbytes == end - start
-            made = made[:start] + (np.frombuffer(made[start:end], np.uint8) ^ change).tobytes() + made[end:]
-        assert place + len(index) == len(stored)
-        assert made == (steps / "1" / file["name"]).read_bytes()
+        made, place = (old / file["name"]).read_bytes(), 0
+        if number in entries:
+            entry, stored = entries[number], (delta / f"{file['name']}.delta").read_bytes()
+            index = stored[-80 * entry["num_pieces"] :]
+            assert (len(stored), proof(index)) == (entry["nbytes"], entry["index_digest"])
+            pieces = pieces_of(stored, entry["num_pieces"])
+            assert [piece for piece, *_ in pieces] == sorted({piece for piece, *_ in pieces})
+            for row, (piece, encoded, content) in enumerate(pieces):
+                start, end = starts[piece : piece + 2]
+                assert index[80 * row + 16 : 80 * row + 48].hex() == proof(encoded)
+                change = names["decoded"](encoded)
+                assert change.nbytes == end - start
+                made = made[:start] + (np.frombuffer(made[start:end], np.uint8) ^ change).tobytes() + made[end:]
+                assert proof(made[start:end]) == content
+                place += len(encoded)
+                if piece:
+                    chunks[proofs + 32 * (piece - 1) : proofs + 32 * piece] = bytes.fromhex(content)
+            assert place + len(index) == len(stored)
+        proofs += 32 * (len(starts) - 2)
+        assert made == (new / file["name"]).read_bytes()
+    assert chunks == (new / "relayout.chunks").read_bytes()
+    check_digests(old, new, delta, [*filter(None, [*manifest["ranks"], manifest["whole"]]), manifest["source"]])
+
+
+def check_digests(old: Path, new: Path, delta: Path, parts: list[dict[str, Any]]) -> None:
+    """Check what FORMAT.md says of the digests that changed."""
+    stored, digests = (
+        (delta / "relayout.digests.delta").read_bytes(),
+        bytearray((old / "relayout.digests").read_bytes()),
+    )
+    start = 0
+    entries = json.loads((delta / "relayout.json").read_text())["digests"]
+    for part, entry in zip(parts, entries, strict=True):
+        rows, stored = stored[: 24 * entry["count"]], stored[24 * entry["count"] :]
+        assert proof(rows) == entry["digest"]
+        numbers = [int.from_bytes(rows[at : at + 8], "little") for at in range(0, len(rows), 24)]
+        assert numbers == sorted(set(numbers))
+        assert all(number < part["num_tensors"] for number in numbers)
+        for number, at in zip(numbers, range(8, len(rows), 24), strict=True):
+            assert digests[start + 16 * number :][:16] != rows[at : at + 16]
+            digests[start + 16 * number : start + 16 * number + 16] = rows[at : at + 16]
+        end = start + 16 * part["num_tensors"]
+        assert proof(bytes(digests[start:end])) == part["digests_digest"]
+        start = end
+    assert not stored
+    assert digests == (new / "relayout.digests").read_bytes()
 
 
 def test_only_side_files_that_changed_are_in_a_delta(steps: Path, llama: Path) -> None:
     others = {path.name for path in llama.glob("*.json")} - {"config.json", "model.safetensors.index.json"}
     assert others
     names = {path.name for path in (steps / "0-to-1" / "new").iterdir()}
-    assert "config.json" in names
+    # The record has the proof of config.json.
+    assert names == {"config.json", "relayout.json.zst", "relayout.source.json.zst"}
     assert not names & others
+    assert json.loads((steps / "0-to-1" / "relayout.json").read_text())["others"] == [
+        "relayout.source.json.zst",
+        "config.json",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +200,7 @@ def test_what_is_no_delta_or_no_base_is_refused(steps: Path, llama: Path, tmp_pa
         (steps / "0", llama, "not a delta"),
         (steps / "0", steps / "none", "no such file or folder"),
         (llama, steps / "0-to-1", "not a converted folder"),
-        (steps / "0-to-1", steps / "0-to-1", "applies to content"),
+        (steps / "0-to-1", steps / "0-to-1", "is a delta: relayout apply adds it to its base"),
     ):
         with pytest.raises((FormatError, PlanError), match=message):
             relayout.apply_deltas(base, delta, tmp_path / "made")
@@ -181,19 +231,19 @@ def test_tensors_that_only_have_the_same_size_are_refused(tmp_path: Path) -> Non
         (tmp_path / f"{name}-source").mkdir()
         save_file({"a.weight": torch.ones(8, 8, dtype=dtype)}, tmp_path / f"{name}-source" / "model.safetensors")
         convert(tmp_path / f"{name}-source", tmp_path / name, tp=1, align=512)
-    with pytest.raises(PlanError, match=r"relayout.rank-0.json.zst differ"):
+    with pytest.raises(PlanError, match=r"needs the layout of .*/old: the tables differ: other tensors, or written"):
         relayout.delta(tmp_path / "old", tmp_path / "new", tmp_path / "delta")
     assert not (tmp_path / "delta").exists()
 
 
 FILES = [
     "relayout.json",
+    "relayout.digests.delta",
     "model-rank-0-part-0.safetensors.delta",
     "model-rank-1-part-0.safetensors.delta",
-    *(f"old/relayout.{name}" for name in ("json", "rank-0.json.zst", "rank-1.json.zst")),
-    *(f"new/relayout.{name}" for name in ("json", "rank-0.json.zst", "rank-1.json.zst", "chunks", "source.json.zst")),
+    RESULT,
     "new/config.json",
-    "new/model.safetensors.index.json",
+    "new/relayout.source.json.zst",
 ]
 
 
@@ -214,10 +264,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", sample(DAMAGES, ["middle byte", "truncated", "missing"]))
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_delta_makes_nothing(name: str, damage: str, steps: Path, tmp_path: Path) -> None:
-    """A base's tables are there for tensors in memory: tests/loader/test_in_place.py."""
     shutil.copytree(steps / "0-to-1", tmp_path / "delta")
     DAMAGES[damage](tmp_path / "delta" / name)
-    if name.startswith("old/relayout.rank") or (name, damage) == ("relayout.json", "longer"):
+    if (name, damage) == ("relayout.json", "longer"):  # White space.
         relayout.apply_deltas(steps / "0", tmp_path / "delta", tmp_path / "made")
         assert tree(tmp_path / "made") == tree(steps / "1")
         return
@@ -406,7 +455,7 @@ def test_the_commands_write_the_same(steps: Path, tmp_path: Path) -> None:
 
     done = run("delta", steps / "0", steps / "1", "-o", tmp_path / "delta")
     assert tree(tmp_path / "delta") == tree(steps / "0-to-1")
-    stored = sum(path.stat().st_size for path in (tmp_path / "delta").glob("*.delta"))
+    stored = sum(path.stat().st_size for path in (tmp_path / "delta").glob("*.safetensors.delta"))
     assert (done["num_files"], done["delta_nbytes"]) == (2, stored)
     done = run("apply", steps / "0", tmp_path / "delta", steps / "1-to-2", "-o", tmp_path / "made")
     assert tree(tmp_path / "made") == tree(steps / "2")

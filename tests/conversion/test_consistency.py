@@ -92,8 +92,13 @@ def shift_a_slice(top: Tree) -> None:
         ),
         (edit_manifest, {"hub_index_digest": "0" * 64}, "^model.safetensors.index.json: differs from what was written"),
         (edit_manifest, lambda top: top["source"].update(nbytes=top["source"]["nbytes"] + 1), "source.nbytes is"),
+        (
+            edit_manifest,
+            lambda top: top["source"].update(num_tensors=0),
+            r"relayout.source.json.zst: \d+ tensors, relayout.json says 0",
+        ),
         (edit_table, shift_a_slice, "is not the slice in the source record"),
-        (edit_table, shift_a_slice, "its content is"),
+        (edit_table, shift_a_slice, "its tensors_digest is"),
     ],
 )
 def test_what_is_repeated_is_compared(
@@ -113,10 +118,10 @@ def test_what_dcp_takes_for_the_place_of_a_slice_is_compared(folder: Path) -> No
 
 def test_a_content_that_is_not_that_of_the_table_is_found(folder: Path) -> None:
     number = 1
-    old = json.loads((folder / "relayout.json").read_text())["files"][number]["content"]
+    old = json.loads((folder / "relayout.json").read_text())["files"][number]["tensors_digest"]
     edit_head(folder, old, "0" * 32)
-    edit_manifest(folder, lambda top: top["files"][number].update(content="0" * 32))
-    assert [one for one in differences(folder) if "its content is" in one]
+    edit_manifest(folder, lambda top: top["files"][number].update(tensors_digest="0" * 32))
+    assert [one for one in differences(folder) if "its tensors_digest is" in one]
 
 
 def test_a_bulk_that_cannot_go_directly_to_its_place_is_named(folder: Path) -> None:
@@ -273,6 +278,8 @@ def test_equal_slices_of_a_tensor_have_equal_digests(tmp_path: Path) -> None:
         shutil.copy(other / name, folder / name)
     chunks, others = ((one / "relayout.chunks").read_bytes() for one in (folder, other))
     (folder / "relayout.chunks").write_bytes(chunks[:32] + others[32:64] + chunks[64:])
+    digests, others = ((one / "relayout.digests").read_bytes() for one in (folder, other))
+    (folder / "relayout.digests").write_bytes(digests[:16] + others[16:32] + digests[32:])
 
     def mix(top: Tree) -> None:
         found = json.loads((other / "relayout.json").read_text())

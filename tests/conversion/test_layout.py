@@ -284,7 +284,7 @@ def test_metadata_names_the_content_first_and_what_the_source_has_goes_along_but
     assert (len(conversion.layout.files) > 2) == (max_part_nbytes == 300)
     for number, file in enumerate(conversion.layout.files):
         blob = header_of(conversion, number)
-        entry = f'{{"format":1,"content":"{CONTENT}"}}'
+        entry = f'{{"format":1,"tensors_digest":"{CONTENT}"}}'
         assert blob[8:].startswith(b'{"__metadata__":{"relayout":' + json.dumps(entry).encode())
         assert parse_header(blob, file.nbytes, "x").metadata == {"relayout": entry, "format": "mlx", "author": "größe"}
 

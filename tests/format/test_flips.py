@@ -42,7 +42,8 @@ def test_a_flipped_bit_anywhere_is_found_in_its_file(converted: Path, tmp_path: 
     shutil.copytree(converted, folder)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     index = "model.safetensors.index.json"
-    assert {"config.json", "relayout.chunks", "relayout.json", "relayout.source.json.zst", index} < set(names)
+    packed = {"relayout.chunks", "relayout.digests"}
+    assert {"config.json", "relayout.json", "relayout.source.json.zst", index, *packed} < set(names)
     assert ("relayout.whole.json.zst" in names) == is_whole(folder)
     for name in names:
         for bit in bits_of(folder / name, 1):
@@ -87,3 +88,20 @@ def test_a_flipped_bit_of_a_chunk_digest_is_found_by_a_load_at_another_degree(co
             relayout.load(folder, 0, tp=1, verify=True)
         flip(folder / "relayout.chunks", *divmod(bit, 8))
     relayout.load(folder, 0, tp=1, verify=True)
+
+
+def test_a_flipped_bit_of_a_digest_is_found_by_a_copy_and_by_a_restore_that_uses_it(
+    converted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(converted, folder)
+    manifest = json.loads((folder / "relayout.json").read_text())
+    of_ranks = 0 if manifest["whole"] is None else 16 * sum(rank["num_tensors"] for rank in manifest["ranks"])
+    for bit in bits_of(folder / "relayout.digests", 2):
+        flip(folder / "relayout.digests", *divmod(bit, 8))
+        # Whole tensors are restored by their own digests.
+        for make in (relayout.copy, relayout.restore) if bit >= 8 * of_ranks else (relayout.copy,):
+            with pytest.raises(FormatError, match=r"relayout\.digests: its part for .* differs from the manifest"):
+                make(folder, tmp_path / make.__name__)
+        flip(folder / "relayout.digests", *divmod(bit, 8))
+    assert relayout.verify(folder).ok

@@ -42,7 +42,8 @@ CARELESS = {
     ),
     "record": ("parse_record", lambda text, ranks, where: json.loads(text)),
     "delta": ("parse_delta", lambda blob, where: json.loads(blob)),
-    "delta_index": ("parse_delta_index", lambda blob, file, extents: json.loads(blob)),
+    "delta_index": ("parse_delta_index", lambda blob, stored, file, chunk_nbytes: json.loads(blob)),
+    "changed_digests": ("parse_changed_digests", lambda blob, part, count: json.loads(blob)),
     "change": ("xor_into", lambda encoded, target: None),
     "plan": ("parse_family", lambda text, where, name: json.loads(text)),
 }

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 from safetensors import safe_open
@@ -21,7 +22,11 @@ import relayout
 from relayout.train.listing import list_steps
 
 MAX_NBYTES = 80_000
-DTYPES = {"torch.float16": "F16", "torch.float32": "F32", "torch.int8": "I8", "torch.uint8": "U8"}
+DTYPES = {f"torch.{name}": dtype for name, dtype in golden.DTYPES.items()}
+
+
+MAX_TRAINED_NBYTES = 5_000_000
+"""Its files have more than one chunk."""
 
 
 def rows(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +50,10 @@ def test_the_list_is_what_numpy_cuts_of_the_source() -> None:
 
 
 def test_it_is_small() -> None:
-    assert 0 < sum(path.stat().st_size for path in golden.FOLDER.rglob("*") if path.is_file()) < MAX_NBYTES
+    sizes = {path: path.stat().st_size for path in golden.FOLDER.rglob("*") if path.is_file()}
+    trained = sum(nbytes for path, nbytes in sizes.items() if path.is_relative_to(golden.TRAINED))
+    assert 0 < sum(sizes.values()) - trained < MAX_NBYTES
+    assert 0 < trained < MAX_TRAINED_NBYTES
 
 
 @pytest.mark.parametrize("layout", golden.LAYOUTS)
@@ -56,6 +64,64 @@ def test_relayout_reads_it(layout: str) -> None:
         assert rows(relayout.load(folder, rank)) == expected
         assert rows(relayout.load(folder, rank, verify=True)) == expected
     assert rows(relayout.load(folder, 0, tp=1, verify=True)) == listed["source"]
+
+
+@pytest.mark.parametrize("rank", range(golden.NUM_RANKS))
+def test_relayout_reads_a_delta_in_the_layout_whole(rank: int) -> None:
+    loaded = relayout.load(golden.FOLDER / "whole", rank, deltas=golden.WHOLE_DELTA)
+    assert rows(loaded) == golden.read_list()["steps"]["2"][rank]
+
+
+@pytest.mark.parametrize("rank", range(golden.NUM_RANKS))
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_relayout_follows_the_root_of_a_training(rank: int, is_signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_signed:
+        pytest.importorskip("model_signing", reason="model-signing is not installed")
+        monkeypatch.setenv("RELAYOUT_TRUST", str(golden.POLICY))
+    listed, steps = golden.read_list()["trained"], relayout.Steps(golden.TRAINED)
+    entries = steps.entries()
+    assert [(one.step, one.full is not None, one.delta is not None) for one in entries] == [
+        (4, True, False),
+        (5, False, True),
+        (6, False, True),
+        (7, True, True),
+        (8, False, True),
+    ]
+    assert list_steps(golden.TRAINED, check=True).differences == ()
+    follower = relayout.Follower(golden.TRAINED, rank)
+    for step in (*golden.KEPT_STEPS, 4, 8):
+        assert follower.update(step) == (None if step == 6 else step)  # Step 6 is as step 5.
+        assert follower.step == step
+        assert rows(follower.tensors) == listed[str(step)][rank]
+    assert entries[0].full is not None
+    way = [golden.TRAINED / one.delta.name for one in entries[1:] if one.delta is not None]
+    for count in range(len(way) + 1):
+        loaded = relayout.load(golden.TRAINED / entries[0].full.name, rank, deltas=way[:count])
+        assert rows(loaded) == listed[str(4 + count)][rank]
+
+
+def test_the_root_of_a_training_has_what_readers_may_miss() -> None:
+    top = json.loads((golden.TRAINED / "steps.json").read_text())
+    assert [name for name in top["pending"] if not (golden.TRAINED / name).exists()]
+    assert [one["name"] for one in top["retired"] if not (golden.TRAINED / one["name"]).exists()]
+    deltas = {
+        one["step"]: json.loads((golden.TRAINED / one["delta"]["name"] / "relayout.json").read_text())
+        for one in top["steps"]
+        if one["delta"] is not None
+    }
+    assert set(deltas[5]["others"]) == {"config.json", "relayout.source.json.zst"}
+    assert (deltas[6]["files"], [one["count"] for one in deltas[6]["digests"]]) == ([], [0, 0, 0])
+    assert [one["file"] for one in deltas[7]["files"]] == [1]
+    assert any(one["num_pieces"] < 3 for one in deltas[8]["files"])
+    heads = [
+        np.frombuffer(path.read_bytes(), "<u4", 5)
+        for one in top["steps"]
+        if one["delta"] is not None
+        for path in (golden.TRAINED / one["delta"]["name"]).glob("*.delta")
+        if path.name != "relayout.digests.delta"
+    ]
+    assert {int(head[2]) for head in heads} == {1}, "each begins with its header"
+    assert {(int(head[3]) > 0, int(head[4]) > 0) for head in heads} == {(True, True)}
 
 
 @pytest.mark.parametrize("rank", range(golden.NUM_RANKS))

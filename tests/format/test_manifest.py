@@ -10,9 +10,15 @@ import zstandard
 from hypothesis import given
 from support.sidecar import MANIFEST, STORED_TABLE, Files, entry_of, indexed, rank_files
 
-from relayout.errors import FormatError
+from relayout.errors import FormatError, PlanError
 from relayout.format.index import Manifest, plan_arena
-from relayout.format.manifest import decompress, dump_manifest, parse_manifest
+from relayout.format.manifest import (
+    MAX_TABLE_NBYTES,
+    compress,
+    decompress,
+    dump_manifest,
+    parse_manifest,
+)
 
 WHERE = "relayout.json"
 
@@ -24,11 +30,13 @@ WHERE = "relayout.json"
         replace(MANIFEST, model_type=None, dcp=True),
         MANIFEST.only([1]),
         replace(MANIFEST.only([0]), conversion=None),
+        replace(MANIFEST, whole=replace(MANIFEST.holders[1], table="relayout.whole.json.zst")),
     ],
-    ids=["a model type", "none, and dcp", "one rank", "one rank, and no conversion"],
+    ids=["a model type", "none, and dcp", "one rank", "one rank, and no conversion", "whole tensors"],
 )
 def test_a_manifest_survives_a_round_trip(manifest: Manifest) -> None:
     assert parse_manifest(dump_manifest(manifest), WHERE) == manifest
+    assert json.loads(dump_manifest(manifest))["requires"] == ([] if manifest.whole is None else ["whole"])
 
 
 def test_a_manifest_of_some_ranks_has_null_for_the_others() -> None:
@@ -73,8 +81,29 @@ def test_the_reads_of_any_arena_survive_a_round_trip(files: Files) -> None:
     assert parse_manifest(dump_manifest(manifest), WHERE) == manifest
 
 
-def test_what_expands_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayout.format.manifest.MAX_TABLE_NBYTES", 1000)
-    assert decompress(zstandard.ZstdCompressor().compress(b"7" * 1000), "x") == b"7" * 1000
+def test_what_expands_beyond_the_limit_is_refused() -> None:
+    assert decompress(zstandard.ZstdCompressor().compress(b"7" * 1000), "x", 1000) == b"7" * 1000
     with pytest.raises(FormatError, match=r"^x: expands to more than 1000 bytes"):
-        decompress(zstandard.ZstdCompressor().compress(b"7" * 1001), "x")
+        decompress(zstandard.ZstdCompressor().compress(b"7" * 1001), "x", 1000)
+
+
+def test_what_a_table_expands_to_has_the_limit_that_its_writer_has() -> None:
+    longest = bytes(MAX_TABLE_NBYTES)
+    stored = zstandard.ZstdCompressor(level=1).compress(longest)
+    assert len(decompress(stored, "x")) == MAX_TABLE_NBYTES
+    with pytest.raises(FormatError, match=rf"^x: expands to more than {MAX_TABLE_NBYTES} bytes"):
+        decompress(zstandard.ZstdCompressor(level=1).compress(longest + b"7"), "x")
+    with pytest.raises(PlanError, match=f"of {MAX_TABLE_NBYTES + 1:,} bytes: readers accept {MAX_TABLE_NBYTES:,}"):
+        compress(longest + b"7")
+
+
+def test_a_manifest_has_a_line_for_each_field_file_and_rank() -> None:
+    lines = dump_manifest(MANIFEST).decode().split("\n")
+    top = json.loads(dump_manifest(MANIFEST))
+    of_entries = [json.loads(line.removesuffix(",")) for line in lines if line.startswith("    {")]
+    assert of_entries == [*top["files"], *top["ranks"]]
+    fields = [line.split('"')[1] for line in lines if line.startswith('  "')]
+    assert fields == list(top)
+    assert lines[0] == "{"
+    assert lines[-2:] == ["}", ""]
+    assert len(lines) == 3 + len(fields) + len(of_entries) + len(["files", "ranks"])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from support.steps import closed_index
@@ -18,6 +22,7 @@ from relayout.format.steps import (
     Chain,
     PublishedStep,
     Retention,
+    Retired,
     StepsIndex,
     Stored,
     parse_steps,
@@ -40,10 +45,20 @@ def published(publications: list[tuple[str, int]], retention: Retention) -> tupl
         full = None if kind == "delta" and index.entries else Stored(name(FULL), FULL_NBYTES)
         delta = None if kind == "full" or not index.entries else Stored(name(DELTA), nbytes)
         entries.append(PublishedStep(step, f"{step:064x}", full, delta, time=step))
-        announced = index.announced([one.name for one in (full, delta) if one is not None], step)
-        assert announced.entries == index.entries
+        announced = index.announced([one.name for one in (full, delta) if one is not None], step, grace_seconds=step)
+        assert (announced.entries, announced.grace_seconds) == (index.entries, step)
         index = announced.published(entries[-1], retention)
+        assert index.grace_seconds == step
     return index, entries
+
+
+@cache
+def of_document() -> dict[str, Any]:
+    """The functions by which FORMAT.md has publishers change the index."""
+    section = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text("utf-8").partition("\n## 16. ")[2]
+    names: dict[str, Any] = {}
+    exec(section.partition("```python\n")[2].partition("```")[0], names)
+    return names
 
 
 RETENTIONS = st.builds(Retention, st.integers(0, 12), st.integers(0, 12))
@@ -120,15 +135,53 @@ def test_steps_that_are_to_be_kept_are_and_what_leaves_is_retired(
     assert not index.names & {one.name for one in index.retired}
 
 
-@given(PUBLICATIONS, RETENTIONS)
-def test_an_index_is_read_as_it_was_written(publications: list[tuple[str, int]], retention: Retention) -> None:
+@given(PUBLICATIONS, RETENTIONS, st.integers(0, 2**53 - 1))
+def test_an_index_is_read_as_it_was_written(
+    publications: list[tuple[str, int]], retention: Retention, grace_seconds: int
+) -> None:
     index, _ = published(publications, retention)
-    index = index.announced([step_name(DELTA, 10**15, "0" * 7 + "a")], 5)
+    index = index.announced([step_name(DELTA, 10**15, "0" * 7 + "a")], 5, grace_seconds)
     assert parse_steps(index.dump(), "steps.json") == index
+    assert json.loads(index.dump())["grace_seconds"] == grace_seconds
+    assert index.without([]).abandoned([], 5).grace_seconds == grace_seconds
+
+
+@given(PUBLICATIONS, RETENTIONS, st.data())
+def test_an_index_changes_as_the_functions_of_the_document_change_it(
+    publications: list[tuple[str, int]], retention: Retention, data: st.DataObject
+) -> None:
+    """Also if other publishers begin between, whose clocks differ, and take over."""
+    index, tokens = StepsIndex(), count()
+    top = json.loads(index.dump())
+    begin, end = of_document()["begin"], of_document()["end"]
+    for step, (kind, nbytes) in enumerate(publications):
+        kinds = [FULL] if not index.entries else [FULL, DELTA] if kind == "both" else [kind]
+        names = [step_name(one, step, f"{next(tokens):08x}") for one in kinds]
+        now, grace_seconds, taken_over = data.draw(st.tuples(st.integers(0, 99), st.integers(0, 99), st.booleans()))
+        index = index.announced(names, now, grace_seconds)
+        begin(top, names, now, grace_seconds)
+        assert json.loads(index.dump()) == sealed_again(top)
+        if taken_over:
+            others = [step_name(FULL, step, f"{next(tokens):08x}")]
+            index = index.announced(others, now, grace_seconds)
+            begin(top, others, now, grace_seconds)
+        places = {kind: Stored(name, nbytes) for kind, name in zip(kinds, names, strict=True)}
+        entry = PublishedStep(step, f"{step:064x}", places.get(FULL), places.get(DELTA), now)
+        row = asdict(entry)
+        first_kept = retention.first_kept((*index.entries, entry), now)
+        assert end(top, row, first_kept, now) == (not taken_over)
+        index = index.abandoned(names, now) if taken_over else index.published(entry, retention)
+        assert json.loads(index.dump()) == sealed_again(top)
+
+
+def sealed_again(top: dict[str, Any]) -> dict[str, Any]:
+    """What is read of an index that says of its bytes, as `dump` writes them, what is true."""
+    text = json.dumps({name: value for name, value in top.items() if name != "self_digest"}, separators=(",", ":"))
+    return top | {"self_digest": blake3(f"{text[:-1]},".encode()).hexdigest()}
 
 
 def test_what_another_publisher_was_writing_is_retired() -> None:
-    index = StepsIndex(pending=("full-000000001-00000001",)).announced(["full-000000001-00000002"], 7)
+    index = StepsIndex(pending=("full-000000001-00000001",)).announced(["full-000000001-00000002"], 7, 60)
     assert index.pending == ("full-000000001-00000002",)
     assert [(one.name, one.since) for one in index.retired] == [("full-000000001-00000001", 7)]
     assert index.without(["full-000000001-00000001"]).retired == ()
@@ -142,9 +195,16 @@ def test_a_root_without_steps_has_no_chain_and_one_with_others_says_which_it_has
     assert caught.value.code == "missing"
 
 
-def damaged(**changes: Any) -> bytes:
+def test_what_was_retired_in_the_future_is_retired_now() -> None:
+    index = StepsIndex(retired=(Retired("full-000000001-00000001", 9), Retired("full-000000001-00000002", 6)))
+    assert [one.since for one in index.announced([], 7, 60).retired] == [7, 6]
+
+
+def damaged(*without: str, **changes: Any) -> bytes:
+    """An index with other fields, or without some."""
     index, _ = published([("full", 1), ("delta", 1)], Retention(10, 0))
-    return closed_index(json.loads(index.dump()) | changes)
+    top = json.loads(index.dump()) | changes
+    return closed_index({name: value for name, value in top.items() if name not in without})
 
 
 ENTRY = {
@@ -166,6 +226,13 @@ ENTRY = {
         (damaged(relayout="other"), "field"),
         (damaged(version=2), "version"),
         (damaged(requires=["more"]), "version"),
+        (damaged("grace_seconds"), "field"),
+        (damaged(grace_seconds=-1), "field"),
+        (damaged(grace_seconds=3600.0), "field"),
+        (damaged(grace_seconds=None), "field"),
+        (damaged("requires"), "field"),
+        (damaged("pending"), "field"),
+        (damaged("retired"), "field"),
         (damaged(pending=["../elsewhere"]), "unsafe"),
         (damaged(retired=[{"name": "full-1-00000001", "since": 0}]), "unsafe"),
         (damaged(pending=["full-000000000-00000000"]), "field"),

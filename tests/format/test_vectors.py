@@ -42,7 +42,10 @@ from relayout.errors import FormatError, PlanError
 from relayout.loader.diagnose import diagnose
 
 VECTORS = vectors()
-PARSERS = {"header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths", "chunks", "whole"}
+PARSERS = {
+    *("header", "index", "config", "manifest", "table", "record", "plan", "rank_file", "paths", "chunks", "digests"),
+    "whole",
+}
 FIELDS = {
     *("name", "base", "edit", "stale", "made", "command", "exit", "reason", "says", "python", "error", "is_bomb"),
 }

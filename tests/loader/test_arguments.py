@@ -125,7 +125,7 @@ def test_so_it_is_where_folders_are_called_otherwise() -> None:
         ("root", relayout.Publisher),
         ("root", relayout.Steps),
         ("root", lambda odd: relayout.Follower(odd, 0)),
-        ("delta", lambda odd: relayout.apply(odd, 0, {})),
+        ("delta", lambda odd: relayout.apply(odd, 0, {}, base="folder")),
         ("folder", relayout.transformers.from_pretrained),
     ]
     for what, call in calls:

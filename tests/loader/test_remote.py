@@ -84,7 +84,7 @@ def test_another_file_in_the_place_of_one_is_an_error_though_all_its_bytes_arriv
     content = bytearray((converted / name).read_bytes())
     content[60] ^= 1  # In the digest of its content, which its header has.
     server.put("models", f"out/{name}", bytes(content))
-    with pytest.raises(FormatError, match="content in its header differs") as caught:
+    with pytest.raises(FormatError, match="tensors_digest in its header differs") as caught:
         relayout.load(URL, 1)
     assert caught.value.path == f"{URL}/{name}"
 

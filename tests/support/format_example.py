@@ -103,7 +103,7 @@ def content_rows(rank: int) -> list[list[Any]]:
 def rank_file(rank: int) -> tuple[bytes, bytes]:
     """Everything before the data section, and the data section."""
     arrays = [(name, slice_array(name, rank)) for name in FILE_ORDER]
-    head = compact({"format": 1, "content": digest(compact(content_rows(rank)).encode())})
+    head = compact({"format": 1, "tensors_digest": digest(compact(content_rows(rank)).encode())})
     entries = [(name, list(array.shape), array.nbytes) for name, array in arrays]
     metadata = {"relayout": head, "format": "pt"}
     return header(entries, metadata, ALIGNMENT), b"".join(array.tobytes() for _, array in arrays)
@@ -114,6 +114,7 @@ def table(rank: int) -> dict[str, Any]:
         "relayout": 1,
         "kinds": {
             "dtype": ["BF16", "BF16", "BF16"],
+            "bits": [16, 16, 16],
             "shape": [[16, 8], [8], [3]],
             "source_shape": [[32, 8], None, None],
             "slice": [QKV[rank], {}, {}],
@@ -123,7 +124,6 @@ def table(rank: int) -> dict[str, Any]:
         "file": [0, 0, 0, 0],
         "offset": [4096, 4352, 4368, 4374],
         "arena_offset": [0, 256, 4096, 4112],
-        "digest": [row[4] for row in content_rows(rank)],
     }
 
 
@@ -174,7 +174,6 @@ def record() -> dict[str, Any]:
             "shape": list(SHAPES.values()),
             "file": [0, 0, 0, 0],
             "offset": [len(before) + end - nbytes for nbytes, end in zip(sizes, accumulate(sizes), strict=True)],
-            "digest": [digest(source_array(name).tobytes()) for name in SHAPES],
             "cut": [0, 1, 0, 0],
         },
     }
@@ -197,7 +196,7 @@ def manifest() -> dict[str, Any]:
                 "name": f"model-rank-{rank}-part-0.safetensors",
                 "nbytes": len(before) + len(data),
                 "data_start": len(before),
-                "content": digest(compact(content_rows(rank)).encode()),
+                "tensors_digest": digest(compact(content_rows(rank)).encode()),
                 "header_digest": proof(before),
                 "chunks_digest": proof(chunks(rank)),
             }
@@ -206,6 +205,7 @@ def manifest() -> dict[str, Any]:
             {
                 "table": f"relayout.rank-{rank}.json.zst",
                 "table_digest": proof(frame(compact(table(rank)))),
+                "digests_digest": proof(digests(rank)),
                 "num_tensors": 4,
                 "nbytes": 284,
                 "files": [rank],
@@ -228,13 +228,28 @@ def manifest() -> dict[str, Any]:
         "num_ranks": NUM_RANKS,
         "alignment": ALIGNMENT,
         "dcp": False,
-        "source": {"record_digest": proof(frame(compact(record()))), "nbytes": 540},
+        "source": {
+            "record_digest": proof(frame(compact(record()))),
+            "digests_digest": proof(source_digests()),
+            "num_tensors": 4,
+            "nbytes": 540,
+        },
         "hub_index_digest": proof(hub_index()),
         "chunk_nbytes": CHUNK_NBYTES,
         "files": files,
         "ranks": ranks,
         "whole": None,
     }
+
+
+def digests(rank: int) -> bytes:
+    """The rank's part of relayout.digests."""
+    return b"".join(bytes.fromhex(row[4]) for row in content_rows(rank))
+
+
+def source_digests() -> bytes:
+    """The last part of relayout.digests."""
+    return b"".join(bytes.fromhex(digest(source_array(name).tobytes())) for name in SHAPES)
 
 
 def hub_index() -> bytes:
@@ -268,6 +283,7 @@ def write_folder(folder: Path, manifest_text: bytes) -> Path:
         (folder / f"model-rank-{rank}-part-0.safetensors").write_bytes(b"".join(rank_file(rank)))
         (folder / f"relayout.rank-{rank}.json.zst").write_bytes(frame(compact(table(rank))))
     (folder / "relayout.chunks").write_bytes(b"".join(map(chunks, range(NUM_RANKS))))
+    (folder / "relayout.digests").write_bytes(b"".join([*map(digests, range(NUM_RANKS)), source_digests()]))
     (folder / "relayout.source.json.zst").write_bytes(frame(compact(record())))
     (folder / "model.safetensors.index.json").write_bytes(hub_index())
     (folder / "config.json").write_text(CONFIG)

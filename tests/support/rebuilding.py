@@ -15,11 +15,13 @@ import zstandard
 from support.local_stores import read_manifest, read_table
 from support.models import read_tensors
 
-from relayout.core.digests import proof_hex
+from relayout.checkpoint.converted import read_source_digests
+from relayout.core.digests import pack_digests, proof_hex
 from relayout.core.slices import Slice
 from relayout.errors import FormatError
 from relayout.format.manifest import SOURCE_RECORD_NAME, compress, decompress, dump_manifest
 from relayout.format.source_record import conversion_digest, parse_record
+from relayout.storage.local.store import LocalStore
 
 Array = npt.NDArray[Any]
 
@@ -68,8 +70,9 @@ def rebuild(
     folder: Path,
     change_record: Callable[[dict[str, Any]], None] = lambda record: None,
     change_header: Callable[[bytes], bytes] = lambda header: header,
+    change_digests: Callable[[list[str | None]], None] = lambda digests: None,
 ) -> None:
-    """Change the source record, or the header of each rank file, and sign all that hangs on it anew.
+    """Change the source record, the header of each rank file, or digests of the source, and sign all that hangs on it.
 
     As a faulty writer would, or a forger: the digests are right, whatever they are of.
     """
@@ -88,9 +91,15 @@ def rebuild(
             stream.seek(0)
             stream.write(header)
         files.append(replace(file, header_digest=proof_hex(header)))
+    digests = read_source_digests(LocalStore(folder), manifest)
+    change_digests(digests)
+    packed, part = (folder / "relayout.digests").read_bytes(), pack_digests(digests)
+    (folder / "relayout.digests").write_bytes(packed[: len(packed) - len(part)] + part)
+    manifest = replace(manifest, source_digests_digest=proof_hex(part))
     changed = replace(manifest, record_digest=proof_hex(stored), files=tuple(files))
     with suppress(FormatError):  # What is no record names no conversion.
-        changed = replace(changed, conversion=conversion_digest(parse_record(text, manifest.num_ranks, "here")))
+        found = parse_record(text, manifest.num_ranks, "here")
+        changed = replace(changed, conversion=conversion_digest(found, digests))
     (folder / "relayout.json").write_bytes(dump_manifest(changed))
 
 

@@ -82,8 +82,13 @@ def by_other_digests(folder: Path) -> None:
         part = b"".join(xxh3_128(blob[at : at + top["chunk_nbytes"]]).digest() for at in pieces)
         file |= {"header_digest": xxh3_128(blob[:start]).hexdigest(), "chunks_digest": xxh3_128(part).hexdigest()}
         chunks += part
+    digests = (folder / "relayout.digests").read_bytes()
     for rank in top["ranks"]:
+        count = 16 * rank["num_tensors"]
+        rank["digests_digest"] = xxh3_128(digests[:count]).hexdigest()
+        digests = digests[count:]
         rank["table_digest"] = xxh3_128((folder / rank["table"]).read_bytes()).hexdigest()
+    top["source"]["digests_digest"] = xxh3_128(digests).hexdigest()
     top["source"]["record_digest"] = xxh3_128((folder / "relayout.source.json.zst").read_bytes()).hexdigest()
     top["hub_index_digest"] = xxh3_128((folder / "model.safetensors.index.json").read_bytes()).hexdigest()
     (folder / "relayout.chunks").write_bytes(chunks)
@@ -96,6 +101,7 @@ FILES = [
     "model.safetensors.index.json",
     *(f"model-rank-{rank}-part-{part}.safetensors" for rank in range(NUM_RANKS) for part in range(2)),
     "relayout.chunks",
+    "relayout.digests",
     "relayout.json",
     "relayout.rank-0.json.zst",
     "relayout.rank-1.json.zst",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,6 +82,11 @@ def files_of(root: str) -> dict[str, bytes]:
     return {name: prefix.load(name, 2**30)[0] for name in prefix.objects()}  # type: ignore[index]
 
 
+def files_in(place: str) -> dict[str, bytes]:
+    """The files of a folder or a delta, by their path in it, but for empty ones."""
+    return {name: content for name, content in files_of(place).items() if content}
+
+
 def outputs_of(root: str) -> set[str]:
     """The names of what lies directly in a root."""
     return {name.partition("/")[0] for name in files_of(root)}
@@ -134,3 +141,16 @@ def closed_index(top: dict[str, Any]) -> bytes:
     """An index with its proof, as FORMAT.md has it."""
     text = json.dumps({name: value for name, value in top.items() if name != "self_digest"})[:-1] + ", "
     return f'{text}"self_digest": "{blake3(text.encode()).hexdigest()}"}}'.encode()
+
+
+def laid_out(root: Path, full: Path, *deltas: Path) -> None:
+    """A root whose first step is a folder; each later one is what a delta makes of the one before."""
+    steps: list[dict[str, object]] = []
+    for step, place in enumerate((full, *deltas), 1):
+        kind, blob = "full" if step == 1 else "delta", (place / "relayout.json").read_bytes()
+        content = blake3(blob).hexdigest() if step == 1 else json.loads(blob)["makes"]
+        copy = shutil.copytree(place, root / f"{kind}-{step:09d}-00000000")
+        stored = {"name": copy.name, "nbytes": sum(map(len, files_in(str(copy)).values()))}
+        steps.append({"step": step, "content": content, "full": None, "delta": None, kind: stored, "time": step})
+    top = {"relayout": "steps", "version": 1, "requires": [], "grace_seconds": 3600, "steps": steps}
+    (root / "steps.json").write_bytes(closed_index(top | {"pending": [], "retired": []}))

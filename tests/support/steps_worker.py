@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def _publishes_placements(folder: Path, root: str, tp: int, number: int) -> None
 
     join(folder, number)
     flat, square = init_device_mesh("cpu", (NUM_MEMBERS,)), init_device_mesh("cpu", (2, NUM_MEMBERS // 2))
-    ways = [
+    ways: list[Callable[[Any], Any]] = [
         lambda one: distribute_tensor(one, flat, [Shard(0)]),
         lambda one: distribute_tensor(one, flat, [Shard(one.dim() - 1)]),
         lambda one: distribute_tensor(one, square, [Replicate(), Shard(0)]),
@@ -122,6 +123,29 @@ def _publishes_placements(folder: Path, root: str, tp: int, number: int) -> None
         held = {name: ways[place % len(ways)](one) for place, (name, one) in enumerate(whole.items())}
         seen.case(f"step {step}", partial(publisher.publish, held, step))
         seen.case(f"save {step}", partial(relayout.save, held, folder / f"saved-{step}", **options))
+    dist.barrier()
+
+
+def that_are_signed() -> None:
+    """`FOLDER ROOT KEY`: two processes publish steps and sign them."""
+    codes = forked(partial(_publishes_signed, Path(sys.argv[1]), sys.argv[2], sys.argv[3]), 2)
+    assert codes == [0] * 2, codes
+
+
+def _publishes_signed(folder: Path, root: str, key: str, number: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import relayout
+
+    join(folder, number, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2, group=dist.group.WORLD, full_every=2, key=key)
+    for step in (1, 2, 3):
+        publisher.publish(
+            {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in weights_of(step).items()}, step
+        )
     dist.barrier()
 
 

@@ -14,8 +14,9 @@ An edit names a `file` of the checkpoint, there or not (a plan begins as base/pl
 POINTER is a JSON pointer (RFC 6901). CONTENT is text, or a list of texts and of these: `{ hex = "..." }`,
 `{ repeat = [CONTENT, times] }`, `{ file = NAME }`, a file of the bases as it is stored (of the plain one or the
 converted one, or BASE/NAME), `{ text = NAME }`, what is compressed in one, `{ field = POINTER, of = NAME }`, a field of
-one, `{ proof = CONTENT }`, a proof in JSON, and `{ encoding = "utf-16-le", of = CONTENT }`. A file *.zst is edited as
-the text in it and compressed anew, but for edits with `stored = true`.
+one, `{ bytes = [START, END], of = NAME }`, some bytes of one, `{ proof = CONTENT }`, a proof in JSON, and
+`{ encoding = "utf-16-le", of = CONTENT }`. A file *.zst is edited as the text in it and compressed anew, but for edits
+with `stored = true`.
 
 Digests in front of what is wrong are made truthful, so that the check is reached that the vector is meant for: those of
 record, tables and manifest. `stale` names those that are not: "record", "tables". A manifest that is edited as text
@@ -167,6 +168,8 @@ def content(what: Any) -> bytes:
             return _decompress(_of_a_base(name)) if name.endswith(".zst") else _of_a_base(name)
         case {"field": pointer, "of": name}:
             return json.dumps(_field(json.loads(content({"text": name})), _parts(pointer))).encode()
+        case {"bytes": [start, end], "of": name}:
+            return _of_a_base(name)[start:end]
         case {"proof": what}:
             return json.dumps(blake3(content(what)).hexdigest()).encode()
         case {"encoding": encoding, "of": text}:

@@ -6,9 +6,13 @@ from pathlib import Path
 
 from support import prestarted
 from support.mounts import mounted_tmpfs
-from support.steps import CONFIG, assert_is_step, weights_of
+from support.steps import CONFIG, assert_is_step, files_in, weights_of
 
 import relayout
+
+CHANGED = {"relayout.json", "relayout.digests.delta", "new/relayout.json.zst"}
+CHANGED |= {f"model-rank-{rank}-part-0.safetensors.delta" for rank in range(2)}
+"""The files of a delta if weights alone have changed."""
 
 
 def test_a_folder_of_a_step_is_that_of_save_and_deltas_lead_to_it_byte_for_byte(tmp_path: Path) -> None:
@@ -23,6 +27,8 @@ def test_a_folder_of_a_step_is_that_of_save_and_deltas_lead_to_it_byte_for_byte(
     deltas = [steps.path(entry.delta.name) for entry in entries[1:] if entry.delta is not None]
     first = entries[0].full
     assert first is not None
+    for delta in deltas:
+        assert set(files_in(delta)) == CHANGED, "tables and what has not changed are those of the step before"
     relayout.apply_deltas(steps.path(first.name), deltas, tmp_path / "applied")
     saved = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
     for other in (Path(steps.path(last.full.name)), tmp_path / "applied"):
@@ -55,9 +61,22 @@ def test_a_step_without_a_change_is_one(root: str) -> None:
     assert follower.update() == 1
     again = publisher.publish(weights_of(1), 2)
     assert again.delta is not None
-    assert again.delta.nbytes == 0
+    delta = files_in(f"{root}/{again.delta.name}")
+    assert set(delta) == {"relayout.json", "new/relayout.json.zst"}
+    assert again.delta.nbytes == sum(map(len, delta.values()))
     assert follower.update() is None
     assert follower.step == 2
     publisher.publish(weights_of(3), 3)
     assert follower.update() == 3
     assert_is_step(follower.tensors, weights_of(3), 0)
+
+
+def test_the_bytes_of_a_delta_are_those_of_all_its_files(root: str) -> None:
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2)
+    for step in (1, 2, 3):
+        publisher.publish(weights_of(step), step)
+    for entry in relayout.Steps(root).entries()[1:]:
+        assert entry.delta is not None
+        delta = files_in(f"{root}/{entry.delta.name}")
+        assert set(delta) == CHANGED
+        assert entry.delta.nbytes == sum(map(len, delta.values()))

@@ -34,10 +34,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoded() -> Callable[[bytes], bytes]:
-    """What the document says of a piece."""
-    section = (Path(__file__).parents[2] / "docs/FORMAT.md").read_text().split("\n## 15. ")[1].split("\n## ")[0]
-    names: dict[str, Any] = {}
-    exec(section.split("```python\n")[1].split("```")[0], names)
+    """What the document says of a piece, by what it says before that."""
+    document, names = (Path(__file__).parents[2] / "docs/FORMAT.md").read_text(), dict[str, Any]()
+    for number in (12, 15):
+        section = document.split(f"\n## {number}. ")[1].split("\n## ")[0]
+        exec(section.split("```python\n")[1].split("```")[0], names)
     found: Callable[[bytes], bytes] = names["decoded"]
     return found
 
@@ -76,15 +77,19 @@ def test_each_change_of_a_byte_that_it_reads_is_noticed(
 ) -> None:
     entries = json.loads((root / "steps.json").read_text())["steps"]
     full, delta = entries[0]["full"]["name"], entries[1]["delta"]["name"]
-    names = [f"{full}/relayout.json", f"{full}/relayout.chunks", f"{full}/model-rank-0-part-0.safetensors"]
-    names += [f"{delta}/{name}" for name in ("new/relayout.json", "new/relayout.chunks")]
+    names = ["relayout.json", "relayout.chunks", "relayout.digests", "model-rank-0-part-0.safetensors"]
+    names = [f"{full}/{name}" for name in names]
+    names += [f"{delta}/{name}" for name in ("relayout.json", "relayout.digests.delta", "new/relayout.json.zst")]
     names += [f"{delta}/model-rank-0-part-0.safetensors.delta"]
+    num_tensors = json.loads((root / full / "relayout.json").read_bytes())["ranks"][0]["num_tensors"]
+    num_changed = json.loads((root / delta / "relayout.json").read_bytes())["digests"][0]["count"]
+    own = {"relayout.chunks": 16, "relayout.digests": 16 * num_tensors, "relayout.digests.delta": 24 * num_changed}
     random = np.random.default_rng(0)
     for name in names:
         shutil.copytree(root, tmp_path / "steps")
         file = tmp_path / "steps" / name
         whole = file.read_bytes()
-        nbytes = len(whole) if not name.endswith("chunks") else 16  # The rest is of other files.
+        nbytes = own.get(file.name, len(whole))  # The rest is of other files, or of another rank.
         for position in random.integers(nbytes, size=10).tolist():
             content = bytearray(whole)
             content[position] ^= 1

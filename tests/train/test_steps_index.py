@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -43,7 +45,7 @@ LATER = st.one_of(st.tuples(NBYTES, NBYTES), st.tuples(st.none(), NBYTES), st.tu
 
 def all_chains(index: StepsIndex, have: int | None, end: int) -> list[tuple[int, str | None, tuple[str, ...]]]:
     """Every way to an entry: bytes, the folder, and the names of deltas."""
-    found = []
+    found: list[tuple[int, str | None, tuple[str, ...]]] = []
     for begin in range(end + 1):
         deltas = [one.delta for one in index.entries[begin + 1 : end + 1]]
         full = index.entries[begin].full
@@ -113,8 +115,8 @@ class Clocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wall, self.monotonic = 10.0**9, 500.0
-        monkeypatch.setattr(module.time, "time", lambda: self.wall)
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.monotonic)
+        monkeypatch.setattr(time, "time", lambda: self.wall)
+        monkeypatch.setattr(time, "monotonic", lambda: self.monotonic)
 
     def wait(self, seconds: float) -> None:
         self.wall, self.monotonic = self.wall + seconds, self.monotonic + seconds
@@ -140,6 +142,25 @@ def test_what_is_retired_stays_for_the_grace_and_no_longer_whatever_the_clock_of
     assert root.prune(HOUR) == retired
 
 
+def test_who_deletes_keeps_what_is_retired_as_long_as_the_last_publisher_has_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index has it: another process, which was told nothing, goes by that."""
+    clocks, place = Clocks(monkeypatch), tmp_path / "steps"
+    options: dict[str, Any] = {"config": CONFIG, "keep": 1, "keep_seconds": 0, "full_every": 1}
+    for step, grace in ((1, HOUR), (2, 3 * HOUR), (3, 2 * HOUR)):
+        relayout.Publisher(place, grace_seconds=grace, **options).publish(weights_of(step), step)
+        index = json.loads((place / "steps.json").read_text())
+        assert index["grace_seconds"] == grace == Root.at(place).read().grace_seconds
+    steps, retired = relayout.Steps(place), [one["name"] for one in index["retired"]]
+    assert len(retired) == 2
+    for _ in range(4):
+        assert steps.prune() == []
+        clocks.wait(HOUR / 2)
+    assert steps.prune() == retired
+    assert Root.at(place).read().grace_seconds == 2 * HOUR
+
+
 def test_a_process_that_has_just_begun_deletes_what_was_retired_a_day_before_the_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +170,7 @@ def test_a_process_that_has_just_begun_deletes_what_was_retired_a_day_before_the
     times = (now - DAY - HOUR, now - DAY, now + DAY)
     Root.at(tmp_path).move(lambda _: StepsIndex(retired=tuple(map(Retired, names, times))))
     assert Root.at(tmp_path).prune(HOUR) == names[:1]
-    announced = Root.at(tmp_path).move(lambda index: index.announced([], now))
+    announced = Root.at(tmp_path).move(lambda index: index.announced([], now, HOUR))
     assert [one.since for one in announced.retired] == [now - DAY, now]
     assert Root.at(tmp_path).prune(0) == names[1:]
 
@@ -157,7 +178,8 @@ def test_a_process_that_has_just_begun_deletes_what_was_retired_a_day_before_the
 def test_an_index_that_nobody_could_read_is_not_written_and_fewer_steps_are_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, options = tmp_path / "steps", {"config": CONFIG, "keep_seconds": 0, "full_every": 1, "grace_seconds": 0}
+    root = tmp_path / "steps"
+    options: dict[str, Any] = {"config": CONFIG, "keep_seconds": 0, "full_every": 1, "grace_seconds": 0}
     publisher = relayout.Publisher(root, keep=1000, **options)
     for step in (1, 2, 3):
         publisher.publish(weights_of(step), step)

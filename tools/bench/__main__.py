@@ -23,6 +23,7 @@ import relayout
 from bench import chart as charts
 from bench import clients as node_loads
 from bench import convert as conversions
+from bench import index as indexes
 from bench import load as loads
 from bench import memory as memories
 from bench import remote as remotes
@@ -249,6 +250,15 @@ def memory(
         rows = memories.measure(_make_source(Path(scratch), size), limit, progress.print)
         _write(out, {"rows": rows}, Path(scratch))
     memories.print_table(console, rows)
+
+
+@app.command()
+def index(folder: DirOption = None, out: OutOption = None) -> None:
+    """Measure what lies beside the weights of DeepSeek-V3, and in a delta without a change: bytes, seconds to parse."""
+    with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
+        rows = indexes.measure(Path(scratch), (16, 64), (4 * 10**9, 2**29))
+        _write(out, {"rows": rows}, Path(scratch))
+    indexes.print_table(console, rows)
 
 
 def _make_source(folder: Path, size: float) -> Path:

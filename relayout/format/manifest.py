@@ -108,6 +108,7 @@ def compress(text: bytes, limit: int = MAX_TABLE_NBYTES) -> bytes:
 def decompress(blob: bytes, where: str, limit: int = MAX_TABLE_NBYTES) -> bytes:
     """The inverse of `compress`. FormatError: not a zstd frame, or larger than the limit."""
     with about(path=where):
+        _check_window(blob)
         frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_NBYTES).decompressobj()
         pieces = []
         room = limit
@@ -127,6 +128,16 @@ def decompress(blob: bytes, where: str, limit: int = MAX_TABLE_NBYTES) -> bytes:
         if rest:
             raise FormatError(f"{rest} bytes after the zstd frame", code="syntax")
         return b"".join(pieces)
+
+
+def _check_window(blob: bytes) -> None:
+    """Refuse a frame with a large window: the library looks at that only where it needs one."""
+    try:
+        window_nbytes = zstandard.get_frame_parameters(blob).window_size
+    except zstandard.ZstdError as error:
+        raise FormatError(f"not a zstd frame: {error}", code="syntax") from None
+    if window_nbytes > MAX_WINDOW_NBYTES:
+        raise FormatError(f"a zstd window of {window_nbytes} bytes, limit {MAX_WINDOW_NBYTES}", code="limit")
 
 
 def dump_manifest(manifest: Manifest) -> bytes:

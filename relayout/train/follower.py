@@ -112,7 +112,7 @@ class Follower:
         self.tensors: dict[str, torch.Tensor] = {}
         """The tensors by name, in host memory. `update` changes them where they are."""
         self.step: int | None = None
-        """The number of the step that they are of; None: nothing is loaded."""
+        """The number of the step that was reached last; None: no step was."""
 
     @property
     def content(self) -> str | None:
@@ -171,7 +171,7 @@ class Follower:
 
         A wider dtype has all values, too, but the next delta would not fit its bytes: that tensor is made again.
         """
-        options: dict[str, Any] = {"deltas": deltas, "threads": self._threads}
+        options: dict[str, Any] = {"deltas": deltas, "threads": self._threads, "verify": True}
         if self.tensors:
             kept = as_loaded(self.tensors, rank)
             try:

@@ -256,7 +256,7 @@ def memory(
 def index(folder: DirOption = None, out: OutOption = None) -> None:
     """Measure what lies beside the weights of DeepSeek-V3, and in a delta without a change: bytes, seconds to parse."""
     with tempfile.TemporaryDirectory(prefix="relayout-bench-", dir=folder) as scratch:
-        rows = indexes.measure(Path(scratch), (16, 64), (4 * 10**9, 2**29))
+        rows = indexes.measure(Path(scratch), (8, 16), (4 * 10**9, 2**29))
         _write(out, {"rows": rows}, Path(scratch))
     indexes.print_table(console, rows)
 

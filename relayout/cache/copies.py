@@ -17,9 +17,9 @@ from relayout.checkpoint.converted import (
     Proven,
     check_file,
     check_head,
-    check_small,
     digests_of_small,
     proof_of,
+    read_small,
     sizes_of_packed,
 )
 from relayout.core.digests import digest_hex
@@ -205,7 +205,7 @@ def _forget_damaged(entry: HeldEntry, manifest: Manifest, blob: bytes) -> None:
         if name == MANIFEST_NAME and copies.read(name, MAX_RECORD_NBYTES) != blob:
             raise FormatError("is another", path=name, code="mismatch")
         if name in small:
-            check_small(copies, manifest, name, small[name])
+            read_small(copies, name, small[name])
         if name in packed:
             copies.open(name, packed[name]).close()
         if name in weights:

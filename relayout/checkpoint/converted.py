@@ -167,7 +167,7 @@ def find_faults(folder: Store, manifest: Manifest) -> list[FormatError]:
 
     weights = [partial(_check_weights, folder, manifest, index) for index in range(len(manifest.files))]
     others: list[Callable[[], None]] = [
-        *(partial(check_small, folder, manifest, *one) for one in digests_of_small(manifest).items()),
+        *(partial(_check_small, folder, *one) for one in digests_of_small(manifest).items()),
         *(partial(_check_opens, folder, *one) for one in sizes_of_packed(manifest).items()),
     ]
     found = [*each(fault, weights, folder.cost.num_opens), *map(fault, others)]
@@ -178,7 +178,7 @@ def _check_weights(folder: Store, manifest: Manifest, index: int) -> None:
     _check_length(folder, manifest, index)
     file, proof = manifest.files[index], proof_of(folder, manifest, index)
     with folder.open(file.name, file.nbytes) as opened:
-        _check_start(folder, file, opened)
+        read_head(folder, file, opened)
         again = partial(folder.open, file.name, file.nbytes, access=Access.BUFFERED)
         check_holes(opened.fileno(), again, proof, folder.location(file.name))
 
@@ -217,27 +217,40 @@ def digests_of_small(manifest: Manifest) -> dict[str, str]:
     return {**tables, SOURCE_RECORD_NAME: manifest.record_digest, **index}
 
 
-def check_small(folder: Store, manifest: Manifest, name: str, digest: str) -> None:
-    """Raise FormatError unless a small file is there and has this digest."""
-    if proof_hex(folder.read(name, MAX_RECORD_NBYTES)) != digest:
+def read_small(folder: Store, name: str, proof: str) -> bytes:
+    """Read a small file. FormatError: it is missing, or has another proof."""
+    blob = folder.read(name, MAX_RECORD_NBYTES)
+    if proof_hex(blob) != proof:
         what = f"digest differs from the one in {MANIFEST_NAME}: damaged, or of another conversion"
         raise FormatError(what, path=folder.location(name), code="digest")
+    return blob
+
+
+def proofs_of_sides(record: SourceRecord) -> dict[str, str]:
+    """The proofs of the side files, by name."""
+    return {side.name: side.digest for side in record.side_files}
+
+
+PACKED = (CHUNKS_NAME, DIGESTS_NAME)
+"""The files that have digests in binary form. The manifest proves them part by part."""
+
+
+def parts_of_packed(manifest: Manifest, name: str) -> list[tuple[Extent, str]]:
+    """The parts of a file of `PACKED`, in order: where each is, and its proof."""
+    if name == CHUNKS_NAME:
+        places = places_of_proofs(manifest.files, manifest.chunk_nbytes)
+        return list(zip(places, (file.chunks_digest for file in manifest.files), strict=True))
+    proofs = [*(entry.digests_digest for entry in manifest.holders.values()), manifest.source_digests_digest]
+    return list(zip(places_of_digests(manifest), proofs, strict=True))
 
 
 def sizes_of_packed(manifest: Manifest) -> dict[str, int]:
-    """The lengths of the files that have digests in binary form, by name. The manifest proves them part by part."""
-    chunks = places_of_proofs(manifest.files, manifest.chunk_nbytes)
-    return {CHUNKS_NAME: chunks[-1].end if chunks else 0, DIGESTS_NAME: places_of_digests(manifest)[-1].end}
+    """The lengths of the files of `PACKED`, by name."""
+    return {name: parts[-1][0].end if (parts := parts_of_packed(manifest, name)) else 0 for name in PACKED}
 
 
-def parts_of_packed(manifest: Manifest) -> dict[str, list[tuple[Extent, str]]]:
-    """The parts of these files, by name: where each is, and its proof."""
-    chunks = places_of_proofs(manifest.files, manifest.chunk_nbytes)
-    proofs = [*(entry.digests_digest for entry in manifest.holders.values()), manifest.source_digests_digest]
-    return {
-        CHUNKS_NAME: list(zip(chunks, (file.chunks_digest for file in manifest.files), strict=True)),
-        DIGESTS_NAME: list(zip(places_of_digests(manifest), proofs, strict=True)),
-    }
+def _check_small(folder: Store, name: str, proof: str) -> None:
+    read_small(folder, name, proof)
 
 
 def _check_opens(folder: Store, name: str, nbytes: int) -> None:
@@ -332,22 +345,27 @@ CONVERTED = Replaceable(MANIFEST_NAME, describe_output, names_of_output)
 
 def read_digests(folder: Store, manifest: Manifest, holder: int) -> list[str]:
     """The digests of a holder's tensors, in the order of its table. FormatError: they are missing or damaged."""
-    entry = manifest.holders[holder]
-    return _digests(folder, manifest, list(manifest.holders).index(holder), entry.digests_digest, entry.table)
+    return unpack_digests(read_packed_digests(folder, manifest, holder))
 
 
 def read_source_digests(folder: Store, manifest: Manifest) -> list[str | None]:
     """The digests of the source's tensors, in the order of the record; None: unknown. Errors as of `read_digests`."""
-    found = _digests(folder, manifest, -1, manifest.source_digests_digest, SOURCE_RECORD_NAME)
+    found = unpack_digests(read_packed_digests(folder, manifest, None))
     return [None if digest == UNKNOWN_DIGEST else digest for digest in found]
 
 
-def _digests(folder: Store, manifest: Manifest, position: int, proof: str, what: str) -> list[str]:
+def read_packed_digests(folder: Store, manifest: Manifest, holder: int | None) -> bytes:
+    """Read the digests of a holder's tensors, or of the source's for None, as stored. Errors as of `read_digests`."""
+    if holder is None:
+        position, proof, what = -1, manifest.source_digests_digest, SOURCE_RECORD_NAME
+    else:
+        entry = manifest.holders[holder]
+        position, proof, what = list(manifest.holders).index(holder), entry.digests_digest, entry.table
     packed = _part_of(folder, DIGESTS_NAME, places_of_digests(manifest), position)
     if proof_hex(packed) != proof:
         where = folder.location(DIGESTS_NAME)
         raise FormatError(f"its part for {what} differs from the manifest", path=where, code="digest")
-    return unpack_digests(packed)
+    return packed
 
 
 def _part_of(folder: Store, name: str, places: Sequence[Extent], position: int) -> bytes:
@@ -376,20 +394,14 @@ def check_file(folder: Store, manifest: Manifest, index: int) -> None:
     """Raise FormatError unless a file's first bytes name the tensors that the manifest says: files may be mixed up."""
     file = manifest.files[index]
     with folder.open(file.name, file.nbytes) as opened:
-        _check_start(folder, file, opened)
+        read_head(folder, file, opened)
 
 
-def _check_start(folder: Store, file: IndexedFile, opened: ReadableFile) -> None:
+def read_head(folder: Store, file: IndexedFile, opened: ReadableFile) -> bytes:
+    """Read the first `HEAD_NBYTES` of an open weight file. FormatError: they are not as the manifest says."""
     start = memoryview(bytearray(HEAD_NBYTES))
     opened.read(0, start)
     check_head(start, file.tensors_digest, file.data_start, folder.location(file.name))
-
-
-def read_head(folder: Store, file: IndexedFile) -> bytes:
-    """Read the first bytes of a weight file, up to `HEAD_NBYTES`."""
-    start = memoryview(bytearray(min(HEAD_NBYTES, file.data_start)))
-    with folder.open(file.name, file.nbytes) as opened:
-        opened.read(0, start)
     return bytes(start)
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayout.checkpoint.converted import (
+    PACKED,
     Proven,
     StoreOver,
     check_header,
@@ -25,15 +27,16 @@ from relayout.checkpoint.converted import (
     names_of_output,
     parts_of_packed,
     proof_of,
-    read_digests,
+    proofs_of_sides,
     read_manifest_blob,
+    read_packed_digests,
     read_record,
     read_table,
     sizes_of_packed,
 )
 from relayout.checkpoint.folder import check_exists
 from relayout.checkpoint.trust import Policy, policy_over, prove_statement
-from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, pack_digests, proof_hex, unpack_digests
+from relayout.core.digests import DIGEST_NBYTES, PROOF_NBYTES, proof_hex, unpack_digests
 from relayout.core.extents import Extent
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.delta import (
@@ -256,7 +259,7 @@ def read_delta(store: Store, position: int = 0, policy: Policy | None = None) ->
     if len(manifest.digests) != len(new.holders) + 1:
         what = f"digests of {len(manifest.digests)} parts, {len(new.holders)} holders and the source have some"
         raise FormatError(what, path=store.location(MANIFEST_NAME), code="mismatch")
-    own = {MANIFEST_NAME, *sizes_of_packed(new), *(file.name for file in new.files)}
+    own = {MANIFEST_NAME, *PACKED, *(file.name for file in new.files)}
     own.update(entry.table for entry in new.holders.values())
     if taken := own.intersection(manifest.others):
         what = f"has {min(taken)} among other files, which is made of the base and of what changed"
@@ -314,16 +317,21 @@ def chained(deltas: Iterable[Delta], old: Manifest, content: str, before: str) -
         before: what that is, for messages.
     """
     for delta in deltas:
-        where = str(delta.store)
-        with about(part=delta.part):
-            if delta.manifest.base != content:
-                what = f"applies to content {delta.manifest.base}, not to {before} of content {content}"
-                raise PlanError(f"{what}: another base, or another order?", path=where, code="option")
-            if (difference := layout_difference(old, delta.new)) is not None:
-                what = f"does not keep the layout of {before}: {difference}"
-                raise FormatError(what, path=where, code="mismatch")
+        check_applies(delta, old, content, before)
         yield delta
         before, content = f"what delta {delta.position} makes", delta.manifest.makes
+
+
+def check_applies(delta: Delta, old: Manifest, content: str, before: str) -> None:
+    """Check that a delta applies to a content, and keeps its layout. Arguments as of `chained`."""
+    where = str(delta.store)
+    with about(part=delta.part):
+        if delta.manifest.base != content:
+            what = f"applies to content {delta.manifest.base}, not to {before} of content {content}"
+            raise PlanError(f"{what}: another base, or another order?", path=where, code="option")
+        if (difference := layout_difference(old, delta.new)) is not None:
+            what = f"does not keep the layout of {before}: {difference}"
+            raise FormatError(what, path=where, code="mismatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +358,8 @@ class RankState:
         if holder not in manifest.holders:
             check_rank(store, holder, manifest.num_ranks)
             check_present(store, manifest, [holder])
-        table, digests = read_table(store, manifest, holder), read_digests(store, manifest, holder)
-        return RankState(content_of(blob), manifest, table, pack_digests(digests))
+        table, digests = read_table(store, manifest, holder), read_packed_digests(store, manifest, holder)
+        return RankState(content_of(blob), manifest, table, digests)
 
     @property
     def by_name(self) -> dict[str, str]:
@@ -402,7 +410,7 @@ class DeltaStore(StoreOver):
 
     def location(self, name: str) -> str:
         store, there = self._place(name)
-        if name in sizes_of_packed(self.new):  # What is wrong with it is a delta's fault: the base is proven first.
+        if name in PACKED:  # What is wrong with it is a delta's fault: the base is proven first.
             return self.deltas[-1].store.location(NEW + name)
         return store.location(there)
 
@@ -428,7 +436,7 @@ class DeltaStore(StoreOver):
 
     def _check_side_file(self, name: str, blob: bytes) -> None:
         """Compare a side file with its proof in the source record, where every byte is to be proven."""
-        sides = {side.name: side.digest for side in read_record(self, self.new).side_files}
+        sides = proofs_of_sides(read_record(self, self.new))
         if name != SIGNATURE_NAME and sides.get(name) != proof_hex(blob):
             raise FormatError("is not the file of the result", path=self.location(name), code="digest")
 
@@ -448,13 +456,32 @@ class DeltaStore(StoreOver):
             return HeadFile(self.deltas[-1].blob, status)
         index = index_of(self.new, name)
         if index is None:
-            return _ChangedRows(self, name, status)
+            return HeadFile(b"", status, partial(self._fill_packed, name))
         changed = _Changed(self, index)
         try:
             return Proven(changed, proof_of(self, self.new, index), f"{self}: {name}")
         except BaseException:
             changed.close()
             raise
+
+    def _fill_packed(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill memory with bytes of a file of digests: those of the base, and what deltas make of them."""
+        nbytes = self._nbytes_of(name) or 0
+        wanted = Extent(offset, view.nbytes).aligned(PROOF_NBYTES)
+        whole = Extent(wanted.offset, min(wanted.end, nbytes) - wanted.offset)
+        content = np.empty(whole.nbytes, np.uint8)
+        with self.base.open(name, nbytes) as base:
+            base.read(whole.offset, content.data)
+        # The parts that are read whole are compared with the base's proofs: so an error says where damage is.
+        for place, proof in parts_of_packed(self.old, name):
+            if whole.offset <= place.offset and place.end <= whole.end:
+                part = content[place.offset - whole.offset : place.end - whole.offset]
+                if proof_hex(part.data) != proof:
+                    what = f"its part at {place.offset} differs from the manifest"
+                    raise FormatError(what, path=self.base.location(name), code="digest")
+        for delta in self.deltas:
+            change_digests(delta, name, content, whole.offset)
+        view[:] = content[offset - whole.offset :][: view.nbytes].data
 
     def is_of_delta(self, error: FormatError) -> bool:
         """Whether an error is of a file of a delta: then nothing says that the base is damaged."""
@@ -464,8 +491,10 @@ class DeltaStore(StoreOver):
         """The length of a file that is made of base and deltas; None: it is stored as it is."""
         if name == MANIFEST_NAME:
             return len(self.deltas[-1].blob)
+        if name in PACKED:
+            return sizes_of_packed(self.new)[name]
         index = index_of(self.new, name)
-        return sizes_of_packed(self.new).get(name) if index is None else self.new.files[index].nbytes
+        return None if index is None else self.new.files[index].nbytes
 
     def _version_of(self, name: str) -> str:
         index = index_of(self.new, name)
@@ -502,53 +531,6 @@ def change_digests(delta: Delta, name: str, content: npt.NDArray[np.uint8], star
         starts = place.offset + width * numbers - start
         inside = (starts >= 0) & (starts < len(content))
         content[starts[inside, None] + np.arange(width)] = rows[inside]
-
-
-class _ChangedRows(Closable):
-    """A file of digests of the base, changed as it is read. Thread-safe."""
-
-    alignment = 1
-
-    def __init__(self, made: DeltaStore, name: str, status: FileStat) -> None:
-        self._made, self._name, self._status = made, name, status
-        self._base = made.base.open(name, status.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        return self._status.nbytes
-
-    @property
-    def version(self) -> str:
-        return self._status.version
-
-    def fileno(self) -> None:
-        return
-
-    def read(self, offset: int, view: memoryview) -> None:
-        """Fill `view`; for errors see `ReadableFile.read`. FormatError: also if a delta is damaged."""
-        wanted = Extent(offset, min(view.nbytes, max(0, self.nbytes - offset))).aligned(PROOF_NBYTES)
-        whole = Extent(wanted.offset, min(wanted.end, self.nbytes) - wanted.offset)
-        content = np.zeros(whole.nbytes, np.uint8)
-        self._base.read(whole.offset, content.data)
-        self._prove_base(whole, content)
-        for delta in self._made.deltas:
-            change_digests(delta, self._name, content, whole.offset)
-        part = content[offset - whole.offset :][: view.nbytes]
-        view[: len(part)] = part.data
-
-    def _prove_base(self, whole: Extent, content: npt.NDArray[np.uint8]) -> None:
-        """Compare the parts that are read whole with the base's proofs: so it is told where damage is."""
-        for place, proof in parts_of_packed(self._made.old)[self._name]:
-            if whole.offset <= place.offset and place.end <= whole.end:
-                part = content[place.offset - whole.offset : place.end - whole.offset]
-                if proof_hex(part.data) != proof:
-                    where = self._made.base.location(self._name)
-                    raise FormatError(
-                        f"its part at {place.offset} differs from the manifest", path=where, code="digest"
-                    )
-
-    def close(self) -> None:
-        self._base.close()
 
 
 class _Changed(Closable):

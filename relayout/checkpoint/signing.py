@@ -20,6 +20,8 @@ def signer_of(
     chain: Sequence[str | os.PathLike[str]],
 ) -> Any:
     """What signs: a `model_signing.signing.Config`."""
+    if chain and certificate is None:
+        raise PlanError("--chain needs --certificate", code="option")
     try:
         from model_signing.signing import Config as AnyConfig
     except ImportError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -16,14 +16,15 @@ from typing import Any, TypeAlias
 
 from relayout.checkpoint.converted import (
     MAX_SIGNATURE_NBYTES,
+    PACKED,
     Proven,
     StoreOver,
     digests_of_small,
     index_of,
     names_of_index,
     proof_of,
+    proofs_of_sides,
     read_record,
-    sizes_of_packed,
 )
 from relayout.core.arguments import path_text
 from relayout.core.digests import new_proof
@@ -315,6 +316,7 @@ class TrustedStore(StoreOver):
     """
 
     signed: Signed
+    _known_sides: list[dict[str, str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def over(self, other: Store) -> TrustedStore:
         """Prove a copy of the folder, such as in a cache, by the same signature."""
@@ -354,7 +356,7 @@ class TrustedStore(StoreOver):
     ) -> ReadableFile:
         self._check_listed(name)
         index = index_of(self.signed.manifest, name)
-        if index is None and name not in sizes_of_packed(self.signed.manifest):  # The manifest proves their parts.
+        if index is None and name not in PACKED:  # The manifest proves their parts.
             status = self.base.stat(name)
             if status is not None:
                 status.check(self.location(name), nbytes, version)
@@ -399,8 +401,10 @@ class TrustedStore(StoreOver):
             raise self._other(name)
 
     def _sides(self) -> dict[str, str]:
-        """Proofs of the side files by name, which the source record has; it is read each time."""
-        return {side.name: side.digest for side in read_record(self, self.signed.manifest).side_files}
+        """Proofs of the side files by name, which the source record has; it is read once."""
+        if not self._known_sides:
+            self._known_sides.append(proofs_of_sides(read_record(self, self.signed.manifest)))
+        return self._known_sides[0]
 
     def _other(self, name: str) -> FormatError:
         return FormatError("is not the file that was signed", path=self.location(name), code="digest")

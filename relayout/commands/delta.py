@@ -16,22 +16,21 @@ from relayout.checkpoint.converted import (
     MAX_SIGNATURE_NBYTES,
     check_chunk,
     check_header,
-    check_small,
     digests_of_small,
     find_signature,
     read_chunk_digests,
-    read_digests,
     read_manifest_blob,
+    read_packed_digests,
     read_record,
-    read_source_digests,
+    read_small,
 )
 from relayout.checkpoint.delta import DELTA_OUTPUT
-from relayout.checkpoint.source import MAX_INDEX_NBYTES, read_shard
+from relayout.checkpoint.source import read_shard
 from relayout.conversion.changes import EncodedPiece, widths_in, write_pieces
 from relayout.conversion.run import DEFAULT_MEMORY, DEFAULT_THREADS, share_memory
 from relayout.conversion.sidecar import copy_side_file, modes_of
 from relayout.core.arguments import folder_text
-from relayout.core.digests import PROOF_NBYTES, digest_hex, pack_digests, proof_hex
+from relayout.core.digests import PROOF_NBYTES, digest_hex, proof_hex
 from relayout.core.extents import Extent
 from relayout.core.workers import each
 from relayout.errors import PlanError
@@ -50,7 +49,7 @@ from relayout.format.delta import (
     piece_of,
 )
 from relayout.format.index import MANIFEST_NAME, SIGNATURE_NAME, VERSION, Manifest
-from relayout.format.manifest import MAX_MANIFEST_NBYTES, MAX_RECORD_NBYTES, compress, content_of, parse_manifest
+from relayout.format.manifest import MAX_MANIFEST_NBYTES, compress, content_of, parse_manifest
 from relayout.format.safetensors import Header
 from relayout.format.source_record import SideFile, SourceRecord
 from relayout.publish.output import Output, Work
@@ -221,18 +220,15 @@ def _put_others(after: _Side, others: Mapping[str, SideFile | None], made: Outpu
         elif name == SIGNATURE_NAME:
             made.put(NEW + name, [after.store.read(name, MAX_SIGNATURE_NBYTES)])
         else:
-            check_small(after.store, after.manifest, name, proofs[name])
-            made.put(NEW + name, [after.store.read(name, max(MAX_INDEX_NBYTES, MAX_RECORD_NBYTES))])
+            made.put(NEW + name, [read_small(after.store, name, proofs[name])])
 
 
 def _put_digests(before: _Side, after: _Side, made: Output) -> tuple[ChangedDigests, ...]:
     """Write the digests of tensors that changed."""
-    found = list[tuple[bytes, ChangedDigests]]()
-    for holder in after.manifest.holders:
-        sides = (pack_digests(read_digests(side.store, side.manifest, holder)) for side in (before, after))
-        found.append(dump_changed_digests(*sides))
-    sides = (pack_digests(read_source_digests(side.store, side.manifest)) for side in (before, after))
-    found.append(dump_changed_digests(*sides))
+    found = [
+        dump_changed_digests(*(read_packed_digests(side.store, side.manifest, holder) for side in (before, after)))
+        for holder in (*after.manifest.holders, None)
+    ]
     if any(stored for stored, _ in found):
         made.put(CHANGED_DIGESTS_NAME, [stored for stored, _ in found])
     return tuple(part for _, part in found)

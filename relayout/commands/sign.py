@@ -13,23 +13,23 @@ from typing import Any
 from relayout.checkpoint.converted import (
     MAX_SIGNATURE_NBYTES,
     Proven,
-    check_small,
     digests_of_small,
     index_of,
     names_of,
     names_of_index,
     proof_of,
+    proofs_of_sides,
     read_chunk_digests,
-    read_digests,
     read_manifest_blob,
+    read_packed_digests,
     read_record,
-    read_source_digests,
+    read_small,
     sizes_of,
 )
 from relayout.checkpoint.delta import Delta, is_delta, read_delta
 from relayout.checkpoint.signing import signed, signer_of
 from relayout.core.arguments import integer
-from relayout.core.digests import new_proof, pack_digests, proof_hex
+from relayout.core.digests import new_proof, proof_hex
 from relayout.core.workers import each
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import NEW
@@ -95,8 +95,6 @@ def sign(
         'llama-3.1-8b-tp8/model.sig'
     """
     started = time.monotonic()
-    if chain and certificate is None:
-        raise PlanError("--chain needs --certificate", code="option")
     store = find_input(path)
     if is_delta(path):
         return _sign_delta(store, Path(str(path)).name, signer_of(key, certificate, chain), progress)
@@ -140,14 +138,13 @@ def _sign_delta(store: Store, name: str, signer: Any, progress: Progress) -> Sig
         delta.changed_digests(position)
     others = delta.manifest.others
     record = read_record(store, delta.new, NEW) if SOURCE_RECORD_NAME in others else None
-    sides = {} if record is None else {side.name: side.digest for side in record.side_files}
+    known = digests_of_small(delta.new) | ({} if record is None else proofs_of_sides(record))
     for other in others:
         if other == SIGNATURE_NAME:
             continue
-        proof = (digests_of_small(delta.new) | sides).get(other)
-        if proof is None:
+        if other not in known:
             raise FormatError("has no proof in the result", path=store.location(NEW + other), code="mismatch")
-        check_small(store, delta.new, NEW + other, proof)
+        read_small(store, NEW + other, known[other])
     signature = signed(signer, name, {MANIFEST_NAME: sha256(read_manifest_blob(store)).hexdigest()})
     publisher_of(store).add(SIGNATURE_NAME, signature)
     return SignatureWritten(
@@ -187,16 +184,15 @@ def _expected(store: Store, manifest: Manifest, blob: bytes) -> dict[str, str | 
     """The proof of each file that manifest and record name; None for weight files, whose pieces they prove."""
     record = read_record(store, manifest)
     expected: dict[str, str | None] = dict.fromkeys(names_of(manifest, record))
-    expected |= {side.name: side.digest for side in record.side_files}
+    expected |= proofs_of_sides(record)
     expected |= {holder.table: holder.table_digest for holder in manifest.holders.values()}
     expected |= {MANIFEST_NAME: proof_hex(blob), SOURCE_RECORD_NAME: manifest.record_digest}
     if HUB_INDEX_NAME in names_of_index(manifest):
         expected[HUB_INDEX_NAME] = manifest.hub_index_digest
     chunks = (read_chunk_digests(store, manifest, index) for index in range(len(manifest.files)))
     expected[CHUNKS_NAME] = proof_hex(b"".join(chunks))
-    digests = (pack_digests(read_digests(store, manifest, holder)) for holder in manifest.holders)
-    of_source = pack_digests(read_source_digests(store, manifest))
-    expected[DIGESTS_NAME] = proof_hex(b"".join([*digests, of_source]))
+    digests = (read_packed_digests(store, manifest, holder) for holder in (*manifest.holders, None))
+    expected[DIGESTS_NAME] = proof_hex(b"".join(digests))
     return expected
 
 

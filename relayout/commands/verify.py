@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 
 from relayout.checkpoint.converted import check_present, names_of, read_chunk_digests, read_manifest, read_record
 from relayout.checkpoint.source import SourceCheckpoint, SourceFile, SourceTensor, model_order, read_source
@@ -192,7 +192,7 @@ def _check_stored(
     """Read a holder's own files once, and compare the digests of slices, if they are known, and of chunks."""
     slices: dict[int, list[tuple[Extent, str, str]]] = {index: [] for index in own_files(manifest, holder)}
     for name, nbytes, position, offset, digest in zip(
-        table.names, table.sizes, table.files, table.offsets, digests or repeat(""), strict=False
+        table.names, table.sizes, table.files, table.offsets, digests or [""] * len(table.names), strict=True
     ):
         index = manifest.holders[holder].files[position]
         if digest and index in slices:

@@ -11,9 +11,8 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
-from relayout.checkpoint.converted import read_digests, read_source_digests
+from relayout.checkpoint.converted import digests_of_small, read_packed_digests, read_small
 from relayout.checkpoint.source import MAX_INDEX_NBYTES, SourceCheckpoint, SourceFile, SourceTensor, agreed_metadata
 from relayout.conversion.layout import (
     Conversion,
@@ -437,18 +436,10 @@ def put_index(
         manifest: of the source.
         kept: of the output: of all its ranks, or of some.
     """
-    expected = {SOURCE_RECORD_NAME: kept.record_digest}
-    if kept.hub_index_digest is not None:
-        expected[HUB_INDEX_NAME] = kept.hub_index_digest
-    expected |= {entry.table: entry.table_digest for entry in kept.holders.values()}
-    for name, proof in expected.items():
-        blob = source.read(name, max(MAX_INDEX_NBYTES, MAX_RECORD_NBYTES))
-        if proof_hex(blob) != proof:
-            raise FormatError("digest differs from the one in the manifest", path=source.location(name), code="digest")
-        output.put(name, [blob])
+    for name, proof in digests_of_small(kept).items():
+        output.put(name, [read_small(source, name, proof)])
     output.put(CHUNKS_NAME, chunk_digests)
-    digests = (pack_digests(read_digests(source, manifest, holder)) for holder in kept.holders)
-    output.put(DIGESTS_NAME, chain(digests, [pack_digests(read_source_digests(source, manifest))]))
+    output.put(DIGESTS_NAME, (read_packed_digests(source, manifest, holder) for holder in (*kept.holders, None)))
     for side in record.side_files:
         copy_side_file(source, output, side.name, side)
 

@@ -13,7 +13,7 @@ last place: 2.6 %, where planes of all bytes and zstd take 4.8 %.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -326,17 +326,17 @@ class DeltaManifest:
     others: tuple[str, ...]
     """The other files that are new, or differ from those of the base: record, index for stock loaders, side files."""
 
-    @property
-    def by_number(self) -> dict[int, DeltaFile]:
-        """The weight files that changed, by number."""
-        return {file.number: file for file in self.files}
+    by_number: Mapping[int, DeltaFile] = field(init=False, repr=False, compare=False)
+    """The weight files that changed, by number."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_number", {file.number: file for file in self.files})
 
     @property
     def places_of_digests(self) -> list[Extent]:
         """Where the digests of each holder's tensors that changed lie in their file, and last those of the source."""
-        ends = accumulate(_CHANGED_DIGEST.itemsize * part.count for part in self.digests)
         sizes = [_CHANGED_DIGEST.itemsize * part.count for part in self.digests]
-        return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, ends, strict=True)]
+        return [Extent(end - nbytes, nbytes) for nbytes, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def dump_delta(manifest: DeltaManifest) -> bytes:

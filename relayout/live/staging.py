@@ -23,7 +23,7 @@ import torch
 from relayout.checkpoint.converted import read_manifest_blob
 from relayout.checkpoint.delta import RankState, is_delta, read_deltas
 from relayout.checkpoint.steps import follow, way_to
-from relayout.checkpoint.trust import policy_of
+from relayout.checkpoint.trust import check_place, policy_of
 from relayout.core.digests import Hash, new_digest
 from relayout.core.workers import check_stop, current_stop, each
 from relayout.engines.load import EngineRank, WeightsPlace, open_converted, source_url
@@ -288,13 +288,14 @@ class LiveWeights:
             raise PlanError(what, path=newest, code="mismatch")
 
     def _stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int) -> Staged:
-        for source in sources:
-            if not is_delta(source):
-                WeightsPlace(source_url(source, None)).check_policy()
+        for source in sources:  # Before the first request to it.
+            check_place(source)
         if not sources:  # The engine has this step.
             has = before or self.known_content()
             return Staged(has.digest, has, (), None, (), frozenset(), None, None)
         folders = [number for number, source in enumerate(sources) if not is_delta(source)]
+        for number in folders:
+            WeightsPlace(source_url(sources[number], None)).check_policy()
         if folders:
             path, deltas = sources[folders[-1]], tuple(sources[folders[-1] + 1 :])
             return self._stage_whole(path, deltas, before, memory)

@@ -13,7 +13,7 @@ from relayout.format.steps import Chain, PublishedStep
 from relayout.loader.api import load
 from relayout.loader.in_place import as_loaded, change_by
 from relayout.loader.sources.checkpoint import Asked
-from relayout.loader.sources.rank import TensorColumns
+from relayout.loader.sources.rank import RankSource
 from relayout.train.root import Root
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Follower:
             state = RankState.of(source.store, self._rank)
             self._check(chain, state.content)
             self._state = None
-            self.tensors = self._loaded(self._root.path(chain.full), deltas, source.columns())
+            self.tensors = self._loaded(self._root.path(chain.full), deltas, source)
         else:
             assert had is not None
             found = list(read_deltas(deltas, policy))
@@ -166,14 +166,14 @@ class Follower:
             what = f"the way to step {chain.step} makes content {content}, the index of steps says {chain.content}"
             raise FormatError(what, path=str(self._root), code="mismatch")
 
-    def _loaded(self, full: str, deltas: list[str], rank: TensorColumns) -> dict[str, torch.Tensor]:
+    def _loaded(self, full: str, deltas: list[str], source: RankSource) -> dict[str, torch.Tensor]:
         """The tensors of a folder and deltas, in the memory of those of now that have the same shape and dtype.
 
         A wider dtype has all values, too, but the next delta would not fit its bytes: that tensor is made again.
         """
         options: dict[str, Any] = {"deltas": deltas, "threads": self._threads, "verify": True}
         if self.tensors:
-            kept = as_loaded(self.tensors, rank)
+            kept = as_loaded(self.tensors, source.columns())
             try:
                 if kept:
                     return load(full, self._rank, into=kept, names="**", **options)

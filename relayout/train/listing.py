@@ -10,32 +10,35 @@ import numpy as np
 import numpy.typing as npt
 
 from relayout.checkpoint.converted import (
+    PACKED,
     check_head,
     check_intact,
-    check_small,
     digests_of_small,
     names_of,
     parts_of_packed,
+    proofs_of_sides,
     read_head,
     read_manifest,
     read_manifest_blob,
     read_record,
+    read_small,
     sizes_of_packed,
 )
-from relayout.checkpoint.delta import Changes, Delta, chained, change_digests, read_delta
+from relayout.checkpoint.delta import Changes, Delta, change_digests, check_applies, read_delta
 from relayout.checkpoint.steps import no_steps
 from relayout.core.digests import proof_hex
 from relayout.errors import FormatError, PlanError
 from relayout.format.delta import NEW
 from relayout.format.index import (
     SIGNATURE_NAME,
+    IndexedFile,
     Manifest,
 )
 from relayout.format.manifest import SOURCE_RECORD_NAME, content_of
 from relayout.format.source_record import SourceRecord
 from relayout.format.steps import PublishedStep, Retired, StepsIndex, Stored
 from relayout.reporting import Result
-from relayout.storage.stores import find_store, read_whole
+from relayout.storage.stores import Store, find_store, read_whole
 from relayout.train.root import Root
 
 
@@ -112,8 +115,8 @@ class _Known:
 
     def check(self, where: str) -> None:
         """Compare the digests with the proofs that the manifest has of them. FormatError: they differ."""
-        for name, parts in parts_of_packed(self.manifest).items():
-            for place, proof in parts:
+        for name in PACKED:
+            for place, proof in parts_of_packed(self.manifest, name):
                 if proof_hex(self.packed[name][place.offset : place.end].data) != proof:
                     what = f"the part of {name} at {place.offset} differs from the manifest"
                     raise FormatError(what, path=where, code="digest")
@@ -128,7 +131,7 @@ def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: _Kno
         name: np.frombuffer(read_whole(store.open(name, nbytes), store.location(name), nbytes), np.uint8)
         for name, nbytes in sizes_of_packed(manifest).items()
     }
-    heads = [read_head(store, file) for file in manifest.files]
+    heads = [_head_of(store, file) for file in manifest.files]
     known = _Known(entry.content, manifest, read_record(store, manifest), packed, heads)
     known.check(str(store))
     return known
@@ -145,8 +148,7 @@ def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: _Know
     _check_digest("what it makes", delta.manifest.makes, entry.content, where)
     if before is None:  # What is wrong with that has been said.
         return None
-    for _ in chained([delta], before.manifest, before.content, "the step before"):
-        pass
+    check_applies(delta, before.manifest, before.content, "the step before")
     heads = []
     for index, (old, new) in enumerate(zip(before.manifest.files, delta.new.files, strict=True)):
         changes, head = delta.changes(index), before.heads[index]
@@ -164,21 +166,26 @@ def _check_delta(root: Root, entry: PublishedStep, stored: Stored, before: _Know
     return known
 
 
+def _head_of(store: Store, file: IndexedFile) -> bytes:
+    with store.open(file.name, file.nbytes) as opened:
+        return read_head(store, file, opened)
+
+
 def _changed_head(changes: Changes, head: bytes) -> bytes:
     """The first bytes of a weight file whose header a delta changes."""
     [(_, stored)] = changes.read(0, 1)
     change = np.zeros(changes.extent(0).nbytes, np.uint8)
     changes.apply(stored, change.data)
-    return (np.frombuffer(head, np.uint8) ^ change[: len(head)]).tobytes()
+    return (np.frombuffer(head, np.uint8, min(len(head), len(change))) ^ change[: len(head)]).tobytes()
 
 
 def _record_of(delta: Delta, before: _Known) -> SourceRecord:
     """The source record behind a delta, with which all its small files agree."""
     old, others = digests_of_small(before.manifest), set(delta.manifest.others)
-    side = {one.name: one.digest for one in before.record.side_files}
+    side = proofs_of_sides(before.record)
     for name, proof in digests_of_small(delta.new).items():
         if name in others:
-            check_small(delta.store, delta.new, NEW + name, proof)
+            read_small(delta.store, NEW + name, proof)
         else:
             _check_digest(name, old.get(name, "none"), proof, str(delta.store))
     record = before.record

@@ -134,7 +134,7 @@ class Publisher:
             **options,
         )
         if key is None and (certificate is not None or chain):
-            raise PlanError("certificate, chain: of no key; give the key, too", code="option")
+            raise PlanError("certificate and chain need a key", code="option")
         self._signer = None if key is None else signer_of(key, certificate, chain)
         kept_in = folder_text(keep_in, "keep_in")
         self._kept = KeptStep(None if kept_in is None else Path(kept_in))

@@ -198,7 +198,7 @@ def test_a_process_is_killed_while_it_fetches(server: Server, converted: Path, t
     ("position", "says", "code"),
     [
         (-3, "bytes [0-9]+ to [0-9]+ do not match digest", "digest"),
-        (40, "tensors_digest in its header differs", "owner"),
+        (40, "tensors_digest in its header differs from", "owner"),
     ],
 )
 def test_damage_on_the_way_is_never_kept(

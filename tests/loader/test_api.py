@@ -219,7 +219,11 @@ def _newer_manifest(folder: Path) -> None:
 
 PART, TABLE = "model-rank-0-part-1.safetensors", "relayout.rank-0.json.zst"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "ranks exchanged": (_swap_ranks, "owner|mismatch", "tensors_digest in its header differs|bytes long, expected"),
+    "ranks exchanged": (
+        _swap_ranks,
+        "owner|mismatch",
+        "tensors_digest in its header differs from|bytes long, expected",
+    ),
     "cut": (_resize(-1), "mismatch", r"part-1.safetensors: \d+ bytes long, expected \d+$"),
     "longer": (_resize(1), "mismatch", r"part-1.safetensors: \d+ bytes long, expected \d+$"),
     "missing": (

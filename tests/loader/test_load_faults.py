@@ -150,7 +150,9 @@ def replace(place: Path, folder: Path) -> Callable[[], None]:
     return partial(faulty.replace, folder, place / "foreign")
 
 
-NOT_ITS_OWN = rf"{PART}: tensors_digest in its header differs from [0-9a-f]+: not the file that relayout.json desc.*$"
+NOT_ITS_OWN = (
+    rf"{PART}: tensors_digest in its header differs from [0-9a-f]+: not the file that relayout.json describes$"
+)
 
 
 @pytest.mark.parametrize(

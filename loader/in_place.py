@@ -281,12 +281,16 @@ def change_by(
     base: str,
     threads: int | None,
     progress: Progress = None,
+    *,
+    compare_first: bool = True,
 ) -> RankState:
     """Change tensors of one rank in place by deltas, one after the other; see `apply`, also for errors.
 
     Args:
         state: of the tensors before; returned is that of behind the last delta.
         base: names what the tensors hold, for messages.
+        compare_first: compare all tensors with the base before any changes, and in the end those that changed. False:
+            compare all once, in the end; tensors that are not at the base are found only then.
     """
     from relayout.loader.changes import RankChanges
 
@@ -297,16 +301,16 @@ def change_by(
     change = _Change(changes, flat, budget.threads, progress)
     _synchronize(tensors.values())
     old, new = state.by_name, changes.state.by_name
-    if differing := change.differing("comparing with the base", {name: old[name] for name in flat}):
+    if compare_first and (differing := change.differing("comparing with the base", {name: old[name] for name in flat})):
         what = f"is not at the content that {deltas[0].store} applies to; nothing was changed"
         raise PlanError(what, tensor=min(differing), code="option")
     change.run("checking the delta", None)
     bump_versions(list(tensors.values()))
     change.run("applying", change.change)
     touched = {part.name for of_file in changes.parts.values() for parts in of_file.values() for part in parts}
-    touched.update(name for name in flat if old[name] != new[name])
+    touched.update(name for name in flat if old[name] != new[name] or not compare_first)
     if differing := change.differing("verifying", {name: new[name] for name in touched}):
-        what = f"is not what {last} makes: load the tensors again"
+        what = f"is not what {last} makes of {base}: load the tensors again"
         raise FormatError(what, path=str(last), tensor=min(differing), code="digest")
     _synchronize(tensors.values())
     return changes.state

@@ -156,7 +156,8 @@ class Follower:
             found = list(read_deltas(deltas, policy))
             self._check(chain, found[-1].manifest.makes)
             self._state = None
-            state = change_by(found, had, self.tensors, f"step {self.step}", self._threads)
+            # After an error all tensors are loaded again: so they need not be compared before they change.
+            state = change_by(found, had, self.tensors, f"step {self.step}", self._threads, compare_first=False)
         self._state, self.step = state, chain.step
         return chain.step
 

@@ -290,7 +290,7 @@ def test_a_forged_delta_that_makes_other_tensors_is_told(forgery: str, steps: Pa
 
     forge_pieces(delta, 0, change)
     tensors = relayout.load(steps / "0", 0)
-    with pytest.raises(FormatError, match=r"is not what .*delta makes: load the tensors again") as caught:
+    with pytest.raises(FormatError, match=r"is not what .*delta makes of .*: load the tensors again") as caught:
         relayout.apply(delta, 0, tensors, base=steps / "0")
     assert caught.value.code == "digest"
     assert caught.value.tensor in tensors
@@ -402,9 +402,9 @@ def test_tensors_that_cannot_be_changed_in_place_are_refused(name: str, steps: P
 def test_what_does_not_become_the_result_is_found(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = relayout.load(steps / "0", 0)
     monkeypatch.setattr(in_place._Change, "change", lambda *given: None)
-    with pytest.raises(FormatError, match=r"is not what .*0-to-1 makes: load the tensors again"):
+    with pytest.raises(FormatError, match=r"is not what .*0-to-1 makes of .*: load the tensors again"):
         relayout.apply(steps / "0-to-1", 0, tensors, base=steps / "0")
-    with pytest.raises(FormatError, match=r"is not what .*0-to-1 makes: load the tensors again"):
+    with pytest.raises(FormatError, match=r"is not what .*0-to-1 makes of .*: load the tensors again"):
         relayout.apply(steps / "0-to-1", 0, {name: tensors[name] for name in list(tensors)[:1]}, base=steps / "0")
 
 

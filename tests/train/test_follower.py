@@ -35,6 +35,21 @@ def test_one_that_joins_late_or_goes_back_has_any_step(root: str) -> None:
         assert_is_step(back.tensors, weights_of(step), 0)
 
 
+def test_tensors_that_somebody_changed_are_loaded_again(root: str) -> None:
+    """All are compared, also one that the delta leaves as it is."""
+    publisher = relayout.Publisher(root, config=CONFIG, tp=2)
+    before, after = weights_of(1), weights_of(2)
+    name = min(before)
+    after[name] = before[name]
+    publisher.publish(before, 1)
+    follower = relayout.Follower(root, 0)
+    follower.update()
+    publisher.publish(after, 2)
+    follower.tensors[name].view(torch.int16).view(-1)[3] ^= 1
+    assert follower.update() == 2
+    assert_is_step(follower.tensors, after, 0)
+
+
 def test_a_reader_of_an_older_index_goes_on_with_what_is_there(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = relayout.Publisher(root, config=CONFIG, tp=2, full_every=3, keep=1, keep_seconds=0)
     publisher.publish(weights_of(1), 1)
@@ -42,12 +57,12 @@ def test_a_reader_of_an_older_index_goes_on_with_what_is_there(root: str, monkey
     slow.update()
     publisher.publish(weights_of(2), 2)
 
-    def late(*arguments: Any) -> Any:
+    def late(*arguments: Any, **options: Any) -> Any:
         for step in range(3, 9):
             publisher.publish(weights_of(step), step)
         relayout.Steps(root).prune(grace_seconds=0)
         monkeypatch.undo()
-        return change_by(*arguments)
+        return change_by(*arguments, **options)
 
     monkeypatch.setattr("relayout.train.follower.change_by", late)
     assert slow.update() == 8
@@ -196,7 +211,7 @@ def nothing(piece: Piece) -> Piece:
 
 
 Forgery = Callable[[Path], object]
-MAKES_OTHERS = r"model\.norm\.weight.*: is not what .*/{delta} makes: load the tensors again"
+MAKES_OTHERS = r"model\.norm\.weight.*: is not what .*/{delta} makes of step 2: load the tensors again"
 OTHER_DIGESTS = (
     r"/{delta}/relayout\.digests\.delta: its digests of the tensors of rank 0 do not make those of the result"
 )
@@ -239,9 +254,9 @@ def test_a_forged_delta_is_refused_and_the_next_update_has_the_step(
     """By one that has the step before; by that one again, which then has no other way than from the folder; by all."""
     said = []
 
-    def heard(*arguments: Any) -> Any:
+    def heard(*arguments: Any, **options: Any) -> Any:
         try:
-            return change_by(*arguments)
+            return change_by(*arguments, **options)
         except relayout.RelayoutError as error:
             said.append(str(error))
             raise

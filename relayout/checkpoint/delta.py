@@ -409,9 +409,9 @@ class DeltaStore(StoreOver):
         )
 
     def location(self, name: str) -> str:
-        store, there = self._place(name)
         if name in PACKED:  # What is wrong with it is a delta's fault: the base is proven first.
-            return self.deltas[-1].store.location(NEW + name)
+            return f"{self.deltas[-1].store}: {name} of the result"
+        store, there = self._place(name)
         return store.location(there)
 
     def walk(self, enter: Enter = everywhere) -> Iterator[Entry]:
@@ -485,7 +485,7 @@ class DeltaStore(StoreOver):
 
     def is_of_delta(self, error: FormatError) -> bool:
         """Whether an error is of a file of a delta: then nothing says that the base is damaged."""
-        return any(str(error.path).startswith(f"{delta.store}/") for delta in self.deltas)
+        return any(str(error.path).startswith((f"{delta.store}/", f"{delta.store}:")) for delta in self.deltas)
 
     def _nbytes_of(self, name: str) -> int | None:
         """The length of a file that is made of base and deltas; None: it is stored as it is."""

@@ -134,6 +134,8 @@ def _check_folder(root: Root, entry: PublishedStep, stored: Stored, before: _Kno
     heads = [_head_of(store, file) for file in manifest.files]
     known = _Known(entry.content, manifest, read_record(store, manifest), packed, heads)
     known.check(str(store))
+    for side in known.record.side_files:
+        _check_is_there(store, side.name)
     return known
 
 
@@ -192,15 +194,20 @@ def _record_of(delta: Delta, before: _Known) -> SourceRecord:
     if SOURCE_RECORD_NAME in others:
         record = read_record(delta.store, delta.new, NEW)
     for one in record.side_files:
-        where = delta.store.location(NEW + one.name)
-        if one.name not in others:
+        if one.name in others:
+            _check_is_there(delta.store, NEW + one.name)
+        else:
+            where = delta.store.location(NEW + one.name)
             _check_digest(one.name, side.get(one.name, "none"), one.digest, where)
-        elif delta.store.stat(NEW + one.name) is None:
-            raise FormatError("is missing", path=where, code="missing")
     if unknown := others - names_of(delta.new, record) - {SIGNATURE_NAME}:
         what = f"has {min(unknown)}, which is no file of the result"
         raise FormatError(what, path=str(delta.store), code="mismatch")
     return record
+
+
+def _check_is_there(store: Store, name: str) -> None:
+    if store.stat(name) is None:
+        raise FormatError("is missing", path=store.location(name), code="missing")
 
 
 def _check_digest(what: str, found: str, expected: str, where: str) -> None:

@@ -143,6 +143,14 @@ def test_a_damaged_file_of_a_delta_is_named(root: str) -> None:
     assert differences_of(root) == ()
 
 
+def test_a_missing_side_file_of_a_folder_is_named(root: str) -> None:
+    published(root)
+    folder = names_of(root, "full")[-1]
+    delete(root, f"{folder}/config.json")
+    [found] = differences_of(root)
+    assert re.match(f"step [0-9]: .*{re.escape(folder)}/config.json: is missing$", found)
+
+
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root to whose last step deltas alone lead."""

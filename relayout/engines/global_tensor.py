@@ -41,26 +41,28 @@ from relayout.errors import PlanError
 class Usage:
     """What has been asked of the global tensors of a load. Any number of threads may use it at once."""
 
-    def __init__(self, *, strict: bool = False) -> None:
+    def __init__(self, *, strict: bool = False, is_expected: bool = False) -> None:
         self.strict = strict
-        """Refuse to read whole tensors."""
+        """Refuse to read what slices do not hold."""
+        self.is_expected = is_expected
+        """Whether the slices hold nothing, so that what is used of them is read."""
         self.used: set[str] = set()
         """Names of the tensors that were asked for anything."""
+        self.whole: set[str] = set()
+        """Names of the tensors of which all was read."""
         self.count = 0
-        """How many whole tensors have been read."""
+        """How many tensors, or parts of them, have been read."""
         self.nbytes = 0
         """Bytes of these."""
         self.lock = threading.RLock()
 
     def note(self, name: str, operation: str, nbytes: int) -> None:
-        """Count a whole tensor that is about to be read; warn of the first."""
+        """Count what is about to be read of a tensor; warn of the first that is not expected."""
         what = f"{operation} needs elements that this rank's slice does not hold"
         if self.strict:
             raise PlanError(what, tensor=name, code="unsupported")
-        if not self.count:
-            warnings.warn(
-                f"tensor {name!r}: {what}: whole tensors are read from all ranks' files, which is slow", stacklevel=2
-            )
+        if not self.count and not self.is_expected:
+            warnings.warn(f"tensor {name!r}: {what}: they are read from all ranks' files, which is slow", stacklevel=2)
         self.count += 1
         self.nbytes += nbytes
 
@@ -108,6 +110,10 @@ class _Partial(ABC):
             self._renew(self._whole)
             return self._whole
 
+    def plain(self, operation: str, geometry: Geometry) -> torch.Tensor:
+        """A view with all of its elements."""
+        return self.whole(operation).as_strided(*geometry)
+
 
 class _Slice(_Partial):
     """A dense row-major tensor that holds one rank's slice."""
@@ -121,11 +127,14 @@ class _Slice(_Partial):
         ranges: Sequence[Range],
         read: Callable[[str], torch.Tensor],
         usage: Usage,
+        read_part: Callable[[str, Range], torch.Tensor] | None = None,
     ) -> None:
+        """`read_part` reads a range along the axis; None: only all can be read."""
         super().__init__(local, shape, row_major(shape), read, usage)
         self.name = name
         self.axis = axis
         self.ranges = ranges
+        self._read_part = read_part
 
     def held(self, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor | None:
         """A view, if all of its elements are at hand.
@@ -138,18 +147,39 @@ class _Slice(_Partial):
         inner = prod(self.shape[self.axis + 1 :])
         run, local_run = self.shape[self.axis] * inner, self.local.shape[self.axis] * inner
         outer, lowest = divmod(offset, run)
-        highest, local_strides = lowest, []
-        for length, stride in zip(size, strides, strict=True):
-            if length > 1 and stride % run:
-                highest += (length - 1) * stride
-                local_strides.append(stride)
-            else:
-                local_strides.append(stride // run * local_run)
+        highest = self._highest(size, strides, lowest)
+        local_strides = [
+            stride if length > 1 and stride % run else stride // run * local_run
+            for length, stride in zip(size, strides, strict=True)
+        ]
         for start, length, at in positions(self.ranges):
             if start * inner <= lowest and highest < (start + length) * inner:
                 first = self.local.storage_offset() + outer * local_run + lowest + (at - start) * inner
                 return self.local.as_strided(size, local_strides, first)
         return None
+
+    def plain(self, operation: str, geometry: Geometry) -> torch.Tensor:
+        """Read what a view covers of the axis, where it is a part and no written slice must be put into it."""
+        size, strides, offset = geometry
+        inner = prod(self.shape[self.axis + 1 :])
+        lowest = offset % (self.shape[self.axis] * inner)
+        start, end = lowest // inner, self._highest(size, strides, lowest) // inner + 1
+        is_apart = not any(begin < end and start < begin + length for begin, length in self.ranges)
+        with self.usage.lock:
+            is_read = self._whole is not None
+        if self._read_part is None or is_read or not is_apart or end - start >= self.shape[self.axis]:
+            return super().plain(operation, geometry)
+        part = self._read_part(operation, (start, end - start))
+        of_part = _Slice(self.name, part, self.shape, self.axis, [(start, end - start)], self._read, self.usage)
+        view = of_part.held(*geometry)
+        assert view is not None
+        return view
+
+    def _highest(self, size: Sequence[int], strides: Sequence[int], lowest: int) -> int:
+        """The highest place in a run at which a view has an element; its steps along outer axes are whole runs."""
+        run = prod(self.shape[self.axis :])
+        steps = ((length - 1) * stride for length, stride in zip(size, strides, strict=True) if stride % run)
+        return lowest + sum(steps)
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         filled = self.local.new_zeros(self.shape)
@@ -225,7 +255,7 @@ class GlobalTensor(torch.Tensor):
         shape: Sequence[int],
         axis: int,
         ranges: Sequence[Range],
-        read: Callable[[], torch.Tensor],
+        read: Callable[[Any], torch.Tensor],
         usage: Usage,
     ) -> torch.Tensor:
         """A global tensor; `local` itself, if it is all of the tensor.
@@ -236,7 +266,7 @@ class GlobalTensor(torch.Tensor):
             shape: of the whole tensor.
             axis: that is cut.
             ranges: (start, length) along `axis` of what the slice holds, in its order.
-            read: reads the whole tensor, if it is needed.
+            read: reads what an index selects of the whole tensor, if it is needed: all, or a range along `axis`.
             usage: shared by the tensors of a load.
         """
         shape = tuple(shape)
@@ -248,14 +278,24 @@ class GlobalTensor(torch.Tensor):
         if len(joined) == 1 and joined[0][1] == shape[axis]:
             return local
 
-        def read_whole(operation: str) -> torch.Tensor:
-            usage.note(name, operation, prod(shape) * local.itemsize)
-            whole = read().to(local.device)
-            if whole.shape != shape or whole.dtype != local.dtype:
-                raise PlanError(f"read as {list(whole.shape)} {whole.dtype}, expected {list(shape)}", tensor=name)
-            return whole.contiguous()
+        def read_some(operation: str, size: tuple[int, ...], index: Any) -> torch.Tensor:
+            with usage.lock:
+                usage.note(name, operation, prod(size) * local.itemsize)
+            found = read(index).to(local.device)
+            if found.shape != size or found.dtype != local.dtype:
+                raise PlanError(f"read as {list(found.shape)} {found.dtype}, expected {list(size)}", tensor=name)
+            return found.contiguous()
 
-        return GlobalTensor._of(_Slice(name, local, shape, axis, joined, read_whole, usage))
+        def read_whole(operation: str) -> torch.Tensor:
+            usage.whole.add(name)
+            return read_some(operation, shape, ...)
+
+        def read_part(operation: str, part: Range) -> torch.Tensor:
+            start, length = part
+            index = (*(slice(None),) * axis, slice(start, start + length))
+            return read_some(operation, (*shape[:axis], length, *shape[axis + 1 :]), index)
+
+        return GlobalTensor._of(_Slice(name, local, shape, axis, joined, read_whole, usage, read_part))
 
     @staticmethod
     def _of(memory: _Partial, geometry: Geometry | None = None) -> GlobalTensor:
@@ -329,7 +369,7 @@ class GlobalTensor(torch.Tensor):
 
     def _plain(self, operation: str) -> torch.Tensor:
         """Make this view of the whole tensor, as an ordinary tensor."""
-        return self._memory.whole(operation).as_strided(*geometry_of(self))
+        return self._memory.plain(operation, geometry_of(self))
 
     def _order(self) -> list[int] | None:
         """The order in which this has the axes of all of the memory; None if it is another view."""
@@ -431,8 +471,9 @@ def _move(func: Any, args: Any, kwargs: Any, usage: Usage) -> torch.Tensor | Non
 
     def read(operation: str) -> torch.Tensor:
         whole: torch.Tensor = call_with(GlobalTensor, lambda tensor: tensor._plain(operation), func, args, kwargs)
-        assert whole.stride() == moved.stride()
-        return whole
+        if whole.stride() == moved.stride():
+            return whole
+        return whole.new_empty_strided(moved.shape, moved.stride()).copy_(whole)  # Only a part was read, elsewhere.
 
     memory = _Rearranged(moved, masks, read, usage)
     held = memory.held(*memory.geometry)

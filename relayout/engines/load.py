@@ -255,20 +255,6 @@ class Stock:
 Load: TypeAlias = Weights | Stock
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """How an engine places experts."""
-
-    is_owned: bool
-    """Whether each is one rank's, and not cut over all."""
-    is_in_blocks: bool
-    """Whether a rank that owns experts has a contiguous block of them, as a conversion gives it."""
-    is_elsewhere: bool
-    """Whether they are not cut as a folder has them that was converted without --expert-parallel."""
-    options: str
-    """The engine, and the options by which it owns experts as a folder for `{num_ranks}` ranks does."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRank:
     """One rank of an engine that loads a model: all that a load asks of the engine."""
@@ -277,15 +263,17 @@ class EngineRank:
     """The engine's."""
     logger: Logger
     rank: int
-    """The tensor-parallel rank."""
+    """The tensor-parallel rank, among those over which attention is cut."""
     num_ranks: int
-    num_attention_ranks: int
-    """The degree for which the engine cuts attention."""
-    experts: Experts
+    owns_experts: bool
+    """Whether each expert is some process's, and not cut over all."""
+    has_own_block: bool
+    """Whether a rank has the contiguous block of experts that a conversion with --expert-parallel gives it."""
+    is_placed: Callable[[str], bool] | None
+    """The tensors that the engine places by itself, see `RankWeights`; None: each rank uses what a conversion gives
+    it."""
     is_draft: bool
     """Whether the model is a draft model. It takes a few of its target's layers, and engines do not say which."""
-    is_convertible: bool
-    """Whether a conversion can be as this engine cuts and places tensors."""
     device: str | torch.device
     """The device that slices are best read to."""
     is_skipped: Callable[[str], bool]
@@ -303,26 +291,24 @@ class EngineRank:
         """Tell what makes a load of a converted folder slower.
 
         Raises:
-            PlanError: the folder's experts are not where the engine wants them.
+            PlanError: the folder has whole experts, and the engine cuts them.
         """
-        experts, is_same = self.experts, manifest.num_ranks == self.num_ranks
-        if manifest.expert_parallel and not (experts.is_in_blocks and is_same):
-            options = experts.options.format(num_ranks=manifest.num_ranks)
-            what = f"was converted with --expert-parallel for {manifest.num_ranks} ranks: run {options}"
-            raise PlanError(f"{what}; or convert without --expert-parallel", path=path, code="unsupported")
+        if manifest.expert_parallel and not self.owns_experts:
+            what = (
+                f"was converted with --expert-parallel, and {self.name} cuts experts: launch it with expert parallelism"
+            )
+            raise PlanError(f"{what}, or convert without --expert-parallel", path=path, code="unsupported")
+        is_same, has_whole = manifest.num_ranks == self.num_ranks, manifest.expert_parallel or manifest.num_ranks == 1
         faster = f"`relayout convert SRC --tp {self.num_ranks}"
         if not is_same:
             what = "relayout: %s was converted for %d ranks and is resharded for %d; %s` makes loads faster"
             self.logger.warning(what, path, manifest.num_ranks, self.num_ranks, faster)
-        if experts.is_elsewhere and not manifest.expert_parallel:
+        if self.owns_experts and not has_whole:
             what = (
-                "relayout: %s has experts cut for %d ranks, but the engine places them differently: they are read from"
-                " the files of all ranks; %s --expert-parallel` makes loads faster, without data parallelism"
+                "relayout: %s has experts cut for %d ranks, and %s uses whole ones: they are put together from the"
+                " files of all ranks; %s --expert-parallel` makes loads faster"
             )
-            self.logger.warning(what, path, manifest.num_ranks, faster)
-        if self.num_attention_ranks != self.num_ranks:
-            what = "relayout: %s has attention cut for %d ranks, and %s cuts it for %d: loads are slower"
-            self.logger.warning(what, path, manifest.num_ranks, self.name, self.num_attention_ranks)
+            self.logger.warning(what, path, manifest.num_ranks, self.name, faster)
 
     def weights(
         self,
@@ -339,6 +325,9 @@ class EngineRank:
             manifest: of a folder that a person has converted, checked. None: the checkpoint is plain, or in a cache.
             options, store, deltas: as of `RankWeights`.
         """
+        has_all = manifest is None or manifest.num_ranks == 1 or manifest.expert_parallel
+        is_as_here = store is not None or (manifest is not None and manifest.num_ranks == self.num_ranks)
+        is_held = self.has_own_block and has_all and is_as_here
         return RankWeights(
             path,
             self.rank,
@@ -349,7 +338,7 @@ class EngineRank:
             device=self.device,
             is_skipped=self.is_skipped,
             is_unused=self.is_unused,
-            only_held=manifest is None or manifest.expert_parallel or not self.experts.is_owned,
+            is_placed=None if is_held else self.is_placed,
             lazy=self.is_draft,
             progress=self.progress,
             members=None if manifest is None else self.members,
@@ -379,9 +368,9 @@ def _first_start(place: WeightsPlace, options: EngineOptions, engine: EngineRank
     otherwise = place.otherwise(engine.name)
     if engine.is_draft:
         engine.logger.info("relayout: the draft model %s was not converted: %s", place.source, otherwise)
-    if engine.is_draft or not engine.is_convertible:
+    if engine.is_draft:
         return None
-    owned, local = engine.experts.is_owned, engine.local_ranks
+    owned, local = engine.owns_experts, engine.local_ranks
     wanted = WantedConversion(place.source, engine.num_ranks, owned, local, engine.observe)
     return first_start(wanted, options, otherwise, engine.logger)
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from relayout.checkpoint.converted import is_converted
 from relayout.core.arguments import at_least_one, size
+from relayout.engines.placing import expected, first_layers, layers_of
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.storage.stores import find_input, scheme_of
 from relayout.storage.system import describe_pages
@@ -162,8 +162,9 @@ class RankWeights:
     is_unused: Callable[[str], bool] = lambda name: False
     """Whether nothing of a tensor is expected to be used. The engine is given it; if it does use it, it is read from
     the files of all ranks."""
-    only_held: bool = True
-    """Leave out tensors that the rank does not hold, such as other ranks' experts."""
+    is_placed: Callable[[str], bool] | None = None
+    """Whether the engine places a tensor by itself: it is given all of these, whichever rank holds them, and what it
+    uses is read, see `placing`. None: it uses what the rank holds."""
     small_first: bool = False
     """Read and deliver slices of less than a page before all others; see `vllm_reload`."""
     lazy: bool = False
@@ -179,7 +180,8 @@ class RankWeights:
         """The checkpoint, opened once."""
         source = self._asked().source()
         contents = source.contents()
-        rows = [row for row, name in enumerate(contents.names) if not self.is_skipped(name)]
+        is_placed = self.is_placed or (lambda name: False)
+        rows = [row for row, name in enumerate(contents.names) if not (self.is_skipped(name) or is_placed(name))]
         if self.small_first:
             sizes = contents.sizes()
             rows.sort(key=lambda row: sizes[row] >= _SMALL_NBYTES)
@@ -203,11 +205,20 @@ class RankWeights:
             asked = replace(asked, device="cpu", backend="auto")
         return asked.options()
 
-    def _asked(self) -> Asked:
+    @cached_property
+    def placed(self) -> TensorColumns | None:
+        """The tensors that the engine places by itself, whole; None: there are none."""
+        if self.is_placed is None:
+            return None
+        contents = self._asked(rank=0, tp=1).source().contents()
+        rows = [row for row, name in enumerate(contents.names) if self.is_placed(name) and not self.is_skipped(name)]
+        return replace(contents, source_shapes=contents.shapes).rows(rows)
+
+    def _asked(self, **others: Any) -> Asked:
         """What is asked of the loader."""
         from relayout.loader.sources.checkpoint import Asked
 
-        return Asked(
+        asked = Asked(
             path=self.store or self.path,
             rank=self.rank,
             device=self.device,
@@ -219,6 +230,7 @@ class RankWeights:
             cache=self.options.cache,
             deltas=self.deltas or (),
         )
+        return replace(asked, **others)
 
     def without_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return tensors like the slices that are read, whose values are not read: large ones take no memory."""
@@ -299,6 +311,7 @@ class Delivery:
         self.weights = weights
         self._held = held
         self._usage = Usage(strict=weights.options.strict)
+        self._placed = Usage(is_expected=True)
         self._view: CheckpointView | None = None
         self._num_tensors = 0
         self._nbytes = 0
@@ -307,7 +320,11 @@ class Delivery:
         self._done: LoadReport | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, in file order; those that are not read come last."""
+        """The tensors, in file order; those that are not read come last.
+
+        What the engine places by itself comes before and after all that. Engines that load in threads have used the
+        first of it when the last is read.
+        """
         from relayout.loader.sources.checkpoint import warn_if_slow
         from relayout.loader.sources.rank import cached_nbytes
 
@@ -315,14 +332,20 @@ class Delivery:
         opened = self.weights.opened
         report, cached = self._expected(opened), cached_nbytes(opened.contents.files)
         warn_if_slow(opened.source)
-        columns = opened.source.columns()
+        columns, placed = opened.source.columns(), self.weights.placed
+        layers = layers_of(name for name in placed.names if not self.weights.is_unused(name)) if placed else []
+        first = {name for layer in first_layers(layers) for name in layer.names.values()}
+        if placed is not None:
+            yield from self._unread_of(placed, first)
         yield from self._read(columns, set(opened.contents.names))
-        yield from self._unread(columns)
+        yield from self._unread_of(columns, opened.unread)
+        if placed is not None:
+            yield from self._expected_of(placed, set(expected(layers, self._placed.whole)), first)
         seconds, now = time.perf_counter() - started, cached_nbytes(opened.contents.files)
         self._done = replace(
             report,
             num_tensors=self._num_tensors,
-            nbytes=self._nbytes,
+            nbytes=self._nbytes + self._placed.nbytes,
             seconds=seconds,
             page_cache_nbytes=None if cached is None or now is None else now - cached,
         )
@@ -418,40 +441,47 @@ class Delivery:
                 ranges: Sequence[Range] = part.ranges or ()
             if dtype == "F4":  # torch counts pairs of them.
                 shape, ranges = torch_shape(name, dtype, shape), _paired(shape, part)
-            read = partial(self.read, name, ...)
+            read = partial(self.read, name)
             whole = GlobalTensor.of(name, tensor, shape, part.axis, ranges, read, self._usage)
             if whole is not tensor and not self.weights.lazy:
                 self._cut.append(name)
             yield name, whole
 
-    def _unread(self, columns: TensorColumns) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that are read if they are used: those that should not be, and, if they are given, those not held."""
+    def _unread_of(self, columns: TensorColumns, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give tensors of these names unread: they are read where they are used."""
         import torch
 
         from relayout.engines.global_tensor import GlobalTensor
         from relayout.loader.tensors import torch_dtype, torch_shape
 
-        weights, unread = self.weights, self.weights.opened.unread
+        weights = self.weights
+        usage = self._usage if weights.placed is not columns else self._placed
         device = "cpu" if weights.lazy else weights.device
-        given = [
-            row for row in zip(columns.names, columns.dtypes, columns.source_shapes, strict=True) if row[0] in unread
-        ]
-        for name, dtype, source_shape in chain(given, () if weights.only_held else self._not_held(columns)):
+        for name, dtype, source_shape in zip(columns.names, columns.dtypes, columns.source_shapes, strict=True):
+            if name not in names:
+                continue
             self._num_tensors += 1
             shape = torch_shape(name, dtype, source_shape)
             if not shape:
                 yield name, self.read(name, ...).to(device)
                 continue
             nothing = torch.empty((0, *shape[1:]), dtype=torch_dtype(name, dtype), device=device)
-            yield name, GlobalTensor.of(name, nothing, shape, 0, (), partial(self.read, name, ...), self._usage)
+            yield name, GlobalTensor.of(name, nothing, shape, 0, (), partial(self.read, name), usage)
 
-    def _not_held(self, columns: TensorColumns) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of each tensor that this rank does not hold."""
-        held, whole = set(columns.names), self._whole
-        for name in whole.keys():  # noqa: SIM118 (it is no mapping)
-            if name not in held and not self.weights.is_skipped(name):
-                stored = whole.get_slice(name)
-                yield name, stored.get_dtype(), tuple(stored.get_shape())
+    def _expected_of(
+        self, placed: TensorColumns, names: Collection[str], given: Collection[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read the tensors of these names, and give the others, unread, that were not given yet."""
+        from relayout.loader.sources.checkpoint import doubting
+        from relayout.loader.stream import stream
+
+        rows = [row for row, name in enumerate(placed.names) if name in names]
+        tensors = stream(placed.rows(rows), self.weights.stream_options()) if rows else iter(())
+        for name, tensor in doubting(tensors, self.weights.opened.source):
+            self._num_tensors += 1
+            self._nbytes += tensor.nbytes
+            yield name, tensor
+        yield from self._unread_of(placed, set(placed.names) - set(names) - set(given))
 
 
 def publish(report: LoadReport, logger: Logger) -> None:

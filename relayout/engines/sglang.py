@@ -29,7 +29,7 @@ from relayout.engines.load import (
     source_url,
 )
 from relayout.engines.rank_weights import EngineOptions, RankWeights, listed, publish
-from relayout.engines.sglang_rank import FORMAT, LOGGER, engine_rank, is_draft, shapes_at
+from relayout.engines.sglang_rank import FORMAT, LOGGER, cut_rank, engine_rank, is_draft, shapes_at
 from relayout.errors import PlanError, RelayoutError
 from relayout.storage.stores import find_input
 
@@ -239,9 +239,8 @@ def prepare_weights(
         return original(loader, model_name_or_path, *args, **named)
     from sglang.srt.runtime_context import get_parallel
 
-    parallel = get_parallel()
-    is_own = parallel.tp_size == manifest.num_ranks
-    held = [manifest.ranks[parallel.tp_rank]] if is_own else manifest.ranks
+    rank, num_ranks = cut_rank(get_parallel())
+    held = [manifest.ranks[rank]] if num_ranks == manifest.num_ranks else manifest.ranks
     files = sorted({number for entry in held if entry is not None for number in entry.files})
     return folder, [str(Path(folder, manifest.files[number].name)) for number in files], True
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from logging import getLogger
 from typing import Any
 
-from relayout.engines.load import EngineRank, Experts, Shapes, WeightsPlace
+from relayout.engines.load import EngineRank, Shapes, WeightsPlace
+from relayout.engines.placing import is_expert, is_of_feed_forward
 from relayout.engines.rank_weights import layer_of, speculative
 
 FORMAT = "relayout"
@@ -26,19 +27,47 @@ def engine_rank(model_config: Any, draft_model_idx: int | None = None) -> Engine
     parallel, of_draft = get_parallel(), is_draft(model_config, draft_model_idx)
     text_config = getattr(model_config, "hf_text_config", None)
     num_layers = None if of_draft else getattr(text_config, "num_hidden_layers", None)
-    is_owned, is_in_blocks = parallel.moe_ep_size > 1, parallel.moe_ep_size == parallel.tp_size
+    rank, num_ranks = cut_rank(parallel)
+    owns_experts = parallel.moe_ep_size > 1
+    is_whole_group = parallel.moe_ep_size == parallel.tp_size == num_ranks
     return EngineRank(
         name="SGLang",
         logger=LOGGER,
-        rank=parallel.tp_rank,
-        num_ranks=parallel.tp_size,
-        num_attention_ranks=parallel.attn_tp_size,
-        experts=Experts(is_owned, is_in_blocks, is_owned, "SGLang with --tp {num_ranks} --ep-size {num_ranks}"),
+        rank=rank,
+        num_ranks=num_ranks,
+        owns_experts=owns_experts,
+        has_own_block=owns_experts and is_whole_group and not _places_experts(),
+        is_placed=is_of_feed_forward if num_ranks != parallel.tp_size else is_expert if owns_experts else None,
         is_draft=of_draft,
-        is_convertible=parallel.attn_tp_size == parallel.tp_size and (is_in_blocks or not is_owned),
         device=_device(),
         is_skipped=of_other_stages(parallel, num_layers),
         is_unused=speculative(text_config) if num_layers is not None else lambda name: False,
+    )
+
+
+def cut_rank(parallel: Any) -> tuple[int, int]:
+    """The rank for which attention is cut, and how many there are: most of what is not experts is cut so.
+
+    With data-parallel attention these are fewer than processes (SGLang 0.5.23 `layers/dp_attention.py`,
+    `compute_dp_attention_world_info`). What follows attention is then cut over all processes, or whole.
+    """
+    return parallel.attn_tp_rank, parallel.attn_tp_size
+
+
+def _places_experts() -> bool:
+    """Whether experts lie otherwise than in even blocks: some of them twice, or by a map.
+
+    Both are in SGLang's own table of places, which a process makes before it loads weights (SGLang 0.5.23
+    `eplb/expert_location.py`).
+    """
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    metadata = get_global_expert_location_metadata()
+    if metadata is None:
+        return False
+    places = metadata.physical_to_logical_map_cpu
+    return places.shape[1] != metadata.num_logical_experts or any(
+        layer != list(range(len(layer))) for layer in places.tolist()
     )
 
 
@@ -46,7 +75,7 @@ def shapes_at(place: WeightsPlace) -> Shapes | None:
     """The shapes of the weights at a place."""
     from sglang.srt.runtime_context import get_parallel
 
-    return place.shapes(get_parallel().tp_rank, get_parallel().tp_size)
+    return place.shapes(*cut_rank(get_parallel()))
 
 
 def of_other_stages(parallel: Any, num_layers: int | None) -> Callable[[str], bool]:

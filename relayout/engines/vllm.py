@@ -20,7 +20,6 @@ from relayout.engines.load import (
     MODELS,
     EngineModel,
     EngineRank,
-    Experts,
     Load,
     Stock,
     Weights,
@@ -30,6 +29,7 @@ from relayout.engines.load import (
     refuse_unproven,
     source_url,
 )
+from relayout.engines.placing import is_expert, is_shared_expert
 from relayout.engines.rank_weights import Delivery, EngineOptions, listed, publish, replicas, speculative
 from relayout.errors import PlanError
 
@@ -298,7 +298,7 @@ class VllmLoader:
         local_ranks = _ranks_of_node() if self.setup.is_asked_for and not is_draft else None
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parallel = get_current_vllm_config().parallel_config
-        experts = _experts(parallel, num_ranks)
+        has_own_block, is_placed = _experts(parallel, num_ranks)
         is_skipped, is_elsewhere = _of_other_stages(model, model_config, parallel)
         is_speculative = speculative(model_config.hf_text_config)
         return EngineRank(
@@ -306,14 +306,14 @@ class VllmLoader:
             logger=_LOGGER,
             rank=rank,
             num_ranks=num_ranks,
-            num_attention_ranks=num_ranks,
-            experts=experts,
+            owns_experts=bool(parallel.enable_expert_parallel),
+            has_own_block=has_own_block,
+            is_placed=is_placed,
             is_draft=is_draft,
-            is_convertible=experts.is_in_blocks if experts.is_owned else parallel.data_parallel_size == 1,
             device=_device(model),
             is_skipped=is_skipped,
             is_unused=lambda name: is_elsewhere(name) or (not is_draft and is_speculative(name)),
-            local_ranks=local_ranks,
+            local_ranks=local_ranks if is_placed is None or has_own_block else None,
             observe=self.setup.observe,
             members=members,
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
@@ -328,18 +328,16 @@ def _is_draft(model_config: Any) -> bool:
     return bool(model_config.runner_type == "draft")
 
 
-def _experts(parallel: Any, num_ranks: int) -> Experts:
-    """Where vLLM places experts."""
-    is_owned = bool(parallel.enable_expert_parallel)
+def _experts(parallel: Any, num_ranks: int) -> tuple[bool, Callable[[str], bool] | None]:
+    """Whether a rank has the block of experts that a conversion gives it, and which tensors vLLM places by itself."""
+    if not parallel.enable_expert_parallel:
+        return False, None
     num_owners = num_ranks * parallel.data_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     is_linear = getattr(parallel, "expert_placement_strategy", "linear") == "linear"
-    return Experts(
-        is_owned,
-        is_in_blocks=is_owned and is_linear and not parallel.enable_eplb and num_owners == num_ranks,
-        is_elsewhere=is_owned or parallel.data_parallel_size > 1,
-        options="vLLM with --enable-expert-parallel -tp {num_ranks}, and without data parallelism, EPLB or another"
-        " expert placement",
-    )
+    has_own_block = is_linear and not parallel.enable_eplb and num_owners == num_ranks
+    if getattr(parallel, "use_sequence_parallel_moe", False):  # A process has a part of the tokens: it needs all of it.
+        return has_own_block, lambda name: is_expert(name) or is_shared_expert(name)
+    return has_own_block, is_expert
 
 
 def _group(device: Any) -> ProcessGroup | None:

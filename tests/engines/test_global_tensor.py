@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +51,13 @@ def make(
     usage = Usage(strict=strict)
     source = whole.clone()
     local = local.clone(memory_format=torch.contiguous_format)
-    tensor = GlobalTensor.of("w", local, shape, axis, ranges, source.clone, usage)
+    tensor = GlobalTensor.of("w", local, shape, axis, ranges, reader(source), usage)
     return Case(whole, mask, local, tensor, usage)
+
+
+def reader(whole: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    """What reads a part of the whole tensor."""
+    return lambda index: whole[index].clone()
 
 
 @st.composite
@@ -199,7 +204,7 @@ def test_elementwise_operations_are_done_on_the_slice() -> None:
 
 def test_an_operation_that_needs_more_reads_the_whole_tensor_once_and_warns_once() -> None:
     case = make([4, 6], 0, [(0, 2)])
-    other = GlobalTensor.of("v", case.local, [4, 6], 0, [(0, 2)], case.whole.clone, case.usage)
+    other = GlobalTensor.of("v", case.local, [4, 6], 0, [(0, 2)], reader(case.whole), case.usage)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert case.tensor.sum() == case.whole.sum()
@@ -210,15 +215,36 @@ def test_an_operation_that_needs_more_reads_the_whole_tensor_once_and_warns_once
     assert case.usage.nbytes == 2 * case.whole.nbytes
 
 
+def test_of_what_lies_beside_the_slice_only_the_part_that_is_needed_is_read() -> None:
+    for axis, ranges in ((0, [(2, 2)]), (1, [(0, 3)]), (0, [])):
+        case = make([8, 6], axis, ranges)
+        with warnings.catch_warnings(action="ignore"):
+            part = case.tensor.narrow(axis, 4, 2)
+            assert type(part) is GlobalTensor
+            assert torch.equal(torch.empty(part.shape).copy_(part), case.whole.narrow(axis, 4, 2))
+            assert case.usage.nbytes == case.whole.narrow(axis, 4, 2).nbytes
+            assert torch.equal(case.tensor[..., 5].clone(), case.whole[..., 5])
+            assert case.usage.whole == ({"w"} if axis == 0 else set())
+
+
+def test_what_is_expected_to_be_read_is_counted_and_not_warned_of() -> None:
+    whole = torch.arange(24).reshape(4, 6)
+    usage = Usage(is_expected=True)
+    tensor = GlobalTensor.of("w", whole[:0], [4, 6], 0, (), reader(whole), usage)
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(torch.empty_like(whole).copy_(tensor), whole)
+    assert (usage.count, usage.nbytes, usage.whole) == (1, whole.nbytes, {"w"})
+
+
 def test_threads_that_need_the_whole_tensor_wait_for_one_read() -> None:
     case = make([4, 6], 0, [(0, 2)])
     is_free: list[bool] = []
 
-    def read() -> torch.Tensor:
+    def read(index: Any) -> torch.Tensor:
         other = threading.Thread(target=lambda: is_free.append(case.usage.lock.acquire(blocking=False)))
         other.start()
         other.join()
-        return case.whole.clone()
+        return case.whole[index].clone()
 
     tensor = GlobalTensor.of("w", case.local, [4, 6], 0, [(0, 2)], read, case.usage)
     with pytest.warns(UserWarning, match="tensor 'w'"):
@@ -262,13 +288,13 @@ def test_tolist_and_numpy_have_the_whole_tensor() -> None:
 
 def test_a_slice_of_another_shape_is_refused() -> None:
     with pytest.raises(PlanError, match=r"tensor 'w': slice has shape \[3, 6\], expected \[2, 6\]"):
-        GlobalTensor.of("w", torch.zeros(3, 6), [4, 6], 0, [(0, 2)], lambda: torch.zeros(4, 6), Usage())
+        GlobalTensor.of("w", torch.zeros(3, 6), [4, 6], 0, [(0, 2)], lambda index: torch.zeros(4, 6), Usage())
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((3, 6), torch.float32), ((4, 6), torch.float16)])
 def test_a_whole_tensor_of_another_shape_or_dtype_is_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     read = torch.zeros(shape, dtype=dtype)
-    tensor = GlobalTensor.of("w", torch.zeros(2, 6), [4, 6], 0, [(0, 2)], lambda: read, Usage())
+    tensor = GlobalTensor.of("w", torch.zeros(2, 6), [4, 6], 0, [(0, 2)], lambda index: read, Usage())
     says = rf"tensor 'w': read as \[{shape[0]}, 6\] {dtype}, expected \[4, 6\]"
     with pytest.warns(UserWarning, match="'w'"), pytest.raises(PlanError, match=says):
         tensor.sum()

@@ -60,12 +60,12 @@ def test_experts_that_are_owned_are_given_to_their_owner(
     folders: Path, engine: AnyEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = stock_tensors(folders / "moe")
-    refused = rf"moe-ep2: was converted with --expert-parallel for 2 ranks: run {engine.name} with"
+    refused = rf"moe-ep2: was converted with --expert-parallel, and {engine.name} cuts experts: launch it with expert"
     with pytest.raises(PlanError, match=refused):
         engine.load(folders / "moe-ep2", Model(whole, 0, 2))
     engine.own_experts()
     for rank in range(2):
-        model = Model(whole, rank, 2, experts_by_rank=True)
+        model = Model(whole, rank, 2, experts=range(4 * rank, 4 * rank + 4))
         engine.load(folders / "moe-ep2", model, strict=True)
         model.assert_holds_what_it_cuts_of(whole)
         others = [name for name in whole if expert_of(name) // 4 == 1 - rank]
@@ -77,15 +77,11 @@ def test_experts_that_are_cut_are_read_whole_where_the_engine_owns_them(
 ) -> None:
     whole = stock_tensors(folders / "moe")
     engine.own_experts()
-    model = Model(whole, 1, 2, experts_by_rank=True)
-    with pytest.warns(UserWarning, match="whole tensors are read from all ranks' files"):
-        engine.load(folders / "moe-tp2", model)
+    model = Model(whole, 1, 2, experts=range(4, 8))
+    engine.load(folders / "moe-tp2", model, strict=True)
     model.assert_holds_what_it_cuts_of(whole)
-    assert f"{sum(expert_of(name) >= 4 for name in whole)} whole tensors read" in caplog.text
     assert "has experts cut for 2 ranks" in caplog.text
     assert "relayout convert SRC --tp 2 --expert-parallel" in caplog.text
-    with pytest.raises(PlanError, match="needs elements that this rank's slice does not hold"):
-        engine.load(folders / "moe-tp2", Model(whole, 1, 2, experts_by_rank=True), strict=True)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "relayout"])

@@ -15,6 +15,7 @@ from support.conversions import stock_tensors
 from support.toy_store import shelf
 
 import relayout
+from relayout.engines.placing import is_expert
 from relayout.engines.rank_weights import EngineOptions, RankWeights, speculative
 
 
@@ -42,7 +43,12 @@ def test_a_load_that_needs_a_plan_reads_what_is_stored_and_plans_once(
 def test_a_pipeline_stage_is_given_no_experts_of_other_stages(folders: Path) -> None:
     """Nor where it is given all experts, those of other ranks unread."""
     weights = RankWeights(
-        str(folders / "moe-ep2"), 0, 2, EngineOptions(), only_held=False, is_skipped=lambda name: ".layers.1." in name
+        str(folders / "moe-ep2"),
+        0,
+        2,
+        EngineOptions(),
+        is_placed=is_expert,
+        is_skipped=lambda name: ".layers.1." in name,
     )
     given = dict(weights.deliver())
     assert given.keys() == {name for name in stock_tensors(folders / "moe") if ".layers.1." not in name}

@@ -77,6 +77,5 @@ def test_experts_that_replicas_own_are_never_shared(folders: Path, monkeypatch: 
     engine.rank, engine.tp, engine.replicas = 0, 2, SimpleNamespace()  # No group: to use it would fail.
     engine.parallel.data_parallel_size, engine.parallel.enable_expert_parallel = 2, True
     whole = stock_tensors(folders / "moe")
-    with pytest.warns(UserWarning, match="whole tensors are read"):
-        loader = engine.load(folders / "moe-tp2", Model(whole, 0, 2, experts_by_rank=True))
+    loader = engine.load(folders / "moe-tp2", Model(whole, 0, 2, experts=range(4)))
     assert loader.load.delivery.report().num_readers == 1

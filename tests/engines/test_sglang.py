@@ -121,7 +121,7 @@ def test_sglang_finds_the_files_that_the_rank_reads(
     folders: Path, sglang: Engine, name: str, ranks: list[int] | None
 ) -> None:
     """Which the index of a folder with slices only hides from other loaders."""
-    vars(sglang.parallel).update(tp_rank=1, tp_size=2)
+    sglang.start(1, 2)
     loader = sglang.loader(sglang.load_config("auto", {}, None))
     folder, files, is_safetensors = loader._prepare_weights(str(folders / name), None)
     pattern = "model-*" if ranks is None else f"model-rank-[{''.join(map(str, ranks))}]-*"

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.conversions import stock_tensors
 from support.fake_sglang import Engine
 from support.fake_vllm import Model, Tensors
 
-from relayout.engines.first_start import Filling
+import relayout
 from relayout.engines.sglang_rank import of_other_stages
 from relayout.errors import PlanError
 
 
-def test_attention_that_is_cut_otherwise_is_said(
+def test_with_replicas_of_attention_a_process_is_a_rank_of_its_replica(
     folders: Path, sglang: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sglang.attention = 1
-    assert dict(sglang.weights(folders / "llama-tp2", 0, 2))
-    assert "has attention cut for 2 ranks, and SGLang cuts it for 1" in caplog.text
+    """What follows attention is cut over all processes: of that, each reads its part."""
+    whole = stock_tensors(folders / "llama")
+    sglang.replicate(2)
+    for process in range(4):
+        given = dict(sglang.weights(folders / "llama-tp2", process, 4))
+        assert given.keys() == whole.keys()
+        for name in given:
+            if name.endswith(("gate_proj.weight", "lm_head.weight")):
+                rows = len(whole[name]) // 4
+                start = process * rows
+                part = torch.empty_like(whole[name][:rows]).copy_(given[name].narrow(0, start, rows))
+                assert torch.equal(part, whole[name].narrow(0, start, rows))
+    held = relayout.load(folders / "llama-tp2", 1)
+    of_attention = sum(one.nbytes for name, one in held.items() if ".mlp." not in name and "lm_head" not in name)
+    others = sum(whole[name].nbytes for name in whole if name.endswith(("gate_proj.weight", "lm_head.weight"))) // 4
+    assert f": {(of_attention + others) / 1e9:.3f} GB in " in caplog.messages[-1]
 
 
 def test_layers_of_the_vision_part_are_in_each_stage(folders: Path, sglang: Engine) -> None:
@@ -46,14 +62,39 @@ def test_a_class_without_pipeline_parallelism_is_called_that(folders: Path, sgla
         sglang.load(folders / "llama-tp2", staged)
 
 
-def test_experts_of_another_placement_are_not_converted(
-    folders: Path, sglang: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("places", [[[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 2, [[7, 6, 5, 4, 3, 2, 1, 0]] * 2])
+def test_experts_that_are_twice_or_placed_by_a_map_are_read_by_their_names(
+    folders: Path, sglang: Engine, places: list[list[int]]
 ) -> None:
-    """Two groups of two ranks each own half of them: no conversion is so."""
+    """A folder with the same number of owners has others in its blocks."""
+    whole = stock_tensors(folders / "moe")
+    sglang.own_experts()
+    sglang.places = places
+    per_rank = len(places[0]) // 2
+    for rank in range(2):
+        model = Model(whole, rank, 2, experts=places[0][rank * per_rank :][:per_rank])
+        sglang.load(folders / "moe-ep2", model, strict=True)
+        model.assert_holds_what_it_cuts_of(whole)
+
+
+@pytest.mark.parametrize("owners", [2, 4])
+def test_a_second_start_is_from_the_cache_whatever_the_placement(
+    folders: Path, sglang: Engine, owners: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     monkeypatch.setenv("RELAYOUT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Filling, "start", lambda filling: pytest.fail("is converted"))
-    sglang.parallel.moe_ep_size = 2
-    assert (
-        dict(sglang.weights(folders / "moe", 0, 4, load_format="relayout")).keys()
-        == stock_tensors(folders / "moe").keys()
-    )
+    folder, whole = Path(shutil.copytree(folders / "moe", tmp_path / "model")), stock_tensors(folders / "moe")
+    sglang.parallel.moe_ep_size = owners
+    sglang.places = [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 2
+    for attempt in range(2):
+        for rank in range(2):
+            model = Model(whole, rank, 2, experts=sglang.places[0][rank * 6 :][:6])
+            sglang.load(folder, model)
+            model.assert_holds_what_it_cuts_of(whole)
+        if not attempt:
+            for _ in range(600):
+                if "is in the cache" in caplog.text:
+                    break
+                time.sleep(0.1)
+            caplog.clear()
+    assert caplog.text.count("cache hit") == 2

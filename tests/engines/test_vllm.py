@@ -104,21 +104,23 @@ def test_a_reload_from_what_is_not_for_the_model_is_refused_before_anything_chan
 
 
 @pytest.mark.parametrize(
-    ("setting", "tp"),
+    ("setting", "tp", "experts"),
     [
-        ({"enable_eplb": True}, 2),
-        ({"expert_placement_strategy": "round_robin"}, 2),
-        ({"data_parallel_size": 2}, 2),
-        ({"data_parallel_size": 2}, 1),  # As many owners as the folder has ranks, but all of rank 0.
+        ({"enable_eplb": True}, 2, (4, 5, 6, 7, 0, 1)),
+        ({"expert_placement_strategy": "round_robin"}, 2, (1, 3, 5, 7)),
+        ({"data_parallel_size": 2}, 2, (6, 7)),
+        ({"data_parallel_size": 2}, 1, (4, 5, 6, 7)),
     ],
 )
-def test_experts_that_the_engine_places_otherwise_are_refused(
-    folders: Path, engine: Engine, setting: dict[str, object], tp: int
+def test_experts_that_the_engine_places_otherwise_are_read_by_their_names(
+    folders: Path, engine: Engine, setting: dict[str, object], tp: int, experts: tuple[int, ...]
 ) -> None:
+    whole = stock_tensors(folders / "moe")
     engine.own_experts()
     vars(engine.parallel).update(setting)
-    with pytest.raises(PlanError, match=r"moe-ep2: was converted with --expert-parallel for 2 ranks: run vLLM with"):
-        engine.load(folders / "moe-ep2", Model(stock_tensors(folders / "moe"), 0, tp))
+    model = Model(whole, tp - 1, tp, experts=experts)
+    engine.load(folders / "moe-ep2", model, strict=True)
+    model.assert_holds_what_it_cuts_of(whole)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -151,6 +152,10 @@ class Plan:
         return self.drawn[name][1], layer, shape
 
 
+def copied(whole: torch.Tensor, index: Any) -> torch.Tensor:
+    return whole[index].clone()
+
+
 def given_to_engine(plan: Plan, values: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Global tensors of what holds everything but the last part, or whole tensors."""
     for name, (shape, _, is_cut) in plan.drawn.items():
@@ -158,7 +163,8 @@ def given_to_engine(plan: Plan, values: Tensors) -> Iterator[tuple[str, torch.Te
         if is_cut and shape[0] > 1:
             held = Slice.along(0, ((0, shape[0] - 1),))
             usage = Usage()
-            yield name, GlobalTensor.of(name, whole[:-1].clone(), shape, 0, held.ranges or (), whole.clone, usage)
+            read = partial(copied, whole)
+            yield name, GlobalTensor.of(name, whole[:-1].clone(), shape, 0, held.ranges or (), read, usage)
         else:
             yield name, whole.clone()
 

@@ -52,6 +52,7 @@ class Engine:
         default_factory=lambda: SimpleNamespace(
             tp_rank=0,
             tp_size=1,
+            attn_tp_rank=0,
             attn_tp_size=1,
             moe_ep_size=1,
             pp_rank=0,
@@ -64,6 +65,10 @@ class Engine:
         """Let each of two ranks own whole experts."""
         self.parallel.moe_ep_size = 2
 
+    def replicate(self, num_replicas: int) -> None:
+        """Cut attention over a part of the processes, so that there are so many replicas of it."""
+        self.num_replicas = num_replicas
+
     def load(
         self, folder: Path | str, model: Any, *, load_format: str = "relayout", draft: bool = False, **options: Any
     ) -> None:
@@ -72,7 +77,7 @@ class Engine:
         options = {**self.options, **options}
         config = self.load_config(load_format, {"relayout": options} if options else {}, None)
         made = ModelConfig.of(folder, model=model, draft=draft)
-        vars(self.parallel).update(tp_rank=model.rank, tp_size=model.tp, attn_tp_size=self.attention or model.tp)
+        self.start(model.rank, model.tp * self.num_replicas)
         reader = loader.get_model_loader(config)
         loader._initialize_model(made, config)
         weights = reader._get_weights_iterator(source_of(made))
@@ -105,13 +110,20 @@ class Engine:
         **options: Any,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What a model's load_weights would be given."""
-        vars(self.parallel).update(tp_rank=rank, tp_size=tp, attn_tp_size=self.attention or tp)
+        self.start(rank, tp)
         make_loader = sys.modules["sglang.srt.model_loader.loader"].get_model_loader
         loader = make_loader(self.load_config(load_format, {"relayout": options} if options else {}, draft))
         return iter(loader._get_weights_iterator(source_of(ModelConfig.of(folder))))
 
-    attention: int | None = None
-    """Ranks that attention is cut for, where not for all."""
+    def start(self, rank: int, tp: int) -> None:
+        """Be the process of a rank, of so many replicas of attention."""
+        attention = tp // self.num_replicas
+        vars(self.parallel).update(tp_rank=rank, tp_size=tp, attn_tp_rank=rank % attention, attn_tp_size=attention)
+
+    num_replicas: int = 1
+    """Of attention, which each cut it for a part of the ranks."""
+    places: list[list[int]] | None = None
+    """By layers, the experts in the places for them; None: SGLang has no table of these."""
     name: str = "SGLang"
 
 
@@ -245,6 +257,16 @@ def install(monkeypatch: pytest.MonkeyPatch, *, with_plugin: bool = True) -> Eng
             WeightUpdater.__module__: {"WeightUpdater": WeightUpdater},
             "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
             "sglang.srt.runtime_context": {"get_parallel": lambda: engine.parallel},
+            "sglang.srt.eplb.expert_location": {
+                "get_global_expert_location_metadata": lambda: (
+                    None
+                    if engine.places is None
+                    else SimpleNamespace(
+                        physical_to_logical_map_cpu=torch.tensor(engine.places),
+                        num_logical_experts=1 + max(engine.places[0]),
+                    )
+                )
+            },
         },
     )
     if with_plugin:

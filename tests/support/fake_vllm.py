@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,19 +112,20 @@ class Model(torch.nn.Module):
         tp: int,
         *,
         stage: Callable[[str], bool] | None = None,
-        experts_by_rank: bool = False,
+        experts: Collection[int] | None = None,
         score: int = 0,
         in_parameters: bool = False,
     ) -> None:
         """With `score`, the model has as many classes that no checkpoint has weights for.
 
+        It uses all `experts` whole, and no others. None: it has a part of each.
+
         With `in_parameters`, its memory is that of parameters, as in an engine; else nobody knows whose it is.
         """
         super().__init__()
-        self.rank, self.tp, self.experts_by_rank = rank, tp, experts_by_rank
+        self.rank, self.tp, self.experts = rank, tp, experts
         self.kept: Tensors = {}
         self.stage = stage or (lambda name: True)
-        self.num_experts = 1 + max((expert_of(name) for name in whole), default=-1)
         self.expected = {name for name in whole if self.stage(name) and self.owns(name)}
         self.missing: dict[str, torch.nn.Module] = {}
         """Placeholders by the names of their modules."""
@@ -152,8 +153,7 @@ class Model(torch.nn.Module):
         yield from {"": self, **self.missing}.items()
 
     def owns(self, name: str) -> bool:
-        per_rank = self.num_experts // self.tp
-        return not self.experts_by_rank or expert_of(name) < 0 or expert_of(name) // per_rank == self.rank
+        return self.experts is None or expert_of(name) < 0 or expert_of(name) in self.experts
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         for name, tensor in weights:
@@ -181,7 +181,7 @@ class Model(torch.nn.Module):
             per_rank = padded // self.tp
             start = min(self.rank * per_rank, tensor.shape[0])
             return tensor.narrow(0, start, min(per_rank, tensor.shape[0] - start))
-        whole_expert = self.experts_by_rank and expert_of(name) >= 0
+        whole_expert = self.experts is not None and expert_of(name) >= 0
         if not name.endswith(("_proj.weight", "_proj.bias")) or whole_expert:
             return tensor
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -234,6 +234,10 @@ class Engine:
     def own_experts(self) -> None:
         """Let each rank own whole experts."""
         self.parallel.enable_expert_parallel = True
+
+    def replicate(self, num_replicas: int) -> None:
+        """Be one of so many replicas, which share experts."""
+        self.parallel.data_parallel_size = num_replicas
 
     def load(
         self,

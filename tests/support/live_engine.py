@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from relayout.engines.load import EngineRank, Experts
+from relayout.engines.load import EngineRank
 from relayout.engines.rank_weights import EngineOptions
 from relayout.live.recording import Recording
 from relayout.live.staging import Content, LiveWeights
@@ -23,10 +23,10 @@ def engine_rank(rank: int, tp: int, device: str) -> EngineRank:
         logger=logging.getLogger("stand-in"),
         rank=rank,
         num_ranks=tp,
-        num_attention_ranks=tp,
-        experts=Experts(False, False, False, ""),
+        owns_experts=False,
+        has_own_block=False,
+        is_placed=None,
         is_draft=False,
-        is_convertible=True,
         device=device,
         is_skipped=nothing,
         is_unused=nothing,

@@ -1,0 +1,94 @@
+"""Which of the tensors that an engine places by itself it will use: learned from the first layers that it has taken.
+
+With expert parallelism, a process uses some experts, each whole. Which these are depends on the launch: on the degrees,
+on the placement, on redundant experts. Only the engine's loader knows, which passes over all others before it touches
+their tensors. So tensors of the first layers are given unread, and are read when they are used. Where two layers have
+used the same, that of later layers is read ahead, in large requests. Nothing depends on it: what was not expected is
+read when it is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from relayout.core.arguments import collapse_numbers
+
+_EXPERT = re.compile(r"(?:.*\.)?experts\.")
+_SHARED = re.compile(r"(?:.*\.)?shared_experts?\.")
+_OF_ALL_RANKS = re.compile(r"(?:.*\.)?(?:mlp|ffn|feed_forward)\.|(?:.*\.)?lm_head\.")
+_NUM_LEARNED = 2
+"""Layers of a kind that are given unread: two that agree are a placement, and no accident."""
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor is of routed experts."""
+    return _EXPERT.match(name) is not None
+
+
+def is_shared_expert(name: str) -> bool:
+    """Whether a tensor is of an expert that all tokens pass."""
+    return _SHARED.match(name) is not None
+
+
+def is_of_feed_forward(name: str) -> bool:
+    """Whether a tensor is of what follows attention in a layer, experts among it, or of the output head."""
+    return _OF_ALL_RANKS.match(name) is not None or is_expert(name) or is_shared_expert(name)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLayer:
+    """The tensors of one layer that an engine places."""
+
+    kind: str
+    """The layer's name, with `*` in place of numbers."""
+    names: Mapping[str, str]
+    """The tensors' names, by what follows the layer's name."""
+
+    def used(self, whole: Collection[str]) -> set[str]:
+        """What of it was used whole, as it is called in each layer."""
+        return {member for member, name in self.names.items() if name in whole}
+
+
+def layers_of(names: Iterable[str]) -> list[PlacedLayer]:
+    """Group names by layers, in the order in which these come first."""
+    layers: dict[str, dict[str, str]] = {}
+    for name in names:
+        prefix = _layer(name)
+        layers.setdefault(prefix, {})[name[len(prefix) :]] = name
+    return [PlacedLayer(collapse_numbers(prefix), members) for prefix, members in layers.items()]
+
+
+def _layer(name: str) -> str:
+    found = _EXPERT.match(name) or _SHARED.match(name) or _OF_ALL_RANKS.match(name)
+    return "" if found is None else found[0]
+
+
+def first_layers(layers: Sequence[PlacedLayer]) -> list[PlacedLayer]:
+    """The layers from which is learned: the first ones of each kind."""
+    return [layer for of_kind in _by_kind(layers).values() for layer in of_kind[:_NUM_LEARNED]]
+
+
+def expected(layers: Sequence[PlacedLayer], whole: Collection[str]) -> list[str]:
+    """The tensors of the other layers that will be used whole, if these are used as the first ones were.
+
+    Args:
+        whole: the names of those tensors of the first layers that were.
+    """
+    found = []
+    for of_kind in _by_kind(layers).values():
+        learned, others = of_kind[:_NUM_LEARNED], of_kind[_NUM_LEARNED:]
+        in_all = set.intersection(*(set(layer.names) for layer in learned))
+        if len({frozenset(layer.used(whole) & in_all) for layer in learned}) > 1:
+            continue  # Each layer has a placement of its own.
+        used = set[str]().union(*(layer.used(whole) for layer in learned))
+        found += [name for layer in others for member, name in layer.names.items() if member in used]
+    return found
+
+
+def _by_kind(layers: Sequence[PlacedLayer]) -> dict[str, list[PlacedLayer]]:
+    kinds: dict[str, list[PlacedLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.kind, []).append(layer)
+    return kinds

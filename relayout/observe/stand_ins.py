@@ -121,14 +121,16 @@ def _with_known(original: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def fake_rank(rank: int, tp: int, expert: bool) -> None:
-    """Patch vLLM's parallel_state so that this process is the rank."""
+def fake_rank(process: int, tp: int, expert: bool, replicas: int = 1) -> None:
+    """Patch vLLM's parallel_state so that this process is one of `tp * replicas`, replica after replica."""
     from vllm.distributed import parallel_state
 
+    of_tp, of_dp, of_all = (process % tp, tp), (process // tp, replicas), (process, tp * replicas)
+    groups = dict.fromkeys(("_TP", "_ETP"), of_tp) | dict.fromkeys(("_DP", "_INNER_DP_WORLD"), of_dp)
+    groups |= dict.fromkeys(("_EP", "_EPLB") if expert else (), of_all) | {"_WORLD": of_all}
     for name in ("_TP", "_WORLD", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP", "_ETP", "_INNER_DP_WORLD"):
         if hasattr(parallel_state, name):
-            many = name in ("_TP", "_ETP", "_WORLD") or (name == "_EP" and expert)
-            setattr(parallel_state, name, StandInGroup(rank if many else 0, tp if many else 1))
+            setattr(parallel_state, name, StandInGroup(*groups.get(name, (0, 1))))
 
 
 class Unpinned(TorchFunctionMode):

@@ -34,6 +34,8 @@ class Job:
     """It is an error to read a whole tensor."""
     stages: int = 1
     """Of the pipeline."""
+    replicas: int = 1
+    """Of attention, over all of which experts are placed."""
     keeps_kv_b: bool = False
     """MLA as on a GPU: the kernel for CPUs with AMX, which releases kv_b_proj, is left off."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +60,10 @@ def run_jobs(compare: Callable[[Job, dict[str, Any]], None]) -> None:
 
 def nothing_found() -> dict[str, Any]:
     """What is counted."""
-    return {"parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0}
+    return {
+        "parameters": 0, "elements": 0, "different": [], "never_loaded": 0, "whole_reads": 0,
+        "needed_nbytes": 0, "read_nbytes": 0,
+    }  # fmt: skip
 
 
 def held(model: torch.nn.Module) -> Tensors:

@@ -27,6 +27,8 @@ def configuration(job: Job, path: str, load_format: str, **extra: Any) -> Any:
         config_format="mistral" if Path(path, "params.json").exists() else "auto",
         model_loader_extra_config=extra,
         tensor_parallel_size=job.tp,
+        data_parallel_size=job.replicas,
+        data_parallel_size_local=job.replicas,
         enable_expert_parallel=job.expert,
         moe_backend=job.moe_backend,
         distributed_executor_backend="mp",
@@ -62,7 +64,7 @@ def compare(job: Job, result: dict[str, Any]) -> None:
     """Load every rank both ways, the engine's own first."""
     chosen = setup(job, job.source, "auto")
     own: list[Tensors] = []
-    for rank in range(job.tp * job.stages):
+    for rank in range(job.tp * job.stages * job.replicas):
         model, _ = load_rank(job, rank, *chosen)
         own.append(held(model))
         result["never_loaded"] += len(unwritten(model))
@@ -71,9 +73,12 @@ def compare(job: Job, result: dict[str, Any]) -> None:
         return
     # Without a word of its format: vLLM recognizes the folder.
     chosen = setup(job, job.converted, "auto", strict=job.strict)
-    for rank in range(job.tp * job.stages):
+    for rank in range(job.tp * job.stages * job.replicas):
         model, weights = load_rank(job, rank, *chosen)
-        result["whole_reads"] += weights.report().num_whole
+        report = weights.report()
+        result["whole_reads"] += report.num_whole
+        result["read_nbytes"] += report.nbytes
+        result["needed_nbytes"] += sum(parameter.nbytes for parameter in model.parameters())
         note_differences(result, rank, own[rank], held(model))
 
 
@@ -87,8 +92,9 @@ def load_rank(job: Job, rank: int, config: Any, model_config: Any) -> tuple[Any,
     """A rank's model, of all stages one after the other; and relayout's delivery."""
     from vllm.distributed import parallel_state
 
-    fake_rank(rank % job.tp, job.tp, job.expert)
-    config.parallel_config.rank = rank
+    fake_rank(rank % (job.tp * job.replicas), job.tp, job.expert, job.replicas)
+    config.parallel_config.rank = rank % job.tp if job.replicas > 1 else rank
+    config.parallel_config.data_parallel_rank = rank // job.tp if job.replicas > 1 else 0
     if job.stages > 1:  # There are no processes for them.
         parallel_state._PP = StandInGroup(rank // job.tp, job.stages)
         config.parallel_config.pipeline_parallel_size = job.stages

@@ -127,9 +127,9 @@ class _Slice(_Partial):
         ranges: Sequence[Range],
         read: Callable[[str], torch.Tensor],
         usage: Usage,
-        read_part: Callable[[str, Range], torch.Tensor] | None = None,
+        read_part: Callable[[str, int, Range], torch.Tensor] | None = None,
     ) -> None:
-        """`read_part` reads a range along the axis; None: only all can be read."""
+        """`read_part` reads a range along an axis; None: only all can be read."""
         super().__init__(local, shape, row_major(shape), read, usage)
         self.name = name
         self.axis = axis
@@ -147,7 +147,7 @@ class _Slice(_Partial):
         inner = prod(self.shape[self.axis + 1 :])
         run, local_run = self.shape[self.axis] * inner, self.local.shape[self.axis] * inner
         outer, lowest = divmod(offset, run)
-        highest = self._highest(size, strides, lowest)
+        highest = _highest(size, strides, lowest, run)
         local_strides = [
             stride if length > 1 and stride % run else stride // run * local_run
             for length, stride in zip(size, strides, strict=True)
@@ -159,27 +159,35 @@ class _Slice(_Partial):
         return None
 
     def plain(self, operation: str, geometry: Geometry) -> torch.Tensor:
-        """Read what a view covers of the axis, where it is a part and no written slice must be put into it."""
-        size, strides, offset = geometry
-        inner = prod(self.shape[self.axis + 1 :])
-        lowest = offset % (self.shape[self.axis] * inner)
-        start, end = lowest // inner, self._highest(size, strides, lowest) // inner + 1
-        is_apart = not any(begin < end and start < begin + length for begin, length in self.ranges)
+        """Read only what a view covers of an axis, where no slice that may have been written to is a part of it."""
+        if 0 in self.shape:
+            return super().plain(operation, geometry)
+        axis, (start, length) = self._least(geometry)
+        is_apart = not any(begin < start + length and start < begin + count for begin, count in self.ranges)
         with self.usage.lock:
             is_read = self._whole is not None
-        if self._read_part is None or is_read or not is_apart or end - start >= self.shape[self.axis]:
+        if self._read_part is None or is_read or not is_apart or length >= self.shape[axis]:
             return super().plain(operation, geometry)
-        part = self._read_part(operation, (start, end - start))
-        of_part = _Slice(self.name, part, self.shape, self.axis, [(start, end - start)], self._read, self.usage)
-        view = of_part.held(*geometry)
+        part = self._read_part(operation, axis, (start, length))
+        view = _Slice(self.name, part, self.shape, axis, [(start, length)], self._read, self.usage).held(*geometry)
         assert view is not None
         return view
 
-    def _highest(self, size: Sequence[int], strides: Sequence[int], lowest: int) -> int:
-        """The highest place in a run at which a view has an element; its steps along outer axes are whole runs."""
-        run = prod(self.shape[self.axis :])
-        steps = ((length - 1) * stride for length, stride in zip(size, strides, strict=True) if stride % run)
-        return lowest + sum(steps)
+    def _least(self, geometry: Geometry) -> tuple[int, Range]:
+        """The range of the cut axis that a view lies in; where nothing is held, of the axis of the least part."""
+        axes = [self.axis] if self.ranges else range(len(self.shape))
+        found = {axis: self._covered(geometry, axis) for axis in axes}
+        axis = min(found, key=lambda axis: found[axis][1] / self.shape[axis])
+        return axis, found[axis]
+
+    def _covered(self, geometry: Geometry, axis: int) -> Range:
+        """The range of an axis that a view lies in; all of the axis, if the view goes on in the next run of it."""
+        size, strides, offset = geometry
+        inner = prod(self.shape[axis + 1 :])
+        run = self.shape[axis] * inner
+        lowest = offset % run
+        highest = _highest(size, strides, lowest, run)
+        return (0, self.shape[axis]) if highest >= run else (lowest // inner, highest // inner + 1 - lowest // inner)
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         filled = self.local.new_zeros(self.shape)
@@ -213,6 +221,11 @@ class _Slice(_Partial):
     def _renew(self, whole: torch.Tensor) -> None:
         for start, length, at in positions(self.ranges):
             whole.narrow(self.axis, start, length).copy_(self.local.narrow(self.axis, at, length))
+
+
+def _highest(size: Sequence[int], strides: Sequence[int], lowest: int, run: int) -> int:
+    """The highest place in a run at which a view has an element; its steps along outer axes are whole runs."""
+    return lowest + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True) if stride % run)
 
 
 class _Rearranged(_Partial):
@@ -266,7 +279,7 @@ class GlobalTensor(torch.Tensor):
             shape: of the whole tensor.
             axis: that is cut.
             ranges: (start, length) along `axis` of what the slice holds, in its order.
-            read: reads what an index selects of the whole tensor, if it is needed: all, or a range along `axis`.
+            read: reads what an index selects of the whole tensor, if it is needed: all, or a range along an axis.
             usage: shared by the tensors of a load.
         """
         shape = tuple(shape)
@@ -290,10 +303,10 @@ class GlobalTensor(torch.Tensor):
             usage.whole.add(name)
             return read_some(operation, shape, ...)
 
-        def read_part(operation: str, part: Range) -> torch.Tensor:
+        def read_part(operation: str, along: int, part: Range) -> torch.Tensor:
             start, length = part
-            index = (*(slice(None),) * axis, slice(start, start + length))
-            return read_some(operation, (*shape[:axis], length, *shape[axis + 1 :]), index)
+            index = (*(slice(None),) * along, slice(start, start + length))
+            return read_some(operation, (*shape[:along], length, *shape[along + 1 :]), index)
 
         return GlobalTensor._of(_Slice(name, local, shape, axis, joined, read_whole, usage, read_part))
 

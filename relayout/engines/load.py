@@ -287,6 +287,11 @@ class EngineRank:
     """Replicas that load the same rank at the same time."""
     progress: bool = False
 
+    @property
+    def places_all_experts(self) -> bool:
+        """Whether one rank of several processes uses some of the experts, and all of everything else."""
+        return self.num_ranks == 1 and self.owns_experts and not self.has_own_block
+
     def check(self, manifest: Manifest, path: str) -> None:
         """Tell what makes a load of a converted folder slower.
 
@@ -355,6 +360,9 @@ def open_load(place: WeightsPlace, options: EngineOptions, engine: EngineRank) -
         return Stock("it was not converted")
     if place.manifest is not None:
         return Weights(open_converted(place, None, options, engine).deliver(), engine)
+    if engine.places_all_experts and not engine.is_draft:
+        # Whole experts lie in a plain checkpoint as in a conversion for one rank.
+        return Weights(engine.weights(place.source, options).deliver(), engine, place.has_engines_loader)
     kept = _first_start(place, options, engine)
     if kept is not None and not isinstance(kept, Filling):  # Converted as this engine cuts and places tensors.
         return Weights(engine.weights(str(kept), options, store=kept).deliver(), engine, place.has_engines_loader)

@@ -104,13 +104,13 @@ PLACEMENTS: dict[str, tuple[int, ...]] = {
 }
 
 
-@pytest.mark.parametrize("folder", ["tp1", "tp2", "ep2", "ep4"])
+@pytest.mark.parametrize("folder", ["plain", "tp1", "tp2", "ep2", "ep4"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_experts_are_read_whole_once_by_whom_uses_them(
     mixture: Path, tensors: Tensors, engine: AnyEngine, placement: str, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the placement, and however the folder has them: parameters are equal, and no other expert is read."""
-    tp = int(folder[2:]) if folder != "ep4" else 2
+    tp = {"plain": 1, "tp1": 1}.get(folder, 2)
     engine.own_experts()
     engine.replicate(2)
     for rank in range(tp):

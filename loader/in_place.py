@@ -346,6 +346,7 @@ class _Change:
 
     def change(self, piece: ChangedPiece, buffer: Buffer) -> None:
         """Change the tensors by a piece."""
+        import numpy as np
         import torch
 
         parts = piece.parts
@@ -354,11 +355,15 @@ class _Change:
             piece.apply(whole.numpy()[parts[0].offset : parts[0].offset + piece.nbytes].data)
             return
         change = piece.decode(buffer)
-        with torch.inference_mode():  # In which tensors that were made in it may be changed, too.
-            for part in parts:
-                view = self.tensors[part.name][part.offset : part.offset + part.nbytes]
-                source = torch.frombuffer(change, dtype=torch.uint8, count=part.nbytes, offset=part.place)
-                view.bitwise_xor_(source.to(view.device))
+        for part in parts:
+            tensor, there = self.tensors[part.name], slice(part.offset, part.offset + part.nbytes)
+            if _is_on_host(tensor):  # By numpy: torch would share each of these small changes among threads.
+                view = tensor.numpy()[there]
+                np.bitwise_xor(view, np.frombuffer(change, np.uint8, part.nbytes, part.place), out=view)
+                continue
+            source = torch.frombuffer(change, dtype=torch.uint8, count=part.nbytes, offset=part.place)
+            with torch.inference_mode():  # In which tensors that were made in it may be changed, too.
+                tensor[there].bitwise_xor_(source.to(tensor.device))
 
 
 def _check(table: RankTable, tensors: Mapping[str, torch.Tensor]) -> None:

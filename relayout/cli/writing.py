@@ -48,7 +48,7 @@ _UnmatchedOption = Annotated[
     typer.Option(
         metavar="error|replicate",
         help="What to do with tensors that no rule of the plan matches. Default: error; with --plan transformers,"
-        " which lists only tensors that are cut: replicate.",
+        " which lists only tensors that are cut: replicate a quarter of the bytes at most.",
     ),
 ]
 _PartSizeOption = Annotated[

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from relayout.core.arguments import collapse_numbers
-from relayout.core.slices import WHOLE, Cut, Range, Slice, number_cuts
+from relayout.core.slices import WHOLE, Cut, Range, Slice, num_bytes, number_cuts
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.manifest import SOURCE_RECORD_NAME
 from relayout.format.source_record import SourceRecord
@@ -40,6 +40,9 @@ Unmatched = Literal["error", "replicate"]
 _TRIED_DEGREE = 2
 """The degree at which other plans are tried: whether a degree divides the tensors is another question."""
 
+_MOST_UNMATCHED = 0.25
+"""The share of the bytes that the plan of transformers may leave out."""
+
 _DEGREES_TO_TRY = 64
 """Up to this, or twice what was asked for."""
 
@@ -63,7 +66,8 @@ def plan_for(
             plan for the model type.
         expert_parallel: each expert is held whole by one rank, in contiguous blocks (vLLM's linear placement).
         unmatched: how to treat tensors that no rule matches: "error", or "replicate" to hold them whole on every rank.
-            None: "error", but "replicate" with the plan of transformers, which lists only tensors that are cut.
+            None: "error", but "replicate" with the plan of transformers, which lists only tensors that are cut, unless
+            it leaves out more than a quarter of the bytes.
     """
     with about(path=str(checkpoint.root)):
         if unmatched not in (None, *get_args(Unmatched)):
@@ -99,9 +103,26 @@ def plan_by(
             name, cuts = "none" if family is None else family.full_name, [Cut((WHOLE,))] * len(checkpoint.tensors)
             return Plan(name, 1, *number_cuts(cuts), family=family)
         assert family is not None, "more than one rank needs rules"
-        if unmatched is None:
-            unmatched = "replicate" if family.origin == TRANSFORMERS else "error"
-        return _make_plan(checkpoint, num_ranks, family, expert_parallel, unmatched)
+        if unmatched is not None:
+            return _make_plan(checkpoint, num_ranks, family, expert_parallel, unmatched)
+        if family.origin != TRANSFORMERS:
+            return _make_plan(checkpoint, num_ranks, family, expert_parallel, "error")
+        plan = _make_plan(checkpoint, num_ranks, family, expert_parallel, "replicate")
+        _check_share(checkpoint, plan)
+        return plan
+
+
+def _check_share(checkpoint: PlannedCheckpoint, plan: Plan) -> None:
+    """Raise PlanError if most of the bytes that no rule matches would be held whole by every rank.
+
+    The plan of transformers lists modules of the classes that it knows to cut; of others it lists few, or none.
+    """
+    sizes = {tensor.name: num_bytes(tensor.dtype, tensor.shape) or 0 for tensor in checkpoint.tensors}
+    unmatched, all_bytes = sum(sizes[name] for name in plan.unmatched), sum(sizes.values())
+    if unmatched > _MOST_UNMATCHED * all_bytes:
+        what = f"plan {plan.name!r} has no rule for {100 * unmatched / all_bytes:.0f} % of the bytes"
+        others = "add rules (--plan FILE), or hold these whole on every rank (--unmatched replicate)"
+        raise PlanError(f"{what}, such as {plan.unmatched[0]}: {others}", code="no_rule")
 
 
 def check_degree(num_ranks: int) -> None:

@@ -139,7 +139,7 @@ def test_a_number_too_long_to_be_printed_is_refused() -> None:
 
 def test_with_the_plan_of_transformers_too_what_it_does_not_name_can_be_an_error() -> None:
     source = make_source({"model.norm.weight": (8,)}, model_type="helium")
-    assert plan_for(source, 2, "transformers").unmatched == ("model.norm.weight",)
+    assert plan_for(source, 2, "transformers", unmatched="replicate").unmatched == ("model.norm.weight",)
     with pytest.raises(PlanError, match="no rule of plan 'transformers:helium' matches it"):
         plan_for(source, 2, "transformers", unmatched="error")
 

@@ -149,3 +149,15 @@ def test_sizes_that_a_config_leaves_out_are_those_of_its_class(model_type: str, 
     row = {key: getattr(HeliumConfig(), key) for key in ("num_attention_heads", "num_key_value_heads")}
     config = {"model_type": model_type, **config}
     assert transformers_family(model_type, config).defaults == {"helium": row}
+
+
+def test_a_plan_that_leaves_most_of_the_bytes_whole_is_refused_unless_that_is_wanted() -> None:
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (64, 64), "model.layers.0.special.weight": (64, 32)}
+    source = make_source(shapes, model_type="llama")
+    what = r"has no rule for 33 % of the bytes, such as model\.layers\.0\.special\.weight: .*--unmatched replicate"
+    with pytest.raises(PlanError, match=what):
+        plan_for(source, 2, "transformers")
+    plan = plan_for(source, 2, "transformers", unmatched="replicate")
+    assert plan.unmatched == ("model.layers.0.special.weight",)
+    small = make_source({**shapes, "model.layers.0.special.weight": (4, 32)}, model_type="llama")
+    assert plan_for(small, 2, "transformers").unmatched == ("model.layers.0.special.weight",)

@@ -73,7 +73,7 @@ class Content:
     digest: str
     """The digest of relayout.json of what they make."""
     columns: TensorColumns
-    """The rank's slices in it."""
+    """The rank's slices in it, without those of tensors that the engine takes whole."""
     state: RankState | None
     """What is known of these slices, for deltas; None: they are put together from those of other ranks."""
 
@@ -84,7 +84,13 @@ class Content:
         paths = tuple(map(str, [deltas] if isinstance(deltas, str | os.PathLike) else deltas))
         content = content_of(read_manifest_blob(source.store))
         state = RankState.of(source.store, source.holder) if isinstance(source, ConvertedRank) else None
-        return Content(weights.path, paths, content, source.columns(), state)
+        columns, is_placed = source.columns(), weights.is_placed
+        if is_placed is not None:
+            parts = zip(columns.names, columns.parts, strict=True)
+            columns = columns.rows(
+                [row for row, (name, part) in enumerate(parts) if part.is_whole or not is_placed(name)]
+            )
+        return Content(weights.path, paths, content, columns, state)
 
     @property
     def digests(self) -> dict[str, str]:
@@ -290,6 +296,10 @@ class LiveWeights:
     def _stage(self, sources: Sequence[str], before: Content | None, memory: int, threads: int) -> Staged:
         for source in sources:  # Before the first request to it.
             check_place(source)
+        # What changes is told by this rank's table, which has none of what other ranks hold.
+        if others := set(self.recorded.views).difference(self.first.columns.names):
+            what = f"{self._engine.name} uses parts of {listed(sorted(others))} that its rank does not hold"
+            raise PlanError(f"{what}, which cannot be updated: start it again", code="unsupported")
         if not sources:  # The engine has this step.
             has = before or self.known_content()
             return Staged(has.digest, has, (), None, (), frozenset(), None, None)

@@ -25,8 +25,10 @@ import relayout
 from relayout.core.digests import proof_hex
 from relayout.core.workers import Stop, Stopped, heeding
 from relayout.engines.global_tensor import GlobalTensor
+from relayout.engines.load import EngineRank
+from relayout.engines.rank_weights import EngineOptions
 from relayout.errors import FormatError, PlanError
-from relayout.live.staging import Flips, LiveWeights, Modules, Staged
+from relayout.live.staging import Content, Flips, LiveWeights, Modules, Staged
 
 TP = 2
 LIMIT = 2**30
@@ -132,14 +134,16 @@ def steps(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def started(folder: Path, rank: int, source: Path, device: str = "cpu") -> tuple[Engine, LiveWeights]:
+def started(
+    folder: Path, rank: int, source: Path, device: str = "cpu", of_engine: EngineRank | None = None
+) -> tuple[Engine, LiveWeights]:
     engine = Engine(stock_tensors(source), rank, device)
 
     def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         engine.load_weights(tensors)
         engine.process()
 
-    return engine, live_weights(engine, engine_rank(rank, TP, device), folder, load)
+    return engine, live_weights(engine, of_engine or engine_rank(rank, TP, device), folder, load)
 
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: this has not run on a GPU")
@@ -163,6 +167,33 @@ def test_what_is_left_as_it_is_has_views_and_what_is_packed_has_none(live: tuple
     recorded = live[1].recorded
     assert recorded.views
     assert {name for name in (*recorded.views, *recorded.reloaded) if PACKED in name} == set(recorded.reloaded)
+
+
+def placing() -> EngineRank:
+    """The first rank of an engine that takes MLPs whole, and uses what it wants of them."""
+    return replace(engine_rank(0, TP, "cpu"), owns_experts=True, is_placed=lambda name: ".mlp." in name)
+
+
+def test_what_was_read_ahead_of_other_ranks_is_refused(steps: Path, live: tuple[Engine, LiveWeights]) -> None:
+    """This rank's table does not tell how it changes."""
+    weights = live[1]
+    placed = Content.of(placing().weights(str(steps / "step-0"), EngineOptions()))
+    lacking = {*weights.first.columns.names} - {*placed.columns.names}
+    assert lacking == {
+        name for name in weights.first.columns.names if ".mlp." in name and not name.endswith("down_proj.bias")
+    }, "of which the rank has a part"
+    weights.first = placed
+    with pytest.raises(PlanError, match=r"stand-in uses parts of model\.layers\..*mlp.* that its rank does not hold"):
+        stage(weights, steps / "step-1")
+
+
+@pytest.mark.parametrize("source", ["step-1", "delta-1"])
+def test_what_was_read_when_it_was_used_is_loaded_again(steps: Path, source: str) -> None:
+    engine, weights = started(steps / "step-0", 0, steps / "model-0", of_engine=placing())
+    staged = stage(weights, steps / source)
+    assert engine.has(stock_tensors(steps / "model-0"))
+    weights.commit(staged, engine.reload)
+    assert engine.has(stock_tensors(steps / "model-1"))
 
 
 @pytest.mark.parametrize("memory", [LIMIT, 4000, 0], ids=["all is held", "some fits", "nothing is held"])

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import nan, prod
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +41,8 @@ Box = tuple[tuple[Range, ...], ...]
 NOTHING = -1
 """The number of an element that is of no tensor: a constant, such as padding."""
 _CPU = torch.device("cpu")
+_COPIES = frozenset({aten.copy_.default, aten.fill_.Tensor})
+"""Operations that copy their second argument into the first one: `fill_` copies a tensor without axes."""
 _MAX_RANGES = 2**16
 
 
@@ -114,6 +116,17 @@ class LoadRecorder:
                 raise PlanError("is copied into memory that is not the model's", tensor=source.memory.name)
         self._record(source)
 
+    def value(self, probe: Probe) -> float:
+        """Record that the model uses the only element of a tensor, and return what stands for its value: NaN, or 0.
+
+        Raises:
+            PlanError: the tensor has several elements; which one is used might depend on values.
+        """
+        if prod(self._shapes[probe.memory.name]) != 1:
+            _refuse(probe, "item")
+        self._record(probe)
+        return nan if probe.dtype.is_floating_point else 0
+
     def compute(self, func: Any, args: Any, kwargs: Any, probes: Sequence[Probe]) -> Any:
         """The result of an operation that is more than a view; `probes` are those among its arguments."""
         if len(probes) > 1:
@@ -145,6 +158,8 @@ class LoadRecorder:
         numbers = self.numbers(target)
         if func is aten.copy_.default:
             numbers.copy_(self._number_of(func, args[1]))
+        elif func is aten.fill_.Tensor:
+            numbers.fill_(self._number_of(func, args[1]))
         elif name_of(func) in ("zero_", "fill_"):
             numbers.fill_(NOTHING)
         elif torch.Tag.pointwise not in func.tags or len(probes) > 1:
@@ -214,6 +229,14 @@ class Probe(torch.Tensor):
             return Probe.of(self.memory, (size, strides, offset + start * strides[axis]), self.dtype)
         return torch.Tensor.narrow(self, dim, start, length)
 
+    def item(self) -> float:
+        """Return a number, see `LoadRecorder.value`: SGLang's `default_weight_loader` fills parameters with it.
+
+        Raises:
+            PlanError: the tensor has several elements.
+        """
+        return self.memory.recorder.value(self)
+
     def tolist(self) -> NoReturn:
         """Refused. Raises: PlanError."""
         _refuse(self, "tolist")
@@ -238,7 +261,7 @@ class Probe(torch.Tensor):
                 )
             if func in SHAPED:
                 return made_like(first, func, args[1:], kwargs)
-        elif func is aten.copy_.default:
+        elif first is not None and func in _COPIES and isinstance(args[1], Probe):
             args[1].memory.recorder.copied(first, args[1])
             return first
         probes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Probe)]

@@ -83,6 +83,8 @@ def test_what_treats_each_element_by_itself_is_followed(
     ("function", "operation"),
     [
         (lambda t: float(t[0, 0]), "_local_scalar_dense"),
+        (lambda t: t[0, 0].item(), "item"),
+        (lambda t: t[0, 0].clone().item(), "item"),
         (lambda t: t.tolist(), "tolist"),
         (lambda t: t.numpy(), "numpy"),
         (lambda t: t.data_ptr(), "data_ptr"),
@@ -143,6 +145,48 @@ def test_what_is_copied_into_the_model_is_loaded(
         load(model, probe)
     recorder.finish()
     assert recorder.loaded("a") == expected
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda model, w, one, many: model.table[7].fill_(one.item()),
+        lambda model, w, one, many: model.table.fill_(one.view(1).double().item()),
+        lambda model, w, one, many: model.table.__setitem__(3, one),
+        lambda model, w, one, many: model.weight.__setitem__((2, 1), many[3]),
+        lambda model, w, one, many: model.weight.__setitem__(slice(2, 4), many.view(2, 2)[1, 0]),
+        lambda model, w, one, many: [model.beside[i].fill_(many[i]) for i in (0, 2)],
+        lambda model, w, one, many: [model.beside[0].fill_(many[1]), model.beside[1].fill_(2.0)],
+        lambda model, w, one, many: [w[0, :3].fill_(many[2]), w[1:3].fill_(one.view(())), model.weight.copy_(w)],
+        lambda model, w, one, many: [w[0].fill_(5.0), model.weight.copy_(w)],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("shape_of_one", [(), (1,), (1, 1)])
+def test_what_memory_is_filled_with_is_loaded(load: Callable[..., object], shape_of_one: tuple[int, ...]) -> None:
+    """Tensors of numbers are loaded by the same operations; what then lies in the model is what was loaded."""
+    shapes = ((8, 6), shape_of_one, (4,))
+    model, recorder, probes = recorder_of(*shapes)
+    plain, end = Model(), 1000
+    numbered = []
+    for shape in shapes:
+        numbered.append(torch.arange(end, end + prod(shape), dtype=torch.float32).view(shape))
+        end += prod(shape)
+    with torch.no_grad():
+        for tensor in (plain.weight, plain.table, plain.beside):
+            tensor.fill_(-1)
+        numbers_of = [tensor.flatten().tolist() for tensor in numbered]
+        load(plain, *numbered)
+        load(model, *probes)
+    there = {*plain.weight.flatten().tolist(), *plain.table.tolist(), *plain.beside.tolist()}
+    assert len(there) > 1
+    for name, shape, numbers in zip("abc", shapes, numbers_of, strict=True):
+        expected = {_box_of_element(shape, place) for place, number in enumerate(numbers) if number in there}
+        assert recorder.loaded(name) == slice_of(shape, frozenset(expected)), name
+
+
+def _box_of_element(shape: tuple[int, ...], place: int) -> Box:
+    along = (place // prod(shape[axis + 1 :]) % size for axis, size in enumerate(shape))
+    return tuple(((index, 1),) for index in along)
 
 
 def test_tensors_that_are_joined_are_told_apart_and_a_rank_may_want_to_see_one_of_which_it_takes_nothing() -> None:

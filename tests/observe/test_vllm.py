@@ -42,7 +42,7 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
 
 @pytest.mark.usefixtures("vllm")
 def test_what_cannot_be_observed_is_an_error_that_names_class_and_line(tmp_path: Path) -> None:
-    write_source(tmp_path / "model", scaled=True)
+    write_source(tmp_path / "model", more={"scale": 1.0})
     values, heads = observe(read_source(find_store(tmp_path / "model")), [2, 3])
     line = r"tensor 'scale'.* needs its values \(vllm\..*odd, OddForCausalLM\.load_weights, line \d+: self"
     assert re.search(line, str(values))

@@ -121,7 +121,7 @@ _MODULES = {
                     elif name == "odd.weight":
                         self.odd.copy_(tensor.narrow(0, self.rank, 3))
                     elif name == "scale":
-                        self.table.mul_(tensor.item())
+                        self.table.mul_(tensor.sum())
         class OddDraft(torch.nn.Module):
             def __init__(self, config):
                 super().__init__()
@@ -160,8 +160,7 @@ def write_source(folder: Path, **config: Any) -> Mapping[str, np.ndarray[Any, An
     tensors = {
         name: np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()
     }
-    if config.pop("scaled", False):
-        tensors["scale"] = np.ones(1, np.float32)
+    tensors |= {name: np.full(1, value, np.float32) for name, value in config.pop("more", {}).items()}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(

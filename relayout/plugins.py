@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any
 from relayout import extensions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-
-    from relayout.checkpoint.source import SourceCheckpoint
-    from relayout.plans.plan import Plan
 
 
 _LOADERS = "vllm.model_executor.model_loader"
@@ -31,7 +28,7 @@ _LOADERS = "vllm.model_executor.model_loader"
 def vllm() -> None:
     """Make `--load-format relayout` known when vLLM imports its loaders: the plugin of `vllm.general_plugins`."""
     if _LOADERS in sys.modules:
-        _register("vllm", _observer)
+        _register("vllm")
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
 
@@ -45,7 +42,7 @@ def vllm_loader(load_config: Any) -> Any:
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    return _plugin("vllm").loader_class(DefaultModelLoader, observe=_observer)(load_config)
+    return _plugin("vllm").loader_class(DefaultModelLoader)(load_config)
 
 
 def sglang() -> None:
@@ -78,16 +75,16 @@ class _AfterImport(MetaPathFinder):
                 execute(module)
                 if self in sys.meta_path:  # Not before: others may ask where the module is, and import nothing.
                     sys.meta_path.remove(self)
-                _register("vllm", _observer)
+                _register("vllm")
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
-def _register(engine: str, *arguments: Any) -> None:
+def _register(engine: str) -> None:
     """Call `register` of an engine's module; where this engine is not as expected, log that, and leave it alone."""
     try:
-        _plugin(engine).register(*arguments)
+        _plugin(engine).register()
     except Exception as error:
         if "RELAYOUT_TRUST" in os.environ:
             raise SystemExit(f"relayout: RELAYOUT_TRUST cannot be kept in this {engine}: {error!r}") from error
@@ -97,10 +94,3 @@ def _register(engine: str, *arguments: Any) -> None:
 def _plugin(engine: str) -> Any:
     """Return the module that registers an engine's loader: with updates of a live engine, if they are installed."""
     return extensions.find(f"live.{engine}_updates") or import_module(f"relayout.engines.{engine}")
-
-
-def _observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:
-    """What finds how the classes of the installed vLLM cut a checkpoint that no built-in plan is for."""
-    from relayout.conversion.planning import observer
-
-    return observer()

@@ -202,8 +202,11 @@ def add_to_cache(
     ] = None,
     expert_parallel: ExpertParallelOption = False,
     observe: Annotated[
-        bool, typer.Option("--observe", help="Observe vLLM if no built-in plan is for the model.")
-    ] = False,
+        str | None,
+        typer.Option(
+            metavar="ENGINE", help="Observe this engine, vllm or sglang, if no built-in plan is for the model."
+        ),
+    ] = None,
     background: Annotated[
         bool,
         typer.Option(

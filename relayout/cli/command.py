@@ -71,12 +71,12 @@ PlanOption = Annotated[
     typer.Option(
         metavar="PLAN",
         help="A plan file (TOML); the name of a built-in plan, such as llama; 'transformers' for the plan of that"
-        " package; or 'vllm' to observe the installed vLLM. "
+        " package; or 'vllm' or 'sglang' to observe that engine, which must be installed. "
         "Default: the built-in plan for model_type in config.json.",
     ),
 ]
 TrustRemoteCodeOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Allow vLLM to run the Python files of SRC.")
+    bool, typer.Option("--trust-remote-code", help="Allow the observed engine to run the Python files of SRC.")
 ]
 TrustOption = Annotated[
     str | None,

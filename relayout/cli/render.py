@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from relayout.cli.command import Block, Column, Line, Listing, Table
 from relayout.core.arguments import collapse_numbers, ranks_text
+from relayout.plans.family import ENGINES
 from relayout.storage.stores import scheme_of
 
 if TYPE_CHECKING:
@@ -210,8 +211,9 @@ def plan_check(checked: PlanCheck) -> Iterator[Block]:
     yield Line(f"{counted(sum(kind.count for kind in checked.kinds), 'tensor')} without a rule; ways on:")
     for name in checked.matching:
         yield Line("its rules match every tensor: check that the model is built so", f"--plan {name}")
-    observed = "where vLLM is installed: cuts as its own loaders do; `relayout plans observe SRC` writes a plan file"
-    yield Line(observed, "--plan vllm")
+    observed = "cuts as its own loaders do; `relayout plans observe SRC --engine {}` writes a plan file"
+    for engine, name in ENGINES.items():
+        yield Line(f"where {name} is installed: {observed.format(engine)}", f"--plan {engine}")
     yield Line("where transformers is installed: its plan, if it has one", "--plan transformers")
     yield Line("a plan file of your own (PLANS.md); `relayout plans show NAME` prints one to start from", "--plan FILE")
     rows = [(kind.pattern, f"{kind.count:,}", _shape(kind.shape), kind.example) for kind in checked.kinds]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from relayout.cache.conversions import kept_conversion, plan_in
 from relayout.cache.folder import Cache, CacheEntry, cache_of
@@ -13,6 +14,7 @@ from relayout.conversion.planning import observer
 from relayout.core.arguments import integer
 from relayout.core.arguments import ranks as ranks_of
 from relayout.errors import PlanError, RelayoutError, shown
+from relayout.plans.family import ENGINES
 from relayout.plans.plan import Plan
 from relayout.reporting import Progress, Result
 from relayout.storage.stores import find_input
@@ -86,7 +88,7 @@ def add(
     ranks: str | None = None,
     limit: int | str | None = None,
     expert_parallel: bool = False,
-    observe: bool = False,
+    observe: str | None = None,
     progress: Progress = None,
     behind_loads: bool = False,
 ) -> CacheListing:
@@ -99,7 +101,8 @@ def add(
         ranks: only these, such as "0-3", for a node that has no others.
         limit: the most bytes that the cache may keep; default RELAYOUT_CACHE_LIMIT.
         expert_parallel: each rank owns whole experts.
-        observe: if no built-in plan is for the model, observe how the installed vLLM cuts it, and keep the plan.
+        observe: an installed engine, "vllm" or "sglang": if no built-in plan is for the model, observe how the engine
+            cuts it, and keep the plan. None: do not observe.
         progress: True shows a bar on stderr; a function is called with (bytes done, bytes in all).
         behind_loads: wait while an engine of this machine loads a model that it would keep here, for 10 min at most.
 
@@ -112,9 +115,11 @@ def add(
     before = kept.entries()
 
     def plan_of(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
-        found = observer if observe else None
+        found = None if observe is None else partial(observer, observe)
         return plan_in(kept, checkpoint, num_ranks, expert_parallel=expert_parallel, observe=found)
 
+    if observe not in (None, *ENGINES):
+        raise PlanError(f"observe: {shown(observe)}, expected {' or '.join(ENGINES)}", code="option")
     degree = integer(tp, "tp")
     some = None if ranks is None else ranks_of(ranks, degree)
     store = find_input(source).snapshot()

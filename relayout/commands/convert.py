@@ -31,10 +31,10 @@ def convert(
         tp: number of tensor-parallel ranks.
         align: power of two, 512 bytes to 16 MiB; tensors whose slices are all multiples of it start at multiples of
             it. Sizes are bytes, or text such as "16KiB".
-        plan: a plan file, the name of a built-in plan, "transformers" for that package's plan, or "vllm": cut as the
-            classes of the installed vLLM cut; or the `Plan` of another conversion of this checkpoint. Default is the
-            built-in plan for config.json's `model_type`. Not needed for `tp=1`.
-        trust_remote_code: with "vllm": let it run Python files of the source.
+        plan: a plan file, the name of a built-in plan, "transformers" for that package's plan, or "vllm" or "sglang":
+            cut as the classes of that installed engine cut; or the `Plan` of another conversion of this checkpoint.
+            Default is the built-in plan for config.json's `model_type`. Not needed for `tp=1`.
+        trust_remote_code: with "vllm" or "sglang": let it run Python files of the source.
         expert_parallel: assign whole experts to ranks, in contiguous blocks; all other tensors are cut as without.
         unmatched: what to do with tensors that no rule matches: "error", or "replicate" to store them whole for every
             rank, which is the default with the plan of transformers.

@@ -35,7 +35,7 @@ from relayout.format.index import (
 from relayout.format.manifest import SOURCE_RECORD_NAME, digest_of_tensors, tensor_head
 from relayout.format.safetensors import Header, json_text
 from relayout.format.source_record import SideFile, SourceRecord, conversion_digest
-from relayout.plans.family import VLLM
+from relayout.plans.family import ENGINES
 from relayout.plans.plan import Plan, check_all_held
 from relayout.plans.planner import proven_rules
 from relayout.reporting import Result
@@ -460,7 +460,7 @@ def _check_names_of_content(
 
 def _check_rules(record: SourceRecord, source: SourceCheckpoint) -> Iterator[Difference]:
     """Check that the rules, if there are any, give the recorded cuts: loads at other degrees need that."""
-    if record.plan is not None and record.plan.origin != VLLM:
+    if record.plan is not None and record.plan.origin not in ENGINES:
         try:
             proven_rules(source, record)
         except (FormatError, PlanError) as error:

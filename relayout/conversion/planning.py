@@ -1,4 +1,4 @@
-"""Plans conversions: which rank holds what, by rules or as the installed vLLM cuts, and where all of it will lie.
+"""Plans conversions: which rank holds what, by rules or as an installed engine cuts, and where all of it will lie.
 
 `preview` sums up what is planned, and `check_plan` lists the tensors for which a plan has no rule.
 """
@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
@@ -27,7 +28,7 @@ from relayout.core.arguments import collapse_numbers, integer, path_text, size, 
 from relayout.core.slices import Cut, CutTensor
 from relayout.errors import PlanError, shown
 from relayout.format.index import HUB_INDEX_NAME, RANKS, WHOLE_TENSORS
-from relayout.plans.family import TRANSFORMERS, VLLM
+from relayout.plans.family import ENGINES, TRANSFORMERS
 from relayout.plans.plan import Plan
 from relayout.plans.planner import Unmatched, matching_plans, plan_for, without_rule
 from relayout.reporting import Result
@@ -183,11 +184,14 @@ def default_output(source: str | os.PathLike[str], tp: int) -> str | Path:
     return named.with_name(f"{named.name}-tp{tp}")
 
 
-def observer() -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:
-    """What observes a plan where no built-in one is for a model, the installed vLLM, and its name with the version."""
-    import vllm
+def observer(engine: str) -> tuple[str, Callable[[SourceCheckpoint, int], Plan]]:
+    """Return the name and version of an installed engine, and a function that observes plans from it.
 
-    return f"vllm {vllm.__version__}", lambda checkpoint, num_ranks: find_plan(checkpoint, num_ranks, VLLM)
+    Args:
+        engine: a key of `ENGINES`.
+    """
+    version = import_module(engine).__version__
+    return f"{engine} {version}", lambda checkpoint, num_ranks: find_plan(checkpoint, num_ranks, engine)
 
 
 def find_plan(
@@ -202,10 +206,10 @@ def find_plan(
     """The plan of a checkpoint: a value, whoever has found it.
 
     Args:
-        plan: a plan that was found for this checkpoint before; a plan file; "transformers" or "vllm"; None: the
-            built-in plan for the model type.
+        plan: a plan that was found for this checkpoint before; a plan file; "transformers", or a key of `ENGINES`;
+            None: the built-in plan for the model type.
         expert_parallel, unmatched: as for `planner.plan_for`.
-        trust_remote_code: whether vLLM may run Python files of the checkpoint.
+        trust_remote_code: whether an observed engine may run Python files of the checkpoint.
     """
     if isinstance(plan, Plan):
         if (plan.num_ranks, len(plan.cut_of)) != (num_ranks, len(checkpoint.tensors)):
@@ -213,18 +217,19 @@ def find_plan(
             expected = f"expected {num_ranks} and {len(checkpoint.tensors)}"
             raise PlanError(f"{what}, {expected}", path=str(checkpoint.root), code="no_plan")
         return plan
-    if plan == VLLM:
-        if num_ranks == 1:  # Which holds everything: no reason to start vLLM.
+    if isinstance(plan, str) and plan in ENGINES:
+        if num_ranks == 1:  # Which holds everything: no reason to start an engine.
             return plan_for(checkpoint, 1)
         observation = extensions.find("observe.observation")
         if observation is None:
-            raise PlanError("plan: 'vllm': relayout.observe is not installed", code="unsupported")
+            raise PlanError(f"plan: {plan!r}: relayout.observe is not installed", code="unsupported")
         observed: Plan = observation.observed_plan(
-            checkpoint, num_ranks, expert_parallel=expert_parallel, trust_remote_code=trust_remote_code
+            checkpoint, num_ranks, plan, expert_parallel=expert_parallel, trust_remote_code=trust_remote_code
         )
         return observed
     if plan is not None:
-        path_text(plan, "plan", "a plan file, the name of a built-in plan, 'transformers' or 'vllm'")
+        engines = " or ".join(map(repr, ENGINES))
+        path_text(plan, "plan", f"a plan file, the name of a built-in plan, 'transformers', {engines}")
     named = Path(plan) if isinstance(plan, os.PathLike) else plan
     return plan_for(checkpoint, num_ranks, named, expert_parallel=expert_parallel, unmatched=unmatched)
 
@@ -405,8 +410,8 @@ def check_plan(path: str | os.PathLike[str], *, plan: str | os.PathLike[str] | N
         plan: a plan file, the name of a built-in plan, or "transformers"; None: the built-in plan for the model type,
             if there is one.
     """
-    if plan == VLLM:
-        raise PlanError("a plan observed from vLLM has no rules to check", code="option")
+    if isinstance(plan, str) and plan in ENGINES:
+        raise PlanError(f"a plan observed from {ENGINES[plan]} has no rules to check", code="option")
     checkpoint = read_source(find_input(path))
     chosen = plan if plan is None or plan == TRANSFORMERS else Path(plan)
     family = plan_for(checkpoint, 1, chosen).family

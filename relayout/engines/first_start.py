@@ -8,9 +8,10 @@ processes of the machine have loaded: each holds a shared lock of the cache whil
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from relayout.storage.local.descriptors import HeldLock
 from relayout.storage.stores import find_input, scheme_of
 
 if TYPE_CHECKING:
-    from relayout.cache.conversions import KeptConversion, Observer
+    from relayout.cache.conversions import KeptConversion
     from relayout.checkpoint.source import SourceCheckpoint
     from relayout.conversion.layout import Conversion
     from relayout.engines.rank_weights import EngineOptions
@@ -98,8 +99,8 @@ class WantedConversion:
     """Whether experts are owned whole, in contiguous blocks over the ranks."""
     ranks: Collection[int] | None = None
     """The ranks on this node, if others are elsewhere: only these are converted. None: all."""
-    observe: Callable[[], Observer] | None = None
-    """Returns what finds plans for models that no built-in plan is for."""
+    observe: str | None = None
+    """The engine that plans are observed from if no built-in plan is for the model. None: they are not observed."""
 
     @property
     def is_local(self) -> bool:
@@ -109,6 +110,7 @@ class WantedConversion:
     def find(self, cache: Cache, logger: Logger) -> KeptConversion | None:
         """The conversion. It is made now if the checkpoint is remote; else None: it is not there yet."""
         from relayout.cache.conversions import NotKept, find_conversion, kept_conversion, plan_in
+        from relayout.conversion.planning import observer
 
         def on_miss(conversion: Conversion) -> None:
             who = "" if self.ranks is None else f"the ranks {ranks_text(self.ranks)} of "
@@ -118,10 +120,8 @@ class WantedConversion:
             )  # fmt: skip
 
         def find_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
-            owned = self.expert_parallel
-            return plan_in(
-                cache, checkpoint, num_ranks, expert_parallel=owned, observe=self.observe, only_kept=self.is_local
-            )
+            owned, found = self.expert_parallel, None if self.observe is None else partial(observer, self.observe)
+            return plan_in(cache, checkpoint, num_ranks, expert_parallel=owned, observe=found, only_kept=self.is_local)
 
         store = find_input(self.source).snapshot()
         if not self.is_local:
@@ -136,7 +136,7 @@ class WantedConversion:
         arguments = ["add", model, "--tp", str(self.num_ranks), "--folder", folder, "--background"]
         arguments += ["--expert-parallel"] if self.expert_parallel else []
         arguments += ["--ranks", ranks_text(self.ranks)] if self.ranks is not None else []
-        arguments += ["--observe"] if self.observe is not None else []
+        arguments += ["--observe", self.observe] if self.observe is not None else []
         return Filling(self.source, tuple(arguments), cache, logger, cache.loading())
 
 

@@ -27,7 +27,7 @@ from relayout.storage.stores import Kind, Store, find_input, scheme_of
 if TYPE_CHECKING:
     import torch
 
-    from relayout.cache.conversions import KeptConversion, Observer
+    from relayout.cache.conversions import KeptConversion
     from relayout.checkpoint.delta import Paths
     from relayout.engines.unwritten import Marks
     from relayout.format.index import Manifest
@@ -281,8 +281,9 @@ class EngineRank:
     """Tensors that the engine's own loader passes over, or is not expected to use; see `RankWeights`."""
     local_ranks: tuple[int, ...] | None = None
     """The ranks on this node, if others are elsewhere; only these are converted. None: all."""
-    observe: Callable[[], Observer] | None = None
-    """Returns what finds plans for models that no built-in plan is for."""
+    observe: str | None = None
+    """The engine's package, a key of `plans.family.ENGINES`: plans are observed from it for models that no built-in
+    plan is for. None: they are not."""
     members: Group | None = None
     """Replicas that load the same rank at the same time."""
     progress: bool = False

@@ -42,6 +42,7 @@ def engine_rank(model_config: Any, draft_model_idx: int | None = None) -> Engine
         device=_device(),
         is_skipped=of_other_stages(parallel, num_layers),
         is_unused=speculative(text_config) if num_layers is not None else lambda name: False,
+        observe="sglang",
     )
 
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from relayout.cache.conversions import Observer
     from relayout.loader.group.collectives import Group
 
 FORMAT = "relayout"
@@ -51,11 +50,10 @@ _NAMES = ("model", "model_weights", "revision")
 """The fields of a model's configuration that vLLM replaces when weights are reloaded from elsewhere."""
 
 
-def register(observe: Callable[[], Observer] | None = None, methods: type[VllmLoader] | None = None) -> None:
+def register(methods: type[VllmLoader] | None = None) -> None:
     """Tell vLLM about the load format, and let its default recognize converted folders. May be called repeatedly.
 
     Args:
-        observe: returns what finds plans for models that no built-in plan is for.
         methods: see `loader_class`.
     """
     from vllm.model_executor import model_loader
@@ -64,7 +62,7 @@ def register(observe: Callable[[], Observer] | None = None, methods: type[VllmLo
     formats = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
     if getattr(formats.get(FORMAT), "__module__", None) != __name__:
         formats.pop(FORMAT, None)  # A vLLM that has the format calls `plugins.vllm_loader`: the same, with less.
-        model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, observe=observe, methods=methods))
+        model_loader.register_model_loader(FORMAT)(loader_class(DefaultModelLoader, methods=methods))
         if formats.get("auto") is DefaultModelLoader:  # Else it is another plugin's.
             formats["auto"] = loader_class(DefaultModelLoader, is_asked_for=False, methods=methods)
     if policy_of(None) is not None:
@@ -82,14 +80,12 @@ def loader_class(
     stock: type[Any],
     *,
     is_asked_for: bool = True,
-    observe: Callable[[], Observer] | None = None,
     methods: type[VllmLoader] | None = None,
 ) -> type[Any]:
     """The model loader: vLLM's default one, but for where the tensors come from.
 
     Args:
         is_asked_for: else only what is a converted folder is loaded by it.
-        observe: see `register`.
         methods: a subclass of `VllmLoader`, such as the one for models that change while they live. None: that itself.
     """
     needed = ("create_model", "load_weights", "get_all_weights", "_get_weights_iterator", "download_model", "register")
@@ -98,7 +94,7 @@ def loader_class(
         raise TypeError(f"{stock.__module__}.{stock.__name__} has no {', '.join(missing)}")
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    setup = _Setup(stock, BaseModelLoader, is_asked_for, observe)
+    setup = _Setup(stock, BaseModelLoader, is_asked_for)
     # vLLM takes only loaders that are derived from its base, which calls the methods of this one.
     bases = (methods or VllmLoader, BaseModelLoader)
     loader = type("RelayoutModelLoader", bases, {"__module__": __name__, "setup": setup})
@@ -116,7 +112,6 @@ class _Setup:
     base: type[Any]
     """vLLM's `BaseModelLoader`."""
     is_asked_for: bool
-    observe: Callable[[], Observer] | None
 
 
 class VllmLoader:
@@ -314,7 +309,7 @@ class VllmLoader:
             is_skipped=is_skipped,
             is_unused=lambda name: is_elsewhere(name) or (not is_draft and is_speculative(name)),
             local_ranks=local_ranks if is_placed is None or has_own_block else None,
-            observe=self.setup.observe,
+            observe="vllm",
             members=members,
             progress=rank == 0 and bool(self.load_config.use_tqdm_on_load),
         )

@@ -14,7 +14,7 @@ from relayout.format.index import FORMAT_VERSION, MANIFEST_NAME, RANKS, WHOLE_TE
 from relayout.format.manifest import check_version, compact_json, parse_shapes
 from relayout.format.safetensors import LENGTH_NBYTES
 
-_ORIGINS = ("builtin", "file", "transformers", "vllm")
+_ORIGINS = ("builtin", "file", "transformers", "vllm", "sglang")
 _MAX_RULES_NBYTES = 2**20
 """The largest plan as compact JSON: a plan file of 2^18 bytes, and the plan that it extends, take less than half of
 it."""
@@ -50,10 +50,10 @@ class RecordedPlan:
     name: str
     """Name of the built-in plan or the plan file, or the model type, or the engine's version and class."""
     origin: str
-    """"builtin", "file", "transformers" or "vllm"."""
+    """"builtin", "file", "transformers", "vllm" or "sglang"."""
     rules: Mapping[str, Any]
-    """A JSON object with the keys of a plan file, which `plans.family.parse_rules` understands. Empty for "vllm": the
-    cuts are what was observed, at this degree only."""
+    """A JSON object with the keys of a plan file, which `plans.family.parse_rules` understands. Empty for "vllm"
+    and "sglang": the cuts are what was observed, at this degree only."""
 
     @property
     def full_name(self) -> str:

@@ -98,7 +98,8 @@ def report(
         output: the file to write; an older page is replaced, and nothing else. Default: `NAME-report.html` in the
             working folder, with the checkpoint's name, which replaces no page of another checkpoint.
         tp: the tensor-parallel degree, for a plain checkpoint.
-        plan: for a plain checkpoint: a plan file, "transformers" or "vllm", as for `convert`; None: the built-in plan.
+        plan: for a plain checkpoint: a plan file, "transformers", "vllm" or "sglang", as for `convert`; None: the
+            built-in plan.
 
     Raises:
         FormatError: the checkpoint is damaged.

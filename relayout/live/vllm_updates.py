@@ -29,7 +29,6 @@ from relayout.errors import PlanError, shown
 if TYPE_CHECKING:
     import torch
 
-    from relayout.cache.conversions import Observer
     from relayout.engines.rank_weights import RankWeights
     from relayout.live.staging import Content, LiveWeights, Modules, Staged
 
@@ -109,9 +108,9 @@ def _may_change() -> bool:
     return transfer is not None and transfer.backend == FORMAT
 
 
-def register(observe: Callable[[], Observer] | None = None) -> None:
+def register() -> None:
     """Tell vLLM about the load format, and about relayout's weight transfer, if it has any; see `vllm.register`."""
-    vllm.register(observe, LiveLoader)
+    vllm.register(LiveLoader)
     try:
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -19,6 +19,7 @@ from relayout.cli.command import (
     examples,
     output,
 )
+from relayout.plans.family import ENGINES
 
 if TYPE_CHECKING:
     from relayout.observe.observation import ObservedPlan
@@ -29,22 +30,28 @@ GROUP = "plans"
 """The group of the commands."""
 
 
-@commands.command("observe", epilog=examples("plans observe my-model -o my-plan.toml"))
+@commands.command(
+    "observe",
+    epilog=examples("plans observe my-model -o my-plan.toml", "plans observe my-model --engine sglang"),
+)
 def observe_plan(
     source: SourceArgument,
     plan_file: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="The plan file to write.")
     ] = "plan.toml",
+    engine: Annotated[
+        str, typer.Option(metavar="ENGINE", help=f"The engine to observe: {' or '.join(ENGINES)}.")
+    ] = "vllm",
     trust_remote_code: TrustRemoteCodeOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Observe how the installed vLLM shards a checkpoint, and write a plan file."""
+    """Observe how an installed engine shards a checkpoint, and write a plan file."""
     with output(quiet, verbose, as_json) as out:
         from relayout.observe import observation as observing
 
-        written = observing.observe_plan(source, plan_file, trust_remote_code=trust_remote_code)
+        written = observing.observe_plan(source, plan_file, engine=engine, trust_remote_code=trust_remote_code)
         out.show(written, _shown)
 
 
@@ -54,5 +61,5 @@ def _shown(done: ObservedPlan) -> Iterator[Block]:
 
     degrees = ", ".join(map(str, done.degrees))
     rules = counted(done.num_rules, "rule")
-    yield Line(f"{done.output}: {rules}, observed from vLLM {done.engine} at {degrees} ranks", "wrote", "bold green")
+    yield Line(f"{done.output}: {rules}, observed from {done.engine} at {degrees} ranks", "wrote", "bold green")
     yield Listing(done.unmatched, "patterns", "no rule")

@@ -1,4 +1,4 @@
-"""Observes in a process of its own what the ranks of the installed vLLM load, and makes a plan or a plan file of it."""
+"""Observes in a process of its own what the ranks of an installed engine load; makes a plan or a plan file of it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.core.arguments import compile_glob
 from relayout.core.slices import NOT_HELD, WHOLE, Cut, Slice, joined, num_bytes, number_cuts
 from relayout.core.workers import QUIET, WITH_STDOUT, start_child, wait_for_child
-from relayout.errors import PlanError, readable
+from relayout.errors import PlanError, readable, shown
 from relayout.format.fields import parse_slice
+from relayout.format.index import HUB_INDEX_NAME
 from relayout.format.safetensors import TensorEntry, build_header
 from relayout.observe.fitting import Example, elements_along, fit
 from relayout.plans.division import ragged_ranges
-from relayout.plans.family import MAX_PLAN_NBYTES, VLLM, Family, parse_family
+from relayout.plans.family import ENGINES, MAX_PLAN_NBYTES, Family, parse_family
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by
 from relayout.reporting import Result
@@ -33,10 +34,10 @@ _MAX_SIDE_NBYTES = 2**24
 _SIDE_SUFFIXES = (".json", ".py", ".txt")
 _SMALL_NBYTES = 2**20
 _SILENCE_SECONDS = 600
-"""The longest silence of the observing process: it reports when vLLM is imported, and when a rank is done."""
+"""The longest silence of the observing process: it reports when the engine is imported, and when a rank is done."""
 
 DEGREES = range(2, 17)
-"""The degrees at which a plan file is observed; vLLM refuses those that do not divide the heads."""
+"""The degrees at which a plan file is observed; engines refuse those that do not divide the heads."""
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -46,6 +47,8 @@ class Observation:
     """What the ranks of an engine load."""
 
     engine: str
+    """The engine's package, a key of `ENGINES`."""
+    version: str
     """The engine's version, and the class that loaded."""
     loaded_slices: tuple[tuple[Slice, ...], ...]
     """The slices that each rank loads, for each tensor in the checkpoint's order."""
@@ -57,7 +60,7 @@ class ObservedPlan(Result):
 
     output: str
     engine: str
-    """The version of vLLM, and its class."""
+    """The engine's name and version, and its class."""
     degrees: tuple[int, ...]
     """The degrees at which its ranks were observed."""
     held_out: tuple[int, ...]
@@ -68,18 +71,20 @@ class ObservedPlan(Result):
 
 
 def run_in_child(jobs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Carry out jobs in a child process: vLLM is large, and its state must not stay."""
+    """Carry out jobs of one engine in a child process: an engine is large, and its state must not stay."""
+    engine = jobs[0]["engine"]
     with TemporaryDirectory(prefix="relayout-observe-") as scratch:
         file, log = Path(scratch, "jobs.json"), Path(scratch, "log")
         file.write_text(json.dumps(jobs))
         result = Path(f"{file}.result")
         with log.open("wb") as output:
-            child = start_child("relayout.observe.vllm", str(file), stdin=QUIET, stdout=output, stderr=WITH_STDOUT)
+            child = start_child("relayout.observe.ranks", str(file), stdin=QUIET, stdout=output, stderr=WITH_STDOUT)
             status = wait_for_child(child, log, _SILENCE_SECONDS)
         if not result.exists():
             last = log.read_text(errors="replace").strip().rpartition("\n")[2][:500]
             how = f"wrote nothing for {_SILENCE_SECONDS} s" if status is None else f"ended with {status}"
-            raise PlanError(f"--plan vllm: the process that observes vLLM {how}: {last}", code="no_plan")
+            what = f"--plan {engine}: the process that observes {ENGINES[engine]} {how}"
+            raise PlanError(f"{what}: {last}", code="no_plan")
         results: list[JsonObject] = json.loads(result.read_text())
     return results
 
@@ -88,39 +93,49 @@ def observe(
     checkpoint: SourceCheckpoint,
     degrees: Sequence[int],
     *,
+    engine: str = "vllm",
     expert_parallel: bool = False,
     trust_remote_code: bool = False,
     run: Callable[[Sequence[JsonObject]], list[JsonObject]] = run_in_child,
 ) -> list[Observation | PlanError]:
-    """Let the installed vLLM load a checkpoint's headers. Reads no tensor data; takes no memory for weights.
+    """Let an installed engine load a checkpoint's headers. Reads no tensor data; takes no memory for weights.
 
     Args:
         checkpoint: the tensors and config.json.
         degrees: tensor-parallel degrees.
+        engine: a key of `ENGINES`.
         expert_parallel: experts are owned whole.
         trust_remote_code: run Python files of the checkpoint.
         run: carries out jobs: from the fields of each `ObservationJob` to its result.
 
     Returns:
-        For each degree what was observed, or why nothing was: vLLM is not installed, has no class for the checkpoint,
-        refuses it at this degree, or its class does what cannot be observed.
+        For each degree what was observed, or why nothing was: the engine is not installed, has no class for the
+        checkpoint, refuses it at this degree, or its class does what cannot be observed.
     """
     with TemporaryDirectory(prefix="relayout-observe-") as scratch:
         write_stand_in(checkpoint, Path(scratch))
         job = {
+            "engine": engine,
             "folder": scratch,
             "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in checkpoint.tensors],
             "expert_parallel": expert_parallel,
             "trust_remote_code": trust_remote_code,
         }
-        return list(map(parse, run([{**job, "tp": tp} for tp in degrees])))
+        return [parse(engine, result) for result in run([{**job, "tp": tp} for tp in degrees])]
 
 
 def observed_plan(
-    checkpoint: SourceCheckpoint, tp: int, *, expert_parallel: bool = False, trust_remote_code: bool = False
+    checkpoint: SourceCheckpoint,
+    tp: int,
+    engine: str,
+    *,
+    expert_parallel: bool = False,
+    trust_remote_code: bool = False,
 ) -> Plan:
-    """The plan by which a checkpoint is cut as the installed vLLM cuts it, at this degree. Options as of `observe`."""
-    [observation] = observe(checkpoint, [tp], expert_parallel=expert_parallel, trust_remote_code=trust_remote_code)
+    """The plan by which a checkpoint is cut as an installed engine cuts it, at this degree. Options as of `observe`."""
+    [observation] = observe(
+        checkpoint, [tp], engine=engine, expert_parallel=expert_parallel, trust_remote_code=trust_remote_code
+    )
     if isinstance(observation, PlanError):
         raise observation
     return plan_of(checkpoint, observation, tp, expert_parallel=expert_parallel)
@@ -139,7 +154,7 @@ def plan_of(checkpoint: SourceCheckpoint, observation: Observation, tp: int, *, 
             unused.append(tensor.name)
             slices = _of_unused(tensor.dtype, tensor.shape, tp)
         cuts.append(Cut(tuple(part.canonical(tensor.shape) for part in completed(slices, tensor.shape))))
-    family = Family(observation.engine, VLLM)
+    family = Family(observation.version, observation.engine)
     return Plan(family.full_name, tp, *number_cuts(cuts), expert_parallel, unused=tuple(unused), family=family)
 
 
@@ -172,13 +187,13 @@ def _of_unused(dtype: str, shape: tuple[int, ...], tp: int) -> tuple[Slice, ...]
     return tuple(Slice.along(0, (part,)) for part in ragged_ranges(shape[0], 1, tp))
 
 
-def parse(result: JsonObject) -> Observation | PlanError:
-    """What was observed, or the error, from the result of a job."""
+def parse(engine: str, result: JsonObject) -> Observation | PlanError:
+    """What was observed of an engine, or the error, from the result of a job."""
     if "error" in result:
-        return PlanError(f"--plan vllm: {result['error']}", code="no_plan")
+        return PlanError(f"--plan {engine}: {result['error']}", code="no_plan")
     ranks = [[parse_slice(part) for part in rank] for rank in result["ranks"]]
     slices = tuple(map(_aligned, zip(*ranks, strict=True)))
-    return Observation(f"{result['version']} {result['model_class']}", slices)
+    return Observation(engine, f"{result['version']} {result['model_class']}", slices)
 
 
 def _aligned(slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
@@ -201,7 +216,8 @@ def _is_empty(part: Slice) -> bool:
 def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
     """Write a folder that looks like the checkpoint, with holes where the weights are.
 
-    By the name of its file vLLM knows the format of Mistral, whose configuration is params.json.
+    By the name of its file engines know the format of Mistral, whose configuration is params.json. In the hub's index,
+    if there is one, SGLang's class of Llama 4 looks for a vision part (`mllama4.py`, 0.5.23).
     """
     for name in checkpoint.side_files:
         status = checkpoint.folder.stat(name)
@@ -216,26 +232,37 @@ def write_stand_in(checkpoint: SourceCheckpoint, folder: Path) -> None:
     )
     header = build_header(entries, {}, alignment=8)
     is_mistral = all(file.name.startswith("consolidated") for file in checkpoint.files)
-    with (folder / ("consolidated.safetensors" if is_mistral else "model.safetensors")).open("wb") as file:
+    weights = "consolidated.safetensors" if is_mistral else "model.safetensors"
+    if checkpoint.folder.stat(HUB_INDEX_NAME) is not None:
+        index = {"metadata": {}, "weight_map": {tensor.name: weights for tensor in checkpoint.tensors}}
+        (folder / HUB_INDEX_NAME).write_text(json.dumps(index))
+    with (folder / weights).open("wb") as file:
         file.write(header)
         file.truncate(len(header) + sum(sizes))
 
 
 def observe_plan(
-    source: str | os.PathLike[str], output: str | os.PathLike[str], *, trust_remote_code: bool = False
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    engine: str = "vllm",
+    trust_remote_code: bool = False,
 ) -> ObservedPlan:
-    """Observe the installed vLLM at each degree up to 16, and write rules that say the same as a plan file.
+    """Observe an installed engine at each degree up to 16, and write rules that say the same as a plan file.
 
     Args:
         source: a checkpoint; its headers and config.json are read.
         output: the file to make.
+        engine: "vllm" or "sglang".
         trust_remote_code: run Python files of the source.
     """
+    if engine not in ENGINES:
+        raise PlanError(f"engine: {shown(engine)}, expected {' or '.join(ENGINES)}", code="option")
     file = Path(output)
     if os.path.lexists(file):
         raise PlanError("exists; choose another -o", path=file, code="exists")
     checkpoint = read_source(find_input(source))
-    results = observe(checkpoint, DEGREES, trust_remote_code=trust_remote_code)
+    results = observe(checkpoint, DEGREES, engine=engine, trust_remote_code=trust_remote_code)
     observations = {
         degree: result for degree, result in zip(DEGREES, results, strict=True) if isinstance(result, Observation)
     }
@@ -245,12 +272,12 @@ def observe_plan(
     held_out = degrees[-2:-1] if len(degrees) > 2 else degrees[1:]
     loaded = {degree: observation.loaded_slices for degree, observation in observations.items()}
     fitted = fit([Example(checkpoint, loaded)], held_out)
-    engine = observations[degrees[0]].engine
-    text = fitted.as_toml(f"Observed from vLLM {engine} at {', '.join(map(str, degrees))} ranks.")
+    observed = f"{ENGINES[engine]} {observations[degrees[0]].version}"
+    text = fitted.as_toml(f"Observed from {observed} at {', '.join(map(str, degrees))} ranks.")
     _check_reproduced(checkpoint, parse_family(text, str(file), file.name), loaded, fitted.unmatched)
     write_file(file, readable(text.encode(), MAX_PLAN_NBYTES, "a plan file"), replace=False)
     unmatched = tuple(f"{pattern}: {why}" for pattern, why in fitted.unmatched.items())
-    return ObservedPlan(str(file), engine, degrees, held_out, len(fitted.family.rules), unmatched)
+    return ObservedPlan(str(file), observed, degrees, held_out, len(fitted.family.rules), unmatched)
 
 
 def same_elements(slices: Sequence[Slice], others: Sequence[Slice], shape: Sequence[int]) -> bool:

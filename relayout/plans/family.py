@@ -33,8 +33,12 @@ HEAD_DIM = "head_dim"
 EXPERTS = "experts"
 """The number of experts."""
 
-BUILTIN, FILE, TRANSFORMERS, VLLM = "builtin", "file", "transformers", "vllm"
-"""Origins of plans: part of relayout, a plan file, the transformers package, observed from vLLM."""
+BUILTIN, FILE, TRANSFORMERS = "builtin", "file", "transformers"
+"""Origins of plans that have rules: part of relayout, a plan file, the transformers package."""
+
+ENGINES: Mapping[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Engines that plans are observed from, by package, and their names in messages. The package is the origin of such
+plans, and the module `relayout.observe.PACKAGE` observes it."""
 
 MAX_PLAN_NBYTES = 2**18
 """The largest plan file."""
@@ -84,7 +88,7 @@ class Family:
     name: str
     """Name of the built-in plan or of the file, or the model type."""
     origin: str
-    """`BUILTIN`, `FILE`, `TRANSFORMERS` or `VLLM`; the last has no rules."""
+    """`BUILTIN`, `FILE`, `TRANSFORMERS`, or a key of `ENGINES`: observed from that engine, without rules."""
     _: KW_ONLY
     model_types: tuple[str, ...] = ()
     """Values of `model_type` in config.json that the plan applies to."""

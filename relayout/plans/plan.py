@@ -16,7 +16,7 @@ import numpy.typing as npt
 from relayout.core.slices import Cut, Slice
 from relayout.errors import FormatError, PlanError
 from relayout.format.fields import dump_slice, parse_slice
-from relayout.plans.family import VLLM, Family, dump_rules, parse_rules
+from relayout.plans.family import ENGINES, Family, dump_rules, parse_rules
 
 
 class PlannedTensor(Protocol):
@@ -126,7 +126,7 @@ class Plan:
                 raise FormatError("cut_of is not a list of positions in cuts", path=where, code="field")
             rules = plan["rules"]
             # Slices that were observed have no rules.
-            family = Family(name, VLLM) if origin == VLLM else rules and parse_rules(rules, where, name, origin)
+            family = Family(name, origin) if origin in ENGINES else rules and parse_rules(rules, where, name, origin)
             return Plan(
                 plan["name"],
                 plan["num_ranks"],

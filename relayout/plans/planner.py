@@ -19,9 +19,9 @@ from relayout.format.source_record import SourceRecord
 from relayout.plans.division import ExpertOwners, Sizes, checked_cut, divide
 from relayout.plans.family import (
     BUILTIN,
+    ENGINES,
     FILE,
     TRANSFORMERS,
-    VLLM,
     Family,
     Rule,
     builtin_families,
@@ -446,10 +446,10 @@ def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
             path=where,
             code="no_plan",
         )
-    if record.plan.origin == VLLM:
+    if record.plan.origin in ENGINES:
         raise PlanError(
-            f"its slices were observed from vLLM {record.plan.name} at {options.num_ranks} ranks, so it can be"
-            " loaded whole or at that degree only: convert it again",
+            f"its slices were observed from {ENGINES[record.plan.origin]} {record.plan.name} at {options.num_ranks}"
+            " ranks, so it can be loaded whole or at that degree only: convert it again",
             path=where,
             code="no_plan",
         )

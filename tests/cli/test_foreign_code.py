@@ -205,7 +205,7 @@ def test_a_process_that_observes_and_says_nothing_more_is_ended_with_all_that_it
     monkeypatch.setattr(observation, "_SILENCE_SECONDS", 1)
     monkeypatch.setattr(workers, "_LOG_POLL_SECONDS", 0.05)
     with pytest.raises(PlanError, match="observes vLLM wrote nothing for 1 s: vLLM is imported"):
-        observation.run_in_child([{}])
+        observation.run_in_child([{"engine": "vllm"}])
     forked = Path(f"/proc/{(tmp_path / 'forked').read_text()}/stat")
     assert started[0].returncode == -9
     ends = time.monotonic() + 30

@@ -30,7 +30,7 @@ from relayout.conversion import jobs
 from relayout.conversion.jobs import UnitJob, commit_jobs, run_job, unit_jobs
 from relayout.conversion.planning import plan_conversion
 from relayout.errors import FormatError, PlanError
-from relayout.plans.family import VLLM, Family, builtin_text
+from relayout.plans.family import Family, builtin_text
 from relayout.storage.stores import find_store
 
 OPTIONS: dict[str, Any] = {"tp": 4, "max_part_nbytes": MIB // 3}
@@ -139,7 +139,7 @@ def test_a_plan_travels_with_the_jobs_which_plan_nothing(
     relayout.convert(source, tmp_path / "expected", plan=plan, **OPTIONS)
     by_file = plan_conversion(source, plan=plan, **OPTIONS).plan
     plan.unlink()
-    observed = Mock(return_value=replace(by_file, name="vllm:x", family=Family("x", VLLM)))
+    observed = Mock(return_value=replace(by_file, name="vllm:x", family=Family("x", "vllm")))
     monkeypatch.setattr("relayout.observe.observation.observed_plan", observed)
     all_jobs = jobs_of(source, tmp_path / "out", plan="vllm", **OPTIONS)
     messages = json.dumps([job.as_json() for job in all_jobs])

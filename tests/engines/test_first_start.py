@@ -240,7 +240,7 @@ def test_what_each_rank_of_a_start_holds_ends_with_its_load(
 OBSERVED = """
 import os, sys, time
 __version__ = "1"
-if "relayout.observe.vllm" in sys.orig_argv:
+if "relayout.observe.ranks" in sys.orig_argv:
     with open(os.environ["PIDS"] + ".new", "w") as file:
         file.write(str(os.getpid()))
     os.rename(file.name, os.environ["PIDS"])
@@ -266,7 +266,7 @@ def test_what_observes_a_plan_ends_with_the_engine_too(unheard_of: Path, cache: 
     paths = os.pathsep.join([str(tmp_path / "packages"), *filter(None, [os.environ.get("PYTHONPATH")])])
     pids = tmp_path / "pids"
     environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(scratch), "PIDS": str(pids)}
-    arguments = ["add", str(unheard_of), "--folder", str(cache), "--tp", "2", "--background", "--observe"]
+    arguments = ["add", str(unheard_of), "--folder", str(cache), "--tp", "2", "--background", "--observe", "vllm"]
     (tmp_path / "packages" / "engine.py").write_text(ENGINE)
     child = start_child("engine", *arguments, environment=environment)
     wait_until(pids.exists)
@@ -410,7 +410,7 @@ def test_a_cache_inside_the_model_stops_a_start(model: Path, engine: AnyEngine) 
 
 
 def test_a_model_without_a_built_in_plan_is_observed_once(
-    unheard_of: Path, cache: Path, vllm: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    unheard_of: Path, cache: Path, engine: AnyEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     observed = []
 
@@ -418,20 +418,22 @@ def test_a_model_without_a_built_in_plan_is_observed_once(
         observed.append(num_ranks)
         return plan_for(checkpoint, num_ranks, "llama")
 
-    monkeypatch.setattr(planning, "observer", observer := lambda: ("vllm 1", observe))
+    monkeypatch.setattr(planning, "observer", observer := lambda engine: (f"{engine} 1", observe))
     monkeypatch.setattr(importlib.import_module("relayout.commands.cache"), "observer", observer)
-    wanted = WantedConversion(str(unheard_of), 2, observe=observer)
+    wanted = WantedConversion(str(unheard_of), 2, observe=engine.name.lower())
     filling = first_start(wanted, EngineOptions(), "vLLM loads it itself", logging.getLogger())
     assert isinstance(filling, Filling)
-    assert "--observe" in filling.arguments
+    assert filling.arguments[-2:] == ("--observe", engine.name.lower())
     assert observed == []
     with pytest.raises(PlanError, match="no built-in plan"):
         add(unheard_of, 2)
     with pytest.raises(PlanError, match="no built-in plan"):  # Which expert is whose is not observed.
-        add(unheard_of, 2, observe=True, expert_parallel=True)
+        add(unheard_of, 2, observe="vllm", expert_parallel=True)
+    with pytest.raises(PlanError, match="observe: 'ours', expected vllm or sglang"):
+        add(unheard_of, 2, observe="ours")
     for _ in range(2):
-        add(unheard_of, 2, observe=True)
-    start(vllm, unheard_of, unheard_of)
+        add(unheard_of, 2, observe=engine.name.lower())
+    start(engine, unheard_of, unheard_of)
     assert observed == [2]
     assert said(caplog, "of 2: ") == 2
 

@@ -75,7 +75,8 @@ def sglang_ways() -> dict[str, Way]:
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs
 
-    from engines.comparing.sglang_classes import fake_rank, stand_in_rotary
+    from engines.comparing.sglang_classes import fake_rank
+    from relayout.observe.sglang_stand_ins import stand_in_rotary
 
     stand_in_rotary()
     from sglang.srt.plugins import HookRegistry

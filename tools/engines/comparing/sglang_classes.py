@@ -8,24 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
-
-
-def stand_in_rotary() -> None:
-    """Off CUDA, SGLang's rotary embedding asks vLLM for a kernel; nothing of it runs while weights are loaded."""
-    package, operations = ModuleType("vllm"), ModuleType("vllm._custom_ops")
-    operations.rotary_embedding = None  # type: ignore[attr-defined]
-    package._custom_ops = operations  # type: ignore[attr-defined]
-    for module in (package, operations):
-        module.__spec__ = ModuleSpec(module.__name__, None)
-        sys.modules[module.__name__] = module
+from relayout.observe.sglang_stand_ins import stand_in_rotary
 
 
 def fake_rank(arguments: Any, rank: int) -> None:

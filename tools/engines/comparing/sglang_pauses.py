@@ -16,9 +16,9 @@ from typing import Any
 
 from sglang.srt.plugins import load_plugins
 
-from engines.comparing.sglang_classes import stand_in_rotary
 from engines.comparing.sglang_updates import Live
 from relayout.live.sglang_updates import LIVE
+from relayout.observe.sglang_stand_ins import stand_in_rotary
 
 
 def main() -> None:

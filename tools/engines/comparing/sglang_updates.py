@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from engines.comparing.jobs import Tensors, held, note_differences, nothing_found
-from engines.comparing.sglang_classes import fake_rank, stand_in_rotary
+from engines.comparing.sglang_classes import fake_rank
+from relayout.observe.sglang_stand_ins import stand_in_rotary
 
 TP = 2
 CASES = (

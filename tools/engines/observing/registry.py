@@ -29,7 +29,7 @@ from engines.observing import small_models
 from engines.observing.forks import Report, Result, write_results
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.observe.observation import Observation, observe, plan_of
-from relayout.observe.vllm import run_here
+from relayout.observe.ranks import run_here
 from relayout.plans.family import find_family
 from relayout.storage.stores import find_store
 

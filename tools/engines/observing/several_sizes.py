@@ -25,7 +25,8 @@ from engines.observing import registry, small_models, small_sizes
 from engines.observing.forks import Report, Result, write_results
 from relayout.checkpoint.source import read_source
 from relayout.observe.observation import Observation
-from relayout.observe.vllm import ObservationJob, configuration, observe_rank
+from relayout.observe.ranks import ObservationJob
+from relayout.observe.vllm import configuration, observe_rank
 from relayout.storage.stores import find_store
 
 TIMEOUT_S = 400
@@ -71,7 +72,7 @@ def warm_up(name: str, folder: Path) -> None:
     """Import here, once, what each fork would import: that takes twenty times as long as to build a small model."""
     make(name, {}, folder)
     tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in read_source(find_store(folder)).tensors]
-    job = ObservationJob(str(folder), tensors, 2)
+    job = ObservationJob("vllm", str(folder), tensors, 2)
     observe_rank(job, configuration(job), 0)
     shutil.rmtree(folder)
 

@@ -1,0 +1,160 @@
+"""Lets the ranks of an engine load probes; a program that `observation.py` starts.
+
+`python -m relayout.observe.ranks JOBS.json`: JOBS.json is a list of objects with the fields of `ObservationJob`; the
+results are written to JOBS.json.result. One process is the ranks, one after the other; each is a fork, so that no rank
+sees what another one has left behind. `vllm.py` and `sglang.py` start an engine, and build and load a rank of it.
+Needs an engine and torch.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from relayout.core.slices import Slice
+from relayout.format.fields import dump_slice
+from relayout.observe.observation import JsonObject
+from relayout.plans.family import ENGINES
+
+_MAX_PROCESSES = 4
+"""The most ranks at once; each takes about as much memory as importing an engine does, 0.5 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationJob:
+    """What to observe."""
+
+    engine: str
+    """The engine's package, a key of `ENGINES`."""
+    folder: str
+    """A folder with config.json, the files beside it, and headers of weight files."""
+    tensors: Sequence[tuple[str, str, Sequence[int]]]
+    """(name, dtype, shape) of each tensor, in the order in which the loader is given them."""
+    tp: int
+    expert_parallel: bool = False
+    trust_remote_code: bool = False
+
+
+class ObservedEngine(Protocol):
+    """The module `relayout.observe.PACKAGE` of an engine."""
+
+    INSTALL: str
+    """What to install if the engine cannot be imported."""
+
+    def start(self) -> str:
+        """Import the engine, and return its version.
+
+        Raises:
+            ImportError: it cannot be imported.
+        """
+
+    def configuration(self, job: ObservationJob) -> Any:
+        """Return the engine's configuration for a job, in a process where stand-ins have replaced what is not here."""
+
+    def observe_rank(self, job: ObservationJob, config: Any, rank: int) -> JsonObject:
+        """Return what one rank loads, by `rank_result`, or `error`. This process is the rank from now on."""
+
+
+def main() -> None:
+    """Carry out the jobs that the command line names."""
+    file = Path(sys.argv[1])
+    Path(f"{file}.result").write_text(json.dumps(run_here(json.loads(file.read_text()))))
+
+
+def run_here(jobs: Iterable[JsonObject]) -> list[JsonObject]:
+    """Carry out jobs, each the fields of an `ObservationJob`, in this process."""
+    return [_carry_out(ObservationJob(**job)) for job in jobs]
+
+
+def _carry_out(job: ObservationJob) -> JsonObject:
+    """Return what each rank loads, in JSON, or `error`."""
+    name = ENGINES[job.engine]
+    module: Any = import_module(f"relayout.observe.{job.engine}")
+    engine: ObservedEngine = module
+    try:
+        version = engine.start()
+    except ImportError as error:
+        return {"error": f"{name} cannot be imported ({error}): {engine.INSTALL}"}
+    import torch.distributed.tensor  # torch would do so in each fork, as soon as a probe is used: half a second.
+
+    print(f"{name} {version} is imported", flush=True)
+    torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
+    try:
+        config = engine.configuration(job)
+    except Exception as error:
+        return failure(error, f"{name} refuses its config.json", job.engine)
+    ranks = _in_forks(partial(engine.observe_rank, job, config), job.tp)
+    for rank in ranks:
+        if "error" in rank:
+            return rank
+    return {
+        "version": version,
+        "model_class": ranks[0]["model_class"],
+        "ranks": [rank["loaded"] for rank in ranks],
+    }
+
+
+def _in_forks(observe: Callable[[int], JsonObject], num_ranks: int) -> list[JsonObject]:
+    """Return what the function returns for each rank, each in a process of its own, some at once."""
+    context = multiprocessing.get_context("fork")
+    step = min(_MAX_PROCESSES, os.cpu_count() or 1)
+    results: list[JsonObject] = []
+
+    def child(rank: int, connection: Any) -> None:
+        connection.send_bytes(json.dumps(observe(rank)).encode())
+        connection.close()
+        os._exit(0)
+
+    for first in range(0, num_ranks, step):
+        running = []
+        for rank in range(first, min(first + step, num_ranks)):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=child, args=(rank, theirs))
+            process.start()
+            theirs.close()
+            running.append((rank, ours, process))
+        for rank, ours, process in running:
+            try:
+                results.append(json.loads(ours.recv_bytes()))
+            except EOFError:
+                results.append({"error": f"rank {rank}: the process ended"})
+            process.join()
+            print(f"rank {rank} of {num_ranks} is done", flush=True)
+    return results
+
+
+def rank_result(job: ObservationJob, loaded: dict[str, Slice], model_class: str) -> JsonObject:
+    """Return what a rank loads, in JSON."""
+    return {"loaded": [dump_slice(loaded[name]) for name, *_ in job.tensors], "model_class": model_class}
+
+
+def failure(error: Exception, what: str, engine: str) -> JsonObject:
+    """Return an error that names the place in the engine's code."""
+    text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
+    return {"error": f"{what}: {text[:600]}{_place(error, engine)}"}
+
+
+def _place(error: Exception, engine: str) -> str:
+    """Class, function, file and line of the innermost frame in the engine's code, in brackets."""
+    for frame, line_number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(f"{engine}."):
+            owner, code = frame.f_locals.get("self"), frame.f_code
+            name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"
+            line = linecache.getline(code.co_filename, line_number).strip()
+            return f" ({module}, {name}, line {line_number}: {line})"
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Builds SGLang's class for a rank and lets it load probes; see `ranks.py`. Needs SGLang and torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from relayout.core.slices import Slice
+from relayout.observe.observation import JsonObject
+from relayout.observe.ranks import ObservationJob, failure, rank_result
+
+INSTALL = "run relayout in SGLang's environment; its kernels and a GPU are not needed"
+
+
+def start() -> str:
+    """Import SGLang, and return its version.
+
+    Raises:
+        ImportError: it cannot be imported.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # It would wait for the other ranks.
+    from relayout.observe.sglang_stand_ins import stand_in_packages
+
+    stand_in_packages()
+    import sglang
+
+    return str(sglang.__version__)
+
+
+def configuration(job: ObservationJob) -> Any:
+    """SGLang's arguments for a job, in a process where stand-ins have replaced what is not here."""
+    import sglang.srt.model_loader.loader  # noqa: F401  # Here, once, and not in each fork, as all classes of models.
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.server_args import ServerArgs
+
+    import relayout.observe.tracing  # noqa: F401
+    from relayout.observe.sglang_stand_ins import stand_in_functions
+
+    ModelRegistry.get_supported_archs()
+    stand_in_functions()
+    return ServerArgs(
+        model_path=job.folder,
+        tp_size=job.tp,
+        ep_size=job.tp if job.expert_parallel else 1,
+        trust_remote_code=job.trust_remote_code,
+        device="cpu",
+        disable_cuda_graph=True,
+        disable_custom_all_reduce=True,
+        disable_radix_cache=True,
+        skip_tokenizer_init=True,
+    )
+
+
+def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
+    """What one rank loads, in JSON, or `error`. This process is the rank from now on."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from relayout.observe.sglang_stand_ins import start_rank
+
+    try:
+        start_rank(config, rank)
+        loaded, model_class = _loaded_slices(ModelConfig.from_server_args(config), job.tensors, rank)
+        rest = [name for name, *_ in job.tensors if not loaded[name].is_held]
+        if rest and (slices := _loaded_by_draft(config, job.tensors, rank, model_class)) is not None:
+            # A draft model, which predicts several tokens, reads what the model itself leaves.
+            loaded.update((name, slices[name]) for name in rest)
+    except Exception as error:
+        return failure(error, f"rank {rank} of {job.tp}", job.engine)
+    return rank_result(job, loaded, model_class)
+
+
+def _loaded_by_draft(
+    config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], rank: int, model_class: str
+) -> dict[str, Slice] | None:
+    """What the draft model in the same checkpoint loads of each tensor; None: there is none, or it cannot be built."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        draft = ModelConfig.from_server_args(config, is_draft_model=True)
+        slices, draft_class = _loaded_slices(draft, tensors, rank)
+    except Exception:
+        return None
+    return None if draft_class == model_class else slices
+
+
+def _loaded_slices(
+    model_config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]], rank: int
+) -> tuple[dict[str, Slice], str]:
+    """What SGLang's class loads of each tensor, and its name."""
+    import torch
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader import loader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    from relayout.loader.tensors import torch_dtype
+    from relayout.observe.stand_ins import WithoutMemory
+    from relayout.observe.tracing import LoadRecorder
+
+    load_config = LoadConfig(load_format="auto", tp_rank=rank)
+    quantization = loader._get_quantization_config(model_config, load_config)
+    with set_default_torch_dtype(model_config.dtype):
+        with torch.device("cpu"), WithoutMemory():
+            model = loader._initialize_model(model_config, load_config, quantization)
+        for module in model.modules():
+            if hasattr(module, "post_load_weights"):
+                module.post_load_weights = lambda *_, **__: None  # It computes with what was loaded.
+        recorder = LoadRecorder(model)
+
+        def probes() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, dtype, shape in tensors:
+                yield name, recorder.probe(name, shape, torch_dtype(name, dtype))
+
+        with torch.device("cpu"):
+            loader.DefaultModelLoader.load_weights_only(model, probes(), torch.device("cpu"))
+    recorder.finish()
+    return {name: recorder.loaded(name) for name, *_ in tensors}, type(model).__qualname__

@@ -19,7 +19,6 @@ from relayout.cli.command import (
     examples,
     output,
 )
-from relayout.plans.family import ENGINES
 
 if TYPE_CHECKING:
     from relayout.observe.observation import ObservedPlan
@@ -39,9 +38,7 @@ def observe_plan(
     plan_file: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="The plan file to write.")
     ] = "plan.toml",
-    engine: Annotated[
-        str, typer.Option(metavar="ENGINE", help=f"The engine to observe: {' or '.join(ENGINES)}.")
-    ] = "vllm",
+    engine: Annotated[str, typer.Option(metavar="ENGINE", help="The engine to observe: vllm or sglang.")] = "vllm",
     trust_remote_code: TrustRemoteCodeOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,

@@ -142,13 +142,13 @@ def start_rank(arguments: Any, rank: int) -> None:
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe.utils import initialize_moe_config
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # Registers the backend.
     new_group = torch.distributed.new_group
     torch.distributed.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend="fake")
     size = arguments.tp_size
     runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
-    torch.distributed.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=size)
+    torch.distributed.init_process_group(backend="fake", store=fake.FakeStore(), rank=rank, world_size=size)
     parallel_state.init_distributed_environment(
         backend="fake", world_size=size, rank=rank, local_rank=rank, distributed_init_method="tcp://127.0.0.1:1"
     )

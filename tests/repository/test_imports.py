@@ -26,6 +26,7 @@ WITH_TORCH = {
     "relayout.live.recording",
     "relayout.live.staging",
     "relayout.engines.unwritten",
+    "relayout.observe.sglang_stand_ins",
     "relayout.observe.stand_ins",
     "relayout.observe.tracing",
 }

@@ -46,6 +46,7 @@ def configuration(job: ObservationJob) -> Any:
         ep_size=job.tp if job.expert_parallel else 1,
         trust_remote_code=job.trust_remote_code,
         device="cpu",
+        attention_backend="triton",  # Which one does not matter; some classes refuse that for CPUs.
         disable_cuda_graph=True,
         disable_custom_all_reduce=True,
         disable_radix_cache=True,

@@ -62,16 +62,21 @@ def stand_in_functions() -> None:
     """Let classes be built and loaded without kernels. To be called when SGLang's classes have been imported."""
     # Rotary embeddings have no weights, and some want a kernel.
     for name in ("get_rope", "get_rope_cpu", "get_rope_wrapper"):
-        _replace("sglang.srt.layers.rotary_embedding.factory", name, lambda *_, **__: _Rotary())
+        _replace("sglang.srt.layers.rotary_embedding.factory", name, _Rotary)
     # Some classes load by threads, and a recorder is for one.
     concurrent.futures.ThreadPoolExecutor = AtOnce  # type: ignore[misc, assignment]
     if (hasher := getattr(_module("sglang.srt.layers.engram"), "EngramHasher", None)) is not None:
         hasher.from_config = lambda *_, **__: torch.nn.Module()  # It reads the tokenizer, and has no weights.
+    if (fallback := getattr(_module("sglang.srt.models.transformers"), "TransformersBase", None)) is not None:
+        # It replaces parameters that are on the meta device, as all large ones are here, and their loaders with them.
+        fallback._init_parameters = lambda *_: None
     if torch.cuda.is_available():
         return
     _replace("sglang.srt.utils.common", "get_device", lambda *_, **__: "cpu")
     _replace("sglang.srt.arg_groups.mamba_hook", "_platform_supports_mamba_cache_extra_buffer", lambda: True)
     _replace("sglang.srt.models.dots3_common.modeling", "_require_cuda", lambda: None)
+    if (quantization := _module("sglang.srt.layers.quantization")) is not None:
+        quantization.QUANTIZATION_METHODS.setdefault("mxfp4", quantization.Mxfp4Config)  # It has it with CUDA.
     if (modelopt := _module("sglang.srt.layers.quantization.modelopt_quant")) is not None:
         modelopt.get_platform = partial(_Blackwell, modelopt.get_platform)
 
@@ -102,6 +107,10 @@ class _Blackwell:
 
 class _Rotary(torch.nn.Module):
     """Stands in the place of a rotary embedding: it has every attribute, and no weights."""
+
+    def __init__(self, head_size: int, rotary_dim: int, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.head_size, self.rotary_dim = head_size, rotary_dim
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name.startswith("_") else MagicMock()

@@ -34,7 +34,7 @@ def test_what_is_submitted_runs_at_once_in_the_thread_that_submits_it() -> None:
 
 
 def test_functions_are_replaced_wherever_sglang_has_imported_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_rope(head_size: int) -> None:
+    def get_rope(head_size: int, rotary_dim: int) -> None:
         raise RuntimeError("no kernel for it")
 
     get_rope.__module__ = "sglang.srt.layers.rotary_embedding.factory"
@@ -45,8 +45,9 @@ def test_functions_are_replaced_wherever_sglang_has_imported_them(monkeypatch: p
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", concurrent.futures.ThreadPoolExecutor)
     stand_in_functions()
-    rope = modules["sglang.srt.models.odd"].get_rope(64)
+    rope = modules["sglang.srt.models.odd"].get_rope(64, rotary_dim=32)
     assert isinstance(rope, torch.nn.Module)
+    assert (rope.head_size, rope.rotary_dim) == (64, 32)
     assert list(rope.parameters()) == list(rope.buffers()) == []
     rope.cos_sin_cache.to("cuda")  # It has every attribute.
     assert modules["other.models"].get_rope is get_rope

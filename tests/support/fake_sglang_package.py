@@ -51,7 +51,7 @@ _MODULES = {
     "srt/layers/moe/utils": "def initialize_moe_config(): pass",
     "srt/layers/rotary_embedding/__init__": "",
     "srt/layers/rotary_embedding/factory": """
-        def get_rope(head_size):
+        def get_rope(head_size, rotary_dim):
             raise RuntimeError("this machine has no kernel for it")
     """,
     "srt/models/__init__": "",
@@ -71,7 +71,7 @@ _MODULES = {
                 super().__init__()
                 self.rank, self.tp = (parallel_state.group.rank(), parallel_state.group.size())
                 self.config, hidden = config, config["hidden_size"]
-                self.rope = get_rope(4)
+                self.rope = get_rope(4, 4)
                 self.rope.cos_sin_cache.to("cpu")
                 for name, shape in (
                     ("table", (64, hidden)), ("qkv", (3 * hidden // self.tp, hidden)), ("odd", (3, hidden)),

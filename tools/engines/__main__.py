@@ -13,13 +13,28 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
+from support.families import FAMILIES
 from support.updates_worker import write_steps
 from transformers.utils import logging as transformers_logging
 
 import relayout
-from engines.cases import BGE_M3, RERANKER, RUNS, WHOLE_IN_SGLANG, Case, all_cases, converted_of, hub_cases, source_of
+from engines.cases import (
+    BGE_M3,
+    DEGREES,
+    FORMS,
+    RERANKER,
+    RUNS,
+    WHOLE_IN_SGLANG,
+    Case,
+    all_cases,
+    converted_of,
+    hub_cases,
+    source_of,
+)
 from engines.environments import ENGINES, ROOT, Environment, environment_of, versions_in, with_packages
 from engines.observing import laboratory
+from engines.observing.sglang_architectures import SGLANG
+from engines.observing.sglang_architectures import write as write_for_sglang
 from engines.starts.cold_start import first_loads, measure, reads
 from engines.starts.failures import fail
 from engines.starts.first_start import first_starts
@@ -47,7 +62,7 @@ MODELEXPRESS = ("modelexpress==0.8.0.dev20261026", "google-crc32c")
 """The first version with a folder of plugins that is known here; and what its modules import."""
 KEPT = (
     *("same", "distinct", "parameters", "elements", "different", "never_loaded", "whole_reads", "refused"),
-    *("error", "marks", "not_given", "not_used", "unseen"),
+    *("error", "marks", "not_given", "not_used", "unseen", "observed", "unused", "builtin", "other"),
 )
 
 Result = dict[str, Any]
@@ -147,6 +162,24 @@ def generate_both_ways(environment: Environment, work: Path, only: str) -> Itera
         yield run.name, kept(result, work)
 
 
+def observe_sglang(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
+    """What the observer sees of SGLang, beside the built-in plans and beside parameters after a load."""
+    families = [name for name in (*FAMILIES, *FORMS) if fnmatch(name, only)]
+    sources = {name: source_of(name, work) for name in families}
+    for name in (name for name in SGLANG if fnmatch(name, only)):
+        sources[name] = work / "architectures" / name
+        shutil.rmtree(sources[name], ignore_errors=True)
+        write_for_sglang(name, sources[name])
+    jobs = [
+        {"name": name, "source": str(source), "converted": "", "tp": tp}
+        for name, source in sources.items()
+        for tp in DEGREES
+    ]
+    for first in range(0, len(jobs), BATCH):
+        for result in run_batch(environment, jobs[first : first + BATCH], work, ["comparing.sglang_observed"]):
+            yield f"{result['name']}, tp {result['tp']}", kept(result, work)
+
+
 def load_replicas(environment: Environment, work: Path, only: str) -> Iterator[tuple[str, Result]]:
     """Two data-parallel replicas of some processes each, in vLLM's own groups: what their loads have in common."""
     source = source_of(REPLICATED, work, wide=True)
@@ -203,7 +236,12 @@ STEPS: Mapping[str, Step] = {
     "reads": reads,
 }
 """What is recorded of vLLM; by default the first four."""
-OF_SGLANG: Mapping[str, Step] = {"parameters": compare_parameters, "hub": compare_hub, "updates": sglang_updates}
+OF_SGLANG: Mapping[str, Step] = {
+    "parameters": compare_parameters,
+    "hub": compare_hub,
+    "updates": sglang_updates,
+    "observe": observe_sglang,
+}
 """What is recorded of SGLang."""
 LABORATORY: Mapping[str, Callable[[Environment, Path], None]] = {
     "observe": laboratory.observe_registry,
@@ -230,17 +268,19 @@ def main(
     if unknown := set(steps) - set(KNOWN):
         raise typer.BadParameter(f"{', '.join(unknown)}: expected {', '.join(KNOWN)}")
     for name in steps:
-        if name in LABORATORY:
+        if name in LABORATORY and engines != ["sglang"]:
             LABORATORY[name](environment_of(laboratory.ENGINE, home), home)
         elif name == "upstream":
             say(try_patch(environment_of("vllm", home)))
-    for engine in engines or list(ENGINES) if STEPS.keys() & set(steps) else ():
+    for engine in engines or ENGINES:
+        of_engine = OF_SGLANG if engine == "sglang" else STEPS
+        if not of_engine.keys() & set(steps):
+            continue
         work = home / f"{engine}-work"
         work.mkdir(parents=True, exist_ok=True)
         environment = environment_of(engine, home)
         record(engine, "versions", versions_in(environment))
         record(engine, "plugin", environment.result(work, "footprint", engine.partition("-")[0]))
-        of_engine = OF_SGLANG if engine == "sglang" else STEPS
         for name in (name for name in steps if name in of_engine):
             for what, outcome in of_engine[name](environment, work, only):
                 record(engine, name, {what: outcome})

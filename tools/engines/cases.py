@@ -53,8 +53,11 @@ _SIZES = {"gpt_oss": {"K": 4}, "gpt_oss_mxfp4": {"K": 4}, "cohere": {"K": 4}}
 """Where vLLM has no KV heads that ranks share: as many as there are ranks."""
 
 _CONFIG: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "kimi_k2": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+    "kimi_k2": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "qwen3_next": {"full_attention_interval": 4},
     "llama4_text": {"interleave_moe_layer_step": 2},
 }
 """By model type: what config.json of the hub's models says and relayout does not ask for."""

@@ -19,6 +19,8 @@ def start() -> str:
     Raises:
         ImportError: it cannot be imported.
     """
+    # An engine that starts at the same time needs the memory of GPUs, and forks cannot share a use of CUDA.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # It would wait for the other ranks.
     from relayout.observe.sglang_stand_ins import stand_in_packages

@@ -1,7 +1,7 @@
-"""What takes the place of SGLang's processes, kernels and device while its classes are built and loaded on a CPU.
+"""Stand-ins for kernels, devices and processes, with which SGLang's classes are built and loaded on a CPU.
 
-SGLang builds its groups of processes itself, over torch's fake backend, so that all its degrees are its own. Needs
-torch at import time.
+SGLang makes its groups of processes itself, over torch's fake backend, so all its degrees are its own. The GPUs of the
+machine are hidden (`sglang.py`): a plan is the same with and without them. Needs torch at import time.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ _LANGUAGES = ("tilelang", "tilelang.language")
 
 
 def stand_in_packages() -> None:
-    """Let SGLang be imported whose kernels are not here. To be called before that."""
+    """Let SGLang be imported without kernels and without a GPU. Must be called before the import."""
     stand_in_rotary()
+    _stand_in_cuda()
     try:
         importlib.import_module(_LANGUAGES[0])
     except ImportError:
         for name in _LANGUAGES:
             sys.modules[name] = AnyModule(name, MagicMock())
-    if not torch.cuda.is_available():
-        _stand_in_cuda()
 
 
 def stand_in_rotary() -> None:
@@ -59,7 +58,7 @@ def _stand_in_cuda() -> None:
 
 
 def stand_in_functions() -> None:
-    """Let classes be built and loaded without kernels. To be called when SGLang's classes have been imported."""
+    """Let classes be built and loaded without kernels. Must be called after SGLang's classes have been imported."""
     # Rotary embeddings have no weights, and some want a kernel.
     for name in ("get_rope", "get_rope_cpu", "get_rope_wrapper"):
         _replace("sglang.srt.layers.rotary_embedding.factory", name, _Rotary)
@@ -70,8 +69,6 @@ def stand_in_functions() -> None:
     if (fallback := getattr(_module("sglang.srt.models.transformers"), "TransformersBase", None)) is not None:
         # It replaces parameters that are on the meta device, as all large ones are here, and their loaders with them.
         fallback._init_parameters = lambda *_: None
-    if torch.cuda.is_available():
-        return
     _replace("sglang.srt.utils.common", "get_device", lambda *_, **__: "cpu")
     _replace("sglang.srt.arg_groups.mamba_hook", "_platform_supports_mamba_cache_extra_buffer", lambda: True)
     _replace("sglang.srt.models.dots3_common.modeling", "_require_cuda", lambda: None)
@@ -96,7 +93,7 @@ def _module(name: str) -> Any:
 
 
 class _Blackwell:
-    """SGLang's platform, which is said to have kernels for NVFP4: else its classes refuse such a checkpoint."""
+    """SGLang's platform as one that has kernels for NVFP4. Without them its classes refuse such a checkpoint."""
 
     def __init__(self, platform: Callable[[], Any]) -> None:
         self._platform = platform()
@@ -106,7 +103,7 @@ class _Blackwell:
 
 
 class _Rotary(torch.nn.Module):
-    """Stands in the place of a rotary embedding: it has every attribute, and no weights."""
+    """A stand-in for a rotary embedding, with every attribute and without weights."""
 
     def __init__(self, head_size: int, rotary_dim: int, *_: Any, **__: Any) -> None:
         super().__init__()

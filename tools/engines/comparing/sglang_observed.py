@@ -36,6 +36,7 @@ def compare(job: Job, result: dict[str, Any]) -> None:
     source = read_source(find_store(job.source))
     [observed] = observe(source, [job.tp], engine="sglang", trust_remote_code=True, run=run_here)
     if isinstance(observed, relayout.PlanError):
+        result["own_load"] = "error" not in in_a_fork(partial(load_source, job), TIMEOUT_S)
         raise observed
     result["observed"] = observed.version
     result |= beside_builtin(source, observed, job.tp)
@@ -57,6 +58,16 @@ def beside_builtin(source: SourceCheckpoint, observed: Observation, tp: int) -> 
         if not is_same(plan.cut(t).slices, slices, tensor.shape)
     )
     return {"builtin": plan.name, "other": list(dict.fromkeys(others))}
+
+
+def load_source(job: Job, _report: Report) -> dict[str, Any]:
+    """Load every rank by SGLang's own loader; return the error if it fails."""
+    try:
+        for rank in range(job.tp):
+            sglang_classes.load(job.source, job, rank, "auto")
+    except Exception as error:
+        return {"error": str(error)}
+    return {}
 
 
 def load_both_ways(job: Job, plan: Plan, _report: Report) -> dict[str, Any]:

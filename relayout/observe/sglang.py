@@ -10,6 +10,8 @@ from relayout.core.slices import Slice
 from relayout.observe.observation import JsonObject
 from relayout.observe.ranks import ObservationJob, failure, rank_result
 
+_ATTENTION = (None, "fa3", "triton")
+"""Backends of attention, which have no weights. None is SGLang's choice for CPUs, which some classes refuse."""
 INSTALL = "run relayout in SGLang's environment; its kernels and a GPU are not needed"
 
 
@@ -42,18 +44,27 @@ def configuration(job: ObservationJob) -> Any:
 
     ModelRegistry.get_supported_archs()
     stand_in_functions()
-    return ServerArgs(
-        model_path=job.folder,
-        tp_size=job.tp,
-        ep_size=job.tp if job.expert_parallel else 1,
-        trust_remote_code=job.trust_remote_code,
-        device="cpu",
-        attention_backend="triton",  # Which one does not matter; some classes refuse that for CPUs.
-        disable_cuda_graph=True,
-        disable_custom_all_reduce=True,
-        disable_radix_cache=True,
-        skip_tokenizer_init=True,
-    )
+    errors = []
+    for backend in _ATTENTION:
+        arguments = ServerArgs(
+            model_path=job.folder,
+            tp_size=job.tp,
+            ep_size=job.tp if job.expert_parallel else 1,
+            trust_remote_code=job.trust_remote_code,
+            device="cpu",
+            attention_backend=backend,
+            disable_cuda_graph=True,
+            disable_custom_all_reduce=True,
+            disable_radix_cache=True,
+            skip_tokenizer_init=True,
+        )
+        try:
+            arguments.resolve_once()
+        except Exception as error:
+            errors.append(error)
+        else:
+            return arguments
+    raise errors[0]
 
 
 def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:

@@ -141,13 +141,18 @@ _MODULES = {
         import json
         from pathlib import Path
         class ServerArgs:
-            def __init__(self, model_path, tp_size, ep_size, trust_remote_code, device, **settings):
+            def __init__(self, model_path, tp_size, ep_size, trust_remote_code, device, attention_backend, **settings):
+                self.attention_backend = attention_backend
                 self.model_path, self.tp_size, self.device = model_path, tp_size, device
                 config = json.loads(Path(model_path, "config.json").read_text())
                 assert ep_size == 1 and trust_remote_code == config.get("is_trusted", False)
                 assert list(Path(model_path).glob("*.safetensors"))
-                if config["num_attention_heads"] % tp_size:
-                    raise ValueError(f"heads must be divisible by tensor parallel size ({tp_size})")
+                self.num_heads = config["num_attention_heads"]
+            def resolve_once(self):
+                if self.num_heads % self.tp_size:
+                    raise ValueError(f"heads must be divisible by tensor parallel size ({self.tp_size})")
+                if self.attention_backend is None:
+                    raise AssertionError("One of the attention backends ['fa3'] is required, but got intel_amx")
     """,
 }
 

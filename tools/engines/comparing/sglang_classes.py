@@ -30,7 +30,7 @@ def fake_rank(arguments: Any, rank: int) -> None:
         return SimpleNamespace(
             rank_in_group=index, world_size=size, is_first_rank=index == 0, is_last_rank=index == size - 1,
             rank=index, ranks=list(range(size)), cpu_group=None, device_group=None, local_rank=index,
-            barrier=lambda: None,
+            barrier=lambda: None, ca_comm=None,
         )  # fmt: skip
 
     tp, ep = arguments.tp_size, arguments.ep_size
@@ -58,7 +58,7 @@ def load(path: str, job: Job, rank: int, load_format: str) -> Tensors:
         tp_size=job.tp,
         ep_size=job.tp if job.expert else 1,
         device="cpu",
-        attention_backend="triton",  # Some classes refuse that for CPUs; nothing of it runs.
+        disable_radix_cache=True,
         load_format=load_format,
         dtype="bfloat16",
         disable_cuda_graph=True,

@@ -23,7 +23,7 @@ from engines.observing.forks import Report, in_a_fork
 from relayout.checkpoint.source import SourceCheckpoint, read_source
 from relayout.core.arguments import collapse_numbers
 from relayout.observe.observation import Observation, observe, plan_of
-from relayout.observe.ranks import run_here
+from relayout.observe.ranks import failure, run_here
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_for
 from relayout.storage.stores import find_store
@@ -66,7 +66,7 @@ def load_source(job: Job, _report: Report) -> dict[str, Any]:
         for rank in range(job.tp):
             sglang_classes.load(job.source, job, rank, "auto")
     except Exception as error:
-        return {"error": str(error)}
+        return failure(error, "load", "sglang")
     return {}
 
 
@@ -81,7 +81,7 @@ def load_both_ways(job: Job, plan: Plan, _report: Report) -> dict[str, Any]:
         try:
             sglang_classes.compare(Job(job.name, job.source, converted, job.tp, strict=False), found)
         except Exception as error:
-            found["error"] = f"{type(error).__name__}: {error}".strip()[:500]
+            found |= failure(error, "load", "sglang")
     return found
 
 

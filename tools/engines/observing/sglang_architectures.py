@@ -14,6 +14,10 @@ from engines.observing import small_models
 from engines.observing.small_sizes import LAYERS
 
 _DEEPSEEK = {"moe_layer_freq": 1}
+_QWEN3_5: dict[str, dict[str, Any]] = {
+    "text_config": {"full_attention_interval": LAYERS},
+    "vision_config": {"deepstack_visual_indexes": []},
+}
 
 SGLANG: dict[str, Mapping[str, Mapping[str, Any]]] = {
     "BeamForCausalLM": {},
@@ -53,8 +57,8 @@ SGLANG: dict[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "Qwen3VLForConditionalGeneration": {},
     "Qwen3VLMoeForConditionalGeneration": {},
-    "Qwen3_5ForConditionalGeneration": {"text_config": {"full_attention_interval": LAYERS}},
-    "Qwen3_5MoeForConditionalGeneration": {"text_config": {"full_attention_interval": LAYERS}},
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
     "Qwen4ExpForConditionalGeneration": {
         # SGLang has indexers for 512 or 2048 of the compressed keys.
         "text_config": {"full_attention_interval": LAYERS, "indexer_budget": 512 * 16}

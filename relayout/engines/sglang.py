@@ -42,6 +42,14 @@ _OF_DEFAULT_LOADER = {"auto", "safetensors", "fastsafetensors", "instanttensor",
 """Formats whose tensors SGLang's default loader reads: other loaders write memory in ways of their own."""
 
 
+_COMPUTED = {
+    *("w13_blockscale_swizzled", "w2_blockscale_swizzled"),
+    *("w13_weight_g_idx", "w2_weight_g_idx", "w13_g_idx_sort_indices", "w2_g_idx_sort_indices"),
+}
+"""Parameters of experts that SGLang replaces after the load, and that checkpoints need not have: `modelopt_quant.py`
+(NVFP4) and `compressed_tensors_wNa16_moe.py` (without act-order), SGLang 0.5.23."""
+
+
 class _ExtraConfig(dict[str, Any]):
     """`model_loader_extra_config` as SGLang's loaders get it: without relayout's options, which stand beside it.
 
@@ -295,4 +303,4 @@ def _check_written(model: Any, path: str, load: Weights | None) -> None:
         if others := [name for name in unwritten(model) if is_elsewhere(name)]:
             what = f"SGLang's {type(model).__name__} makes the layers of all stages of the pipeline ({listed(others)})"
             raise PlanError(f"{what}: it has no pipeline parallelism; use --pp-size 1", path=path, code="unsupported")
-    check_written(model, path, "SGLang")
+    check_written(model, path, "SGLang", _COMPUTED)

@@ -104,6 +104,21 @@ def test_a_prefix_is_put_before_names_once(folders: Path, sglang: Engine, whole:
     assert {name for name, _ in weights_iterator(of_sglang, loader, source)} == {f"part.{name}" for name in whole}
 
 
+def test_what_sglang_computes_after_the_load_needs_nothing_from_the_checkpoint(
+    folders: Path, sglang: Engine, whole: Tensors
+) -> None:
+    """Its NVFP4 keeps swizzled scales of experts in parameters of their own."""
+    for name, is_computed in (("w13_blockscale_swizzled", True), ("w13_weight_scale", False)):
+        model = Model(whole, 0, 2)
+        model.memory[f"model.layers.1.mlp.experts.{name}"] = torch.zeros(64, 8)
+        if is_computed:
+            sglang.load(folders / "llama-tp2", model)
+            model.assert_holds_what_it_cuts_of(whole)
+        else:
+            with pytest.raises(PlanError, match=r"nothing was loaded into model\.layers\.1\..*w13_weight_scale"):
+                sglang.load(folders / "llama-tp2", model)
+
+
 def test_what_the_engine_has_loaded_itself_is_looked_at_when_it_comes_from_the_cache(
     folders: Path, sglang: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Tensors
 ) -> None:

@@ -42,7 +42,7 @@ _OF_DEFAULT_LOADER = {"auto", "safetensors", "fastsafetensors", "instanttensor",
 """Formats whose tensors SGLang's default loader reads: other loaders write memory in ways of their own."""
 
 
-_COMPUTED = {
+COMPUTED = {
     *("w13_blockscale_swizzled", "w2_blockscale_swizzled"),
     *("w13_weight_g_idx", "w2_weight_g_idx", "w13_g_idx_sort_indices", "w2_g_idx_sort_indices"),
 }
@@ -303,4 +303,4 @@ def _check_written(model: Any, path: str, load: Weights | None) -> None:
         if others := [name for name in unwritten(model) if is_elsewhere(name)]:
             what = f"SGLang's {type(model).__name__} makes the layers of all stages of the pipeline ({listed(others)})"
             raise PlanError(f"{what}: it has no pipeline parallelism; use --pp-size 1", path=path, code="unsupported")
-    check_written(model, path, "SGLang", _COMPUTED)
+    check_written(model, path, "SGLang", COMPUTED)

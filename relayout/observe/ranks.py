@@ -1,9 +1,9 @@
 """Lets the ranks of an engine load probes; a program that `observation.py` starts.
 
 `python -m relayout.observe.ranks JOBS.json`: JOBS.json is a list of objects with the fields of `ObservationJob`; the
-results are written to JOBS.json.result. One process is the ranks, one after the other; each is a fork, so that no rank
-sees what another one has left behind. `vllm.py` and `sglang.py` start an engine, and build and load a rank of it.
-Needs an engine and torch.
+results are written to JOBS.json.result. One process is the jobs and their ranks, one after the other; each is a fork,
+so that none sees what another one has left behind. `vllm.py` and `sglang.py` start an engine, and build and load one of
+its ranks. Needs an engine and torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -71,29 +71,34 @@ def main() -> None:
     Path(f"{file}.result").write_text(json.dumps(run_here(json.loads(file.read_text()))))
 
 
-def run_here(jobs: Iterable[JsonObject]) -> list[JsonObject]:
-    """Carry out jobs, each the fields of an `ObservationJob`, in this process."""
-    return [_carry_out(ObservationJob(**job)) for job in jobs]
-
-
-def _carry_out(job: ObservationJob) -> JsonObject:
-    """Return what each rank loads, in JSON, or `error`."""
-    name = ENGINES[job.engine]
-    module: Any = import_module(f"relayout.observe.{job.engine}")
+def run_here(jobs: Sequence[JsonObject]) -> list[JsonObject]:
+    """Carry out jobs of one engine, each the fields of an `ObservationJob`, in forks of this process."""
+    package = jobs[0]["engine"]
+    module: Any = import_module(f"relayout.observe.{package}")
     engine: ObservedEngine = module
     try:
         version = engine.start()
     except ImportError as error:
-        return {"error": f"{name} cannot be imported ({error}): {engine.INSTALL}"}
+        return [{"error": f"{ENGINES[package]} cannot be imported ({error}): {engine.INSTALL}"}] * len(jobs)
     import torch.distributed.tensor  # torch would do so in each fork, as soon as a probe is used: half a second.
 
-    print(f"{name} {version} is imported", flush=True)
+    print(f"{ENGINES[package]} {version} is imported", flush=True)
     torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
+
+    def carry_out(number: int) -> JsonObject:
+        return _carry_out(engine, version, ObservationJob(**jobs[number]))
+
+    return _in_forks(carry_out, len(jobs), 1, "degree")
+
+
+def _carry_out(engine: ObservedEngine, version: str, job: ObservationJob) -> JsonObject:
+    """Return what each rank loads, in JSON, or `error`. This process has the job's configuration from now on."""
     try:
         config = engine.configuration(job)
     except Exception as error:
-        return failure(error, f"{name} refuses its config.json", job.engine)
-    ranks = _in_forks(partial(engine.observe_rank, job, config), job.tp)
+        return failure(error, f"{ENGINES[job.engine]} refuses its config.json", job.engine)
+    at_once = min(_MAX_PROCESSES, os.cpu_count() or 1)
+    ranks = _in_forks(partial(engine.observe_rank, job, config), job.tp, at_once, "rank")
     for rank in ranks:
         if "error" in rank:
             return rank
@@ -104,32 +109,38 @@ def _carry_out(job: ObservationJob) -> JsonObject:
     }
 
 
-def _in_forks(observe: Callable[[int], JsonObject], num_ranks: int) -> list[JsonObject]:
-    """Return what the function returns for each rank, each in a process of its own, some at once."""
+def _in_forks(observe: Callable[[int], JsonObject], count: int, step: int, what: str) -> list[JsonObject]:
+    """Return what the function returns for each number up to a count, each in a process of its own.
+
+    Args:
+        observe: the function.
+        count: the count.
+        step: the number of processes at once.
+        what: a word for what is counted.
+    """
     context = multiprocessing.get_context("fork")
-    step = min(_MAX_PROCESSES, os.cpu_count() or 1)
     results: list[JsonObject] = []
 
-    def child(rank: int, connection: Any) -> None:
-        connection.send_bytes(json.dumps(observe(rank)).encode())
+    def child(number: int, connection: Any) -> None:
+        connection.send_bytes(json.dumps(observe(number)).encode())
         connection.close()
         os._exit(0)
 
-    for first in range(0, num_ranks, step):
+    for first in range(0, count, step):
         running = []
-        for rank in range(first, min(first + step, num_ranks)):
+        for number in range(first, min(first + step, count)):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=child, args=(rank, theirs))
+            process = context.Process(target=child, args=(number, theirs))
             process.start()
             theirs.close()
-            running.append((rank, ours, process))
-        for rank, ours, process in running:
+            running.append((number, ours, process))
+        for number, ours, process in running:
             try:
                 results.append(json.loads(ours.recv_bytes()))
             except EOFError:
-                results.append({"error": f"rank {rank}: the process ended"})
+                results.append({"error": f"{what} {number}: the process ended"})
             process.join()
-            print(f"rank {rank} of {num_ranks} is done", flush=True)
+            print(f"{what} {number} of {count} is done", flush=True)
     return results
 
 

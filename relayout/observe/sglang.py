@@ -16,7 +16,7 @@ INSTALL = "run relayout in SGLang's environment; its kernels and a GPU are not n
 
 
 def start() -> str:
-    """Import SGLang, and return its version.
+    """Import SGLang and all its classes with stand-ins for what is not here, and return its version.
 
     Raises:
         ImportError: it cannot be imported.
@@ -25,25 +25,24 @@ def start() -> str:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # It would wait for the other ranks.
-    from relayout.observe.sglang_stand_ins import stand_in_packages
+    from relayout.observe.sglang_stand_ins import stand_in_functions, stand_in_packages
 
     stand_in_packages()
     import sglang
+    import sglang.srt.model_loader.loader
+    from sglang.srt.models.registry import ModelRegistry
 
+    import relayout.observe.tracing  # noqa: F401  # Here, once, and not in each fork.
+
+    ModelRegistry.get_supported_archs()
+    stand_in_functions()
     return str(sglang.__version__)
 
 
 def configuration(job: ObservationJob) -> Any:
-    """SGLang's arguments for a job, in a process where stand-ins have replaced what is not here."""
-    import sglang.srt.model_loader.loader  # noqa: F401  # Here, once, and not in each fork, as all classes of models.
-    from sglang.srt.models.registry import ModelRegistry
+    """Return SGLang's arguments for a job."""
     from sglang.srt.server_args import ServerArgs
 
-    import relayout.observe.tracing  # noqa: F401
-    from relayout.observe.sglang_stand_ins import stand_in_functions
-
-    ModelRegistry.get_supported_archs()
-    stand_in_functions()
     errors = []
     for backend in _ATTENTION:
         arguments = ServerArgs(

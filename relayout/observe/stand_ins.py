@@ -223,9 +223,9 @@ def _replace(module: str, name: str, stand_in: Callable[..., Any]) -> None:
 
 def put(name: str, original: Any, replacement: Any) -> None:
     """Replace a function wherever its package has imported it to."""
-    package = original.__module__.partition(".")[0]
+    packages = tuple(function.__module__.partition(".")[0] for function in (original, replacement))
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith(package) and getattr(module, name, None) is original:
+        if getattr(module, "__name__", "").startswith(packages) and getattr(module, name, None) is original:
             setattr(module, name, replacement)
 
 

@@ -224,8 +224,8 @@ def _advice(checkpoint: PlannedCheckpoint, what: str) -> str:
     what_matches = "the only tensor" if count == 1 else f"all {count} tensors"
     known = [f"--plan {name} matches {what_matches}: check that the model is built so" for name in fitting[:1]]
     others = [f"{', '.join(fitting[1:])} too, and cut otherwise"] if fitting[1:] else []
-    others = "--plan vllm, --plan sglang or --plan transformers"
-    ways = f"supply your own with --plan FILE, try {others} where these are installed"
+    packages = "--plan vllm, --plan sglang or --plan transformers"
+    ways = f"supply your own with --plan FILE, try {packages} where these are installed"
     found = [*known, *others, f"or {ways}"] if known else [f"no built-in plan matches all tensors: {ways}"]
     return f"{what}; {'; '.join(found)}, or use --tp 1, which needs no plan"
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
+from relayout.engines.sglang import COMPUTED
 from relayout.observe.sglang_stand_ins import stand_in_rotary
 
 
@@ -76,7 +77,7 @@ def load(path: str, job: Job, rank: int, load_format: str) -> Tensors:
         model = _initialize_model(model_config, load_config, quantization)
         weights = loader._get_all_weights(model_config, model)
         loader.load_weights_only(model, weights, torch.device("cpu"))
-    return held(model)
+    return {name: one for name, one in held(model).items() if name.rpartition(".")[2] not in COMPUTED}
 
 
 class Reports(logging.Handler):

@@ -212,6 +212,26 @@ def collapse_numbers(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def collapse_later_numbers(name: str) -> str:
+    """The name with each all-digit part but the first replaced by `*`: the same text for all experts of a layer."""
+    first = _NUMBER.search(name)
+    return name if first is None else name[: first.end()] + collapse_numbers(name[first.end() :])
+
+
 def depends_on_numbers(pattern: str) -> bool:
     """Whether the pattern can match only some of the names that `collapse_numbers` makes equal."""
     return _NAMED_NUMBER.search(pattern) is not None
+
+
+def depends_on_later_numbers(pattern: str) -> bool:
+    """Whether the pattern can match only some of the names that `collapse_later_numbers` makes equal."""
+    number = _NAMED_NUMBER.search(pattern)
+    if number is None:
+        return False
+    before, words, rest = pattern[: number.start()], [number[0]], pattern[number.end() :]
+    if "{" in before and "}" not in before.rpartition("{")[2]:  # One of the words in braces.
+        before = before.rpartition("{")[0]
+        inside, _, rest = pattern[len(before) + 1 :].partition("}")
+        words = inside.split(",")
+    is_only = all(len(_NAMED_NUMBER.findall(word)) < 2 for word in words)
+    return "*" in before or number[0] == "#" or not is_only or depends_on_numbers(rest)

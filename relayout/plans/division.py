@@ -18,12 +18,14 @@ from relayout.plans.family import (
     HEAD_DIM,
     KV_HEADS,
     RAGGED,
-    SHARED,
     VOCABULARY,
     Family,
     Rule,
     SizeSource,
+    head_dim_of,
+    is_shared,
     language_config,
+    look_up,
 )
 from relayout.plans.plan import PlannedTensor
 from relayout.plans.quantization import INPUT_SCALES
@@ -53,6 +55,10 @@ class Sizes:
         self._configs = (nested, config, defaults or {})
         self._sources = sources
 
+    def has(self, size: str) -> bool:
+        """Whether the plan says where to find the size."""
+        return size in self._sources
+
     def is_computed(self, size: str) -> bool:
         """Whether the plan has a quotient for the size, where config.json does not have it."""
         return any("/" in str(source.use) for source in self._sources.get(size, ()))
@@ -78,7 +84,7 @@ class Sizes:
         return value if type(value) is int and 0 < value <= _MAX_SIZE else None
 
     def _value(self, key: str) -> Any:
-        return next((config[key] for config in self._configs if config.get(key) is not None), None)
+        return look_up(key, *self._configs)
 
     def get(self, size: str) -> int:
         """The size."""
@@ -105,11 +111,12 @@ def divide(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
         ranges = even_ranges(size, size, num_ranks)
     else:
         count = sizes.get(unit)
-        if unit in _HEADS and size != count:
-            _check_heads(size, count, sizes)
+        head_dim = head_dim_of(unit)
+        if head_dim is not None and (unit in _HEADS or sizes.has(head_dim)) and size != count:
+            _check_heads(size, count, sizes, head_dim)
         elif size % count:
             raise PlanError(f"{size} elements, but config.json declares {count} {unit}", code="config")
-        ranges = even_ranges(size, count, num_ranks, share=unit in SHARED)
+        ranges = even_ranges(size, count, num_ranks, share=is_shared(unit))
     return [(part,) for part in ranges]
 
 
@@ -237,7 +244,7 @@ def _fused(rule: Rule, size: int, sizes: Sizes, num_ranks: int) -> list[tuple[Ra
     before = 0
     for unit, (count, width) in zip(rule.units, parts, strict=True):
         together = count // groups * width  # Elements of the part in one group.
-        ranges = even_ranges(count * width, count, num_ranks, share=unit in SHARED)
+        ranges = even_ranges(count * width, count, num_ranks, share=is_shared(unit))
         for rank, (start, length) in enumerate(ranges):
             while length:
                 group, inside = divmod(start, together)
@@ -273,12 +280,12 @@ def _parts(rule: Rule, size: int, sizes: Sizes) -> list[tuple[int, int]]:
     return [(count, size // sum(counts)) for count in counts]
 
 
-def _check_heads(size: int, count: int, sizes: Sizes) -> None:
+def _check_heads(size: int, count: int, sizes: Sizes, name: str = HEAD_DIM) -> None:
     """Raise PlanError unless the dimension has the declared heads, of the declared size.
 
     The size of a head may be unknown if the plan does not compute it: its heads may have several sizes.
     """
-    head_dim = sizes.get(HEAD_DIM) if sizes.is_computed(HEAD_DIM) else sizes.find(HEAD_DIM)
+    head_dim = sizes.get(name) if sizes.is_computed(name) else sizes.find(name)
     if size % count or (head_dim is not None and size != count * head_dim):
         by = "" if head_dim is None else f" of {head_dim} elements"
         raise PlanError(f"{size} elements, but config.json declares {count} heads{by}", code="config")

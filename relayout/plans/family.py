@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from relayout.core.arguments import MAX_PATTERNS, compile_glob, depends_on_numbers, invalid_because, slow_because
+from relayout.core.arguments import (
+    MAX_PATTERNS,
+    compile_glob,
+    depends_on_later_numbers,
+    depends_on_numbers,
+    invalid_because,
+    slow_because,
+)
 from relayout.errors import FormatError, PlanError, about, did_you_mean, escape_controls, shown
 from relayout.format.fields import parse_toml
 from relayout.storage.local.store import read_small
@@ -24,11 +32,12 @@ EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units without a size. Any other unit is the name of a size: the number of groups, such as heads."""
 
 KV_HEADS, STATE_GROUPS = "kv_heads", "state_groups"
-SHARED = frozenset({KV_HEADS, STATE_GROUPS})
-"""The units that neighboring ranks share if there are more ranks than units."""
+"""Units that neighboring ranks share if there are more ranks than units. So are sizes that end in `_kv_heads`."""
 
 HEAD_DIM = "head_dim"
 """The size of one head, checked against dimensions that are cut by heads."""
+_HEADS = re.compile(r"(|.*?_)(kv_)?heads")
+"""Names of units that are heads, and the prefix that layers with heads of their own have in these names."""
 
 EXPERTS = "experts"
 """The number of experts."""
@@ -45,8 +54,13 @@ MAX_PLAN_NBYTES = 2**18
 _MAX_NUMBER = 2**53 - 1
 """Larger ones are not exact in every JSON reader."""
 _KEYS = frozenset(
-    {"model_types", "quantization", "language_prefixes", "transposed", "sizes", "defaults", "cut", "experts"}
+    {"model_types", "quantization", "language_prefixes", "transposed", "layers", "sizes", "defaults", "cut", "experts"}
 )
+_LAYERS = re.compile(r"<(\w+)>")
+"""The name of a set of layers in a pattern."""
+_MAX_LAYERS = 10_000
+_WORDS = 40
+"""Numbers of layers in one pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,25 @@ class SizeSource:
     """A key of config.json: the source applies only if its value is `equals`. None: the source always applies."""
     equals: str | int | bool = True
     """The value of `when` at which the source applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSet:
+    """The layers that a list in config.json selects."""
+
+    key: str
+    """The key of the list."""
+    equals: str | int | bool | None = None
+    """The value of the selected layers in a list with one entry for each layer. None: the list has their numbers."""
+
+    def numbers(self, config: Mapping[str, Any]) -> list[int]:
+        """The numbers of the layers, ascending; empty if config.json does not have the list."""
+        listed = look_up(self.key, language_config(config), config)
+        if not isinstance(listed, list):
+            return []
+        if self.equals is None:
+            return sorted({number for number in listed if type(number) is int and 0 <= number < _MAX_LAYERS})
+        return [number for number, value in enumerate(listed[:_MAX_LAYERS]) if value == self.equals]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +131,8 @@ class Family:
     """Prefixes that may be removed from a name that no rule matches, longest first."""
     sizes: Mapping[str, tuple[SizeSource, ...]] = field(default_factory=dict)
     """Sizes that rules need, and their sources; the first source that has a value is used."""
+    layers: Mapping[str, LayerSet] = field(default_factory=dict)
+    """Sets of layers, whose names are in `<>` in patterns. A resolved family has none."""
     defaults: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """For a model type of the language model: the values of the keys that its config.json may leave out."""
     rules: tuple[Rule, ...] = ()
@@ -120,9 +155,39 @@ class Family:
         return {key: value for key, value in self.defaults.get(language_type(config), {}).items() if key not in given}
 
     def resolved(self, config: Mapping[str, Any]) -> Family:
-        """The family with the defaults of this config.json only, as a conversion records it."""
+        """The family for this config.json, as a conversion records it: without layers, paths, and other defaults.
+
+        Raises:
+            PlanError: config.json selects more layers than a plan may name.
+        """
         row = self.defaults_of(config)
-        return replace(self, defaults={language_type(config): row} if row else {})
+        family = replace(
+            self,
+            defaults={language_type(config): row} if row else {},
+            sizes={size: tuple(_without_paths(sources, config)) for size, sources in self.sizes.items()},
+        )
+        if not self.layers:
+            return family
+        numbers = {name: layers.numbers(config) for name, layers in self.layers.items()}
+
+        def expanded(patterns: Sequence[str]) -> tuple[str, ...]:
+            return tuple(one for pattern in patterns for one in _with_numbers(pattern, numbers))
+
+        rules: dict[str, Rule] = {}
+        for rule in self.rules:
+            for pattern in expanded([rule.pattern]):
+                rules.setdefault(pattern, replace(rule, pattern=pattern))
+        family = replace(
+            family,
+            layers={},
+            rules=tuple(rules.values()),
+            experts_each=expanded(self.experts_each),
+            experts_stacked=expanded(self.experts_stacked),
+        )
+        if len(family.patterns) > MAX_PATTERNS:
+            what = f"{len(family.patterns)} patterns for the layers of config.json, limit {MAX_PATTERNS}"
+            raise PlanError(what, code="limit")
+        return family
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -133,6 +198,12 @@ class Family:
     def depends_on_numbers(self) -> bool:
         """Whether names that differ only in numbers may have different rules."""
         return any(map(depends_on_numbers, (*(rule.pattern for rule in self.rules), *self.prefixes)))
+
+    @property
+    def depends_on_later_numbers(self) -> bool:
+        """Whether names that differ only in numbers behind their first one may have different rules."""
+        in_prefixes = any(map(depends_on_numbers, self.prefixes))
+        return in_prefixes or any(depends_on_later_numbers(rule.pattern) for rule in self.rules)
 
     def rule(self, name: str) -> Rule | None:
         """The rule for the tensor `name`, or None."""
@@ -163,6 +234,58 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     thinker = config.get("thinker_config")
     nested = (thinker if isinstance(thinker, Mapping) else config).get("text_config")
     return nested if isinstance(nested, Mapping) else {}
+
+
+def look_up(key: str, *configs: Mapping[str, Any]) -> Any:
+    """The value of the first object that has the key, not as null; else None."""
+    return next((config[key] for config in configs if config.get(key) is not None), None)
+
+
+def _without_paths(sources: Sequence[SizeSource], config: Mapping[str, Any]) -> Iterator[SizeSource]:
+    """The sources; instead of the path of a key in objects of config.json, what it has there."""
+    for source in sources:
+        if not isinstance(source.use, str) or "." not in source.use:
+            yield source
+        elif (value := _follow(source.use.split("."), language_config(config), config)) is not None:
+            yield replace(source, use=value)
+
+
+def _follow(path: Sequence[str], *objects: Any) -> int | None:
+    """The first positive integer at the path, of which `*` is any key."""
+    for value in objects:
+        if not path:
+            if type(value) is int and 0 < value <= _MAX_NUMBER:
+                return value
+        elif isinstance(value, Mapping):
+            inner = value.values() if path[0] == "*" else [value.get(path[0])]
+            found = _follow(path[1:], *inner)
+            if found is not None:
+                return found
+    return None
+
+
+def is_shared(unit: str) -> bool:
+    """Whether neighboring ranks share a unit if there are more ranks than units."""
+    return unit in (KV_HEADS, STATE_GROUPS) or unit.endswith(f"_{KV_HEADS}")
+
+
+def head_dim_of(unit: str) -> str | None:
+    """The name of the size of one head, for a unit that is heads; None for other units."""
+    heads = _HEADS.fullmatch(unit)
+    return None if heads is None else f"{heads[1]}{HEAD_DIM}"
+
+
+def _with_numbers(pattern: str, layers: Mapping[str, Sequence[int]]) -> list[str]:
+    """The pattern with numbers in the place of the name of a set of layers: several, so that none is slow to match."""
+    found = _LAYERS.search(pattern)
+    if found is None:
+        return [pattern]
+    # No word of equal length begins with another.
+    by_length = groupby(map(str, layers[found[1]]), key=len)
+    parts = [
+        words[i : i + _WORDS] for words in (list(group) for _, group in by_length) for i in range(0, len(words), _WORDS)
+    ]
+    return [f"{pattern[: found.start()]}{{{','.join(words)}}}{pattern[found.end() :]}" for words in parts]
 
 
 def language_type(config: Mapping[str, Any]) -> str:
@@ -245,6 +368,7 @@ def dump_rules(family: Family) -> dict[str, Any]:
         "quantization": family.quantization,
         "language_prefixes": list(family.prefixes),
         "transposed": family.is_transposed,
+        "layers": {name: _dump_layers(layers) for name, layers in family.layers.items()},
         "sizes": {size: list(map(_dump_source, sources)) for size, sources in family.sizes.items()},
         "defaults": {model_type: dict(row) for model_type, row in family.defaults.items()},
         "cut": {rule.pattern: _dump_rule(rule) for rule in family.rules},
@@ -255,6 +379,10 @@ def dump_rules(family: Family) -> dict[str, Any]:
 
 def _without_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value not in (None, False, [], {})}
+
+
+def _dump_layers(layers: LayerSet) -> object:
+    return {"key": layers.key} | ({} if layers.equals is None else {"is": layers.equals})
 
 
 def _dump_source(source: SizeSource) -> object:
@@ -299,7 +427,9 @@ def _parse_text(text: str, name: str, origin: str, extended_by: tuple[str, ...])
 
 def _parse_keys(top: Mapping[str, Any], name: str, origin: str) -> Family:
     _check_keys(top, _KEYS, "")
-    sizes, defaults, cut, experts = (_table(top, key) for key in ("sizes", "defaults", "cut", "experts"))
+    layers, sizes, defaults, cut, experts = (
+        _table(top, key) for key in ("layers", "sizes", "defaults", "cut", "experts")
+    )
     _check_keys(experts, frozenset({"each", "stacked"}), "experts: ")
     quantization, transposed = top.get("quantization"), top.get("transposed", False)
     if not isinstance(quantization, str | None):
@@ -313,6 +443,7 @@ def _parse_keys(top: Mapping[str, Any], name: str, origin: str) -> Family:
         model_types=_strings(top.get("model_types", []), "model_types"),
         quantization=quantization,
         prefixes=tuple(sorted(prefixes, key=len, reverse=True)),
+        layers={name: _parse_layers(name, value) for name, value in layers.items()},
         sizes={size: _parse_sources(size, value) for size, value in sizes.items()},
         defaults={model_type: _parse_defaults(model_type, row) for model_type, row in defaults.items()},
         rules=tuple(_parse_rule(pattern, value) for pattern, value in cut.items()),
@@ -334,6 +465,10 @@ def _checked(family: Family) -> Family:
     if len(family.patterns) > MAX_PATTERNS:
         raise FormatError(f"{len(family.patterns)} patterns, limit {MAX_PATTERNS}", code="limit")
     for pattern in family.patterns:
+        names = _LAYERS.findall(pattern)
+        if len(names) > 1 or not family.layers.keys() >= set(names):
+            known = f"one of {', '.join(sorted(family.layers))}" if family.layers else "no set of layers"
+            raise FormatError(f"invalid pattern {shown(pattern)}: expected {known} in <>", code="field")
         if reason := invalid_because(pattern) or slow_because(pattern):
             raise FormatError(f"invalid pattern {shown(pattern)}: {reason}", code="field")
     for pattern in family.experts_each:
@@ -354,6 +489,7 @@ def _extended(family: Family, extends: Any, extended_by: tuple[str, ...]) -> Fam
     return replace(
         family,
         prefixes=family.prefixes or base.prefixes,
+        layers={**base.layers, **family.layers},
         sizes={**base.sizes, **family.sizes},
         defaults={**base.defaults, **family.defaults},
         rules=(*family.rules, *(rule for rule in base.rules if rule.pattern not in own)),
@@ -371,8 +507,7 @@ def _parse_sources(size: str, value: Any) -> tuple[SizeSource, ...]:
         table = source if isinstance(source, dict) else {"use": source}
         use, when, equals = table.get("use"), table.get("when"), table.get("is", True)
         is_size = isinstance(use, str) or (type(use) is int and 0 < use <= _MAX_NUMBER)
-        is_value = isinstance(equals, str) or (isinstance(equals, int) and abs(equals) <= _MAX_NUMBER)
-        is_known = isinstance(when, str | None) and is_value
+        is_known = isinstance(when, str | None) and equals is not None and _is_value(equals)
         if not is_size or not is_known or table.keys() - {"use", "when", "is"} or ("is" in table and when is None):
             raise FormatError(
                 f"sizes.{size}: {shown(source)}, expected a key of config.json, a positive integer, or "
@@ -381,6 +516,19 @@ def _parse_sources(size: str, value: Any) -> tuple[SizeSource, ...]:
             )
         sources.append(SizeSource(use, when, equals))  # type: ignore[arg-type]  # is_size: `use` is str or int.
     return tuple(sources)
+
+
+def _parse_layers(name: str, value: Any) -> LayerSet:
+    table = value if isinstance(value, dict) else {}
+    key, equals = table.get("key"), table.get("is")
+    if not isinstance(key, str) or not _is_value(equals) or table.keys() - {"key", "is"} or not name.isidentifier():
+        what = f"layers.{shown(name)}: {shown(value)}, expected a name with {{ key = KEY, is = VALUE }}"
+        raise FormatError(what, code="field")
+    return LayerSet(key, equals)
+
+
+def _is_value(value: Any) -> bool:
+    return value is None or isinstance(value, str) or (isinstance(value, int) and abs(value) <= _MAX_NUMBER)
 
 
 def _parse_defaults(model_type: str, row: Any) -> Mapping[str, int]:
@@ -465,7 +613,7 @@ def as_toml(family: Family, *comments: str, extends: str = "") -> str:
     top = {"model_types": rules.get("model_types"), "extends": extends}
     top["language_prefixes"] = rules.get("language_prefixes")
     lines += [f"{key} = {_toml(value)}" for key, value in top.items() if value]
-    for table in ("sizes", "defaults", "cut", "experts"):
+    for table in ("layers", "sizes", "defaults", "cut", "experts"):
         entries = rules.get(table, {})
         if entries:
             lines += ["", f"[{table}]"]

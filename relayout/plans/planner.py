@@ -6,12 +6,12 @@ the weight is cut. Only plan files are read here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from relayout.core.arguments import collapse_numbers
+from relayout.core.arguments import collapse_later_numbers, collapse_numbers
 from relayout.core.slices import WHOLE, Cut, Range, Slice, num_bytes, number_cuts
 from relayout.errors import FormatError, PlanError, about, shown
 from relayout.format.manifest import SOURCE_RECORD_NAME
@@ -346,9 +346,12 @@ class _CutKindFinder:
     """Finds the kind of each tensor. Looks up names that differ only in numbers once, where rules allow."""
 
     def __init__(self, checkpoint: PlannedCheckpoint, family: Family, scheme: Scheme | None) -> None:
-        self._family = family
+        self._family = family = family.resolved(checkpoint.config)
         self._scheme = scheme
-        self._collapse = not family.depends_on_numbers
+        self._key: Callable[[str], str] = str
+        """The part of a name that rules depend on."""
+        if not family.depends_on_later_numbers:
+            self._key = collapse_later_numbers if family.depends_on_numbers else collapse_numbers
         self._rules: dict[str, Rule | None] = {}
         self._experts: dict[str, bool] = {}
         self._modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -390,9 +393,6 @@ class _CutKindFinder:
         if key not in self._experts:
             self._experts[key] = self._family.expert(name) is not None
         return self._experts[key]
-
-    def _key(self, name: str) -> str:
-        return collapse_numbers(name) if self._collapse else name
 
     def _rule(self, name: str, is_quantized: bool) -> Rule | None:
         """The first rule that matches.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.planning import make_source
@@ -112,6 +113,73 @@ def test_a_whole_plan_file() -> None:
         experts_stacked=("z.{up,down}", "s"),
     )
     assert parse('model_types = "one"\n[cut]\nx = "whole"').model_types == ("one",)
+
+
+LAYERED = """
+[layers]
+full = { key = "layer_types", is = "full" }
+local = { key = "local_ids" }
+[sizes]
+kv_heads = "n_kv"
+full_kv_heads = ["other.n_kv", "each.*.n_kv", "n_kv"]
+full_head_dim = "full_dim"
+[cut]
+"l.<full>.k" = { dim = 0, by = "full_kv_heads" }
+"l.<local>.k" = "whole"
+"l.*.k" = { dim = 0, by = "kv_heads" }
+[experts]
+each = "l.<full>.e.#"
+stacked = "l.<local>.s"
+"""
+
+
+def test_a_set_of_layers_becomes_the_numbers_that_config_json_has() -> None:
+    family = parse(LAYERED)
+    types = ["other", "full"] * 6
+    resolved = family.resolved({"text_config": {"layer_types": types, "local_ids": [4, 0, 12345, -1, True, "2"]}})
+    assert [rule.pattern for rule in resolved.rules] == ["l.{1,3,5,7,9}.k", "l.{11}.k", "l.{0,4}.k", "l.*.k"]
+    assert resolved.experts_each == ("l.{1,3,5,7,9}.e.#", "l.{11}.e.#")
+    assert (resolved.expert("l.11.e.7"), resolved.expert("l.1.e.7"), resolved.expert("l.0.e.7")) == (7, 7, None)
+    assert resolved.experts_stacked == ("l.{0,4}.s",)
+    assert not resolved.layers
+    assert parse_rules(dump_rules(resolved), "record", "mine", "file") == resolved.resolved({}) == resolved
+    # Without the lists no layer is told apart; with the same layers twice, the first rule counts.
+    assert [rule.pattern for rule in family.resolved({}).rules] == ["l.*.k"]
+    twice = family.resolved({"layer_types": ["full"], "local_ids": [0]})
+    assert [rule.units for rule in twice.rules] == [("full_kv_heads",), ("kv_heads",)]
+
+
+def test_many_layers_are_several_patterns_and_too_many_are_refused() -> None:
+    family = parse(LAYERED)
+    resolved = family.resolved({"local_ids": list(range(250))})
+    assert {resolved.rule(f"l.{layer}.k") for layer in range(250)} <= set(resolved.rules[:-1])
+    assert resolved.rule("l.250.k") == resolved.rules[-1]
+    parse_rules(dump_rules(resolved), "record", "mine", "file")  # No pattern is slow.
+    several = "\n".join(f'"{n}.<local>" = "whole"' for n in range(20))
+    many = parse(LAYERED.replace('"l.<local>.k" = "whole"', several))
+    with pytest.raises(PlanError, match=r"^\d+ patterns for the layers of config.json, limit 4096"):
+        many.resolved({"local_ids": list(range(10_000))})
+
+
+def test_a_path_in_config_json_becomes_the_number_there() -> None:
+    family = parse(LAYERED)
+
+    def sources(config: dict[str, Any]) -> list[object]:
+        return [source.use for source in family.resolved(config).sizes["full_kv_heads"]]
+
+    assert sources({"each": {"5": {"d": 8}, "11": {"n_kv": 2}}, "n_kv": 16}) == [2, "n_kv"]
+    assert sources({"text_config": {"other": {"n_kv": 4}}, "other": {"n_kv": 8}}) == [4, "n_kv"]
+    for no_number in ({}, {"other": {"n_kv": "4"}}, {"other": {"n_kv": 0}}, {"other": [4]}, {"each": {}}):
+        assert sources(no_number) == ["n_kv"]
+
+
+def test_layers_with_heads_of_their_own_share_and_check_these() -> None:
+    config = {"layer_types": ["full", "other"], "n_kv": 4, "other": {"n_kv": 2}, "full_dim": 8}
+    plan = plan_by(make_source({"l.0.k": (16, 1), "l.1.k": (16, 1)}, **config), 8, parse(LAYERED))
+    assert [plan.cut(0).slices[rank].ranges for rank in (0, 3, 4)] == [((0, 8),), ((0, 8),), ((8, 8),)]
+    assert [plan.cut(1).slices[rank].ranges for rank in (0, 3, 4)] == [((0, 4),), ((4, 4),), ((8, 4),)]
+    with pytest.raises(PlanError, match=r"'l.0.k': .* 32 elements, but config.json declares 2 heads of 8 elements"):
+        plan_by(make_source({"l.0.k": (32, 1)}, **config), 2, parse(LAYERED))
 
 
 def test_the_first_rule_that_matches_counts() -> None:
@@ -291,6 +359,25 @@ NO_WIDTHS = r"UNIT \* WIDTH needs names of sizes, and excludes interleaved"
         # An axis has no number of `even` groups, nor are they any number of elements wide.
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = ['heads', 'heads'], interleaved = 'even' }", "cut 'x': "),
         ("[sizes]\nheads = 'n'\n[cut]\nx = { dim = 0, by = 'heads * even' }", "cut 'x': "),
+        *(
+            (
+                f"[layers]\n{layers}\n[cut]\nx = 'whole'",
+                "layers.'?a.*: .*, expected a name with { key = KEY, is = VALUE }",
+            )
+            for layers in (
+                "a = 'k'",
+                "a = { is = 1 }",
+                "a = { key = 1 }",
+                "a = { key = 'k', is = [1] }",
+                "'a b' = { key = 'k' }",
+            )
+        ),
+        ("[cut]\n'x.<a>' = 'whole'", "invalid pattern 'x.<a>': expected no set of layers in <>"),
+        (
+            "[layers]\na = { key = 'k' }\n[cut]\n'<a>.<a>' = 'whole'",
+            "invalid pattern '<a>.<a>': expected one of a in <>",
+        ),
+        ("[layers]\na = { key = 'k' }\n[cut]\n'<b>' = 'whole'", "invalid pattern '<b>': expected one of a in <>"),
         ("[cut]\nx = { dim = 0, by = 'even', or = 'none' }", "cut 'x': .*: or must be \"whole\""),
         ("[cut]\nx = { dim = 0, by = ['even', 'even'], interleaved = 2 }", "cut 'x': .*: interleaved must be the name"),
         ("[cut]\nx = { dim = 0, by = 'ragged', block = true }", "cut 'x': .*: block must be a positive integer"),

@@ -18,7 +18,10 @@ from relayout.plans.division import Sizes
 from relayout.plans.family import Family, builtin_families, dump_rules, parse_rules
 from relayout.plans.planner import plan_by, plan_for
 
-OWN_CLASS = {"kimi_k2", "RefinedWeb", "RefinedWebModel"}
+OWN_CLASS = {
+    *("kimi_k2", "RefinedWeb", "RefinedWebModel"),
+    *("inkling_model", "mimo_v2", "minimax_m3", "minimax_m3_text"),
+}
 """Model types of which transformers has no class."""
 
 FORMULAS = {"falcon_h1": "state_dim", "granitemoehybrid": "state_dim"}
@@ -37,7 +40,9 @@ def wrapped(model_type: str, text: dict[str, Any]) -> dict[str, Any]:
 
 def language_model(config: Any) -> Any:
     thinker = getattr(config, "thinker_config", None)
-    return config.get_text_config() if thinker is None else thinker.text_config
+    language = config.get_text_config() if thinker is None else thinker.text_config
+    language.allow_global_per_layer_attribute_access = True  # Else keys that some layers have otherwise raise.
+    return language
 
 
 def keys_of(family: Family) -> list[str]:

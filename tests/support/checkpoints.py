@@ -41,7 +41,7 @@ def write_family(family: Family, folder: Path) -> Path:
     if family.author == "transformers":
         tensors, config = _by_transformers(config, folder)
     for pattern, hub in family.rename.items():
-        tensors = {re.sub(pattern, hub, name): tensor for name, tensor in tensors.items()}
+        tensors = {new: tensor for name, tensor in tensors.items() if (new := re.sub(pattern, hub, name))}
     for entry in family.entries(sizes):
         if entry.name not in tensors:
             tensors[entry.name] = torch.randn(entry.shape)
@@ -67,7 +67,8 @@ def _by_transformers(config: dict[str, Any], folder: Path) -> tuple[Tensors, dic
     model.tie_weights()
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape) * 0.1)
+            is_float = tensor.is_floating_point()
+            tensor.copy_(torch.randn(tensor.shape) * 0.1 if is_float else torch.randint(100, tensor.shape))
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     return tensors, json.loads((folder / "config.json").read_text())

@@ -44,6 +44,11 @@ def owners(num_experts: int, num_ranks: int) -> list[int]:
     return [rank for rank, block in enumerate(np.array_split(np.arange(num_experts), num_ranks)) for _ in block]
 
 
+def _times(kind: str) -> int:
+    """How many times as many heads as others some layers have: `heads:2`."""
+    return int(kind.partition(":")[2] or 1)
+
+
 def _equally(indices: Array, num_groups: int, num_ranks: int) -> list[Array]:
     if num_groups % num_ranks or indices.size % num_groups:
         raise IndivisibleError(f"{indices.size} in {num_groups} groups over {num_ranks} ranks")
@@ -117,9 +122,9 @@ def _ragged(kind: str, indices: Array, num_ranks: int, _sizes: Sizes) -> list[Ar
 
 _CUTS: dict[str, Callable[[str, Array, int, Sizes], list[Array]]] = {
     "even": lambda _kind, indices, num_ranks, _sizes: _equally(indices, indices.size, num_ranks),
-    "heads": lambda _kind, indices, num_ranks, sizes: _equally(indices, sizes["A"], num_ranks),
+    "heads": lambda kind, indices, num_ranks, sizes: _equally(indices, _times(kind) * sizes["A"], num_ranks),
     "linear": lambda _kind, indices, num_ranks, sizes: _equally(indices, sizes["G"], num_ranks),
-    "kv": lambda _kind, indices, num_ranks, sizes: _kv(indices, sizes["K"], num_ranks),
+    "kv": lambda kind, indices, num_ranks, sizes: _kv(indices, _times(kind) * sizes["K"], num_ranks),
     "q|k|v": _fused,
     "grouped": _grouped,
     "vocabulary": _vocabulary,

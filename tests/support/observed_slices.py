@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+_MAX_LAYERS = 16
 _LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
 
 
@@ -93,11 +95,14 @@ def parse(line: Mapping[str, Any]) -> Checkpoint:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a configuration what a plan may ask for: its type, numbers and words."""
+    """Of a configuration what a plan may ask for: its type, numbers, words, and lists of layers."""
     kept = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and key.endswith("config"):
+        if isinstance(value, Mapping) and (key.endswith(("config", "setting")) or key.isdigit()):
             kept[key] = _sizes_of(value)
+        elif isinstance(value, list):
+            if re.search(r"layer|pattern", key) and len(value) <= _MAX_LAYERS:
+                kept[key] = value
         elif key not in _LEFT_OUT and not key.endswith(("token_id", "token_index")) and type(value) in (int, str, bool):
             kept[key] = value
     return kept

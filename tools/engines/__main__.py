@@ -243,7 +243,7 @@ OF_SGLANG: Mapping[str, Step] = {
     "observe": observe_sglang,
 }
 """What is recorded of SGLang."""
-LABORATORY: Mapping[str, Callable[[Environment, Path], None]] = {
+LABORATORY: Mapping[str, Callable[[Environment, Path, str], None]] = {
     "observe": laboratory.observe_registry,
     "plans": laboratory.make_plans,
     "table": laboratory.write_table,
@@ -269,7 +269,7 @@ def main(
         raise typer.BadParameter(f"{', '.join(unknown)}: expected {', '.join(KNOWN)}")
     for name in steps:
         if name in LABORATORY and engines != ["sglang"]:
-            LABORATORY[name](environment_of(laboratory.ENGINE, home), home)
+            LABORATORY[name](environment_of(laboratory.ENGINE, home), home, only)
         elif name == "upstream":
             say(try_patch(environment_of("vllm", home)))
     for engine in engines or ENGINES:

@@ -59,6 +59,7 @@ _CONFIG: dict[str, dict[str, Any]] = {
     "kimi_k2": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "qwen3_next": {"full_attention_interval": 4},
     "llama4_text": {"interleave_moe_layer_step": 2},
+    "minimax_m3_vl_text": {"hidden_act": "swigluoai"},
 }
 """By model type: what config.json of the hub's models says and relayout does not ask for."""
 
@@ -224,7 +225,20 @@ def complete_config(file: Path) -> None:
     config = {"architectures": [_architecture(config)], **config}
     for part in (config, config.get("text_config", {})):
         part.update(_CONFIG.get(part.get("model_type", ""), {}))
+        if part.get("model_type") == "minimax_m3_vl_text":
+            part["sparse_attention_config"] = _sparse_attention(part)
     file.write_text(json.dumps(config))
+
+
+def _sparse_attention(config: dict[str, Any]) -> dict[str, Any]:
+    """The object that MiniMax M3 has on the hub; transformers has its values as keys of their own."""
+    is_sparse = [int(kind == "minimax_m3_sparse") for kind in config["layer_types"]]
+    return {
+        **{"use_sparse_attention": True, "sparse_attention_freq": is_sparse, "sparse_disable_index_value": is_sparse},
+        **{"sparse_num_index_heads": config["index_n_heads"], "sparse_index_dim": config["index_head_dim"]},
+        **{"sparse_topk_blocks": 16, "sparse_block_size": 128, "sparse_score_type": "max"},
+        **{"sparse_init_block": 0, "sparse_local_block": 1},
+    }
 
 
 def converted_of(source: Path, tp: int, *, expert: bool = False) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.observing.small_sizes import HEAD_DIM, HEADS, INNER, KV_HEADS, H
+from engines.observing.small_sizes import EXPERTS, HEAD_DIM, HEADS, INNER, KV_HEADS, H
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ ARCHITECTURES: dict[str, Recipe] = {
     "LongcatFlashForCausalLM": Recipe(
         values={"qk_head_dim": HEAD_DIM + 16, "zero_expert_num": 4},
         config={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
-        names=((r".*\.experts\.(8|9|10|11)\..*", ""),),
+        names=((rf".*\.experts\.({'|'.join(str(EXPERTS + zero) for zero in range(4))})\..*", ""),),
     ),
     "Mamba2ForCausalLM": Recipe(values={"num_heads": 8, "head_dim": 64, "n_groups": 4}),
     "MiMoForCausalLM": Recipe(by="Qwen2ForCausalLM"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import lzma
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.observed_slices import read
 
 from engines.environments import ROOT, Environment, versions_in
 from engines.observing import plan_making, tables
+from engines.observing.multimodal_architectures import FORMS
 from engines.observing.plan_table import TABLE
 
 ENGINE = "vllm-0.33"
@@ -24,7 +26,7 @@ SLICES = ROOT / "tests" / "plans" / "observed.jsonl.xz"
 TABLE_FILE = ROOT / "docs" / "reference" / "OBSERVED.md"
 
 
-def observe_registry(environment: Environment, home: Path) -> None:
+def observe_registry(environment: Environment, home: Path, _only: str) -> None:
     """Convert and load each architecture of vLLM's registry that a checkpoint can be made for."""
     OBSERVED_RESULTS.unlink(missing_ok=True)
     run_module(environment, home, "registry", OBSERVED_RESULTS)
@@ -36,16 +38,24 @@ def observe_registry(environment: Environment, home: Path) -> None:
     write_table(environment, home)
 
 
-def make_plans(environment: Environment, home: Path) -> None:
+def make_plans(environment: Environment, home: Path, only: str) -> None:
     """Observe what can be made small, in several sizes; write built-in plans from it."""
     names = [result["architecture"] for result in tables.read(OBSERVED_RESULTS) if result["step"] != "make"]
+    names = [name for name in (*names, *FORMS, *(f"family:{name}" for name in FAMILIES)) if fnmatch(name, only)]
     file = home / "vllm-work" / "slices.jsonl"
     file.unlink(missing_ok=True)
-    run_module(environment, home, "several_sizes", file, *names, *(f"family:{name}" for name in FAMILIES))
-    lines = [line for line in file.read_text().splitlines(keepends=True) if "error" not in json.loads(line)]
-    SLICES.write_bytes(lzma.compress("".join(sorted(lines)).encode(), preset=9))
+    run_module(environment, home, "several_sizes", file, *names)
+    keep_slices(file, names)
     plan_making.write(TABLE, read(SLICES))
     write_table(environment, home)
+
+
+def keep_slices(file: Path, names: Collection[str]) -> None:
+    """Keep what was observed of these, in the place of what was kept of them before."""
+    kept = lzma.decompress(SLICES.read_bytes()).decode().splitlines(keepends=True) if SLICES.exists() else []
+    lines = [line for line in kept if json.loads(line)["name"] not in names]
+    lines += [line for line in file.read_text().splitlines(keepends=True) if "error" not in json.loads(line)]
+    SLICES.write_bytes(lzma.compress("".join(sorted(lines)).encode(), preset=9))
 
 
 def run_module(environment: Environment, home: Path, module: str, results: Path, *names: str) -> None:
@@ -58,7 +68,7 @@ def write_lines(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
     file.write_text("".join(f"{json.dumps(result)}\n" for result in results))
 
 
-def write_table(environment: Environment, _home: Path) -> None:
+def write_table(environment: Environment, _home: Path, _only: str = "*") -> None:
     """Write OBSERVED.md from the results."""
     builtin = {result["architecture"]: result for result in tables.read(BUILTIN_RESULTS)}
     text = tables.render(tables.read(OBSERVED_RESULTS), builtin, versions_in(environment))

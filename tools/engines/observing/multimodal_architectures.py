@@ -15,6 +15,14 @@ _SLIDING_MLA = {
     **{"swa_qk_rope_head_dim": 16, "swa_v_head_dim": HEAD_DIM},
 }
 
+_FULL_GEMMA = {
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": KV_HEADS // 2, "global_head_dim": 2 * HEAD_DIM},
+}
+"""Heads of full attention, in the keys that the hub has."""
+
+FORMS = ("Gemma4MoeForConditionalGeneration",)
+"""Recipes of other forms of an architecture, which vLLM's registry does not name."""
+
 MULTIMODAL: dict[str, Recipe] = {
     "CohereAsrForConditionalGeneration": Recipe(
         values={
@@ -117,6 +125,21 @@ MULTIMODAL: dict[str, Recipe] = {
     ),
     "Gemma3nForConditionalGeneration": Recipe(values={"vision_config": {"model_args": {"channel_multiplier": 0.25}}}),
     "Gemma4ForConditionalGeneration": Recipe(values={"vision_config": {}, "audio_config": {}}),
+    "Gemma4MoeForConditionalGeneration": Recipe(
+        by="Gemma4ForConditionalGeneration",
+        values={
+            "vision_config": {},
+            "text_config": {
+                **{"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": 2},
+                **{"moe_intermediate_size": INNER, "hidden_size_per_layer_input": 0},
+                **_FULL_GEMMA,
+            },
+        },
+        config={
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "text_config": {"per_layer_config": None, **_FULL_GEMMA},
+        },
+    ),
     "Gemma4UnifiedForConditionalGeneration": Recipe(values={"vision_config": {}, "audio_config": {}}),
     "Glm4vMoeForConditionalGeneration": Recipe(config={"text_config": {"use_qk_norm": False}}),
     "Glm5NextForConditionalGeneration": Recipe(

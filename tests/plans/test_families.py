@@ -41,7 +41,7 @@ from relayout.plans.planner import plan_for
 DEGREES = range(2, 17)
 EACH_WAY = [
     *(name for name in OF_EACH_KIND if name in FAMILIES),
-    *("gemma", "deepseek_v2", "qwen3_next", "gpt_oss", "falcon_7b", "bloom", "llava"),
+    *("gemma", "deepseek_v2", "qwen3_next", "gpt_oss", "falcon_7b", "bloom", "llava", "gemma4", "mimo_v2"),
     *sorted(NOT_OBSERVED),
 ]
 """Families that are cut in all ways that there are, and those that no engine was observed to cut.

@@ -475,6 +475,13 @@ def test_a_built_in_plan_that_there_is_not_is_refused_with_those_that_there_are(
 def test_no_built_in_plan_tells_layers_apart() -> None:
     """Which would make planning slow for all layers."""
     assert [family.name for family in builtin_families() if family.depends_on_numbers] == []
+    layered = [family for family in builtin_families() if family.layers]
+    assert "gemma4" in [family.name for family in layered]
+    for family in layered:
+        lists = {one.key: [0 if one.equals is None else one.equals] for one in family.layers.values()}
+        resolved = family.resolved(lists)
+        assert resolved.depends_on_numbers
+        assert not resolved.depends_on_later_numbers, family.name
 
 
 # Cuts that may be whole.

@@ -67,7 +67,7 @@ class Family:
     author: str = "transformers"
     """Of a test's checkpoint; or "hand"."""
     rename: Mapping[str, str] = field(default_factory=dict)
-    """Patterns in transformers' names, and what the hub has."""
+    """Patterns in transformers' names, and what the hub has. Tensors that the hub does not have get an empty name."""
     dtype: str = "BF16"
     dtypes: Mapping[str, str] = field(default_factory=dict)
     """Patterns of tensors that are stored in another one."""
@@ -696,11 +696,253 @@ FAMILIES["bloom_hub"] = Family(
     rename={r"^transformer\.": ""},
     dtype="F16",
 )
+# Families whose layers differ in their numbers or sizes of heads: `heads:2` and `kv:2` are cuts by twice as many.
+
+GEMMA4_SLIDING = QKV.replace("K*D H kv", "2*K*D H kv:2") + O_PROJ + QK_NORM
+GEMMA4_FULL = """
+self_attn.q_proj.weight A*2*D H heads
+self_attn.k_proj.weight K*2*D H kv
+self_attn.o_proj.weight H A*2*D heads@1
+self_attn.q_norm.weight 2*D whole
+self_attn.k_norm.weight 2*D whole
+"""
+GEMMA4_LAYER = GEMMA_NORMS + mlp() + "layer_scalar 1 whole\n"
+GEMMA4 = TIED + layers(GEMMA4_LAYER) + layers(GEMMA4_SLIDING, FIRST) + layers(GEMMA4_FULL, REST)
+GEMMA4_EXPERTS = """
+pre_feedforward_layernorm_2.weight H whole
+post_feedforward_layernorm_1.weight H whole
+post_feedforward_layernorm_2.weight H whole
+router.proj.weight E H whole
+router.scale H whole
+router.per_expert_scale E whole
+experts.gate_up_proj E 2*M H even|even@1
+experts.down_proj E H M even@2
+"""
+GEMMA4_PER_LAYER = """
+per_layer_input_gate.weight 16 H whole
+per_layer_projection.weight H 16 whole
+post_per_layer_input_norm.weight H whole
+"""
+GEMMA4_CONFIG = {
+    **{"num_key_value_heads": "{2*K}", "head_dim": "{D}", "global_head_dim": "{2*D}", "sliding_window": 16},
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GEMMA4_FEWER = {"attention_k_eq_v": True, "num_global_key_value_heads": "{K}"}
+GEMMA4_MOE = {"enable_moe_block": True, "num_experts": "{E}", "top_k_experts": 2, "moe_intermediate_size": "{M}"}
+HYPER_CONNECTIONS = """
+hc_norm.weight 4*H whole
+input_mix_weight_down.weight 16 4*H whole
+input_mix_weight_up.weight 4*H 16 whole
+"""
+BLOCK_CONNECTIONS = HYPER_CONNECTIONS + "block_inject_weight.weight 4 4*H whole\n"
+QWEN4_LINEAR = """
+linear_attn.in_proj_qkv.weight 2*G*B+W*U H key|key|value
+linear_attn.in_proj_z.weight W*U H linear
+linear_attn.in_proj_a.weight W H linear
+linear_attn.in_proj_b.weight W H linear
+""" + "\n".join(lines_of(QWEN3_NEXT_LINEAR)[2:])
+QWEN4_LAYER = (
+    layers(BLOCK_CONNECTIONS, "attn_hyper_connection.")
+    + layers(BLOCK_CONNECTIONS, "mlp_hyper_connection.")
+    + QWEN3_NEXT_MOE[: -len(NORMS)]
+)
+INDEXED = """
+self_attn.indexer.index_qk_proj.weight 5*D H whole
+self_attn.indexer.q_layernorm.weight D whole
+self_attn.indexer.k_layernorm.weight D whole
+"""
+NGRAMS = """
+ple.key_proj.weight 4*H 128 whole
+ple.value_proj.weight H 128 whole
+ple.conv1d.weight 4*H 1 4 whole
+ple.norm_conv.weight 4*H whole
+ple.norm_key.weight 4*H whole
+ple.norm_query.weight 4*H whole
+ple.ple_embedding.layer_multipliers 3 whole
+ple.ple_embedding.ngram_heads_offsets 16 whole
+ple.ple_embedding.ngram_heads_vocab_sizes 16 whole
+""" + "".join(f"ple.ple_embedding.ngram_embedding.shard_{shard}.weight 224 8 whole\n" for shard in range(4))
+DELTA = """
+self_attn.q_proj.weight 2*A*D H heads:2
+self_attn.k_proj.weight 2*A*D H heads:2
+self_attn.v_proj.weight 2*A*D H heads:2
+self_attn.q_conv1d.weight 2*A*D 1 4 heads:2
+self_attn.k_conv1d.weight 2*A*D 1 4 heads:2
+self_attn.v_conv1d.weight 2*A*D 1 4 heads:2
+self_attn.b_proj.weight 2*A H heads:2
+self_attn.f_a_proj.weight D H whole
+self_attn.f_b_proj.weight 2*A*D D heads:2
+self_attn.g_a_proj.weight D H whole
+self_attn.g_b_proj.weight 2*A*D D heads:2
+self_attn.A_log 2*A heads:2
+self_attn.dt_bias 2*A*D heads:2
+self_attn.o_norm.weight D whole
+self_attn.o_proj.weight H 2*A*D heads:2@1
+"""
+POOLED_INDEXER = """
+self_attn.indexer.wq_b.weight 64 QL whole
+self_attn.indexer.wk.weight 16 H whole
+self_attn.indexer.weights_proj.weight 4 H whole
+self_attn.indexer.k_norm.weight 16 whole
+self_attn.indexer.k_norm.bias 16 whole
+self_attn.indexer.index_kpool_compress_ape 16 16 whole
+self_attn.indexer.index_kpool_compress_gate 16 H whole
+"""
+RESIDUAL_STREAMS = """
+hc_attn_fn 24 4*H whole
+hc_attn_base 24 whole
+hc_attn_scale 3 whole
+hc_ffn_fn 24 4*H whole
+hc_ffn_base 24 whole
+hc_ffn_scale 3 whole
+"""
+MINIMAX_M3 = (
+    TOP
+    + layers(QKV + O_PROJ + QK_NORM + NORMS)
+    + layers(mlp(), FIRST)
+    + layers(
+        """
+        self_attn.index_q_proj.weight K*16 H kv
+        self_attn.index_k_proj.weight 16 H whole
+        self_attn.index_q_norm.weight 16 whole
+        self_attn.index_k_norm.weight 16 whole
+        block_sparse_moe.gate.weight E H whole
+        block_sparse_moe.e_score_correction_bias E whole
+        """
+        + mlp("block_sparse_moe.experts.{expert}.", "M", "w1 w3 w2")
+        + mlp("block_sparse_moe.shared_experts.", "S"),
+        REST,
+    )
+)
+STEP_FULL = QKV + O_PROJ + QK_NORM + "self_attn.g_proj.weight A H heads\n"
+STEP_SLIDING = (
+    """
+self_attn.q_proj.weight 2*A*D H heads:2
+self_attn.k_proj.weight K*D H kv
+self_attn.v_proj.weight K*D H kv
+self_attn.o_proj.weight H 2*A*D heads:2@1
+self_attn.g_proj.weight 2*A H heads:2
+"""
+    + QK_NORM
+)
+STEP_EXPERTS = """
+moe.gate.weight E H whole
+moe.router_bias E whole
+moe.gate_proj.weight E M H even@1
+moe.up_proj.weight E M H even@1
+moe.down_proj.weight E H M even@2
+""" + mlp("share_expert.", "S")
+MIMO_FULL = """
+self_attn.q_proj.weight A*D H heads
+self_attn.k_proj.weight K*D H kv
+self_attn.v_proj.weight K*(D//2) H kv
+self_attn.o_proj.weight H A*(D//2) heads@1
+"""
+MIMO_SLIDING = """
+self_attn.q_proj.weight A*D H heads
+self_attn.k_proj.weight 2*K*D H kv:2
+self_attn.v_proj.weight 2*K*(D//2) H kv:2
+self_attn.o_proj.weight H A*(D//2) heads@1
+self_attn.attention_sink_bias A heads
+"""
+LONGCAT_HALF = (
+    re.sub(r"self_attn\.", "self_attn.{half}.", MLA)
+    + mlp("mlps.{half}.")
+    + """
+input_layernorm.{half}.weight H whole
+post_attention_layernorm.{half}.weight H whole
+"""
+)
+LONGCAT_LAYER = (
+    "".join(LONGCAT_HALF.replace("{half}", half) for half in "01")
+    + EXPERTS
+    + """
+mlp.router.classifier.weight E+4 H whole
+mlp.router.e_score_correction_bias E+4 whole
+"""
+)
+
+
+def inkling_attention(times: str) -> str:
+    """The attention of a layer with so many times as many KV heads."""
+    kv = f"kv:{times}"
+    return f"""
+    attn.wq_du.weight A*D H heads
+    attn.wr_du.weight A*4 H heads
+    attn.wk_dv.weight {times}*K*D H {kv}
+    attn.wv_dv.weight {times}*K*D H {kv}
+    attn.k_sconv.weight {times}*K*D 1 4 {kv}
+    attn.v_sconv.weight {times}*K*D 1 4 {kv}
+    attn.wo_ud.weight H A*D heads@1
+    attn.q_norm.weight D whole
+    attn.k_norm.weight D whole
+    attn.rel_logits_proj.proj 4 32 whole
+    attn_sconv.weight H 1 4 even
+    mlp_sconv.weight H 1 4 even
+    attn_norm.weight H whole
+    mlp_norm.weight H whole
+    """
+
+
+INKLING_DENSE = "mlp.w13_dn.weight 2*I H even\nmlp.w2_md.weight H I even@1\nmlp.global_scale 1 whole\n"
+INKLING_EXPERTS = """
+mlp.gate.weight E+2 H whole
+mlp.gate.bias E+2 whole
+mlp.gate.global_scale 1 whole
+mlp.experts.w13_weight E 2*M H even@1
+mlp.experts.w2_weight E H M even@2
+mlp.shared_experts.shared_w13_weight 2 2*M H even@1
+mlp.shared_experts.shared_w2_weight 2 H M even@2
+"""
+INKLING = (
+    "model.llm.embed.weight V H whole\nmodel.llm.unembed.weight V H vocabulary\nmodel.llm.norm.weight H whole\n"
+    "model.llm.embed_norm.weight H whole\n"
+    + layers(inkling_attention("2") + INKLING_DENSE, "model.llm.layers.{first}.")
+    + layers(inkling_attention("1") + INKLING_EXPERTS, "model.llm.layers.{rest}.")
+)
+ONE_OF_EACH = {"F": 1}
+"""Two layers: of one kind, and of another."""
+FAMILIES |= {
+    "gemma4_text": Family(
+        GEMMA4.replace("K*2*D H kv", "2*K*2*D H kv:2")
+        + layers("self_attn.v_proj.weight 2*K*2*D H kv:2", REST)
+        + layers(GEMMA4_PER_LAYER)
+        + "model.embed_tokens_per_layer.weight V L*16 vocabulary\nmodel.per_layer_projection_norm.weight 16 whole\n"
+        "model.per_layer_model_projection.weight L*16 H even\n",
+        _sized("gemma4_text", **GEMMA4_CONFIG, hidden_size_per_layer_input=16, vocab_size_per_layer_input="{V}"),
+        ONE_OF_EACH,
+    ),
+    "gemma4": Family(
+        (GEMMA4 + layers(GEMMA4_EXPERTS)).replace("model.", "model.language_model."),
+        _wrapped(
+            "gemma4",
+            _sized("gemma4_text", **GEMMA4_CONFIG, **GEMMA4_FEWER, **GEMMA4_MOE, hidden_size_per_layer_input=0),
+            vision_config={**VISION, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+            audio_config=None,
+        ),
+        ONE_OF_EACH,
+    ),
+    "gemma4_unified": Family(
+        GEMMA4.replace("model.", "model.language_model."),
+        _wrapped(
+            "gemma4_unified",
+            _sized("gemma4_unified_text", **GEMMA4_CONFIG, **GEMMA4_FEWER),
+            vision_config={
+                **{"mm_embed_dim": 64, "mm_posemb_size": 32, "output_proj_dims": 64, "patch_size": 4},
+                "pooling_kernel_size": 2,
+            },
+            audio_config=None,
+        ),
+        ONE_OF_EACH,
+    ),
+}  # fmt: skip
 NOT_OBSERVED = {"mllama"}
 """Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""
 MULTIMODAL = [name for name, family in FAMILIES.items() if "text_config" in family.template]
 EXPERT_FAMILIES = [name for name, family in FAMILIES.items() if ".experts." in family.table]
-BESIDE_THE_LANGUAGE_MODEL = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
+BESIDE_THE_LANGUAGE_MODEL = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|vision_embedder|multi_modal_projector|embed_vision|patch_merge_mlp)\."
+)
 
 FP8_BLOCKS = Form(
     {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},

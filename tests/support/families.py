@@ -935,6 +935,24 @@ FAMILIES |= {
         ),
         ONE_OF_EACH,
     ),
+    "qwen4_exp": Family(
+        EMBEDDING
+        + HEAD
+        + layers(HYPER_CONNECTIONS, "model.hyper_connection_mixer.")
+        + layers(QWEN4_LAYER)
+        + layers(QWEN4_LINEAR + NGRAMS, FIRST)
+        + layers(QWEN3_NEXT_ATTENTION + INDEXED, REST),
+        _sized(
+            "qwen4_exp_text", **MOE, **HEAD_DIM, shared_expert_intermediate_size="{S}", linear_num_key_heads="{G}",
+            linear_num_value_heads="{W}", linear_key_head_dim="{B}", linear_value_head_dim="{U}",
+            layer_types=["linear_attention", "indexed_attention"], indexer_n_heads=4, indexer_kv_heads=1,
+            indexer_head_dim="{D}", indexer_budget=64, indexer_compress_ratio=16, hc_lowrank=16,
+            output_gate_type="silu",
+            ngram_vocab_size_base=20, split_ngram_parts=4, ple_embed_dim=128, ple_layer_ids=[1],
+        ),
+        {"F": 1, "S": 64, "G": 8, "W": 16, "B": 8, "U": 12},
+        dtypes={"layer_multipliers|ngram_heads": "I64"},
+    ),
 }  # fmt: skip
 NOT_OBSERVED = {"mllama"}
 """Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""

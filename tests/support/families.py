@@ -953,6 +953,29 @@ FAMILIES |= {
         {"F": 1, "S": 64, "G": 8, "W": 16, "B": 8, "U": 12},
         dtypes={"layer_multipliers|ngram_heads": "I64"},
     ),
+    "glm5_next": Family(
+        (
+            TOP
+            + layers(NORMS + RESIDUAL_STREAMS)
+            + layers(DELTA + mlp(), FIRST)
+            + layers(MLA + POOLED_INDEXER + DEEPSEEK_MOE + CORRECTION, REST)
+        ).replace("model.", "model.language_model."),
+        _wrapped(
+            "glm5_next",
+            _sized(
+                "glm5_next_text", **DEEPSEEK_CONFIG, head_dim=0, qk_head_dim="{N}", linear_num_heads="{2*A}",
+                linear_head_dim="{D}", layer_types=["linear_attention", "indexed_attention"],
+                mlp_layer_types=["dense", "sparse"], indexer_types=["full", "full"], index_head_dim=16, index_n_heads=4,
+                mhc=True, mla_use_nope=True, indexer_rope_interleave=True, topk_method="noaux_tc",
+                scoring_func="sigmoid", index_kpool_compress=True,
+            ),
+            vision_config={
+                **VISION, "depth": 1, "num_heads": 16, "out_hidden_size": "{H}", "projection_intermediate_size": 96,
+            },
+        ),
+        {**MLA_SIZES, "R": 0},
+        dtypes={"correction_bias|A_log|dt_bias|conv1d|hc_.*_(base|scale)|mlp.gate.weight": "F32"},
+    ),
 }  # fmt: skip
 NOT_OBSERVED = {"mllama"}
 """Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""

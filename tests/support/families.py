@@ -976,6 +976,27 @@ FAMILIES |= {
         {**MLA_SIZES, "R": 0},
         dtypes={"correction_bias|A_log|dt_bias|conv1d|hc_.*_(base|scale)|mlp.gate.weight": "F32"},
     ),
+    "minimax_m3": Family(
+        nested(MINIMAX_M3),
+        _wrapped(
+            "minimax_m3_vl",
+            _sized(
+                "minimax_m3_vl_text", **HEAD_DIM, num_local_experts="{E}", num_experts_per_tok=2,
+                intermediate_size="{M}", dense_intermediate_size="{I}", shared_intermediate_size="{S}",
+                index_n_heads="{K}", index_head_dim=16, rotary_dim=8, mlp_layer_types=["dense", "sparse"],
+                layer_types=["full_attention", "minimax_m3_sparse"], hidden_act="swigluoai", moe_layer_freq=[0, 1],
+                scoring_func="sigmoid", use_routing_bias=True, qk_norm_type="per_head",
+            ),
+            vision_config={
+                **VISION, "num_attention_heads": 16, "hidden_size": 192,
+                "img_token_compression_config": {"spatial_merge_size": 2, "temporal_patch_size": 2},
+            },
+            architectures=["MiniMaxM3SparseForConditionalGeneration"],
+            projector_hidden_size="{H}",
+            merged_hidden_size=256,
+        ),
+        ONE_OF_EACH,
+    ),
 }  # fmt: skip
 NOT_OBSERVED = {"mllama"}
 """Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""

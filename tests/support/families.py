@@ -997,6 +997,22 @@ FAMILIES |= {
         ),
         ONE_OF_EACH,
     ),
+    "step3p5": Family(
+        TOP + layers(NORMS) + layers(STEP_FULL + mlp(), FIRST) + layers(STEP_SLIDING + STEP_EXPERTS, REST),
+        _sized(
+            "step3p5", **HEAD_DIM, num_attention_groups="{K}", moe_num_experts="{E}",
+            attention_other_setting={
+                "attention_type": "sliding_attention", "num_attention_heads": "{2*A}", "num_attention_groups": "{K}",
+                "head_dim": "{D}",
+            },
+            layer_types=["full_attention", "sliding_attention"], moe_layers_enum="1", moe_top_k=2, use_moe=True,
+            moe_intermediate_size="{M}", share_expert_dim="{S}", use_head_wise_attn_gate=True, need_fp32_gate=True,
+            use_moe_router_bias=True, norm_expert_weight=True, rope_theta=10000.0, sliding_window=16,
+            architectures=["Step3p5ForCausalLM"],
+        ),
+        ONE_OF_EACH,
+        author="hand",
+    ),
 }  # fmt: skip
 NOT_OBSERVED = {"mllama"}
 """Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""

@@ -1013,6 +1013,22 @@ FAMILIES |= {
         ONE_OF_EACH,
         author="hand",
     ),
+    "mimo_v2": Family(
+        TOP
+        + layers(NORMS)
+        + layers(MIMO_FULL + mlp(), FIRST)
+        + layers(MIMO_SLIDING + ROUTER + CORRECTION + EXPERTS, REST),
+        _sized(
+            "mimo_v2_flash", **HEAD_DIM, v_head_dim="{D//2}", n_routed_experts="{E}", hybrid_layer_pattern=[0, 1],
+            swa_num_attention_heads="{A}", swa_num_key_value_heads="{2*K}", swa_head_dim="{D}", swa_v_head_dim="{D//2}",
+            moe_layer_freq=[0, 1], layernorm_epsilon=1e-5, sliding_window_size=16, add_swa_attention_sink_bias=True,
+            moe_intermediate_size="{M}", num_experts_per_tok=2, n_group=1, topk_group=1, topk_method="noaux_tc",
+            scoring_func="sigmoid",
+        ),
+        ONE_OF_EACH,
+        author="hand",
+        dtypes={"correction_bias|sink_bias": "F32"},
+    ),
 }  # fmt: skip
 NOT_OBSERVED = {"mllama"}
 """Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""

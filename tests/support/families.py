@@ -1029,6 +1029,17 @@ FAMILIES |= {
         author="hand",
         dtypes={"correction_bias|sink_bias": "F32"},
     ),
+    "longcat_flash": Family(
+        TOP + layers(LONGCAT_LAYER),
+        _sized(
+            "longcat_flash", **{**DEEPSEEK_CONFIG, "n_shared_experts": None, "first_k_dense_replace": None},
+            ffn_hidden_size="{I}", expert_ffn_hidden_size="{M}", num_layers="{L}", zero_expert_num=4, moe_topk=2,
+            qk_head_dim="{N+R}", head_dim="{R}", mla_scale_q_lora=True, mla_scale_kv_lora=True,
+            zero_expert_type="identity", num_hidden_layers="{2*L}",
+        ),
+        MLA_SIZES,
+        author="hand",
+    ),
 }  # fmt: skip
 NOT_OBSERVED = {"mllama"}
 """Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""

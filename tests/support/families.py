@@ -1040,6 +1040,19 @@ FAMILIES |= {
         MLA_SIZES,
         author="hand",
     ),
+    "inkling": Family(
+        INKLING,
+        _sized(
+            "inkling_model", **HEAD_DIM, n_routed_experts="{E}", n_shared_experts=2, moe_intermediate_size="{M}",
+            swa_num_attention_heads="{A}", swa_num_key_value_heads="{2*K}", swa_head_dim="{D}", local_layer_ids=[0],
+            architectures=["InklingForCausalLM"], d_rel=4, rel_extent=32, num_experts_per_tok=2, sliding_window_size=32,
+            intermediate_size="{M}", dense_intermediate_size="{I}", dense_mlp_idx=1, use_gate_bias=True,
+            use_global_scale=True, use_embed_norm=True, use_sconv=True, sconv_kernel_size=4, shared_expert_sink=True,
+        ),
+        ONE_OF_EACH,
+        author="hand",
+        dtypes={"sconv": "F32"},
+    ),
 }  # fmt: skip
 NOT_OBSERVED = {"mllama"}
 """Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""

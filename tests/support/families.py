@@ -1053,6 +1053,21 @@ FAMILIES |= {
         author="hand",
         dtypes={"sconv": "F32"},
     ),
+    "mistral4": Family(
+        TOP
+        + layers(MLA + NORMS)
+        + layers(
+            ROUTER
+            + mlp("mlp.shared_experts.", "S")
+            + "mlp.experts.gate_up_proj E 2*M H even|even@1\nmlp.experts.down_proj E H M even@2\n"
+        ),
+        _sized(
+            "mistral4", **{**DEEPSEEK_CONFIG, "first_k_dense_replace": 0}, architectures=["Mistral4ForCausalLM"],
+            qk_head_dim="{N+R}", head_dim="{R}",
+        ),
+        MLA_SIZES,
+        author="hand",
+    ),
 }  # fmt: skip
 NOT_OBSERVED = {"mllama"}
 """Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""

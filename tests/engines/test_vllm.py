@@ -169,6 +169,15 @@ def test_a_draft_model_gets_its_embedding_later(folders: Path, engine: Engine, w
         engine.load(folders / "llama-tp2", model, draft=True)
 
 
+def test_rows_of_padding_that_vllm_never_loads_are_no_error(folders: Path, engine: Engine, whole: Tensors) -> None:
+    model = Model(whole, 0, 2)
+    model.memory["layers.0.input_mix_weight_down_block_inject.weight"] = torch.empty(8, 8)
+    engine.load(folders / "llama-tp2", model)
+    model.memory["layers.0.input_mix_weight_up.weight"] = torch.empty(8, 8)
+    with pytest.raises(PlanError, match=r"nothing was loaded into layers\.0\.input_mix_weight_up\.weight:"):
+        engine.load(folders / "llama-tp2", model)
+
+
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
 def test_a_tensor_that_is_read_and_not_given_is_an_error(
     folders: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str

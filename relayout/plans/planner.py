@@ -287,9 +287,11 @@ class _CutKind:
     suffix: str = ""
     """Last part of the tensor's name, if it belongs to a quantized weight."""
     is_expert: bool = False
-    """Whether the weight belongs to one expert. Engines load experts whose slice ends inside a block or group of scales
+    """Whether the weight belongs to experts. Engines load experts whose slice ends inside a block or group of scales
     (vLLM 0.33 `fused_moe/oracle/fp8.py`, `refine_fp8_moe_block_shape`; `quantization/moe_wna16.py`), and refuse this
     for other layers."""
+    is_stacked: bool = False
+    """Whether the weight is one for each entry along dim 0, such as experts, in front of rows and columns."""
 
     def apply(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
         """The cut of the tensors of this kind."""
@@ -326,15 +328,19 @@ class _CutKind:
 
     def _carry(self, scheme: Scheme, weight: QuantizedWeight, dim: int, sizes: Sizes, num_ranks: int) -> Cut:
         """The cut of this tensor, from the cut of the quantized weight that it belongs to."""
-        shape = (weight.rows, weight.columns)
+        stack = int(self.is_stacked)
+        shape = (*self.shape[:stack], weight.rows, weight.columns)
         with about(part=f"dim {dim} of a quantized weight {list(shape)}"):
             cut = self._divide(dim, shape, sizes, num_ranks)
+            if dim < stack:
+                raise PlanError("a stack of quantized weights, whose entries no rule can divide", code="unsupported")
             may_split = self.is_expert and scheme.name in ("fp8", "gptq", "awq")
-            carried = scheme.carry(dim, self.suffix, self.shape, weight, cut, may_split_blocks=may_split)
+            inner = self.shape[stack:]
+            carried = scheme.carry(dim - stack, self.suffix, inner, weight, cut, may_split_blocks=may_split)
         if carried is None:
             return Cut((WHOLE,) * num_ranks)
         own, ranges = carried
-        return checked_cut(self.dtype, self.shape, tuple(Slice.along(own, parts) for parts in ranges))
+        return checked_cut(self.dtype, self.shape, tuple(Slice.along(own + stack, parts) for parts in ranges))
 
     def _divide(self, dim: int, shape: tuple[int, ...], sizes: Sizes, num_ranks: int) -> list[tuple[Range, ...]]:
         if dim >= len(shape):
@@ -371,13 +377,16 @@ class _CutKindFinder:
         is_quantized = len(stored) > 1
         if self._scheme is not None and suffix in stored and is_quantized:
             rule = self._rule(f"{module}.weight", is_quantized)
+            is_stacked = {len(shape) for _, shape in stored.values()}.isdisjoint({2, 4})
             if module not in self._weights:
-                self._weights[module] = self._scheme.weights(stored)
+                inner = {one: (dtype, shape[is_stacked:]) for one, (dtype, shape) in stored.items()}
+                self._weights[module] = self._scheme.weights(inner)
             weights = self._weights[module]
             if rule is not None and weights:
                 if self._family.is_transposed and rule.dim in (0, 1):
                     rule = replace(rule, dim=1 - rule.dim)
-                return _CutKind(rule, tensor.dtype, tensor.shape, weights, suffix, self._is_expert(tensor.name))
+                is_expert = self._is_expert(tensor.name)
+                return _CutKind(rule, tensor.dtype, tensor.shape, weights, suffix, is_expert, is_stacked)
         rule = self._rule(tensor.name, is_quantized)
         if rule is None and suffix == "bias" and is_quantized:
             # Some tools add a bias, mostly zeros, to every quantized layer. It is cut like the rows.
@@ -391,7 +400,7 @@ class _CutKindFinder:
     def _is_expert(self, name: str) -> bool:
         key = self._key(name)
         if key not in self._experts:
-            self._experts[key] = self._family.expert(name) is not None
+            self._experts[key] = self._family.expert(name) is not None or self._family.stacks_experts(name)
         return self._experts[key]
 
     def _rule(self, name: str, is_quantized: bool) -> Rule | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.families import FP8_BLOCKS
 from support.planning import Shapes, all_slices, make_source, plan_of, ranges_of, shapes_of, slices_of
 
 from relayout.conversion.planning import find_plan
@@ -269,6 +270,44 @@ def test_the_degrees_that_are_named_are_those_at_which_all_tensors_divide() -> N
             continue
         with pytest.raises(PlanError, match=r"\(this checkpoint can be cut for 1, 2, 4, 12 ranks\)$"):
             plan_for(source, num_ranks)
+
+
+STACKED = """
+[sizes]
+experts = 8
+[cut]
+"experts.up.weight" = { dim = 1, by = "even" }
+"experts.down.weight" = { dim = 2, by = "even" }
+"experts.odd.weight" = { dim = 0, by = "even" }
+[experts]
+stacked = "experts.*.*"
+"""
+
+
+def stacked_of(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Eight weights in FP8 blocks in one tensor, their scales in another."""
+    return {
+        f"experts.{name}.weight": (8, rows, columns),
+        f"experts.{name}.weight_scale_inv": (8, -(-rows // 128), -(-columns // 128)),
+    }
+
+
+def test_quantized_experts_in_one_tensor_are_cut_as_one_expert_is() -> None:
+    shapes = stacked_of("up", 640, 256) | stacked_of("down", 256, 640)
+    source = make_source(shapes, stored_as="F8_E4M3", quantization_config=FP8_BLOCKS.config)
+    family = parse_family(STACKED, "mine.toml", "mine")
+    up, up_scale, down, down_scale = (slices[1] for slices in all_slices(plan_by(source, 5, family)))
+    assert (up, up_scale) == (Slice.along(1, ((128, 128),)), Slice.along(1, ((1, 1),)))
+    assert (down, down_scale) == (Slice.along(2, ((128, 128),)), Slice.along(2, ((1, 1),)))
+    # Inside a block: as of one expert, every rank holds all scales.
+    up, up_scale, down, down_scale = (slices[1] for slices in all_slices(plan_by(source, 2, family)))
+    assert (up, down) == (Slice.along(1, ((320, 320),)), Slice.along(2, ((320, 320),)))
+    assert up_scale == down_scale == Slice()
+    owned = plan_by(source, 3, family, expert_parallel=True)
+    assert {slices[0] for slices in all_slices(owned)} == {Slice.along(0, ((0, 3),))}
+    odd = make_source(stacked_of("odd", 256, 256), stored_as="F8_E4M3", quantization_config=FP8_BLOCKS.config)
+    with pytest.raises(PlanError, match=r"dim 0 of a quantized weight .*: a stack of quantized weights"):
+        plan_by(odd, 2, family)
 
 
 def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:

@@ -900,6 +900,7 @@ INKLING = (
     + layers(inkling_attention("2") + INKLING_DENSE, "model.llm.layers.{first}.")
     + layers(inkling_attention("1") + INKLING_EXPERTS, "model.llm.layers.{rest}.")
 )
+DOTS_FULL = "self_attn.k_rope_only_layernorm.weight R whole\n" + "\n".join(lines_of(POOLED_INDEXER)[:5]) + "\n"
 ONE_OF_EACH = {"F": 1}
 """Two layers: of one kind, and of another."""
 FAMILIES |= {
@@ -1052,6 +1053,23 @@ FAMILIES |= {
         ONE_OF_EACH,
         author="hand",
         dtypes={"sconv": "F32"},
+    ),
+    "dots3_note": Family(
+        TOP
+        + layers(NORMS)
+        + layers(MLA + "self_attn.g_proj.weight A H whole\n" + DOTS_FULL + mlp(), FIRST)
+        + layers(MLA.replace(" A*", " 2*A*").replace("heads", "heads:2"), REST)
+        + layers("self_attn.g_proj.weight 2*A H whole", REST)
+        + layers(DEEPSEEK_MOE + CORRECTION, REST),
+        _sized(
+            "dots3_note", **DEEPSEEK_CONFIG, swa_num_attention_heads="{2*A}", swa_num_key_value_heads="{2*A}",
+            swa_q_lora_rank="{QL}", swa_kv_lora_rank="{KL}", swa_qk_nope_head_dim="{N}", swa_qk_rope_head_dim="{R}",
+            swa_v_head_dim="{D}", swa_head_dim="{N+R}", index_head_dim=16, index_n_heads=4,
+            layer_types=["indexed_attention", "sliding_attention"],
+        ),
+        MLA_SIZES,
+        author="hand",
+        dtypes={"correction_bias": "F32"},
     ),
     "mistral4": Family(
         TOP

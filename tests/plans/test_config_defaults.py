@@ -20,11 +20,11 @@ from relayout.plans.planner import plan_by, plan_for
 
 OWN_CLASS = {
     *("kimi_k2", "RefinedWeb", "RefinedWebModel"),
-    *("inkling_model", "mimo_v2", "minimax_m3", "minimax_m3_text"),
+    *("inkling_model", "mimo_v2", "minimax_m3", "minimax_m3_text", "bailing_moe", "bailing_moe_v2"),
 }
 """Model types of which transformers has no class."""
 
-FORMULAS = {"falcon_h1": "state_dim", "granitemoehybrid": "state_dim"}
+FORMULAS = {"falcon_h1": "state_dim", "granitemoehybrid": "state_dim", "bailing_hybrid": "head_dim"}
 """Sizes whose default is a formula of other keys: a plan has no value for them, and does not guess."""
 
 TYPES = [(family, name) for family in builtin_families() for name in family.model_types if name not in OWN_CLASS]

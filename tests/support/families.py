@@ -900,6 +900,22 @@ INKLING = (
     + layers(inkling_attention("2") + INKLING_DENSE, "model.llm.layers.{first}.")
     + layers(inkling_attention("1") + INKLING_EXPERTS, "model.llm.layers.{rest}.")
 )
+BAILING_DELTA = (
+    "\n".join(line for line in lines_of(DELTA) if "_a_proj" not in line and "o_norm" not in line)
+    .replace("2*A", "A")
+    .replace("heads:2", "heads")
+    .replace("self_attn", "attention")
+    .replace("o_proj", "dense")
+    .replace("f_b_proj.weight A*D D", "f_proj.weight A*D H")
+    .replace("g_b_proj.weight A*D D", "g_proj.weight A*D H")
+    + "\nattention.o_norm.weight D whole\n"
+)
+BAILING = (
+    TOP.replace("embed_tokens", "word_embeddings")
+    + layers(NORMS)
+    + layers(mlp(), FIRST)
+    + layers(ROUTER + "mlp.gate.expert_bias E whole\n" + EXPERTS + mlp("mlp.shared_experts.", "M"), REST)
+)
 DOTS_FULL = "self_attn.k_rope_only_layernorm.weight R whole\n" + "\n".join(lines_of(POOLED_INDEXER)[:5]) + "\n"
 ONE_OF_EACH = {"F": 1}
 """Two layers: of one kind, and of another."""
@@ -1071,6 +1087,27 @@ FAMILIES |= {
         author="hand",
         dtypes={"correction_bias": "F32"},
     ),
+    "bailing_moe": Family(
+        BAILING
+        + layers("attention.query_key_value.weight (A+2*K)*D H q|k|v\nattention.dense.weight H A*D heads@1")
+        + layers("attention.query_layernorm.weight D whole\nattention.key_layernorm.weight D whole"),
+        _sized("bailing_moe_v2", **MOE, **HEAD_DIM, first_k_dense_replace=1),
+        ONE_OF_EACH,
+        author="hand",
+        dtypes={"expert_bias": "F32"},
+    ),
+    "bailing_hybrid": Family(
+        BAILING
+        + layers(BAILING_DELTA, FIRST)
+        + layers(MLA.replace("o_proj", "dense").replace("self_attn", "attention"), REST)
+        + layers("attention.g_proj.weight A H heads", REST),
+        _sized(
+            "bailing_hybrid", **{**DEEPSEEK_CONFIG, "n_routed_experts": None}, num_local_experts="{E}",
+            head_dim="{D}", layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
+        ),
+        MLA_SIZES,
+        dtypes={"expert_bias|A_log|dt_bias": "F32"},
+    ),
     "mistral4": Family(
         TOP
         + layers(MLA + NORMS)
@@ -1087,8 +1124,9 @@ FAMILIES |= {
         author="hand",
     ),
 }  # fmt: skip
-NOT_OBSERVED = {"mllama"}
-"""Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama."""
+NOT_OBSERVED = {"bailing_hybrid", "bailing_moe", "mllama"}
+"""Plans that were written by hand, and nobody has seen how an engine cuts. vLLM 0.33 does not load mllama, and
+transformers has no class of Bailing that it knows."""
 MULTIMODAL = [name for name, family in FAMILIES.items() if "text_config" in family.template]
 EXPERT_FAMILIES = [name for name, family in FAMILIES.items() if ".experts." in family.table]
 BESIDE_THE_LANGUAGE_MODEL = re.compile(

@@ -8,6 +8,7 @@ import pytest
 from support.planning import make_source
 
 from relayout.checkpoint.source import SourceCheckpoint
+from relayout.core.slices import Slice
 from relayout.errors import PlanError
 from relayout.plans.planner import plan_for
 
@@ -56,3 +57,19 @@ def test_stacked_experts_of_granite_are_owned_under_both_of_their_names() -> Non
         plan = plan_for(make_source(given, model_type="granitemoe", num_local_experts=8), 2, expert_parallel=True)
         for t, shape in enumerate(given.values()):
             assert [part.ranges_along(0) for part in plan.cut(t).slices] == [((0, 4),), ((4, 4),)], shape
+
+
+def test_stacked_experts_of_step_are_owned_and_their_shared_expert_is_cut() -> None:
+    """Their names do not have the word experts, by which the tables of families know them."""
+    shapes = {
+        "model.layers.1.moe.gate_proj.weight": (8, 6, 4),
+        "model.layers.1.moe.down_proj.weight": (8, 4, 6),
+        "model.layers.1.moe.router_bias": (8,),
+        "model.layers.1.share_expert.up_proj.weight": (6, 4),
+    }
+    config = {"num_attention_heads": 6, "num_attention_groups": 2, "moe_num_experts": 8}
+    plan = plan_for(make_source(shapes, model_type="step3p5", **config), 3, expert_parallel=True)
+    owned = [Slice.along(0, (part,)) for part in ((0, 3), (3, 3), (6, 2))]
+    assert [list(plan.cut(t).slices) for t in (0, 1)] == [owned, owned]
+    assert plan.cut(2).is_whole
+    assert plan.cut(3).slices[1] == Slice.along(0, ((2, 2),))

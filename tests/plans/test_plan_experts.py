@@ -73,3 +73,29 @@ def test_stacked_experts_of_step_are_owned_and_their_shared_expert_is_cut() -> N
     assert [list(plan.cut(t).slices) for t in (0, 1)] == [owned, owned]
     assert plan.cut(2).is_whole
     assert plan.cut(3).slices[1] == Slice.along(0, ((2, 2),))
+
+
+@pytest.mark.parametrize("packed", ["w13_weight", "w13_weight.weight_packed"])
+def test_stacked_experts_of_inkling_in_four_bits_take_their_scales_along(packed: str) -> None:
+    method = "modelopt" if packed == "w13_weight" else "compressed-tensors"
+    place = "model.llm.layers.1.mlp.experts."
+    names = ["scale", "scale2"] if method == "modelopt" else ["weight_scale", "weight_global_scale"]
+    shapes = {
+        f"{place}{packed}": (4, 64, 32),
+        f"{place}w13_weight.{names[0]}": (4, 64, 4),
+        f"{place}{packed.replace('w13', 'w2')}": (4, 64, 16),
+        f"{place}w2_weight.{names[0]}": (4, 64, 2),
+        f"{place}w2_weight.{names[1]}": (4,),
+    }
+    quantization: dict[str, Any] = {"quant_method": method, "quant_algo": "NVFP4"}
+    if method == "compressed-tensors":
+        weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+        quantization["config_groups"] = {"group_0": {"weights": weights, "format": "nvfp4-pack-quantized"}}
+    config = {"model_type": "inkling_model", "n_routed_experts": 4, "quantization_config": quantization}
+    source = make_source(shapes, stored_as="U8", **config)
+    plan = plan_for(source, 2)
+    halves = [(1, 32), (1, 32), (2, 8), (2, 1)]
+    assert [plan.cut(t).slices[1] for t in range(4)] == [Slice.along(dim, ((half, half),)) for dim, half in halves]
+    assert plan.cut(4).is_whole
+    owned = plan_for(source, 2, expert_parallel=True)
+    assert {owned.cut(t).slices[1] for t in range(5)} == {Slice.along(0, ((2, 2),))}

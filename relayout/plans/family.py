@@ -32,6 +32,7 @@ EVEN, VOCABULARY, RAGGED = "even", "vocabulary", "ragged"
 """Units without a size. Any other unit is the name of a size: the number of groups, such as heads."""
 
 KV_HEADS, STATE_GROUPS = "kv_heads", "state_groups"
+SHARED = frozenset({KV_HEADS, STATE_GROUPS})
 """Units that neighboring ranks share if there are more ranks than units. So are sizes that end in `_kv_heads`."""
 
 HEAD_DIM = "head_dim"
@@ -266,7 +267,7 @@ def _follow(path: Sequence[str], *objects: Any) -> int | None:
 
 def is_shared(unit: str) -> bool:
     """Whether neighboring ranks share a unit if there are more ranks than units."""
-    return unit in (KV_HEADS, STATE_GROUPS) or unit.endswith(f"_{KV_HEADS}")
+    return unit in SHARED or unit.endswith(f"_{KV_HEADS}")
 
 
 def head_dim_of(unit: str) -> str | None:

@@ -802,10 +802,10 @@ MINIMAX_M3 = (
     + layers(mlp(), FIRST)
     + layers(
         """
-        self_attn.index_q_proj.weight K*16 H kv
-        self_attn.index_k_proj.weight 16 H whole
-        self_attn.index_q_norm.weight 16 whole
-        self_attn.index_k_norm.weight 16 whole
+        self_attn.index_q_proj.weight K*D H kv
+        self_attn.index_k_proj.weight D H whole
+        self_attn.index_q_norm.weight D whole
+        self_attn.index_k_norm.weight D whole
         block_sparse_moe.gate.weight E H whole
         block_sparse_moe.e_score_correction_bias E whole
         """
@@ -1000,7 +1000,7 @@ FAMILIES |= {
             _sized(
                 "minimax_m3_vl_text", **HEAD_DIM, num_local_experts="{E}", num_experts_per_tok=2,
                 intermediate_size="{M}", dense_intermediate_size="{I}", shared_intermediate_size="{S}",
-                index_n_heads="{K}", index_head_dim=16, rotary_dim=8, mlp_layer_types=["dense", "sparse"],
+                index_n_heads="{K}", index_head_dim="{D}", rotary_dim=8, mlp_layer_types=["dense", "sparse"],
                 layer_types=["full_attention", "minimax_m3_sparse"], hidden_act="swigluoai", moe_layer_freq=[0, 1],
                 scoring_func="sigmoid", use_routing_bias=True, qk_norm_type="per_head",
             ),

@@ -887,7 +887,7 @@ def inkling_attention(times: str) -> str:
 INKLING_DENSE = "mlp.w13_dn.weight 2*I H even\nmlp.w2_md.weight H I even@1\nmlp.global_scale 1 whole\n"
 INKLING_EXPERTS = """
 mlp.gate.weight E+2 H whole
-mlp.gate.bias E+2 whole
+mlp.gate.bias E whole
 mlp.gate.global_scale 1 whole
 mlp.experts.w13_weight E 2*M H even@1
 mlp.experts.w2_weight E H M even@2

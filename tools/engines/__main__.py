@@ -22,6 +22,7 @@ from engines.cases import (
     BGE_M3,
     DEGREES,
     FORMS,
+    NOT_IN_SGLANG,
     RERANKER,
     RUNS,
     WHOLE_IN_SGLANG,
@@ -108,6 +109,8 @@ def run_cases(
     for case in cases:
         if is_sglang and (case.draft or case.moe_backend != "auto" or case.settings or case.stages > 1):
             continue  # Its draft models are built by its workers, and its kernels are not chosen here.
+        if is_sglang and case.family in NOT_IN_SGLANG:
+            continue
         is_uncut = is_sglang and case.family in WHOLE_IN_SGLANG
         for tp in (tp for tp in case.degrees if tp <= most):
             job = {"name": case.name, "tp": tp, "strict": case.strict and not is_uncut}

@@ -26,10 +26,13 @@ _WIDE: dict[str, dict[str, int]] = {
 }
 """The sizes of attention that vLLM has kernels for on a CPU; elsewhere heads of 32 elements, the fewest that it has."""
 
-WHOLE_IN_SGLANG = ("gemma3", "gemma3_text", "Gemma-3-1B", "Gemma-3-27B", "Qwen2.5-VL-3B")
-"""Those of which SGLang's ranks need more than vLLM's, so that whole tensors are read: the embedding of Gemma 3
+WHOLE_IN_SGLANG = ("gemma3", "gemma3_text", "gemma4", "Gemma-3-1B", "Gemma-3-27B", "Qwen2.5-VL-3B")
+"""Those of which SGLang's ranks need more than vLLM's, so that whole tensors are read: the embedding of Gemma 3 and 4
 (Gemma3TextScaledWordEmbedding is an nn.Embedding); the vision part's MLPs of 3420, which it pads to a multiple of 8
 before it cuts them (`qwen2_5_vl.py`, SGLang 0.5.23)."""
+
+NOT_IN_SGLANG = ("gemma4_text", "gemma4_unified", "longcat_flash", "mimo_v2", "mistral4", "step3p5")
+"""Families whose small checkpoints say less in config.json than SGLang's classes ask for."""
 
 SPLIT = "fp8_blocks_moe_split"
 """Experts with 192 or 96 rows for each rank, in blocks of 128 that share a scale."""
@@ -64,7 +67,7 @@ _CONFIG: dict[str, dict[str, Any]] = {
 """By model type: what config.json of the hub's models says and relayout does not ask for."""
 
 
-ON_DEVICES = {"bailing_moe", "dots3_note", "glm5_next", "inkling", "qwen4_exp"}
+ON_DEVICES = {"bailing_moe", "dots3_note", "glm5_next", "inkling", "minimax_m3", "qwen4_exp"}
 """Families whose classes want a GPU, or a Python configuration. `--step observe` loads what it can of them."""
 
 

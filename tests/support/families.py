@@ -810,7 +810,7 @@ MINIMAX_M3 = (
         block_sparse_moe.e_score_correction_bias E whole
         """
         + mlp("block_sparse_moe.experts.{expert}.", "M", "w1 w3 w2")
-        + mlp("block_sparse_moe.shared_experts.", "S"),
+        + mlp("block_sparse_moe.shared_experts.", "M"),
         REST,
     )
 )
@@ -999,7 +999,7 @@ FAMILIES |= {
             "minimax_m3_vl",
             _sized(
                 "minimax_m3_vl_text", **HEAD_DIM, num_local_experts="{E}", num_experts_per_tok=2,
-                intermediate_size="{M}", dense_intermediate_size="{I}", shared_intermediate_size="{S}",
+                intermediate_size="{M}", dense_intermediate_size="{I}", shared_intermediate_size="{M}",
                 index_n_heads="{K}", index_head_dim="{D}", rotary_dim=8, mlp_layer_types=["dense", "sparse"],
                 layer_types=["full_attention", "minimax_m3_sparse"], hidden_act="swigluoai", moe_layer_freq=[0, 1],
                 scoring_func="sigmoid", use_routing_bias=True, qk_norm_type="per_head",

@@ -67,7 +67,7 @@ _CONFIG: dict[str, dict[str, Any]] = {
 """By model type: what config.json of the hub's models says and relayout does not ask for."""
 
 
-ON_DEVICES = {"bailing_moe", "dots3_note", "glm5_next", "inkling", "minimax_m3", "qwen4_exp"}
+ON_DEVICES = {"bailing_hybrid", "bailing_moe", "dots3_note", "glm5_next", "inkling", "minimax_m3", "qwen4_exp"}
 """Families whose classes want a GPU, or a Python configuration. `--step observe` loads what it can of them."""
 
 

@@ -28,7 +28,12 @@ _OF_GPUS = (
 )
 """Modules of vLLM that some classes import, and that can only be imported where their kernels are."""
 
+_CHOOSING = ("vllm.models.deepseek_v4",)
+"""Packages of models that have other classes for CPUs: without draft models, and with fewer degrees."""
+
 _LAYERS = "vllm.model_executor.layers"
+_CAPABILITY = (9, 0)
+"""Of the GPU that a machine without one is said to have: that of an H100, which all classes know."""
 _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
@@ -88,11 +93,19 @@ def stand_in_devices() -> None:
     if torch.cuda.is_available():
         return
     torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.current_device_index = lambda: 0
     torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[misc]
+    # DeepSeek V4.1 counts the processors of the GPU when it builds a layer.
+    torch.cuda.get_device_properties = lambda *_, **__: SimpleNamespace(multi_processor_count=132)  # type: ignore
+    torch.nn.Module.to = to_device_unless_meta(torch.nn.Module.to)  # type: ignore[method-assign]
     platform = importlib.import_module("vllm.platforms").current_platform
+    if capability := getattr(_module("vllm.platforms.interface"), "DeviceCapability", None):
+        type(platform).get_device_capability = classmethod(lambda *_, **__: capability(*_CAPABILITY))
     sparse = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
     choose = _tried(platform.get_attn_backend_cls, lambda *_, **__: sparse, NotImplementedError)
     type(platform).get_attn_backend_cls = staticmethod(choose)
+    for package in filter(sys.modules.get, _CHOOSING):
+        stand_in_classes(package)
     if workspace := _module("vllm.v1.worker.workspace"):
         workspace.init_workspace_manager(torch.device("cpu"))
     if importlib.util.find_spec("flashinfer") is None:
@@ -108,6 +121,37 @@ def stand_in_devices() -> None:
         experts.__post_init__ = _tried(experts.__post_init__, lambda config: None, NotImplementedError)
     if attention := getattr(_module("vllm.v1.attention.backends.cpu_attn"), "CPUAttentionBackendImpl", None):
         attention.__init__ = _with_known(attention.__init__)
+
+
+def stand_in_classes(package: str) -> None:
+    """Let a package of models have its classes for GPUs of NVIDIA, instead of those that it has chosen for a CPU."""
+    chosen = _module(package)
+    for part in ("model", "mtp", "dspark"):
+        classes = vars(_module(f"{package}.nvidia.{part}") or ModuleType(part))
+        vars(chosen).update({name: classes[name] for name in getattr(chosen, "__all__", ()) if name in classes})
+    for module, found in (
+        ("model_executor.models.registry", "_try_load_model_cls"),
+        ("model_executor.model_loader.utils", "_MODEL_ARCH_BY_HASH"),
+    ):
+        # vLLM remembers the classes that it has found.
+        if cached := getattr(_module(f"vllm.{module}"), found, None):
+            (cached.clear if isinstance(cached, dict) else cached.cache_clear)()
+
+
+def to_device_unless_meta(to: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `torch.nn.Module.to`: parameters without memory stay where they are, and only their dtype changes.
+
+    The original refuses such parameters. Kimi K2.5 moves its vision tower to the device after building it.
+    """
+
+    @functools.wraps(to)
+    def moved(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            return to(module, *args, **kwargs)
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        return module._apply(lambda tensor: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+
+    return moved
 
 
 def _with_known(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +218,8 @@ def stand_in_kernels() -> None:
                 version = sys.modules["vllm"].__version__
                 raise LookupError(f"relayout does not know vLLM {version}: {oracle.__name__} has no {name}MoeBackend")
             kind = next((getattr(kinds, key) for key in ("TRITON", "MARLIN") if hasattr(kinds, key)), next(iter(kinds)))
-            _replace(oracle.__name__, f"select_{name}_moe_backend", lambda *_, kind=kind, **__: (kind, _kernel()))
+            for function in (f"select_{name}_moe_backend", f"select_deepseek_v4_{name}_moe_backend"):
+                _replace(oracle.__name__, function, lambda *_, kind=kind, **__: (kind, _kernel()))
 
 
 def of_whole_groups(choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,6 +246,19 @@ def stand_in_tokenizers() -> None:
     name = "cached_tokenizer_from_config"
     if original := getattr(_module("vllm.tokenizers.registry"), name, None):
         put(name, original, lambda *_, **__: MagicMock())
+    # DeepSeek V4.1 hashes the words of a tokenizer, to look up n-grams. What it loads does not depend on these.
+    if hashes := getattr(_module("vllm.models.deepseek_v41.common.engram"), "NgramHashState", None):
+        hashes.__init__ = without_tokenizer(hashes)
+
+
+def without_tokenizer(hashes: type[torch.nn.Module]) -> Callable[..., None]:
+    """Return an initializer of vLLM's `NgramHashState` that needs no tokenizer and makes none of its buffers."""
+
+    def initialize(self: Any, _config: Any, layout: Any, swa_cache_module: Any) -> None:
+        super(hashes, self).__init__()
+        self.layout, self.swa_cache_module = layout, swa_cache_module
+
+    return initialize
 
 
 def _kernel(*_: Any, **__: Any) -> Any:

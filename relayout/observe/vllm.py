@@ -81,7 +81,7 @@ def observe_rank(job: ObservationJob, config: Any, rank: int) -> JsonObject:
     try:
         loaded, model_class = _loaded_slices(config, config.model_config, job.tensors)
         rest = [name for name, *_ in job.tensors if not loaded[name].is_held]
-        if rest and (draft := _draft_config_or_none(config)) is not None:
+        if rest and (draft := _draft_config_or_none(config, rest)) is not None:
             # A draft model, which predicts several tokens, reads what the model itself leaves.
             slices, _ = _loaded_slices(config, draft, job.tensors, is_partial=True)
             loaded.update((name, slices[name]) for name in rest)
@@ -131,12 +131,17 @@ def _loaded_slices(
     return {name: recorder.loaded(name) for name, *_ in tensors}, type(model).__qualname__
 
 
-def draft_config(config: Any) -> Any:
-    """The configuration of the draft model in the same checkpoint, which the engine's configuration then has too."""
+def draft_config(config: Any, method: str = "mtp") -> Any:
+    """The configuration of the draft model in the same checkpoint, which the engine's configuration then has too.
+
+    Args:
+        config: the engine's configuration.
+        method: vLLM's name for models of its kind.
+    """
     from vllm.config import SpeculativeConfig
 
     config.speculative_config = SpeculativeConfig(
-        method="mtp",
+        method=method,
         model=config.model_config.model,
         num_speculative_tokens=1,
         target_model_config=config.model_config,
@@ -145,8 +150,9 @@ def draft_config(config: Any) -> Any:
     return config.speculative_config.draft_model_config
 
 
-def _draft_config_or_none(config: Any) -> Any:
-    try:
-        return draft_config(config)
-    except Exception:
-        return None
+def _draft_config_or_none(config: Any, names: Sequence[str]) -> Any:
+    """The configuration of the draft model that has tensors of these names; None: vLLM knows none."""
+    is_dspark = any(".markov_head." in name for name in names)
+    with contextlib.suppress(Exception):
+        return draft_config(config, "dspark" if is_dspark else "mtp")
+    return None

@@ -36,6 +36,7 @@ _MODULES = {
     "engine/__init__": "",
     "engine/arg_utils": """
         import json
+        import sys
         from pathlib import Path
         from types import SimpleNamespace
         import torch
@@ -47,6 +48,8 @@ _MODULES = {
                 assert trust_remote_code == self.config.get("is_trusted", False)
                 assert list(Path(model).glob("*.safetensors"))
             def create_engine_config(self):
+                if "vllm.model_executor.models.odd" in sys.modules:
+                    raise OSError("Can't load image processor")
                 if self.config["num_attention_heads"] % self.tp:
                     raise ValueError(f"heads must be divisible by tensor parallel size ({self.tp})")
                 VllmConfig()._validate_v1_model_runner()
@@ -59,11 +62,20 @@ _MODULES = {
                     load_config=None,
                 )
     """,
-    "platforms": """
+    "platforms/__init__": """
         class Platform:
             def get_attn_backend_cls(self):
                 raise NotImplementedError
+            @classmethod
+            def get_device_capability(cls, device_id=0):
+                return None
         current_platform = Platform()
+    """,
+    "platforms/interface": """
+        from typing import NamedTuple
+        class DeviceCapability(NamedTuple):
+            major: int
+            minor: int
     """,
     "utils/__init__": "",
     "utils/torch_utils": """
@@ -92,11 +104,22 @@ _MODULES = {
         def initialize_model(vllm_config, model_config):
             return (OddDraft if model_config.hf_config.get("is_draft") else OddForCausalLM)(model_config.hf_config)
     """,
+    "model_executor/layers/__init__": "",
+    "model_executor/layers/fused_moe/__init__": "",
+    "model_executor/layers/fused_moe/oracle/__init__": "",
+    "model_executor/layers/fused_moe/oracle/mxfp4": """
+        from enum import Enum
+        Mxfp4MoeBackend = Enum("Mxfp4MoeBackend", "MARLIN")
+        def select_deepseek_v4_mxfp4_moe_backend(config):
+            raise NotImplementedError("No MXFP4 MoE backend supports the deployment configuration.")
+    """,
     "model_executor/models/__init__": "",
     "model_executor/models/registry": "",
     "model_executor/models/odd": """
         import torch
         from vllm.distributed import parallel_state
+        from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import select_deepseek_v4_mxfp4_moe_backend
+        from vllm.platforms import current_platform
         class OddForCausalLM(torch.nn.Module):
             def __init__(self, config):
                 super().__init__()
@@ -106,6 +129,9 @@ _MODULES = {
                 self.qkv = torch.nn.Parameter(torch.empty(3 * hidden // self.tp, hidden), requires_grad=False)
                 self.out = torch.nn.Parameter(torch.empty(hidden, hidden // self.tp), requires_grad=False)
                 self.odd = torch.nn.Parameter(torch.empty(3, hidden), requires_grad=False)
+                self.tower = torch.nn.Linear(256, 256).to(device="cpu", dtype=torch.bfloat16)
+                self.backend, _ = select_deepseek_v4_mxfp4_moe_backend(config)
+                assert current_platform.get_device_capability().major == 9
             def load_weights(self, weights):
                 for name, tensor in weights:
                     if name == "embed.weight":

@@ -113,6 +113,10 @@ class Rule:
     """Number of elements that are not separated, for the unit `RAGGED`."""
     or_whole: bool = False
     """Whether every rank holds the whole tensor at degrees at which the dimension cannot be divided."""
+    whole_unless: str | None = None
+    """The size that the degree must divide; at other degrees every rank holds the whole tensor. None: any degree."""
+    is_squeezed: bool = False
+    """Whether `dim` counts only dimensions of more than one element, as of the shape after `squeeze`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +401,9 @@ def _dump_rule(rule: Rule) -> object:
     grouped = {} if rule.interleaved is None else {"interleaved": rule.interleaved}
     blocks = {} if rule.block == 1 else {"block": rule.block}
     otherwise = {"or": "whole"} if rule.or_whole else {}
-    return {"dim": rule.dim, "by": by, **grouped, **blocks, **otherwise}
+    unless = {} if rule.whole_unless is None else {"whole_unless": rule.whole_unless}
+    squeezed = {"squeeze": True} if rule.is_squeezed else {}
+    return {"dim": rule.dim, "by": by, **grouped, **blocks, **otherwise, **unless, **squeezed}
 
 
 @cache
@@ -558,10 +564,13 @@ def _parse_rule(pattern: str, value: Any) -> Rule:
     if any(len(words) > 2 for words in split) or len(widths) not in (0, len(units)):
         raise FormatError(f"{what}: either all parts or no part may be UNIT * WIDTH", code="field")
     interleaved, block, otherwise = rest.pop("interleaved", None), rest.pop("block", 1), rest.pop("or", None)
+    whole_unless, is_squeezed = rest.pop("whole_unless", None), rest.pop("squeeze", False)
     if rest:
         raise FormatError(f"{what}: unknown key {shown(min(rest))}", code="field")
     if otherwise not in (None, "whole"):
         raise FormatError(f'{what}: or must be "whole"', code="field")
+    if not isinstance(whole_unless, str | None) or type(is_squeezed) is not bool:
+        raise FormatError(f"{what}: whole_unless must be the name of a size, and squeeze true or false", code="field")
     if not isinstance(interleaved, str | None) or (interleaved is not None and len(units) == 1):
         raise FormatError(f"{what}: interleaved must be the name of a size, and by a list of units", code="field")
     if type(block) is not int or not 1 <= block <= _MAX_NUMBER or (block > 1 and units != (RAGGED,)):
@@ -570,13 +579,14 @@ def _parse_rule(pattern: str, value: Any) -> Rule:
         raise FormatError(f"{what}: parts must be either all {EVEN!r} or all names of sizes", code="field")
     if widths and (interleaved or {EVEN, VOCABULARY, RAGGED} & set(units)):
         raise FormatError(f"{what}: UNIT * WIDTH needs names of sizes, and excludes interleaved", code="field")
-    return Rule(pattern, dim, units, widths, interleaved, block, or_whole=otherwise is not None)
+    is_whole = otherwise is not None
+    return Rule(pattern, dim, units, widths, interleaved, block, is_whole, whole_unless, is_squeezed)
 
 
 def _check_units(family: Family) -> None:
     sizes = set(family.sizes)
     for rule in family.rules:
-        counted = [*rule.widths, *([] if rule.interleaved is None else [rule.interleaved])]
+        counted = [*rule.widths, *(size for size in (rule.interleaved, rule.whole_unless) if size is not None)]
         for names, known in ((rule.units, sizes | {EVEN, VOCABULARY, RAGGED}), (counted, sizes)):
             for unit in set(names) - known:
                 raise FormatError(

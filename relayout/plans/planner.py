@@ -311,8 +311,8 @@ class _CutKind:
         return True
 
     def _cut(self, sizes: Sizes, num_ranks: int, scheme: Scheme | None) -> Cut:
-        dim = self.rule.dim
-        if dim is None:
+        dim, divided = self.rule.dim, self.rule.whole_unless
+        if dim is None or (divided is not None and sizes.get(divided) % num_ranks):
             return Cut((WHOLE,) * num_ranks)
         if scheme is not None and self.weights:
             errors = []
@@ -322,6 +322,9 @@ class _CutKind:
                 except PlanError as error:
                     errors.append(error)
             raise errors[0]
+        if self.rule.is_squeezed:
+            axes = [axis for axis, size in enumerate(self.shape) if size != 1]
+            dim = axes[dim] if dim < len(axes) else len(self.shape)
         with about(part=f"dim {dim} of {list(self.shape)}"):
             ranges = self._divide(dim, self.shape, sizes, num_ranks)
         return checked_cut(self.dtype, self.shape, tuple(Slice.along(dim, parts) for parts in ranges))

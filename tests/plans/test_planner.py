@@ -318,6 +318,25 @@ def test_a_tensor_without_the_axis_that_its_rule_cuts_is_refused() -> None:
         plan_for(source, 2)
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((8,), 0), ((1, 1, 8, 1), 2)])
+def test_axes_of_one_element_do_not_count_where_a_rule_says_so(shape: tuple[int, ...], axis: int) -> None:
+    family = parse_family("[cut]\nx = { dim = 0, by = 'even', squeeze = true }", "mine.toml", "mine")
+    plan = plan_by(make_source({"x": shape}), 2, family)
+    assert plan.cut(0).slices == (Slice.along(axis, ((0, 4),)), Slice.along(axis, ((4, 4),)))
+    with pytest.raises(PlanError, match="the dimension does not exist, but rule 'x' cuts it"):
+        plan_by(make_source({"x": (1, 1)}), 2, family)
+
+
+def test_a_tensor_is_whole_at_degrees_that_do_not_divide_the_size_that_its_rule_names() -> None:
+    rule = "x = { dim = 0, by = 'even', whole_unless = 'towers' }"
+    family = parse_family(f"[sizes]\ntowers = 'vision.heads'\n[cut]\n{rule}", "mine.toml", "mine")
+    source = make_source({"x": (24,)}, vision={"heads": 6})
+    assert plan_by(source, 3, family).cut(0).slices[1] == Slice.along(0, ((8, 8),))
+    assert plan_by(source, 4, family).cut(0).slices == (WHOLE,) * 4
+    with pytest.raises(PlanError, match=r"size 'towers' is unknown: config.json has no positive integer vision\.heads"):
+        plan_by(make_source({"x": (24,)}), 3, family)
+
+
 def test_a_cut_inside_a_byte_is_refused_with_the_tensors_name() -> None:
     """Rows of 3 elements of 4 bits; 2 of them fill 3 bytes."""
     family = parse_family('[cut]\nw = { dim = 0, by = "even" }', "mine.toml", "mine")

@@ -43,6 +43,7 @@ def test_a_plan_is_recorded_as_a_plan_file_would_say_it() -> None:
     a = { dim = 0, by = "heads*dim" }
     c = { dim = 1, by = ["heads", "dim"], interleaved = "heads" }
     d = { dim = 2, by = "ragged", block = 64 }
+    e = { dim = 0, by = "even", whole_unless = "heads", squeeze = true }
     [defaults]
     falcon = { d = 8 }
     [experts]
@@ -65,6 +66,7 @@ def test_a_plan_is_recorded_as_a_plan_file_would_say_it() -> None:
                 "a": {"dim": 0, "by": ["heads * dim"]},
                 "c": {"dim": 1, "by": ["heads", "dim"], "interleaved": "heads"},
                 "d": {"dim": 2, "by": ["ragged"], "block": 64},
+                "e": {"dim": 0, "by": ["even"], "whole_unless": "heads", "squeeze": True},
             },
             "experts": {"each": ["e.#"]},
         },

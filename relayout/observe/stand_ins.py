@@ -10,7 +10,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from math import prod
 from types import ModuleType, SimpleNamespace
@@ -238,17 +239,26 @@ def of_whole_groups(choose: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-def stand_in_tokenizers() -> None:
+@contextmanager
+def stand_in_tokenizers() -> Iterator[None]:
     """Let classes ask a tokenizer for the numbers of their marks while they are built: they only keep these.
 
-    To be called when the class of the model has been imported.
+    To be entered when the class of the model has been imported. Outside, vLLM finds no tokenizer, and does not go on to
+    ask for a processor of images.
     """
-    name = "cached_tokenizer_from_config"
-    if original := getattr(_module("vllm.tokenizers.registry"), name, None):
-        put(name, original, lambda *_, **__: MagicMock())
     # DeepSeek V4.1 hashes the words of a tokenizer, to look up n-grams. What it loads does not depend on these.
-    if hashes := getattr(_module("vllm.models.deepseek_v41.common.engram"), "NgramHashState", None):
+    if hashes := getattr(sys.modules.get("vllm.models.deepseek_v41.common.engram"), "NgramHashState", None):
         hashes.__init__ = without_tokenizer(hashes)
+    name = "cached_tokenizer_from_config"
+    original = getattr(_module("vllm.tokenizers.registry"), name, None)
+    stand_in = lambda *_, **__: MagicMock()  # noqa: E731
+    if original is not None:
+        put(name, original, stand_in)
+    try:
+        yield
+    finally:
+        if original is not None:
+            put(name, stand_in, original)
 
 
 def without_tokenizer(hashes: type[torch.nn.Module]) -> Callable[..., None]:

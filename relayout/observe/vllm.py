@@ -37,7 +37,7 @@ def configuration(job: ObservationJob) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     import relayout.observe.tracing  # noqa: F401  # Here, once, and not in each fork.
-    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules, stand_in_tokenizers
+    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules
 
     stand_in_modules()
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
@@ -60,7 +60,6 @@ def configuration(job: ObservationJob) -> Any:
     stand_in_devices()
     _import_class(config)  # Some can be imported only now.
     stand_in_kernels()
-    stand_in_tokenizers()
     return config
 
 
@@ -105,12 +104,12 @@ def _loaded_slices(
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from relayout.loader.tensors import torch_dtype
-    from relayout.observe.stand_ins import WithoutMemory
+    from relayout.observe.stand_ins import WithoutMemory, stand_in_tokenizers
     from relayout.observe.tracing import LoadRecorder
 
     config.compilation_config.static_forward_context.clear()
     with set_current_vllm_config(config), set_default_torch_dtype(model_config.dtype):
-        with torch.device("cpu"), WithoutMemory():
+        with torch.device("cpu"), WithoutMemory(), stand_in_tokenizers():
             model = initialize_model(vllm_config=config, model_config=model_config)
         recorder = LoadRecorder(model)
         is_unused = getattr(model, "is_unused_checkpoint_weight", lambda name: False)

@@ -27,7 +27,7 @@ _ACT_ORDER = "the inputs of a group are scattered over all columns, so ranks wou
 INPUT_SCALES = frozenset({"input_scale", "input_global_scale"})
 """Scales of activations. Engines may read those of all experts on every rank (vLLM 0.33 ep_weight_filter.py)."""
 
-_OF_WEIGHTS = frozenset({"weight_scale", "weight_scale_inv", "weight_zero_point"})
+_OF_WEIGHTS = frozenset({"scale", "weight_scale", "weight_scale_inv", "weight_zero_point"})
 """Tensors that may have a single element for a whole weight, which every rank holds."""
 
 _OF_GROUPS = _OF_WEIGHTS | {"scales", "qzeros"}
@@ -92,8 +92,8 @@ class Scheme:
     """Tensors with one element for each row of the weight along their row dimension; the first found is used."""
     columns_of: tuple[str, ...] = ()
     """Tensors that determine the number of columns: one element for each column, or for each word of packed columns."""
-    scale: str = ""
-    """The tensor with one element for each group of columns along its column dimension."""
+    scales: tuple[str, ...] = ()
+    """Tensors with one element for each block, or for each group of columns of a row; the first found is compared."""
     packed: frozenset[str] = frozenset()
     """Tensors in which one I32 packs the values of several columns."""
     values: tuple[Values, ...] = (Values(8),)
@@ -115,17 +115,18 @@ class Scheme:
 
     def _fits(self, size: tuple[int, int], values: Values, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bool:
         """Whether there are as many scales as blocks, or as groups of columns for each row."""
-        if self.scale not in tensors:
+        scale = next((name for name in self.scales if name in tensors), None)
+        if scale is None:
             return True
-        shape = tensors[self.scale][1]
-        found = [1 if (axis := self._axis(self.scale, which, shape)) is None else shape[axis] for which in (0, 1)]
+        shape = tensors[scale][1]
+        found = [1 if (axis := self._axis(scale, which, shape)) is None else shape[axis] for which in (0, 1)]
         groups = [-(-size[which] // (values.shared(which) or (1, max(size[1], 1))[which])) for which in (0, 1)]
         return found == groups or (prod(shape) == 1 and values.block == (1, 1) and groups[1] == 1)
 
     def _axis(self, suffix: str, which: int, shape: tuple[int, ...]) -> int | None:
         """The dimension of a tensor for the weight's rows (0) or columns (1); None: it has no such dimension."""
         axis = self.tensors[suffix][which]
-        if self.name == "modelopt" and len(shape) == 4 and suffix == self.scale:
+        if self.name == "modelopt" and len(shape) == 4 and suffix in self.scales:
             axis = 2 * which  # Scales of blocks: [rows, 1, columns, 1] (vLLM 0.33 `modelopt.py`, KFp8Block128).
         return None if axis is None or axis >= len(shape) else axis
 
@@ -137,9 +138,11 @@ class Scheme:
             axis = self._axis(suffix, which, shape)
             if axis is None:
                 continue
+            if dtype.startswith("F8") and bits == 4:
+                return None  # One value in a byte.
             if which and dtype == "I32" and suffix in self.packed:
                 return shape[axis] * 32 // bits
-            return shape[axis] * 2 if which and dtype == "U8" else shape[axis]
+            return shape[axis] * 2 if which and bits == 4 and dtype in ("U8", "I8") else shape[axis]
         return None
 
     def carry(
@@ -227,7 +230,7 @@ def _values_per_elements(dim: int, shape: tuple[int, ...], own: int, shared: int
 def find_scheme(config: Mapping[str, Any]) -> Scheme:
     """The scheme of a `quantization_config`."""
     method = str(config.get("quant_method", "")).lower().replace("_", "-")
-    if method in ("fp8", "fbgemm-fp8"):
+    if method in ("fp8", "fbgemm-fp8", "deepseek-v4-fp8"):
         return _fp8(config)
     if method in ("gptq", "gptqmodel"):
         return _gptq(config)
@@ -260,16 +263,25 @@ _PLAIN = ("weight",)
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of FP8, beside which DeepSeek V4 has experts in FP4 or NVFP4.
+
+    Its scales are called `scale`, those of NVFP4 `weight_scale` (vLLM 0.33 `models/deepseek_v4/quant_config.py`). No
+    key says which experts are in FP4: `expert_dtype` may be missing, and draft layers may have another form.
+    """
     tensors: Mapping[str, Axes] = {
         "weight": (0, 1),
+        "scale": (0, 1),
         "weight_scale": (0, 1),
         "weight_scale_inv": (0, 1),
+        "weight_scale_2": _NEITHER,
         "input_scale": _NEITHER,
         "input_scale_ub": _NEITHER,
         "activation_scale": _NEITHER,
     }
-    values = Values(8, block=_block(config.get("weight_block_size")))
-    return Scheme("fp8", tensors, _PLAIN, _PLAIN, values=(values,))
+    values = [Values(8, block=_block(config.get("weight_block_size"))), Values(4, 32)]
+    has_nvfp4 = str(config.get("moe_quant_algo")).upper() == "NVFP4"
+    scales = ("scale", *["weight_scale"] * has_nvfp4)
+    return Scheme("fp8", tensors, _PLAIN, _PLAIN, scales, values=(*values, *[Values(4, 16)] * has_nvfp4))
 
 
 _PACKED_INPUTS: Mapping[str, Axes] = {"qweight": (1, 0), "scales": (1, 0), "qzeros": (1, 0), "g_idx": (None, 0)}
@@ -290,7 +302,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
         _PACKED_INPUTS,
         rows_of=("scales", "qweight"),
         columns_of=("g_idx", "qweight"),
-        scale="scales",
+        scales=("scales",),
         packed=frozenset({"qweight"}),
         values=tuple(values),
     )
@@ -303,7 +315,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
         raise _refusal(f"AWQ in {version} format", "only the gemm format stores rows and columns in order")
     values = Values(bits, _group(config.get("group_size", config.get("q_group_size"))))
     tensors = {name: axes for name, axes in _PACKED_INPUTS.items() if name != "g_idx"}
-    return Scheme("awq", tensors, ("scales",), ("qweight",), "scales", values=(values,))
+    return Scheme("awq", tensors, ("scales",), ("qweight",), ("scales",), values=(values,))
 
 
 _COMPRESSED_FORMATS = frozenset(
@@ -352,7 +364,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         _COMPRESSED_TENSORS,
         rows_of=("weight_packed", "weight"),
         columns_of=("weight_packed", "weight"),
-        scale="weight_scale",
+        scales=("weight_scale",),
         packed=frozenset({"weight_packed"}),
         values=tuple(dict.fromkeys(stored)) or (Values(8),),
     )
@@ -401,7 +413,7 @@ def _modelopt(config: Mapping[str, Any]) -> Scheme:
         "input_scale": _NEITHER,
     }
     values = tuple(dict.fromkeys(_modelopt_values(layer) for layer in stored)) or (Values(8),)
-    return Scheme("modelopt", tensors, _PLAIN, _PLAIN, "weight_scale", values=values)
+    return Scheme("modelopt", tensors, _PLAIN, _PLAIN, ("weight_scale",), values=values)
 
 
 def _modelopt_values(layer: Mapping[str, Any]) -> Values:
@@ -420,7 +432,7 @@ def _quark(config: Mapping[str, Any]) -> Scheme:
     weights = [layer["weight"] for layer in configs if layer.get("weight") is not None]
     tensors: Mapping[str, Axes] = {"weight": (0, 1), "weight_scale": (0, 1), "input_scale": _NEITHER}
     values = tuple(dict.fromkeys(map(_quark_values, weights))) or (Values(8),)
-    return Scheme("quark", tensors, _PLAIN, _PLAIN, "weight_scale", values=values)
+    return Scheme("quark", tensors, _PLAIN, _PLAIN, ("weight_scale",), values=values)
 
 
 def _quark_values(weight: Any) -> Values:

@@ -22,6 +22,8 @@ Stored = dict[str, tuple[str, tuple[int, ...]]]
 
 # deepseek-ai/DeepSeek-V3, neuralmagic/Meta-Llama-3-8B-Instruct-FP8.
 FP8_BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+# deepseek-ai/DeepSeek-V4-Flash, with experts in FP4; its form by ModelOpt has them in NVFP4.
+DEEPSEEK_V4 = {**FP8_BLOCKS, "scale_fmt": "ue8m0"}
 FP8 = {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"}
 # Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4, TheBloke/Llama-2-7B-GPTQ.
 GPTQ = {
@@ -213,6 +215,29 @@ STORED: dict[str, tuple[dict[str, Any], Stored, Values]] = {
         {"weight": ("U8", (64, 128)), "weight_scale": ("U8", (64, 8))}, Values(4, 32),
     ),
 }  # fmt: skip
+
+
+BESIDE_FP8: dict[str, tuple[dict[str, Any], Stored, Values]] = {
+    "fp8": (
+        DEEPSEEK_V4, {"weight": ("F8_E4M3", (64, 256)), "scale": ("F8_E8M0", (1, 2))}, Values(8, block=(128, 128)),
+    ),
+    "fp4": (DEEPSEEK_V4, {"weight": ("I8", (64, 128)), "scale": ("F8_E8M0", (64, 8))}, Values(4, 32)),
+    "nvfp4": (
+        {**DEEPSEEK_V4, "quant_method": "deepseek_v4_fp8", "moe_quant_algo": "NVFP4"},
+        STORED["modelopt nvfp4"][1], Values(4, 16),
+    ),
+    "as DeepSeek V3": (
+        FP8_BLOCKS, {"weight": ("F8_E4M3", (64, 256)), "weight_scale_inv": ("F32", (1, 2))},
+        Values(8, block=(128, 128)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE_FP8)
+def test_experts_in_four_bits_are_told_from_layers_in_fp8(name: str) -> None:
+    config, stored, values = BESIDE_FP8[name]
+    assert stored.keys() <= find_scheme(config).tensors.keys()
+    assert find_scheme(config).weights(stored) == (QuantizedWeight(64, 256, values),)
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -34,7 +34,7 @@ _CHOOSING = ("vllm.models.deepseek_v4",)
 
 _LAYERS = "vllm.model_executor.layers"
 _CAPABILITY = (9, 0)
-"""Of the GPU that a machine without one is said to have: that of an H100, which all classes know."""
+"""The compute capability that vLLM finds where there is no GPU: that of an H100, which all classes know."""
 _LARGE = 2**14
 """Elements beyond which a tensor that is made has no memory: smaller ones are often computed with."""
 
@@ -103,7 +103,7 @@ def stand_in_devices() -> None:
     if capability := getattr(_module("vllm.platforms.interface"), "DeviceCapability", None):
         type(platform).get_device_capability = classmethod(lambda *_, **__: capability(*_CAPABILITY))
     sparse = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
-    choose = _tried(platform.get_attn_backend_cls, lambda *_, **__: sparse, NotImplementedError)
+    choose = _tried(platform.get_attn_backend_cls, lambda *_, **__: sparse, NotImplementedError, ValueError)
     type(platform).get_attn_backend_cls = staticmethod(choose)
     for package in filter(sys.modules.get, _CHOOSING):
         stand_in_classes(package)

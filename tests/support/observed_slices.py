@@ -95,10 +95,12 @@ def parse(line: Mapping[str, Any]) -> Checkpoint:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a configuration what a plan may ask for: its type, numbers, words, and lists of layers."""
-    kept = {}
+    """Of a configuration what a plan may ask for: its type, numbers, words, lists of layers, and the quantization."""
+    kept: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and (key.endswith(("config", "setting")) or key.isdigit()):
+        if key == "quantization_config":
+            kept[key] = value
+        elif isinstance(value, Mapping) and (key.endswith(("config", "setting")) or key.isdigit()):
             kept[key] = _sizes_of(value)
         elif isinstance(value, list):
             if re.search(r"layer|pattern", key) and len(value) <= _MAX_LAYERS:

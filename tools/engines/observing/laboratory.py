@@ -12,16 +12,19 @@ from typing import Any
 
 from support.families import FAMILIES
 from support.observed_slices import read
+from support.quantized import QUANTIZED
 
 from engines.environments import ROOT, Environment, versions_in
 from engines.observing import plan_making, tables
-from engines.observing.multimodal_architectures import FORMS
+from engines.observing.multimodal_architectures import OTHER_FORMS
 from engines.observing.plan_table import TABLE
 
 ENGINE = "vllm-0.33"
 RESULTS = ROOT / "tools" / "results"
 OBSERVED_RESULTS = RESULTS / "observed.jsonl"
 BUILTIN_RESULTS = RESULTS / "builtin_plans.jsonl"
+QUANTIZED_FORMS = [name for name, quantized in QUANTIZED.items() if quantized.pattern]
+"""Quantized forms of one family's own, whose tensors no other checkpoint has."""
 SLICES = ROOT / "tests" / "plans" / "observed.jsonl.xz"
 TABLE_FILE = ROOT / "docs" / "reference" / "OBSERVED.md"
 
@@ -39,14 +42,18 @@ def observe_registry(environment: Environment, home: Path, _only: str) -> None:
 
 
 def make_plans(environment: Environment, home: Path, only: str) -> None:
-    """Observe what can be made small, in several sizes; write built-in plans from it."""
+    """Observe what can be made small, in several sizes; write built-in plans from it. Others are as they were."""
     names = [result["architecture"] for result in tables.read(OBSERVED_RESULTS) if result["step"] != "make"]
-    names = [name for name in (*names, *FORMS, *(f"family:{name}" for name in FAMILIES)) if fnmatch(name, only)]
+    names += [*OTHER_FORMS, *(f"family:{name}" for name in FAMILIES), *(f"form:{name}" for name in QUANTIZED_FORMS)]
+    names = [name for name in names if fnmatch(name, only)]
     file = home / "vllm-work" / "slices.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     run_module(environment, home, "several_sizes", file, *names)
     keep_slices(file, names)
-    plan_making.write(TABLE, read(SLICES))
+    observed = {plan_making.full_name(name) for wanted in TABLE.values() for name in wanted.names} & set(names)
+    if observed:
+        plan_making.write(TABLE, read(SLICES))
     write_table(environment, home)
 
 

@@ -20,7 +20,7 @@ _FULL_GEMMA = {
 }
 """Heads of full attention, in the keys that the hub has."""
 
-FORMS = ("Gemma4MoeForConditionalGeneration",)
+OTHER_FORMS = ("Gemma4MoeForConditionalGeneration",)
 """Recipes of other forms of an architecture, which vLLM's registry does not name."""
 
 MULTIMODAL: dict[str, Recipe] = {

@@ -102,7 +102,6 @@ TABLE: dict[str, Wanted] = {
     ),
     "hy_v3": Wanted("Hunyuan 3: first layers dense, then experts and a shared MLP", ("HYV3",), "glm4_moe"),
     "hy_v4": Wanted("Hunyuan 4: latent attention with sinks and a gate, hyper-connections", ("HYV4",), "deepseek_v3"),
-    "kimi_linear": Wanted("Kimi Linear: latent attention among delta attention", ("KimiLinear",), "deepseek_v2"),
     "minimax_m2": Wanted("MiniMax M2: as Mixtral, with norms over all heads of q and of k", ("MiniMaxM2",), "mixtral"),
     "moss_transcribe_diarize": Wanted(
         "MOSS Transcribe Diarize: Qwen3 with an audio part (Whisper)", ("MossTranscribeDiarize/",), "qwen3", _NESTED

@@ -1,8 +1,9 @@
 """Runs in an environment that has vLLM: what its classes load of small checkpoints, of several sizes each.
 
-`several_sizes FOLDER RESULTS [NAME ...]`: NAME is an architecture that transformers has a class for, or `family:NAME`
-for a table of families.py. For each size in `SIZES` a checkpoint is made, and observed at the degrees of that size.
-Each is a fork of this process. A line of JSON in RESULTS for each, see `tests/support/observed_slices.py`.
+`several_sizes FOLDER RESULTS [NAME ...]`: NAME is an architecture that transformers has a class for, `family:NAME` for
+a table of families.py, or `form:NAME` for a quantized form of quantized.py. For each size in `SIZES` a checkpoint is
+made, and observed at the degrees of that size. Each is a fork of this process. A line of JSON in RESULTS for each, see
+`tests/support/observed_slices.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import transformers
 from support.checkpoints import write_family
 from support.families import FAMILIES
 from support.observed_slices import Checkpoint, Tensor, dump
+from support.quantized import QUANTIZED, write_quantized
 
 from engines.cases import complete_config
 from engines.observing import registry, small_models, small_sizes
@@ -29,7 +31,7 @@ from relayout.observe.ranks import ObservationJob
 from relayout.observe.vllm import configuration, observe_rank
 from relayout.storage.stores import find_store
 
-TIMEOUT_S = 400
+TIMEOUT_S = 1500
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,17 @@ SIZES = {
 """Together they tell heads, KV heads, experts, vocabulary and what is divided evenly from each other."""
 
 
+_LATENT = {"KL": 64, "QL": 64, "N": 32, "R": 16, "B": 32, "M": 256, "S": 256}
+_WIDE: dict[str, dict[str, int]] = {
+    "kimi_k25": {**_LATENT, "VH": 256, "VA": 8, "VI": 512},
+    "kimi_linear": _LATENT,
+    "kimi_k3": {**_LATENT, "RH": 128, "VH": 192, "VI": 768, "VQ": 384},
+    "deepseek_v4": {"M": 256, "S": 256, "QL": 128},
+    "deepseek_v41": {"M": 256, "S": 256, "QL": 128, "VH": 128, "VA": 8, "VI": 256},
+}
+"""More sizes, which vLLM's classes can be built with at 16 ranks."""
+
+
 def main() -> None:
     folder, results, *names = sys.argv[1:]
     torch.set_num_threads(1)
@@ -63,7 +76,7 @@ def main() -> None:
     works = [
         ({"name": name, "size": size}, partial(observe, name, size, checkpoint), checkpoint)
         for name, checkpoint in ((name, Path(folder, name.replace(":", "-"))) for name in names)
-        for size in list(SIZES)[: 1 if name.startswith("family:") else None]
+        for size in list(SIZES)[: 1 if ":" in name else None]
     ]
     write_results(Path(results), works, TIMEOUT_S)
 
@@ -103,6 +116,9 @@ def make(name: str, numbers: dict[str, int], folder: Path) -> None:
     kind, _, family = name.partition(":")
     if kind == "family":
         write_wide(family, folder)
+    elif kind == "form":
+        write_quantized(QUANTIZED[family], folder)
+        complete_config(folder / "config.json")
     else:
         small_models.write(name, folder)
 
@@ -112,7 +128,7 @@ def write_wide(name: str, folder: Path) -> None:
     family = FAMILIES[name]
     kv_heads = {8: 16, 1: 1}.get(family.sizes.get("K", 2), 4)
     sizes = {"A": 16, "K": kv_heads, "H": 512, "D": 32, "E": 16, "G": 16, "W": 32}
-    write_family(replace(family, sizes={**family.sizes, **sizes}), folder)
+    write_family(replace(family, sizes={**family.sizes, **sizes, **_WIDE.get(name.removesuffix("_old"), {})}), folder)
     complete_config(folder / "config.json")
 
 

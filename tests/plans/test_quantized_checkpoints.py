@@ -75,7 +75,9 @@ def may_split_blocks(entry: Entry, method: Method) -> bool:
 def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
     """Whether an engine can divide every tensor, and no cut falls inside a block, group or word."""
     sizes = quantized.all_sizes()
-    for entry in {(entry.cut, entry.shape, entry.is_linear): entry for entry in quantized.entries()}.values():
+    kinds = {(entry.cut, entry.shape, id(quantized.method_of(entry))): entry for entry in quantized.entries()}
+    for entry in kinds.values():
+        method = quantized.method_of(entry)
         if owned and ".experts." in entry.name:
             continue
         kind, axis = split_cut(entry.cut)
@@ -85,8 +87,7 @@ def fits(quantized: Quantized, num_ranks: int, *, owned: bool = False) -> bool:
             parts = expected(kind, np.arange(entry.shape[axis]), num_ranks, sizes)
         except IndivisibleError:
             return False
-        is_bound = entry.is_linear and not may_split_blocks(entry, quantized.method)
-        unit = quantized.method.form.borders[axis] if is_bound else 1
+        unit = method.form.borders[axis] if method and not may_split_blocks(entry, method) else 1
         if not all(is_at_borders(part, unit, entry.shape[axis]) for part in parts):
             return False
     return True
@@ -134,15 +135,15 @@ def test_a_ranks_slices_mean_the_slice_of_what_the_source_means(name: str, conve
     quantized = QUANTIZED[name]
     source, whole = read_source(conversions.source(name)), stock_tensors(conversions.source(name))
     entries = {collapse_numbers(entry.name): entry for entry in quantized.entries()}.values()
-    assert sum(entry.is_linear for entry in entries) >= 4
+    assert sum(quantized.method_of(entry) is not None for entry in entries) >= 3
     shared = [key for key in whole if key.endswith(("_shape", "_global_scale", "k_scale", "v_scale", "_scale_2"))]
     shared += [key for key in whole if key.endswith("input_scale")]
     tp = max(degree for degree in fitting(name) if degree <= 8)
     plan = plan_for(source, tp)
     held = [held_by(rank, plan, source, whole) for rank in range(tp)]
     for entry in entries:
-        if entry.is_linear:
-            assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
+        if method := quantized.method_of(entry):
+            assert_same_numbers(entry, method, whole, held, quantized.all_sizes())
             continue
         wanted = expected(entry.cut, as_integers(whole[entry.name]), tp, quantized.all_sizes())
         for rank, array in enumerate(wanted):
@@ -326,8 +327,9 @@ def test_with_expert_parallel_an_owner_has_all_tensors_of_its_experts_and_others
     owner = owners(quantized.all_sizes()["E"], tp)
     for entry in quantized.entries():
         if entry.expert is None:
-            if entry.is_linear and ".layers.0." in entry.name:
-                assert_same_numbers(entry, quantized.method, whole, held, quantized.all_sizes())
+            method = quantized.method_of(entry)
+            if method and "layers.0." in entry.name:
+                assert_same_numbers(entry, method, whole, held, quantized.all_sizes())
             continue
         stored = module_of(entry, whole)
         for rank, tensors in enumerate(held):

@@ -24,6 +24,7 @@ DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -45,13 +46,18 @@ def write_family(family: Family, folder: Path) -> Path:
     for entry in family.entries(sizes):
         if entry.name not in tensors:
             tensors[entry.name] = torch.randn(entry.shape)
-    typed = {name: _typed(tensor, DTYPES[family.dtype_of(name)]) for name, tensor in tensors.items()}
-    return write(folder, typed, config, family.num_shards)
+    stored = {name: typed(tensor, DTYPES[family.dtype_of(name)]) for name, tensor in tensors.items()}
+    return write(folder, stored, config, family.num_shards)
 
 
-def _typed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def typed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this shape, of numbers that are usual in the dtype."""
     if dtype == torch.uint8:
         return torch.randint(256, tensor.shape, dtype=dtype)
+    if dtype == torch.int64:
+        return torch.randint(2**15, tensor.shape, dtype=dtype)
+    if dtype == torch.float8_e8m0fnu:  # Exponents.
+        return torch.randint(120, 134, tensor.shape, dtype=torch.uint8).view(dtype)
     return tensor > 0 if dtype == torch.bool else tensor.to(dtype)
 
 

@@ -104,6 +104,14 @@ def _gate_up(_kind: str, indices: Array, num_ranks: int, _sizes: Sizes) -> list[
     return _joined(_equally(gate, gate.size, num_ranks), _equally(up, up.size, num_ranks))
 
 
+def _tower(kind: str, indices: Array, num_ranks: int, sizes: Sizes) -> list[Array]:
+    """Parts of a vision part, which is whole if ranks do not divide its heads (vision.py is_vit_use_data_parallel)."""
+    if sizes["VA"] % num_ranks:
+        return [indices] * num_ranks
+    parts = np.split(indices, kind.count("|") + 1)
+    return _joined(*(_equally(part, part.size, num_ranks) for part in parts))
+
+
 def _convolution(_kind: str, indices: Array, num_ranks: int, sizes: Sizes) -> list[Array]:
     """mamba_v2_sharded_weight_loader over query, key, value of linear attention."""
     key_dim = sizes["G"] * sizes["B"]
@@ -129,6 +137,10 @@ _CUTS: dict[str, Callable[[str, Array, int, Sizes], list[Array]]] = {
     "grouped": _grouped,
     "vocabulary": _vocabulary,
     "even|even": _gate_up,
+    "groups": lambda _kind, indices, num_ranks, sizes: _equally(indices, sizes["G"], num_ranks),
+    "tower": _tower,
+    "tower|tower": _tower,
+    "tower|tower|tower": _tower,
     "key|key|value": _convolution,
     "ragged": _ragged,
 }

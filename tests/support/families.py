@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Sizes = dict[str, int]
@@ -313,9 +313,101 @@ linear_attn.out_proj.weight H W*U linear@1
 """
 
 
+def moonvit(qkv: str, *, is_biased: bool) -> str:
+    """The vision part of Kimi: a tower of two blocks, which ranks cut if they divide its heads, and a projector.
+
+    Args:
+        qkv: the size of q, of k and of v.
+        is_biased: whether layers and norms have biases.
+    """
+    linear = linears if is_biased else str
+    kinds = ("weight", "bias") if is_biased else ("weight",)
+    block = linear(
+        f"wqkv.weight 3*{qkv} VH tower|tower|tower\nwo.weight VH {qkv} tower@1\n"
+        "mlp.fc0.weight VI VH tower\nmlp.fc1.weight VH VI tower@1\n"
+    )
+    block += "".join(f"{norm}.{kind} VH whole\n" for norm in ("norm0", "norm1") for kind in kinds)
+    tower = "patch_embed.proj.weight VH 3 14 14 whole\npatch_embed.pos_emb.weight 8 8 VH whole\n"
+    tower += "patch_embed.proj.bias VH whole\n" * is_biased
+    tower += "".join(f"encoder.final_layernorm.{kind} VH whole\n" for kind in kinds)
+    tower += "".join(layers(block, f"encoder.blocks.{number}.") for number in (0, 1))
+    projector = linear("proj.0.weight 4*VH 4*VH whole\nproj.2.weight H 4*VH whole\n")
+    return nested(tower, "vision_tower.") + nested(projector, "mm_projector.")
+
+
 def nested(table: str, prefix: str = "language_model.") -> str:
     """The same with a prefix, as in the checkpoint of a multimodal model."""
     return "".join(f"{prefix}{line}\n" for line in lines_of(table))
+
+
+KIMI_K25 = nested(DEEPSEEK + layers(CORRECTION, REST)) + moonvit("VH", is_biased=True) + (
+    "mm_projector.pre_norm.weight VH whole\nmm_projector.pre_norm.bias VH whole\n"
+)  # fmt: skip
+KIMI_DELTA = """
+self_attn.q_proj.weight G*B H even
+self_attn.k_proj.weight G*B H linear
+self_attn.v_proj.weight G*B H linear
+self_attn.b_proj.weight G H linear
+self_attn.f_a_proj.weight B H whole
+self_attn.f_b_proj.weight G*B B linear
+self_attn.q_conv1d.weight G*B 1 4 linear
+self_attn.k_conv1d.weight G*B 1 4 linear
+self_attn.v_conv1d.weight G*B 1 4 linear
+self_attn.A_log G linear
+self_attn.dt_bias G*B linear
+self_attn.o_norm.weight B whole
+self_attn.o_proj.weight H G*B even@1
+"""
+KIMI_LINEAR_MOE = (
+    "block_sparse_moe.gate.weight E H whole\nblock_sparse_moe.gate.e_score_correction_bias E whole\n"
+    + mlp("block_sparse_moe.shared_experts.", "S")
+)  # fmt: skip
+KIMI_LINEAR_EXPERTS = mlp("block_sparse_moe.experts.{expert}.", "M", "w1 w3 w2")
+KIMI_LINEAR = (  # Of three layers the last has latent attention, here without q_a_proj.
+    TOP
+    + layers(NORMS)
+    + layers(KIMI_DELTA + "self_attn.g_a_proj.weight B H whole\nself_attn.g_b_proj.weight G*B B linear", FIRST)
+    + layers(
+        KIMI_DELTA + "self_attn.g_a_proj.weight B H whole\nself_attn.g_b_proj.weight G*B B linear", "model.layers.1."
+    )
+    + layers(
+        re.sub(r".*q_a_.*\n", "", MLA).replace("q_b_proj.weight A*(N+R) QL", "q_proj.weight A*(N+R) H"),
+        "model.layers.2.",
+    )
+    + layers(mlp(), FIRST)
+    + layers(KIMI_LINEAR_MOE + KIMI_LINEAR_EXPERTS, REST)
+)
+KIMI_RESIDUALS = """
+self_attention_res_norm.weight H whole
+self_attention_res_proj.weight 1 H whole
+mlp_res_norm.weight H whole
+mlp_res_proj.weight 1 H whole
+"""
+KIMI_K3_GATE = "self_attn.g_proj.weight A*D H even\n"
+KIMI_K3_MOE = (
+    KIMI_LINEAR_MOE
+    + KIMI_LINEAR_EXPERTS.replace(" H", " RH")
+    + """
+block_sparse_moe.routed_expert_down_proj.weight RH H whole
+block_sparse_moe.routed_expert_up_proj.weight H RH whole
+block_sparse_moe.routed_expert_norm.weight RH whole
+"""
+)
+KIMI_K3 = (
+    nested(
+        TOP
+        + "model.output_attn_res_norm.weight H whole\nmodel.output_attn_res_proj.weight 1 H whole\n"
+        + layers(NORMS + KIMI_RESIDUALS)
+        + layers(KIMI_DELTA + "self_attn.g_proj.weight G*B H even", FIRST)
+        + layers(KIMI_DELTA + "self_attn.g_proj.weight G*B H even", "model.layers.1.")
+        + layers(MLA + KIMI_K3_GATE, "model.layers.2.")
+        + layers(mlp(), FIRST)
+        + layers(KIMI_K3_MOE, REST)
+        + layers(MTP + MLA + KIMI_K3_GATE + NORMS + KIMI_K3_MOE, NEXT)
+    )
+    + moonvit("VQ", is_biased=False)
+    + "mm_projector.post_norm.weight H whole\n"
+)
 
 
 # Configurations.
@@ -361,6 +453,33 @@ DEEPSEEK_CONFIG = {
     "num_key_value_heads": "{A}",
 }
 MLA_SIZES = {"QL": 48, "KL": 32, "N": 16, "R": 8, "F": 1, "S": 64}
+TOWER_CONFIG = {
+    **{"patch_size": 14, "init_pos_emb_height": 8, "init_pos_emb_width": 8, "init_pos_emb_time": 4},
+    **{"merge_kernel_size": [2, 2], "text_hidden_size": "{H}"},
+}
+TOWER_SIZES = {
+    **{"hidden_size": "{VH}", "intermediate_size": "{VI}", "num_attention_heads": "{VA}", "num_hidden_layers": 2},
+}
+HUB_TOWER_SIZES = {f"vt_{key}": value for key, value in TOWER_SIZES.items()}
+KIMI_K25_VISION = {
+    **{"model_type": "kimi_k25_vision", **TOWER_CONFIG, **TOWER_SIZES, **HUB_TOWER_SIZES, "mm_hidden_size": "{VH}"},
+    **{"pos_emb_type": "divided_fixed", "video_attn_type": "spatial_temporal", "merge_type": "sd2_tpool"},
+    **{"pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 4, "mm_projector_type": "patchmerger"},
+    **{"projector_hidden_act": "gelu", "projector_ln_eps": 1e-5},
+}
+NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+KIMI_LINEAR_CONFIG = {
+    **{"moe_intermediate_size": "{M}", "num_experts": "{E}", "num_experts_per_token": 2, "num_shared_experts": 1},
+    **{"first_k_dense_replace": "{F}", "moe_layer_freq": 1, "moe_renormalize": True, "use_grouped_topk": True},
+    **{"moe_router_activation_func": "sigmoid", "num_expert_group": 1, "topk_group": 1, "mla_use_nope": True},
+    **{"kv_lora_rank": "{KL}", "qk_nope_head_dim": "{N}", "qk_rope_head_dim": "{R}", "v_head_dim": "{D}"},
+    **{"num_key_value_heads": "{A}", "routed_scaling_factor": 2.4, "rope_theta": 10000.0, "rms_norm_eps": 1e-5},
+    **{"head_dim": "{N+R}", "hidden_act": "silu", "tie_word_embeddings": False},
+}
+DELTA_CONFIG = {
+    **{"kda_layers": [1, 2], "full_attn_layers": [3], "num_heads": "{G}", "head_dim": "{B}"},
+    "short_conv_kernel_size": 4,
+}
 LLAMA4_CONFIG = {
     "num_local_experts": "{E}",
     "intermediate_size_mlp": "{2*I}",
@@ -555,6 +674,64 @@ FAMILIES: dict[str, Family] = {
         author="hand",
         dtypes={"correction_bias": "F32"},
     ),
+    "kimi_k25": Family(
+        KIMI_K25,
+        _wrapped(
+            "kimi_k25",
+            _sized(
+                "kimi_k2", **DEEPSEEK_CONFIG, **NOAUX, architectures=["DeepseekV3ForCausalLM"],
+                num_nextn_predict_layers=0, routed_scaling_factor=2.8, norm_topk_prob=True,
+            ),
+            architectures=["KimiK25ForConditionalGeneration"],
+            vision_config=KIMI_K25_VISION,
+            media_placeholder_token_id=900,
+            pad_token_id=0,
+        ),
+        {**MLA_SIZES, "VH": 64, "VA": 4, "VI": 96},
+        author="hand",
+        dtypes={"correction_bias": "F32"},
+        num_shards=2,
+    ),
+    "kimi_linear": Family(
+        KIMI_LINEAR,
+        _sized(
+            "kimi_linear", **KIMI_LINEAR_CONFIG, architectures=["KimiLinearForCausalLM"], q_lora_rank=None,
+            linear_attn_config=DELTA_CONFIG, num_nextn_predict_layers=0,
+        ),
+        {**MLA_SIZES, "L": 3, "G": 8, "B": 16},
+        author="hand",
+        dtypes={"correction_bias|A_log|dt_bias": "F32"},
+    ),
+    "kimi_k3": Family(
+        KIMI_K3,
+        _wrapped(
+            "kimi_k3",
+            _sized(
+                "kimi_linear",
+                **{**KIMI_LINEAR_CONFIG, "hidden_act": "situ"},
+                architectures=["KimiLinearForCausalLM"],
+                q_lora_rank="{QL}",
+                linear_attn_config={**DELTA_CONFIG, "use_full_rank_gate": True, "gate_lower_bound": -5.0},
+                activation_situ_beta=1.0,
+                activation_situ_linear_beta=0.5,
+                mla_use_output_gate=True,
+                attn_res_block_size=2,
+                latent_moe_use_norm=True,
+                routed_expert_hidden_size="{RH}",
+                num_nextn_predict_layers=1,
+            ),
+            architectures=["KimiK3ForConditionalGeneration"],
+            vision_config={
+                "model_type": "kimi_k3_vision", **TOWER_CONFIG, **HUB_TOWER_SIZES, "qkv_hidden_size": "{VQ}"
+            },
+            media_placeholder_token_id=900,
+            pad_token_id=0,
+        ),
+        {**MLA_SIZES, "L": 3, "G": 8, "B": 16, "RH": 96, "VH": 64, "VA": 12, "VI": 288, "VQ": 192},
+        author="hand",
+        dtypes={"correction_bias|A_log|dt_bias": "F32"},
+        num_shards=2,
+    ),
     "llama4_text": Family(LLAMA4, _sized("llama4_text", **LLAMA4_CONFIG), {"F": 1}),
     "gpt_oss": Family(
         TOP
@@ -682,6 +859,9 @@ FAMILIES: dict[str, Family] = {
         rename={r"^vision_tower\.": "vision_tower.vision_model."},
     ),
 }  # fmt: skip
+FAMILIES["kimi_k25_old"] = replace(  # As the first files in NVFP4.
+    FAMILIES["kimi_k25"], table=KIMI_K25.replace("language_model.model.layers.", "language_model.layers.")
+)
 FAMILIES["gpt2_hub"] = Family(
     GPT2 + layers(GPT2_LAYER + "attn.bias 1 1 P P whole", "h.{all}."),
     FAMILIES["gpt2"].template,
@@ -1130,7 +1310,8 @@ transformers has no class of Bailing that it knows."""
 MULTIMODAL = [name for name, family in FAMILIES.items() if "text_config" in family.template]
 EXPERT_FAMILIES = [name for name, family in FAMILIES.items() if ".experts." in family.table]
 BESIDE_THE_LANGUAGE_MODEL = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|vision_embedder|multi_modal_projector|embed_vision|patch_merge_mlp)\."
+    r"(model\.)?(visual|vision_tower|vision_model|vision_embedder|vision|multi_modal_projector|mm_projector|aligner"
+    r"|embed_vision|patch_merge_mlp)\."
 )
 
 FP8_BLOCKS = Form(

@@ -7,6 +7,7 @@ definition of its format: so that the numbers in a rank's slice can be compared 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.checkpoints import DTYPES, Tensors, write
+from support.checkpoints import DTYPES, Tensors, typed, write
 from support.engine_oracle import Array
 from support.families import FAMILIES, FP8_BLOCKS, Entry, Family, Form, Sizes
 
@@ -39,6 +40,16 @@ class Quantized:
     method: Method
     family: str = "llama"
     sizes: Mapping[str, int] = field(default_factory=dict)
+    pattern: str = ""
+    """In the names of the weights that are stored so; empty: all linear layers."""
+    of_experts: Method | None = None
+    """How those of experts are stored, if in another way."""
+
+    def method_of(self, entry: Entry) -> Method | None:
+        """How a tensor is stored; None: as it is."""
+        if not (re.search(self.pattern, entry.name) if self.pattern else entry.is_linear):
+            return None
+        return self.of_experts if self.of_experts and ".experts." in entry.name else self.method
 
     def all_sizes(self) -> Sizes:
         """By default one layer, of whose matrices eight ranks can hold blocks of 128."""
@@ -62,10 +73,10 @@ def write_quantized(quantized: Quantized, folder: Path) -> Path:
     tensors: Tensors = {}
     for entry in quantized.entries():
         module = entry.name.removesuffix("weight")
-        if entry.is_linear:
-            tensors |= {module + suffix: tensor for suffix, tensor in random_weight(method, entry.shape).items()}
+        if stored := quantized.method_of(entry):
+            tensors |= {module + suffix: tensor for suffix, tensor in random_weight(stored, entry.shape).items()}
         else:
-            tensors[entry.name] = torch.randn(entry.shape).to(DTYPES[quantized.base.dtype_of(entry.name)])
+            tensors[entry.name] = typed(torch.randn(entry.shape), DTYPES[quantized.base.dtype_of(entry.name)])
     for layer in range(quantized.all_sizes()["L"]):
         for name in method.cache_scales:
             heads = quantized.all_sizes()["A" if name.startswith("q") else "K"]
@@ -277,6 +288,12 @@ def fp4(config: Mapping[str, Any], group: int, names: str, config_file: str = "c
     return Method(Form(config, table, (1, group), config_file), numbers, cache_scales=cache)
 
 
+def of_experts_only(method: Method, ignore: str, **more: Any) -> Method:
+    """The method, whose configuration names what it leaves as it is; without scales of the attention cache."""
+    config = {**method.form.config, "ignore": ignore.split(), **more}
+    return replace(method, form=replace(method.form, config=config), cache_scales=())
+
+
 MODELOPT = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
 MODELOPT_NAMES = "weight weight_scale weight_scale_2 input_scale"
 FP8_IN_BLOCKS = fp8_blocks(FP8_BLOCKS, "weight_scale_inv")
@@ -319,6 +336,17 @@ def mxfp8(config: Mapping[str, Any]) -> Method:
 
 
 _NARROW = {"H": 96, "D": 16, "I": 240}
+EXPERTS = r"\.experts\."
+NOT_KIMI = "re:.*self_attn.* re:.*shared_experts.* re:.*routed_expert_.* re:.*mlp.(gate|up|gate_up|down)_proj.*"
+NOT_KIMI += " re:.*lm_head.* re:.*res_proj re:vision_tower.* re:mm_projector.* re:.*eh_proj"
+NOT_KIMI_MODELOPT = "*self_attn* *shared_experts* *mlp.gate *lm_head vision_tower* mm_projector* *layers.0.*"
+MODELOPT_GROUP = {
+    "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+    "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+    "targets": ["Linear"],
+}
+KIMI = {**MLA_BLOCKS, "H": 256, "A": 16, "M": 512, "S": 512, "I": 512, "D": 32, "QL": 64, "KL": 64, "N": 32, "R": 16}
+
 
 QUANTIZED: dict[str, Quantized] = {
     "fp8_tensor": Quantized(
@@ -449,6 +477,29 @@ QUANTIZED: dict[str, Quantized] = {
             "weight_packed weight_scale",
         ),
         sizes={"D": 32, "I": 256},
+    ),
+    "int4_kimi_k25": Quantized(
+        of_experts_only(packed_integers(4, 32), NOT_KIMI), "kimi_k25", {**KIMI, "L": 2}, EXPERTS
+    ),
+    "nvfp4_kimi_k25": Quantized(
+        of_experts_only(NVFP4_MODELOPT, NOT_KIMI_MODELOPT, config_groups={"group_0": MODELOPT_GROUP}),
+        "kimi_k25", {**KIMI, "L": 2}, EXPERTS,
+    ),
+    "nvfp4_kimi_k25_old": Quantized(
+        of_experts_only(NVFP4_MODELOPT, NOT_KIMI_MODELOPT, config_groups={"group_0": MODELOPT_GROUP}),
+        "kimi_k25_old", {**KIMI, "L": 2}, EXPERTS,
+    ),
+    "mxfp4_kimi_k3": Quantized(
+        of_experts_only(
+            fp4(
+                compressed(
+                    "mxfp4-pack-quantized", weights_of(4, "float", "group", group_size=32, scale_dtype="torch.uint8")
+                ),
+                32, "weight_packed weight_scale",
+            ),
+            NOT_KIMI,
+        ),
+        "kimi_k3", {**KIMI, "L": 3, "RH": 128, "VA": 12, "VH": 192, "VI": 288, "VQ": 192}, EXPERTS,
     ),
 }  # fmt: skip
 EXPERT_QUANTIZED = [name for name, quantized in QUANTIZED.items() if ".experts." in quantized.base.table]

@@ -19,7 +19,7 @@ from relayout.plans.family import Family, builtin_families, dump_rules, parse_ru
 from relayout.plans.planner import plan_by, plan_for
 
 OWN_CLASS = {
-    *("kimi_k2", "kimi_k3", "RefinedWeb", "RefinedWebModel"),
+    *("kimi_k2", "kimi_k3", "deepseek_v41", "RefinedWeb", "RefinedWebModel"),
     *("inkling_model", "mimo_v2", "minimax_m3", "minimax_m3_text", "bailing_moe", "bailing_moe_v2"),
 }
 """Model types of which transformers has no class."""

@@ -25,13 +25,20 @@ for observed in read(Path(__file__).parent / "observed.jsonl.xz"):
     OBSERVED[observed.name].append(observed)
 
 WITHOUT_PLAN = {
-    "DeepseekV4ForCausalLM",
     "DiffusionGemmaForBlockDiffusion",
     "FalconMambaForCausalLM",
     "Molmo2ForConditionalGeneration",
     "Zamba2ForCausalLM",
 }
 """Some rules are not known, or what the hub's models have was not observed, such as the untied head of Falcon Mamba."""
+
+
+WITHOUT_UNIT = re.compile(r"\.engram\.embed\.(weight|scale)$")
+"""Tables of n-grams, which vLLM cuts at sums of prime numbers; every rank holds them whole."""
+
+
+PADDED = re.compile(r"\.ffn\.shared_experts\.w[123]\.(weight|scale)$")
+"""Shared experts in FP8, of four blocks here. With more ranks, vLLM fills up with zeros, and plans refuse it."""
 
 
 def test_what_was_observed_is_of_many_architectures_and_degrees() -> None:
@@ -46,8 +53,10 @@ def test_ranks_hold_what_vllm_takes(name: str) -> None:
     for checkpoint in OBSERVED[name]:
         wrong = differences_of_chosen(checkpoint)
         # Of parts beside the language model ranks may hold more: a plan has no numbers for them.
-        may_be_more = (BESIDE.search(one.pattern) or CONTINUED.match(one.pattern) for one in wrong)
-        assert [one for one, may in zip(wrong, may_be_more, strict=True) if one.what != "more" or not may] == []
+        others = [one for one in wrong if one.what != "more" or not (BESIDE.search(p := one.pattern) or CONTINUED.match(p))]
+        if checkpoint.root.startswith("form:"):
+            others = [one for one in others if one.degree < 8 or not PADDED.search(one.pattern)]
+        assert [one for one in others if not WITHOUT_UNIT.search(one.pattern)] == [], checkpoint.root
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_PLAN))

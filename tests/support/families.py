@@ -408,6 +408,102 @@ KIMI_K3 = (
     + moonvit("VQ", is_biased=False)
     + "mm_projector.post_norm.weight H whole\n"
 )
+DEEPSEEK_V4_ATTENTION = """
+hc_attn_fn (2+X)*X X*H whole
+hc_attn_base (2+X)*X whole
+hc_attn_scale 3 whole
+hc_ffn_fn (2+X)*X X*H whole
+hc_ffn_base (2+X)*X whole
+hc_ffn_scale 3 whole
+attn_norm.weight H whole
+ffn_norm.weight H whole
+attn.attn_sink A heads
+attn.wq_a.weight QL H whole
+attn.q_norm.weight QL whole
+attn.wq_b.weight A*HD QL heads
+attn.wkv.weight HD H whole
+attn.kv_norm.weight HD whole
+attn.wo_a.weight G*OL A*HD//G groups
+attn.wo_b.weight H G*OL groups@1
+"""
+
+
+def compressor(ratio: int, head_dim: str, prefix: str = "attn.") -> str:
+    """What joins the keys of DeepSeek V4; those of 4 tokens overlap."""
+    width = f"2*{head_dim}" if ratio == 4 else head_dim
+    lines = (f"wkv.weight {width} H", f"wgate.weight {width} H", f"norm.weight {head_dim}", f"ape {ratio} {width}")
+    return "".join(f"{prefix}compressor.{line} whole\n" for line in lines)
+
+
+DEEPSEEK_V4_INDEXER = "attn.indexer.wq_b.weight IH*ID QL whole\nattn.indexer.weights_proj.weight IH H whole\n"
+DEEPSEEK_V4_MOE = (
+    "ffn.gate.weight E H whole\n"
+    + mlp("ffn.experts.{expert}.", "M", "w1 w3 w2")
+    + mlp("ffn.shared_experts.", "S", "w1 w3 w2")
+)  # fmt: skip
+DEEPSEEK_V4_TOP = "embed.weight V H vocabulary\nhead.weight V H vocabulary\nnorm.weight H whole\n"
+HC_HEAD = "hc_head_fn X X*H whole\nhc_head_base X whole\nhc_head_scale 1 whole\n"
+DEEPSEEK_V4_MTP = """
+emb.tok_emb.weight V H vocabulary
+head.weight V H vocabulary
+enorm.weight H whole
+hnorm.weight H whole
+norm.weight H whole
+e_proj.weight H H whole
+h_proj.weight H H whole
+"""
+DEEPSEEK_V4 = (
+    DEEPSEEK_V4_TOP
+    + HC_HEAD
+    + layers(DEEPSEEK_V4_ATTENTION + DEEPSEEK_V4_MOE, "layers.{all}.")
+    + layers("ffn.gate.tid2eid V 2 whole", "layers.{first}.")
+    + layers("ffn.gate.bias E whole", "layers.{rest}.")
+    + layers(compressor(128, "HD"), "layers.1.")
+    + layers(compressor(4, "HD") + DEEPSEEK_V4_INDEXER + compressor(4, "ID", "attn.indexer."), "layers.2.")
+    + layers(DEEPSEEK_V4_MTP + HC_HEAD + DEEPSEEK_V4_ATTENTION + DEEPSEEK_V4_MOE + "ffn.gate.bias E whole", "mtp.0.")
+)
+DEEPSEEK_VISION = (
+    linears("patch_embed.proj.weight VH 588 whole")
+    + "norm.weight VH whole\n"
+    + "".join(
+        layers(
+            "norm1.weight VH whole\nnorm2.weight VH whole\n"
+            + linears("attn.wqkv.weight 3*VH VH tower|tower|tower\nattn.wo.weight VH VH tower@1")
+            + "mlp.w1.weight 2*VI VH tower|tower\nmlp.w2.weight VH VI tower@1\n",
+            f"blocks.{number}.",
+        )
+        for number in (0, 1)
+    )
+)
+DEEPSEEK_V41 = (
+    DEEPSEEK_V4_TOP
+    + layers(DEEPSEEK_V4_ATTENTION + DEEPSEEK_V4_MOE, "layers.{all}.")
+    + layers("ffn.gate.bias E whole\nffn.gate.bias_vl E whole", "layers.{all}.")
+    + layers("".join(line + "\n" for line in lines_of(compressor(2, "HD")) if ".ape" not in line), "layers.1.")
+    + layers(DEEPSEEK_V4_INDEXER, "layers.1.")
+    + layers("attn.indexer.wk.weight ID HD whole\nattn.indexer.k_norm.weight ID whole", "layers.1.")
+    + layers(DEEPSEEK_V4_INDEXER, "layers.3.")
+    + layers(
+        """
+        engram.embed.weight 8968 64 whole
+        engram.embed.scale 8968 2 whole
+        engram.wkv.weight (X+1)*H 1024 even
+        engram.q_weight X H whole
+        engram.k_weight X H whole
+        """,
+        "layers.1.",
+    )
+    + layers(
+        DEEPSEEK_V4_ATTENTION + DEEPSEEK_V4_MOE + "ffn.gate.bias E whole\nffn.gate.bias_vl E whole\n"
+        + "main_proj.weight H 2*H whole\nmain_norm.weight H whole\nnorm.weight H whole\n"
+        + "markov_head.embed.weight V 16 whole\nmarkov_head.head.weight V 16 whole\n"
+        + "confidence_head.proj.weight 1 H+16 whole\n",
+        "mtp.0.",
+    )
+    + nested(DEEPSEEK_VISION, "vision.")
+    + linears("aligner.w1.weight H 9*VH tower\naligner.w2.weight H H tower@1")
+    + "image_start H whole\nimage_end H whole\nimage_newline H whole\n"
+)  # fmt: skip
 
 
 # Configurations.
@@ -480,6 +576,21 @@ DELTA_CONFIG = {
     **{"kda_layers": [1, 2], "full_attn_layers": [3], "num_heads": "{G}", "head_dim": "{B}"},
     "short_conv_kernel_size": 4,
 }
+DEEPSEEK_V4_CONFIG = {
+    **{"head_dim": "{HD}", "q_lora_rank": "{QL}", "qk_rope_head_dim": 64, "qk_nope_head_dim": "{HD-64}"},
+    **{"num_key_value_heads": 1, "o_groups": "{G}", "o_lora_rank": "{OL}", "sliding_window": 128},
+    **{"index_n_heads": "{IH}", "index_head_dim": "{ID}", "index_topk": 512, "hc_mult": "{X}"},
+    **{"hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "moe_intermediate_size": "{M}", "n_routed_experts": "{E}"},
+    **{"n_shared_experts": 1, "num_experts_per_tok": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+    **{"scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "swiglu_limit": 10.0, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 10000.0, "compress_rope_theta": 160000.0, "hidden_act": "silu", "tie_word_embeddings": False},
+    **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1, "intermediate_size": "{M}"},
+    "rope_scaling": {
+        **{"type": "yarn", "rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+        **{"beta_fast": 32, "beta_slow": 1},
+    },
+}
+DEEPSEEK_V4_SIZES = {"QL": 64, "HD": 512, "OL": 32, "IH": 8, "ID": 128, "X": 4, "G": 8, "S": 64, "F": 1}
 LLAMA4_CONFIG = {
     "num_local_experts": "{E}",
     "intermediate_size_mlp": "{2*I}",
@@ -730,6 +841,62 @@ FAMILIES: dict[str, Family] = {
         {**MLA_SIZES, "L": 3, "G": 8, "B": 16, "RH": 96, "VH": 64, "VA": 12, "VI": 288, "VQ": 192},
         author="hand",
         dtypes={"correction_bias|A_log|dt_bias": "F32"},
+        num_shards=2,
+    ),
+    "deepseek_v4": Family(
+        DEEPSEEK_V4,
+        _sized(
+            "deepseek_v4",
+            **DEEPSEEK_V4_CONFIG,
+            architectures=["DeepseekV4ForCausalLM"],
+            compress_ratios=[0, 128, 4, 0],
+            layer_types=["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+            mlp_layer_types=["hash_moe", "moe", "moe"],
+            num_hash_layers=1,
+            compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        ),
+        {**DEEPSEEK_V4_SIZES, "L": 3},
+        author="hand",
+        dtypes={"hc_|attn_sink|ape|gate.bias": "F32", "tid2eid": "I64"},
+        num_shards=2,
+    ),
+    "deepseek_v41": Family(
+        DEEPSEEK_V41,
+        _wrapped(
+            "deepseek_v41",
+            _sized(
+                "deepseek_v41_text",
+                **DEEPSEEK_V4_CONFIG,
+                compress_ratios=[0, 2, 2, 2, 0],
+                kv_source_layer_ids=[1],
+                index_source_layer_ids=[1, 3],
+                engram_layer_ids=[1],
+                engram_num_embeddings=[8968],
+                engram_max_ngram_size=3,
+                engram_vocab_size=500,
+                engram_n_heads=8,
+                engram_head_dim=64,
+                engram_compressed_vocab_size=900,
+                engram_pad_token_id=2,
+                image_token_id=990,
+                dspark_target_layer_ids=[1, 2],
+                dspark_markov_rank=16,
+            ),
+            architectures=["DeepseekV41ForCausalLM"],
+            vision_config={
+                **TOWER_SIZES, "patch_size": 14, "downsample_ratio": 3, "rope_theta": 10000.0,
+                "max_image_tokens": 1024, "min_pixels": 295936, "max_wh_ratio": None,
+            },
+            image_token_id=990,
+            tie_word_embeddings=False,
+        ),
+        {**DEEPSEEK_V4_SIZES, "L": 4, "VH": 64, "VA": 4, "VI": 96},
+        author="hand",
+        dtypes={
+            "hc_|attn_sink|gate.bias|image_": "F32",
+            "engram.embed.weight": "F8_E4M3",
+            "engram.embed.scale": "F8_E8M0",
+        },
         num_shards=2,
     ),
     "llama4_text": Family(LLAMA4, _sized("llama4_text", **LLAMA4_CONFIG), {"F": 1}),

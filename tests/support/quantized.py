@@ -288,6 +288,17 @@ def fp4(config: Mapping[str, Any], group: int, names: str, config_file: str = "c
     return Method(Form(config, table, (1, group), config_file), numbers, cache_scales=cache)
 
 
+def fp4_beside_fp8(config: Mapping[str, Any]) -> Method:
+    """As experts of DeepSeek V4: two numbers in a byte along the columns, an exponent for each 32."""
+
+    def numbers(tensors: Tensors) -> Array:
+        stored = tensors["weight"].view(torch.uint8).numpy()
+        values = _E2M1[np.stack([stored & 15, stored >> 4], -1).reshape(len(stored), -1)]
+        return values * spread(number(tensors["scale"]), values.shape, (1, 32))
+
+    return Method(Form(config, "weight I8 R C//2\nscale F8_E8M0 R C//32", (1, 32)), numbers)
+
+
 def of_experts_only(method: Method, ignore: str, **more: Any) -> Method:
     """The method, whose configuration names what it leaves as it is; without scales of the attention cache."""
     config = {**method.form.config, "ignore": ignore.split(), **more}
@@ -346,6 +357,21 @@ MODELOPT_GROUP = {
     "targets": ["Linear"],
 }
 KIMI = {**MLA_BLOCKS, "H": 256, "A": 16, "M": 512, "S": 512, "I": 512, "D": 32, "QL": 64, "KL": 64, "N": 32, "R": 16}
+DEEPSEEK_V4_LAYERS = (
+    r"\.attn\.(wq_a|wkv|wq_b|wo_a|wo_b|indexer\.wq_b)\.weight$|\.ffn\.(shared_)?experts\."
+    r"|\.(e_proj|h_proj|main_proj|engram\.wkv)\.weight$"
+)
+DEEPSEEK_V4_FP8 = {
+    **{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "scale_fmt": "ue8m0",
+}
+DEEPSEEK_V4 = {"H": 256, "A": 8, "M": 512, "S": 512, "OL": 128, "QL": 128, "L": 3}
+
+
+def deepseek_v4_fp8(scale: str = "F8_E8M0", **config: Any) -> Method:
+    """The linear layers of DeepSeek V4."""
+    table = f"weight F8_E4M3 R C\nscale {scale} ceil(R,128) ceil(C,128)"
+    return fp8_blocks(Form({**DEEPSEEK_V4_FP8, **config}, table, (128, 128)), "scale")
 
 
 QUANTIZED: dict[str, Quantized] = {
@@ -500,6 +526,20 @@ QUANTIZED: dict[str, Quantized] = {
             NOT_KIMI,
         ),
         "kimi_k3", {**KIMI, "L": 3, "RH": 128, "VA": 12, "VH": 192, "VI": 288, "VQ": 192}, EXPERTS,
+    ),
+    "fp8_fp4_deepseek_v4": Quantized(
+        deepseek_v4_fp8(), "deepseek_v4", DEEPSEEK_V4, DEEPSEEK_V4_LAYERS, fp4_beside_fp8(DEEPSEEK_V4_FP8)
+    ),
+    "fp8_deepseek_v4": Quantized(
+        deepseek_v4_fp8("F32"), "deepseek_v4", DEEPSEEK_V4, DEEPSEEK_V4_LAYERS
+    ),
+    "fp8_nvfp4_deepseek_v4": Quantized(
+        deepseek_v4_fp8(moe_quant_algo="NVFP4"), "deepseek_v4", DEEPSEEK_V4, DEEPSEEK_V4_LAYERS,
+        replace(NVFP4_MODELOPT, cache_scales=()),
+    ),
+    "fp8_fp4_deepseek_v41": Quantized(
+        deepseek_v4_fp8(), "deepseek_v41", {**DEEPSEEK_V4, "H": 512, "L": 4}, DEEPSEEK_V4_LAYERS,
+        fp4_beside_fp8(DEEPSEEK_V4_FP8),
     ),
 }  # fmt: skip
 EXPERT_QUANTIZED = [name for name, quantized in QUANTIZED.items() if ".experts." in quantized.base.table]

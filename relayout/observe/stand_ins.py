@@ -89,6 +89,16 @@ def stand_in_modules() -> None:
             sys.modules[name] = AnyModule(name)
 
 
+def stand_in_quantization(model_type: str | None) -> None:
+    """Let DeepSeek V4.1 have its own configuration of FP8, instead of V4's, which vLLM takes without CUDA or ROCm.
+
+    To be called before vLLM makes its configuration.
+    """
+    if model_type == "deepseek_v41":
+        older, own = (_module(f"vllm.models.{package}") for package in ("deepseek_v4", "deepseek_v41"))
+        older.DeepseekV4FP8Config = own.DeepseekV4FP8Config
+
+
 def stand_in_devices() -> None:
     """Let classes make what only a GPU has, where there is none: streams, events, sparse attention, kernels."""
     if torch.cuda.is_available():

@@ -37,9 +37,16 @@ def configuration(job: ObservationJob) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     import relayout.observe.tracing  # noqa: F401  # Here, once, and not in each fork.
-    from relayout.observe.stand_ins import stand_in_devices, stand_in_kernels, stand_in_modules
+    from relayout.observe.stand_ins import (
+        stand_in_devices,
+        stand_in_kernels,
+        stand_in_modules,
+        stand_in_quantization,
+    )
 
     stand_in_modules()
+    file = Path(job.folder, "config.json")
+    stand_in_quantization(json.loads(file.read_text()).get("model_type") if file.exists() else None)
     # vLLM looks at a class in a process of its own, lest it starts CUDA; this is one.
     registry._run_in_subprocess = lambda function: function()
     # Which of its runners would run the model is decided by this machine, and does not matter.

@@ -8,7 +8,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from relayout.observe.stand_ins import of_whole_groups, stand_in_classes, to_device_unless_meta, without_tokenizer
+from relayout.observe.stand_ins import (
+    of_whole_groups,
+    stand_in_classes,
+    stand_in_quantization,
+    to_device_unless_meta,
+    without_tokenizer,
+)
 
 # Kernels: they refuse what those for GPUs refuse (vLLM 0.33, `check_marlin_supports_layer`).
 
@@ -86,3 +92,15 @@ def test_a_package_that_chose_classes_for_a_cpu_has_those_for_gpus(monkeypatch: 
         "Model": "for GPUs", "Draft": "a draft", "Other": "for CPUs"
     }  # fmt: skip
     assert found == ["cleared"]
+
+
+@pytest.mark.parametrize(("model_type", "taken"), [("deepseek_v41", "own"), ("deepseek_v4", "older"), (None, "older")])
+def test_deepseek_v41_has_its_own_quantization(
+    model_type: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, config in {"deepseek_v4": "older", "deepseek_v41": "own"}.items():
+        module = ModuleType(f"vllm.models.{package}")
+        vars(module)["DeepseekV4FP8Config"] = config
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    stand_in_quantization(model_type)
+    assert vars(sys.modules["vllm.models.deepseek_v4"])["DeepseekV4FP8Config"] == taken

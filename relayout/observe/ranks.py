@@ -85,13 +85,13 @@ def run_here(jobs: Sequence[JsonObject]) -> list[JsonObject]:
     print(f"{ENGINES[package]} {version} is imported", flush=True)
     torch.set_num_threads(1)  # A fork of a process that has threads of its own may wait for them forever.
 
-    def carry_out(number: int) -> JsonObject:
-        return _carry_out(engine, version, ObservationJob(**jobs[number]))
+    def observe(number: int) -> JsonObject:
+        return carry_out(engine, version, ObservationJob(**jobs[number]))
 
-    return _in_forks(carry_out, len(jobs), 1, "degree")
+    return _in_forks(observe, len(jobs), 1, "degree")
 
 
-def _carry_out(engine: ObservedEngine, version: str, job: ObservationJob) -> JsonObject:
+def carry_out(engine: ObservedEngine, version: str, job: ObservationJob) -> JsonObject:
     """Return what each rank loads, in JSON, or `error`. This process has the job's configuration from now on."""
     try:
         config = engine.configuration(job)

@@ -71,7 +71,13 @@ ENGINES = {
     # There is no CPU build of it.
     "vllm-0.33": replace(
         _VLLM,
-        variables=(*_VLLM.variables, ("VLLM_TARGET_DEVICE", "cpu")),
+        variables=(
+            *_VLLM.variables,
+            ("VLLM_TARGET_DEVICE", "cpu"),
+            # Kernels of Kimi K3, which it would import.
+            ("VLLM_KIMI_K3_GEMM_AR", "0"),
+            ("VLLM_ENABLE_GEMM_RS", "0"),
+        ),
         home="vllm",
         # Without its compiled modules, which want CUDA, torchaudio has what audio classes import.
         overlays=("vllm==0.33.0", "transformers==5.23.0", "torchaudio==2.11.0"),

@@ -14,7 +14,7 @@ import torch
 
 from engines.comparing.jobs import Job, Tensors, held, note_differences, run_jobs
 from relayout.engines.unwritten import Marks, unwritten
-from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels
+from relayout.observe.stand_ins import StandInGroup, Unpinned, fake_rank, stand_in_kernels, stand_in_tokenizers
 from relayout.observe.vllm import draft_config
 
 
@@ -54,7 +54,7 @@ def load(config: Any, model_config: Any) -> tuple[Any, Any]:
     dtype = set_default_torch_dtype(model_config.dtype)
     with set_current_vllm_config(config), dtype, torch.device("cpu"), Unpinned():
         loader = get_model_loader(config.load_config)
-        with Marks():  # Around vLLM's own loads, too.
+        with Marks(), stand_in_tokenizers():  # Around vLLM's own loads, too.
             model = loader.create_model(vllm_config=config, model_config=model_config)
         loader.load_weights(model, model_config)
     return model, getattr(getattr(loader, "load", None), "delivery", None)

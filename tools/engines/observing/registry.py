@@ -28,8 +28,9 @@ from engines.comparing.jobs import Job, nothing_found
 from engines.observing import small_models
 from engines.observing.forks import Report, Result, write_results
 from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.observe import vllm
 from relayout.observe.observation import Observation, observe, plan_of
-from relayout.observe.ranks import run_here
+from relayout.observe.ranks import ObservationJob, carry_out
 from relayout.plans.family import find_family
 from relayout.storage.stores import find_store
 
@@ -131,13 +132,18 @@ def by_builtin_plan(name: str, folder: Path) -> dict[str, Any]:
     return result
 
 
+def run_in_place(jobs: Sequence[Result]) -> list[Result]:
+    """Carry out jobs in this process: what stands in for a GPU then also does for the comparison."""
+    return [carry_out(vllm, vllm.start(), ObservationJob(**job)) for job in jobs]
+
+
 def observe_source(
     folder: Path, degrees: Sequence[int]
 ) -> tuple[SourceCheckpoint, dict[int, Observation | relayout.PlanError]]:
     """What is observed at each degree in this process; keys that only the hub's config.json has are supplied."""
     while True:
         source = read_source(find_store(folder))
-        results = dict(zip(degrees, observe(source, degrees, trust_remote_code=True, run=run_here), strict=True))
+        results = dict(zip(degrees, observe(source, degrees, trust_remote_code=True, run=run_in_place), strict=True))
         if not small_models.supply(folder, [str(result) for result in results.values()]):
             return source, results
 

@@ -169,7 +169,7 @@ class Family:
         family = replace(
             self,
             defaults={language_type(config): row} if row else {},
-            sizes={size: tuple(_without_paths(sources, config)) for size, sources in self.sizes.items()},
+            sizes={size: tuple(_without_paths(sources, config)) or sources for size, sources in self.sizes.items()},
         )
         if not self.layers:
             return family

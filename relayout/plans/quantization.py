@@ -138,8 +138,8 @@ class Scheme:
             axis = self._axis(suffix, which, shape)
             if axis is None:
                 continue
-            if dtype.startswith("F8") and bits == 4:
-                return None  # One value in a byte.
+            if bits == 4 and dtype.startswith(("F8", "F16", "F32", "BF16") if suffix == "weight" else "F8"):
+                return None  # An element is one value.
             if which and dtype == "I32" and suffix in self.packed:
                 return shape[axis] * 32 // bits
             return shape[axis] * 2 if which and bits == 4 and dtype in ("U8", "I8") else shape[axis]

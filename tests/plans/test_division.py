@@ -238,10 +238,6 @@ def test_the_head_dim_is_not_for_units_that_are_no_heads() -> None:
         ([SizeSource("a")], {"a": 3, "text_config": None}, 3),
         ([SizeSource("a")], {"a": 3, "text_config": "a"}, 3),
         # A key of an object.
-        ([SizeSource("v.a")], {"v": {"a": 3}}, 3),
-        ([SizeSource("v.a"), SizeSource("a")], {"v": {"b": 3}, "a": 4}, 4),
-        ([SizeSource("v.a"), SizeSource("a")], {"v": 3, "a": 4}, 4),
-        ([SizeSource("v.a")], {"v": {"a": 3}, "text_config": {"v": {"a": 5}}}, 5),
         # Conditions.
         ([SizeSource(1, "b"), SizeSource("a")], {"a": 3, "b": True}, 1),
         ([SizeSource(1, "b"), SizeSource("a")], {"a": 3, "b": False}, 3),

@@ -53,7 +53,9 @@ def test_ranks_hold_what_vllm_takes(name: str) -> None:
     for checkpoint in OBSERVED[name]:
         wrong = differences_of_chosen(checkpoint)
         # Of parts beside the language model ranks may hold more: a plan has no numbers for them.
-        others = [one for one in wrong if one.what != "more" or not (BESIDE.search(p := one.pattern) or CONTINUED.match(p))]
+        others = [
+            one for one in wrong if one.what != "more" or not (BESIDE.search(p := one.pattern) or CONTINUED.match(p))
+        ]
         if checkpoint.root.startswith("form:"):
             others = [one for one in others if one.degree < 8 or not PADDED.search(one.pattern)]
         assert [one for one in others if not WITHOUT_UNIT.search(one.pattern)] == [], checkpoint.root

@@ -109,14 +109,16 @@ def render_comparison(checkpoints: Sequence[Checkpoint]) -> str:
         except PlanError:
             without.append(checkpoint.name)
     of_tables = sum(name.startswith("family:") for name in compared)
+    of_forms = sum(name.startswith("form:") for name in compared)
     degrees = sorted({degree for checkpoint in checkpoints for degree in checkpoint.observed})
     sizes = {checkpoint.root.partition(", ")[2] for checkpoint in checkpoints}
-    counts = f"{len(compared) - of_tables} architectures, in up to {len(sizes)} sizes, and of {of_tables} tables"
+    counts = f"{len(compared) - of_tables - of_forms} architectures, in up to {len(sizes)} sizes, of {of_tables} tables"
     ranks = ", ".join(map(str, degrees))
     text = f"""## Plans compared with what was observed
 
 Made by `tools/run engines --step plans`: small checkpoints of {counts}
-that plans were written from by hand were observed at {ranks} ranks, where vLLM accepts them. The slices of all
+that plans were written from by hand, and of {of_forms} quantized forms of these, were observed at {ranks} ranks, where
+vLLM accepts them. The slices of all
 tensors were compared with those of the built-in plan. The tests do so again, without vLLM. No plan has another slice.
 Of some parts beside the language model, whose numbers a plan does not know, and of tables that several tensors
 continue, ranks hold the whole, where vLLM takes a part of this dimension, or (without one) whole tensors of some:
@@ -124,9 +126,16 @@ continue, ranks hold the whole, where vLLM takes a part of this dimension, or (w
 | architecture | dimension | tensors |
 |---|---|---|
 """
+    padded = set()
     for (name, what, dims), patterns in sorted(wrong.items()):
+        if name.startswith("form:") and what != "more":
+            padded.add(name)
+            continue
         assert what == "more", (name, what, patterns)
         text += "".join(f"| {name} | {dims.strip('[]')} | `{pattern}` |\n" for pattern in sorted(patterns))
+    if padded:
+        forms = ", ".join(sorted(padded))
+        text += f"\nWith more ranks than blocks of a shared expert, which plans refuse, vLLM fills it up: {forms}.\n"
     return text + f"\nObserved, and without a built-in plan: {', '.join(sorted(set(without)))}.\n"
 
 

@@ -110,9 +110,9 @@ def check_written(model: torch.nn.Module, path: str, engine: str, exempt: Collec
 
     Args:
         path: of the checkpoint, for messages.
-        exempt: names of modules.
+        exempt: names of modules, or of parameters.
     """
-    missing = [name for name in unwritten(model) if set(exempt).isdisjoint(name.split("."))]
+    missing = [name for name in unwritten(model) if set(exempt).isdisjoint((name, *name.split(".")))]
     if missing:
         what = f"nothing was loaded into {listed(missing)}: the checkpoint lacks what {engine}'s"
         raise PlanError(f"{what} {type(model).__name__} needs, or was converted without it", path=path, code="missing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,6 +176,23 @@ def test_rows_of_padding_that_vllm_never_loads_are_no_error(folders: Path, engin
     engine.load(folders / "llama-tp2", model)
     model.memory["layers.0.input_mix_weight_up.weight"] = torch.empty(8, 8)
     with pytest.raises(PlanError, match=r"nothing was loaded into layers\.0\.input_mix_weight_up\.weight:"):
+        engine.load(folders / "llama-tp2", model)
+
+
+@pytest.mark.parametrize(
+    ("width", "says"), [(256, None), (64, r"nothing was loaded into layers\.0\.experts\.w13_weight:")]
+)
+def test_padding_of_experts_that_are_wider_than_the_checkpoint_has_them_is_no_error(
+    folders: Path, engine: Engine, whole: Tensors, width: int, says: str | None
+) -> None:
+    model, experts = Model(whole, 0, 2), torch.nn.Module()
+    experts.w13_weight = torch.nn.Parameter(torch.zeros(2))
+    experts.moe_config = SimpleNamespace(  # type: ignore[assignment]
+        intermediate_size_per_partition=width, intermediate_size_per_partition_unpadded=64
+    )
+    model.missing = {"layers.0.experts": experts}
+    model.memory["layers.0.experts.w13_weight"] = torch.empty(8, 8)
+    with nullcontext() if says is None else pytest.raises(PlanError, match=says):
         engine.load(folders / "llama-tp2", model)
 
 

@@ -166,7 +166,7 @@ def test_two_versions_of_an_object_are_never_mixed(server: Server, converted: Pa
 
     server.interfere = put_another
     # Heads are checked while ranges arrive: which of them meets the other version first is chance.
-    says = f"{URL}/{name}: (was replaced while it was read|content in its header differs)"
+    says = f"{URL}/{name}: (was replaced while it was read|tensors_digest in its header differs)"
     with pytest.raises(FormatError, match=says) as caught:
         relayout.load(URL, 1)
     assert caught.value.code == ("mismatch" if "was replaced" in str(caught.value) else "owner")

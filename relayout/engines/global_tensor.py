@@ -45,11 +45,11 @@ class Usage:
         self.strict = strict
         """Refuse to read what slices do not hold."""
         self.is_expected = is_expected
-        """Whether the slices hold nothing, so that what is used of them is read."""
+        """Whether reads are expected: the tensors hold no slice."""
         self.used: set[str] = set()
         """Names of the tensors that were asked for anything."""
         self.whole: set[str] = set()
-        """Names of the tensors of which all was read."""
+        """Names of the tensors that were read whole."""
         self.count = 0
         """How many tensors, or parts of them, have been read."""
         self.nbytes = 0

@@ -266,7 +266,7 @@ class EngineRank:
     """The tensor-parallel rank, among those over which attention is cut."""
     num_ranks: int
     owns_experts: bool
-    """Whether each expert is some process's, and not cut over all."""
+    """Whether each expert is held whole by one process, as with expert parallelism."""
     has_own_block: bool
     """Whether a rank has the contiguous block of experts that a conversion with --expert-parallel gives it."""
     is_placed: Callable[[str], bool] | None
@@ -290,7 +290,7 @@ class EngineRank:
 
     @property
     def places_all_experts(self) -> bool:
-        """Whether one rank of several processes uses some of the experts, and all of everything else."""
+        """Whether there is one rank, and the engine uses only some experts in it."""
         return self.num_ranks == 1 and self.owns_experts and not self.has_own_block
 
     def check(self, manifest: Manifest, path: str) -> None:

@@ -206,10 +206,12 @@ class RankWeights:
         return asked.options()
 
     @cached_property
-    def placed(self) -> TensorColumns | None:
-        """The tensors that the engine places by itself, whole; None: there are none."""
+    def placed(self) -> TensorColumns:
+        """The tensors that the engine places by itself, whole."""
+        from relayout.loader.sources.rank import TensorColumns
+
         if self.is_placed is None:
-            return None
+            return TensorColumns((), (), ())
         contents = self._asked(rank=0, tp=1).source().contents()
         rows = [row for row, name in enumerate(contents.names) if self.is_placed(name) and not self.is_skipped(name)]
         return replace(contents, source_shapes=contents.shapes).rows(rows)
@@ -333,14 +335,12 @@ class Delivery:
         report, cached = self._expected(opened), cached_nbytes(opened.contents.files)
         warn_if_slow(opened.source)
         columns, placed = opened.source.columns(), self.weights.placed
-        layers = layers_of(name for name in placed.names if not self.weights.is_unused(name)) if placed else []
+        layers = layers_of(name for name in placed.names if not self.weights.is_unused(name))
         first = {name for layer in first_layers(layers) for name in layer.names.values()}
-        if placed is not None:
-            yield from self._unread_of(placed, first)
+        yield from self._unread_of(placed, first)
         yield from self._read(columns, set(opened.contents.names))
         yield from self._unread_of(columns, opened.unread)
-        if placed is not None:
-            yield from self._expected_of(placed, set(expected(layers, self._placed.whole)), first)
+        yield from self._expected_of(placed, set(expected(layers, self._placed.whole)), first)
         seconds, now = time.perf_counter() - started, cached_nbytes(opened.contents.files)
         self._done = replace(
             report,

@@ -1,5 +1,5 @@
 """Engines, and checkpoints that they load."""
 
-from support.engine_fixtures import engine, folders, vllm, whole
+from support.engine_fixtures import conversions_end, engine, folders, vllm, whole
 
-__all__ = ["engine", "folders", "vllm", "whole"]
+__all__ = ["conversions_end", "engine", "folders", "vllm", "whole"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,19 +15,32 @@ from support.conversions import stock_tensors
 from support.fake_sglang import AnyEngine
 from support.fake_vllm import Tensors
 from support.families import FAMILIES
+from support.patience import PATIENCE
 
 import relayout
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> fake_vllm.Engine:
+def conversions_end(tmp_path: Path) -> Iterator[None]:
+    """Conversions that a start has begun in the background end before the test's folder is deleted."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "relayout-cache":
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), "a conversion in the background does not end"
+
+
+@pytest.fixture
+def vllm(conversions_end: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> fake_vllm.Engine:
     """With relayout's plugin."""
     caplog.set_level(logging.INFO)
     return fake_vllm.install(monkeypatch)
 
 
 @pytest.fixture
-def sglang(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> fake_sglang.Engine:
+def sglang(
+    conversions_end: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> fake_sglang.Engine:
     """With relayout's plugin."""
     caplog.set_level(logging.INFO)
     fake = fake_sglang.install(monkeypatch)
@@ -35,7 +50,10 @@ def sglang(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 
 @pytest.fixture(params=[fake_vllm, fake_sglang], ids=["vllm", "sglang"])
 def engine(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    conversions_end: None,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> AnyEngine:
     """Each, with relayout's plugin."""
     caplog.set_level(logging.INFO)

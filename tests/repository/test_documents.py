@@ -334,24 +334,36 @@ def with_llama(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
-def test_the_commands_of_the_readme_run(with_llama: Path) -> None:
+def without_numbers(line: str) -> str:
+    """A line of output with each number or range, and the unit of bytes after it, replaced."""
+    number = r"\d[\d.,]*(?: [kMG]?B\b)?"
+    return re.sub(f"{number}(?: to {number})?", "#", line)
+
+
+def test_the_commands_of_the_readme_run(with_llama: Path, llama: Path) -> None:
+    """The transcript shows each command with the output that it has now, except for numbers."""
+    (with_llama / "llama-3.2-1b").symlink_to(llama)
     section = DOCUMENTS[0].read_text().split("## Quick start")[1]
-    first, lines = ([line.split("#")[0].split() for line in block.splitlines()] for block in blocks(section, "")[:2])
-    assert [line[:2] for line in first] == [["pip", "install"], ["export", "RELAYOUT_CACHE=/nvme/relayout"]] + [
-        ["vllm", "serve"]
-    ] * 2
-    assert [line[:2] for line in lines] == [
-        ["relayout", "inspect"],
+    transcript, cache = blocks(section, "")[:2]
+    shown = [part.strip().splitlines() for part in re.split(r"^\$ ", transcript, flags=re.MULTILINE)[1:]]
+    assert [lines[0].split()[:2] for lines in shown] == [
         ["relayout", "convert"],
         ["relayout", "verify"],
         ["vllm", "serve"],
-        ["relayout", "restore"],
     ]
-    for line in [*lines[:3], lines[4]]:
-        result = CliRunner().invoke(app, line[1:])
+    assert [line.split()[:2] for line in cache.splitlines()] == [
+        ["export", "RELAYOUT_CACHE=/nvme/relayout"],
+        ["vllm", "serve"],
+        ["vllm", "serve"],
+    ]
+    [restore] = re.findall(r"`(relayout\s+restore\s.*?)`", section, re.DOTALL)
+    for command, *output in [*shown[:2], [f"{restore} -o back"]]:
+        result = CliRunner(env={"COLUMNS": "120"}).invoke(app, command.split()[1:])
         assert result.exit_code == 0, result.output
-    assert (with_llama / lines[3][2] / "relayout.json").is_file()
-    assert content(with_llama / lines[4][-1]) == content(with_llama / lines[1][2])
+        said = [without_numbers(line) for line in result.output.splitlines()]
+        assert [line for line in output if line and without_numbers(line) not in said] == []
+    assert (with_llama / shown[2][0].split()[2] / "relayout.json").is_file()
+    assert content(with_llama / "back") == content(with_llama / "llama-3.2-1b")
     names: dict[str, Any] = {}
     exec(blocks(section, "python")[0], names)
     assert names["tensors"]["model.norm.weight"].shape == (128,)
@@ -461,7 +473,7 @@ def test_messages_in_the_document_of_troubles_are_the_program_s() -> None:
 def test_commands_in_guides_have_these_options(path: Path) -> None:
     code = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
     text = "".join(block for language, block in code if not language)
-    lines = re.findall(r"^(?:srun .*|kubectl exec .* -- )?\brelayout ([a-z].*)", text, re.MULTILINE)
+    lines = re.findall(r"^(?:\$ |srun .*|kubectl exec .* -- )?\brelayout ([a-z].*)", text, re.MULTILINE)
     given = {"${words[@]}": ["SRC", "--tp", "8"]}
     for line in lines:
         name, *words = shlex.split(line, comments=True)

@@ -36,7 +36,7 @@ GROUP = ""
 """The group of the commands; empty: the command itself."""
 
 
-@commands.command(epilog=examples("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8"))
+@commands.command(rich_help_panel="Inspect", epilog=examples("bench llama-3.1-8b-tp8", "bench /fast --size 4GB --tp 8"))
 def bench(
     path: Annotated[
         str,

@@ -6,9 +6,10 @@ import re
 import signal
 import sys
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from relayout import extensions
 from relayout.cli import reading, signals, writing
@@ -30,8 +31,24 @@ from relayout.cli.command import (
 )
 from relayout.errors import PlanError
 
+
+class _InPanels(TyperGroup):
+    """A group whose plain help lists commands in panels, which typer does only in its rich help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, Any]]] = {}
+        for name, command in self.commands.items():
+            panels.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append((name, command))
+        longest = max(map(len, self.commands))
+        for panel, commands in panels.items():
+            with formatter.section(panel):
+                limit = formatter.width - longest - 6
+                formatter.write_dl([(name.ljust(longest), one.get_short_help_str(limit)) for name, one in commands])
+
+
 app = typer.Typer(
     name="relayout",
+    cls=_InPanels,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # Plain help: wide columns, right on any terminal, and quick.
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -61,8 +78,8 @@ cache = typer.Typer(
 )
 app.add_typer(writing.commands)
 app.add_typer(reading.commands)
-app.add_typer(plans, name="plans")
-app.add_typer(cache, name="cache")
+app.add_typer(plans, name="plans", rich_help_panel="Convert")
+app.add_typer(cache, name="cache", rich_help_panel="Distribute")
 for extension in extensions.with_commands():
     {"": app, "plans": plans}[extension.GROUP].add_typer(extension.commands)
 

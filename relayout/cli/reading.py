@@ -29,7 +29,8 @@ commands = typer.Typer()
 
 
 @commands.command(
-    epilog=examples("inspect llama-3.1-8b", "inspect llama-3.1-8b --tp 8", "inspect llama-3.1-8b-tp8 --rank 3")
+    rich_help_panel="Inspect",
+    epilog=examples("inspect llama-3.1-8b", "inspect llama-3.1-8b --tp 8", "inspect llama-3.1-8b-tp8 --rank 3"),
 )
 def inspect(
     path: PathArgument,
@@ -54,7 +55,10 @@ def inspect(
         out.show(relayout.inspect(path, rank=rank, tp=tp), render.inspection)
 
 
-@commands.command(epilog=examples("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b"))
+@commands.command(
+    rich_help_panel="Convert",
+    epilog=examples("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b"),
+)
 def verify(
     path: ConvertedArgument,
     source: Annotated[
@@ -93,7 +97,8 @@ def verify(
 
 
 @commands.command(
-    epilog=examples("files llama-3.1-8b-tp8 --ranks 0-3", "files llama-3.1-8b-tp8 --ranks 0-3 > names.txt")
+    rich_help_panel="Distribute",
+    epilog=examples("files llama-3.1-8b-tp8 --ranks 0-3", "files llama-3.1-8b-tp8 --ranks 0-3 > names.txt"),
 )
 def files(
     path: ConvertedArgument,
@@ -114,7 +119,10 @@ def files(
         out.print("".join(f"{name}{chr(0) if null else chr(10)}" for name in names), needed.as_json())
 
 
-@commands.command(epilog=examples("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0"))
+@commands.command(
+    rich_help_panel="Inspect",
+    epilog=examples("doctor llama-3.1-8b-tp8", "doctor llama-3.1-8b-tp8 --rank 0 --device cuda:0"),
+)
 def doctor(
     path: PathArgument,
     rank: RankOption = None,
@@ -139,7 +147,10 @@ def doctor(
         out.show(diagnosis.diagnose(path, rank=rank, device=device, tp=tp), render.diagnosis)
 
 
-@commands.command(epilog=examples("warm llama-3.1-8b-tp8", "warm llama-3.1-8b-tp8 --rank 0 --memory 16GB"))
+@commands.command(
+    rich_help_panel="Distribute",
+    epilog=examples("warm llama-3.1-8b-tp8", "warm llama-3.1-8b-tp8 --rank 0 --memory 16GB"),
+)
 def warm(
     path: PathArgument,
     rank: RankOption = None,

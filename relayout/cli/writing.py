@@ -73,11 +73,12 @@ _UnitOption = Annotated[
 
 
 @commands.command(
+    rich_help_panel="Convert",
     epilog=examples(
         "convert llama-3.1-8b --tp 8",
         "convert llama-3.1-8b --tp 8 --dry-run",
         "convert llama-3.1-8b --tp 4 -o /fast/llama-tp4 --layout whole",
-    )
+    ),
 )
 def convert(
     source: SourceArgument,
@@ -194,7 +195,7 @@ def _is_there(output_folder: str, differences: list[str] | None, out: Printing, 
     return True
 
 
-@commands.command(epilog=examples("restore llama-3.1-8b-tp8 -o llama-3.1-8b"))
+@commands.command(rich_help_panel="Convert", epilog=examples("restore llama-3.1-8b-tp8 -o llama-3.1-8b"))
 def restore(
     path: ConvertedArgument,
     output_folder: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
@@ -234,10 +235,11 @@ def restore(
 
 
 @commands.command(
+    rich_help_panel="Distribute",
     epilog=examples(
         "copy s3://bucket/llama-3.1-8b-tp8 /nvme/llama --ranks 0-3",
         "copy llama-3.1-8b-tp8 gs://bucket/llama",
-    )
+    ),
 )
 def copy(
     path: Annotated[str, typer.Argument(metavar="SRC", help="A folder that `relayout convert` wrote, or its URL.")],
@@ -281,7 +283,7 @@ def copy(
         out.show(done, render.copied)
 
 
-@commands.command(epilog=examples("delta step-1 step-2 -o step-1-to-2"))
+@commands.command(rich_help_panel="Update", epilog=examples("delta step-1 step-2 -o step-1-to-2"))
 def delta(
     old: Annotated[str, typer.Argument(metavar="OLD", help="A folder that `relayout convert` wrote, or its URL.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The same model, converted alike, with other weights.")],
@@ -307,7 +309,8 @@ def delta(
 
 
 @commands.command(
-    epilog=examples("apply step-1 step-1-to-2 -o step-2", "apply step-1 step-1-to-2 step-2-to-3 -o step-3")
+    rich_help_panel="Update",
+    epilog=examples("apply step-1 step-1-to-2 -o step-2", "apply step-1 step-1-to-2 step-2-to-3 -o step-3"),
 )
 def apply(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The folder that the first delta was made from.")],
@@ -337,10 +340,11 @@ def apply(
 
 
 @commands.command(
+    rich_help_panel="Convert",
     epilog=examples(
         "sign llama-3.1-8b-tp8 --key release.key",
         "sign s3://bucket/llama-tp8 --key my.key --certificate my.crt",
-    )
+    ),
 )
 def sign(
     path: ConvertedArgument,

@@ -28,7 +28,9 @@ GROUP = ""
 """The group of the commands; empty: the command itself."""
 
 
-@commands.command(epilog=examples("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8"))
+@commands.command(
+    rich_help_panel="Inspect", epilog=examples("report llama-3.1-8b-tp8 -o llama.html", "report llama-3.1-8b --tp 8")
+)
 def report(
     path: PathArgument,
     page: Annotated[

@@ -32,7 +32,8 @@ GROUP = ""
 
 
 @commands.command(
-    epilog=examples("steps s3://bucket/run-7", "steps s3://bucket/run-7 --check", "steps /shared/run-7 --prune")
+    rich_help_panel="Update",
+    epilog=examples("steps s3://bucket/run-7", "steps s3://bucket/run-7 --check", "steps /shared/run-7 --prune"),
 )
 def steps(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Where a trainer publishes its steps, or its URL.")],

@@ -388,6 +388,14 @@ def command_names() -> list[str]:
     return list(built_command().commands)
 
 
+def test_help_lists_each_command_once_in_one_of_four_panels(here: Run, work: Path) -> None:
+    shown = here("--help", cwd=work).stdout.split("--help ")[1].split("First steps")[0]
+    panels = dict(re.findall(r"^(\w+):\n((?:  .*\n)+)", shown, re.MULTILINE))
+    assert list(panels) == ["Convert", "Distribute", "Update", "Inspect"]
+    listed = re.findall(r"^  (\w+) ", "".join(panels.values()), re.MULTILINE)
+    assert sorted(listed) == sorted(command_names())
+
+
 def test_help_mentions_every_command(tmp_path: Path) -> None:
     assert {"convert", "inspect", "verify"} <= set(command_names())
     for flag in ("--help", "-h"):

@@ -310,15 +310,16 @@ _STARTS = ("first", "second", "changed")
 _STATES = {"touched": "warm memory", "idle": "memory reclaimed by the hypervisor"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _ColdLoads:
     """Cold loads of one scenario that `tools/run bench load` has recorded."""
 
     scenario: str
+    """Its title."""
     memory: str
     """A key of `_STATES`."""
     own: dict[str, Any]
-    peers: list[tuple[str, dict[str, Any]]]
+    peers: tuple[tuple[str, dict[str, Any]], ...]
     """Titles and loads, fastest first."""
 
     @staticmethod
@@ -331,7 +332,7 @@ class _ColdLoads:
             for name, load in sorted(loads.items(), key=lambda item: item[1]["seconds"]):
                 families.setdefault(results["peers"][name]["family"], (results["peers"][name]["title"], load))
             title = scenario["title"].replace("one rank of", "one rank of TP")
-            yield _ColdLoads(title, scenario["memory"], own, list(families.values()))
+            yield _ColdLoads(title, scenario["memory"], own, tuple(families.values()))
 
 
 def seconds() -> str:

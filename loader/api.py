@@ -43,6 +43,9 @@ def load(
             "gds" by GPUDirect Storage.
         names: load only tensors whose names match one of these patterns; other bytes are not read. As in plans, `*` is
             text without a dot (one part of the name), `**` any text, `{a,b}` one of these words, `#` a number.
+        experts: load these experts, each whole, in place of those that the rank has: numbers, or text such as
+            "0-31,64". A process of wide expert parallelism loads those that it runs, and reads nothing of others, from
+            any converted folder. `input_scale` and `input_global_scale` are loaded for all experts.
         verify: compare digests while bytes arrive: of all chunks of the files (1 MiB each) that have bytes of the
             tensors.
         threads: requests in flight. Default: twice the processors, at most 8, divided among the ranks of the node if

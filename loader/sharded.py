@@ -270,7 +270,7 @@ def load_held(asked: Asked) -> dict[str, torch.Tensor]:
 def _prepared(asked: Asked) -> tuple[LocalStateDict, Options]:
     """What this process holds, and how it is loaded to where that is."""
     assert asked.into is not None
-    for option, value in {"tp": asked.tp, "cache": asked.cache}.items():
+    for option, value in {"tp": asked.tp, "cache": asked.cache, "experts": asked.experts is not None}.items():
         if value:
             what = f"{option} cannot be combined with into and no rank: what is held is read as it is stored"
             raise PlanError(what, code="option")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache as once
 from functools import partial
@@ -165,6 +165,7 @@ class LoadOptions(TypedDict, total=False):
     device: str | torch.device
     backend: str
     names: Sequence[str] | str | None
+    experts: str | Iterable[int] | None
     verify: bool
     threads: int | None
     memory: int | str | None
@@ -185,6 +186,7 @@ class Asked:
     device: str | torch.device = "cpu"
     backend: str = "auto"
     names: Sequence[str] | str | None = None
+    experts: str | Iterable[int] | None = None
     verify: bool = False
     threads: int | None = None
     memory: int | str | None = None
@@ -231,9 +233,11 @@ class Asked:
                 raise PlanError(f"rank: missing, expected 0 to {num_ranks - 1}, as tp is given", code="option")
             rank, tp = 0, 1
         cache = self.cache if self.group is None else ""
-        found = find_rank(self.path, rank, tp=tp, cache=cache, progress=self.progress, trust=self.trust)
+        found = find_rank(
+            self.path, rank, tp=tp, experts=self.experts, cache=cache, progress=self.progress, trust=self.trust
+        )
         if self.deltas:
-            found = changed_rank(found, tp, self.deltas)
+            found = changed_rank(found, tp, self.deltas, self.experts)
         self.check_proven(found.store, is_plain=found.is_plain)
         return found
 
@@ -255,6 +259,7 @@ def find_rank(
     rank: int,
     *,
     tp: int | None = None,
+    experts: str | Iterable[int] | None = None,
     cache: CacheOption = None,
     progress: Progress = None,
     trust: Trust = None,
@@ -262,6 +267,7 @@ def find_rank(
     """The rank of the checkpoint at a path or URL, or in a store.
 
     Args:
+        experts: as for `load`.
         cache: keeps what is in a remote store; what it lacks is fetched now.
         progress: of what is fetched.
         trust: whose signature is wanted; see `trust.trusted`, also for errors.
@@ -278,10 +284,13 @@ def find_rank(
     store = _store_of(path, trust)
     blob = find_manifest_blob(store)
     if blob is None:
+        if experts is not None:
+            what = f"experts cannot be selected: not converted ({MANIFEST_NAME} is missing); relayout convert makes one"
+            raise PlanError(what, path=str(store), code="unsupported")
         return _plain(store, rank, tp, cache)
     manifest = parse_manifest(blob, store.location(MANIFEST_NAME))
     check_rank(store, rank, manifest.num_ranks if tp is None else tp)
-    rank_of = partial(_rank_of, manifest=manifest, rank=rank, tp=tp)
+    rank_of = partial(_rank_of, manifest=manifest, rank=rank, tp=tp, experts=experts)
     if store.cost.is_remote and (kept := _kept(store, manifest, blob, rank_of, cache, progress)) is not None:
         return kept
     return rank_of(store)
@@ -318,7 +327,9 @@ def _check_source(store: Store) -> None:
     read_source(store)
 
 
-def changed_rank(base: RankSource, tp: int | None, deltas: Paths) -> RankSource:
+def changed_rank(
+    base: RankSource, tp: int | None, deltas: Paths, experts: str | Iterable[int] | None = None
+) -> RankSource:
     """The rank of what deltas make of a checkpoint, in the place of the rank of that.
 
     Raises:
@@ -326,7 +337,7 @@ def changed_rank(base: RankSource, tp: int | None, deltas: Paths) -> RankSource:
         PlanError: a delta does not exist, or applies to another checkpoint.
     """
     store = _changed(base.store, deltas)
-    return _rank_of(store, read_manifest(store), base.rank, tp)
+    return _rank_of(store, read_manifest(store), base.rank, tp, experts)
 
 
 def _changed(base: Store, deltas: Paths) -> Store:
@@ -336,16 +347,20 @@ def _changed(base: Store, deltas: Paths) -> Store:
     return with_deltas(base, read_deltas(deltas, policy_over(base)))
 
 
-def _rank_of(store: Store, manifest: Manifest, rank: int, tp: int | None) -> RankSource:
+def _rank_of(
+    store: Store, manifest: Manifest, rank: int, tp: int | None, experts: str | Iterable[int] | None = None
+) -> RankSource:
     """A rank of a converted checkpoint."""
-    if tp is None or tp == manifest.num_ranks:
+    num_ranks = manifest.num_ranks if tp is None else tp
+    if num_ranks == manifest.num_ranks:
         check_present(store, manifest, [rank])
+    if experts is None and num_ranks == manifest.num_ranks:
         return ConvertedRank.of(store, manifest, rank, rank)
-    if tp == 1 and manifest.whole is not None:
+    if experts is None and num_ranks == 1 and manifest.whole is not None:
         return ConvertedRank.of(store, manifest, rank, manifest.num_ranks)
     from relayout.loader.sources.reshard import resharded_rank
 
-    return resharded_rank(store, manifest, rank, tp)
+    return resharded_rank(store, manifest, rank, num_ranks, experts)
 
 
 def _kept(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, starmap
 from math import prod
@@ -20,7 +20,7 @@ from relayout.core.arguments import ranks_text
 from relayout.core.extents import Transfer
 from relayout.core.slices import BITS, WHOLE, Cut, Slice, positions, row_runs, slice_transfers
 from relayout.core.workers import remake_in_child
-from relayout.errors import FormatError, PlanError
+from relayout.errors import FormatError, PlanError, about
 from relayout.format.index import Manifest, RankTable, Read
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import SourceRecord
@@ -204,7 +204,7 @@ class StoredPieces:
 
 @dataclass(frozen=True, slots=True)
 class ReshardedRank(RankSource):
-    """One rank of a converted folder at another degree: what it would hold if the source were converted at that one."""
+    """One rank of a converted folder at another degree, or with other experts, from the files of all ranks."""
 
     ranks: Ranks
     """The slices of all ranks."""
@@ -220,16 +220,30 @@ class ReshardedRank(RankSource):
         return _pieces(self.ranks, self.wanted, names)
 
 
-def resharded_rank(store: Store, manifest: Manifest, rank: int, num_ranks: int) -> ReshardedRank:
-    """Read the source record and the folder's config.json, and plan by the rules in the record alone."""
+def resharded_rank(
+    store: Store, manifest: Manifest, rank: int, num_ranks: int, experts: str | Iterable[int] | None = None
+) -> ReshardedRank:
+    """Read the source record, and plan by the rules in it alone; at another degree, with the folder's config.json.
+
+    Args:
+        store, manifest: the folder.
+        rank, num_ranks: the rank, and its degree.
+        experts: the experts that it has, each whole, as for `load`; None: what the rules give it.
+    """
+    from relayout.plans.division import with_experts
     from relayout.plans.plan import TensorInfo, TensorList
-    from relayout.plans.planner import recorded_plan
+    from relayout.plans.planner import recorded_plan, recorded_rules
 
     record = read_record(store, manifest)
-    columns = zip(record.names, record.dtypes, record.shapes, strict=True)
-    source = TensorList(str(store), tuple(starmap(TensorInfo, columns)), find_config(store).content)
-    plan = recorded_plan(source, record, num_ranks)
-    wanted = [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
+    tensors = tuple(starmap(TensorInfo, zip(record.names, record.dtypes, record.shapes, strict=True)))
+    if num_ranks == manifest.num_ranks:
+        wanted = [record.cuts[cut].slices[rank] for cut in record.cut_of]
+    else:
+        plan = recorded_plan(TensorList(str(store), tensors, find_config(store).content), record, num_ranks)
+        wanted = [plan.cuts[cut].slices[rank] for cut in plan.cut_of]
+    if experts is not None:
+        with about(path=str(store)):
+            wanted = with_experts(recorded_rules(store, record), tensors, wanted, experts)
     return ReshardedRank(store, rank, num_ranks, Ranks(store, manifest, record), wanted)
 
 

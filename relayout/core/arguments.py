@@ -122,25 +122,35 @@ def check_named(value: object, what: str) -> None:
 
 
 def ranks(value: str | Iterable[int], num_ranks: int) -> tuple[int, ...]:
-    """Ranks, rising and each once, given as integers or as text such as "0-3,8" (ends are included).
+    """Ranks, as `numbers`: from 0 to `num_ranks` - 1."""
+    return numbers(value, num_ranks, "ranks", f"tensor-parallel degree {num_ranks}")
+
+
+def numbers(value: str | Iterable[int], count: int, what: str, because: str) -> tuple[int, ...]:
+    """Numbers, rising and each once, given as integers or as text such as "0-3,8" (ends are included).
+
+    Args:
+        value: the numbers.
+        count: they are from 0 to `count` - 1.
+        what: their name in messages.
+        because: the reason for that limit, in messages.
 
     Raises:
-        PlanError: the value names no ranks, or one that is not from 0 to `num_ranks` - 1.
+        PlanError: the value has no numbers, or one that is out of range.
     """
     if isinstance(value, str):
         bounds = [re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part) for part in value.split(",")]
         pairs = [(int(match[1]), int(match[2] or match[1])) for match in bounds if match]
         if len(pairs) < len(bounds) or any(first > last for first, last in pairs):
-            raise PlanError(f"ranks: {shown(value)}, expected a list such as 0-3,8", code="option")
+            raise PlanError(f"{what}: {shown(value)}, expected a list such as 0-3,8", code="option")
     elif not isinstance(value, Iterable):
-        raise PlanError(f"ranks: {shown(value)}, expected numbers, or a list such as 0-3,8", code="option")
+        raise PlanError(f"{what}: {shown(value)}, expected numbers, or a list such as 0-3,8", code="option")
     else:
-        pairs = [(rank, rank) for rank in (integer(item, "ranks") for item in value)]
+        pairs = [(number, number) for number in (integer(item, what) for item in value)]
     # Before they are listed: the text may name any number.
-    if not pairs or min(min(pairs)) < 0 or max(last for _, last in pairs) >= num_ranks:
-        what = f"ranks: {shown(value)}, expected some of 0 to {num_ranks - 1} (tensor-parallel degree {num_ranks})"
-        raise PlanError(what, code="option")
-    return tuple(sorted({rank for first, last in pairs for rank in range(first, last + 1)}))
+    if not pairs or min(min(pairs)) < 0 or max(last for _, last in pairs) >= count:
+        raise PlanError(f"{what}: {shown(value)}, expected some of 0 to {count - 1} ({because})", code="option")
+    return tuple(sorted({number for first, last in pairs for number in range(first, last + 1)}))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -6,11 +6,12 @@ SGLang 0.5 for a vocabulary that is not a multiple).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from relayout.core.arguments import numbers
 from relayout.core.extents import align_up
-from relayout.core.slices import Cut, Range, Slice, merged
+from relayout.core.slices import NOT_HELD, WHOLE, Cut, Range, Slice, merged
 from relayout.errors import PlanError
 from relayout.plans.family import (
     EVEN,
@@ -184,6 +185,47 @@ def checked_cut(dtype: str, shape: tuple[int, ...], slices: tuple[Slice, ...]) -
     cut = Cut(tuple(part.canonical(shape) for part in slices))
     _ = cut.tensor(dtype, shape).transfers
     return cut
+
+
+def with_experts(
+    family: Family, tensors: Sequence[PlannedTensor], slices: Sequence[Slice], experts: str | Iterable[int]
+) -> list[Slice]:
+    """Return the slices of a rank with these experts, each whole, in place of what the rank has of experts.
+
+    Scales of the inputs of experts are unchanged: each rank has those of all experts.
+
+    Args:
+        family: the rules, which name the tensors of experts.
+        tensors: the tensors of the checkpoint.
+        slices: what the rank has of each tensor.
+        experts: numbers, as for `core.arguments.numbers`.
+
+    Raises:
+        PlanError: no tensor is of experts; or `experts` has a number that no layer has.
+    """
+    stored = [_experts_in(family, tensor) for tensor in tensors]
+    count = max((numbers_of.stop for numbers_of in stored if numbers_of is not None), default=0)
+    if not count:
+        raise PlanError(f"experts: no tensor matches the experts of plan {family.full_name!r}", code="no_rule")
+    wanted = numbers(experts, count, "experts", f"the checkpoint has {count}")
+    chosen = []
+    for tensor, part, numbers_of in zip(tensors, slices, stored, strict=True):
+        if numbers_of is None:
+            chosen.append(part)
+        elif family.expert(tensor.name) is not None:
+            chosen.append(WHOLE if numbers_of.start in wanted else NOT_HELD)
+        else:
+            rows = ((expert, 1) for expert in wanted if expert in numbers_of)
+            chosen.append(Slice.along(0, rows).canonical(tensor.shape))
+    return chosen
+
+
+def _experts_in(family: Family, tensor: PlannedTensor) -> range | None:
+    """Return the numbers of the experts whose weights a tensor has; None: it is not of experts."""
+    expert = family.expert(tensor.name)
+    if expert is not None:
+        return None if tensor.name.rpartition(".")[2] in INPUT_SCALES else range(expert, expert + 1)
+    return range(tensor.shape[0]) if tensor.shape and family.stacks_experts(tensor.name) else None
 
 
 class ExpertOwners:

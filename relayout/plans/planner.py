@@ -449,25 +449,37 @@ def recorded_plan(checkpoint: PlannedCheckpoint, record: SourceRecord, num_ranks
     return _apply_recorded(proven_rules(checkpoint, record), checkpoint, record, num_ranks)
 
 
-def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
-    """The rules of a record, which cut the tensors at its own degree as they are cut."""
-    options, where = record.options, str(checkpoint.root)
+def recorded_rules(root: object, record: SourceRecord) -> Family:
+    """The rules of a record, which also name the tensors of experts.
+
+    Args:
+        root: the folder, for messages.
+        record: the record.
+    """
+    where = str(root)
     if record.plan is None:
         raise PlanError(
-            "converted without a plan, so it can be loaded whole or at its own degree only:"
+            "converted without a plan, so it can be loaded whole or at its own degree only, with all experts:"
             " convert it again, with --plan FILE",
             path=where,
             code="no_plan",
         )
     if record.plan.origin in ENGINES:
+        engine = ENGINES[record.plan.origin]
         raise PlanError(
-            f"its slices were observed from {ENGINES[record.plan.origin]} {record.plan.name} at {options.num_ranks}"
-            " ranks, so it can be loaded whole or at that degree only: convert it again",
+            f"its slices were observed from {engine} {record.plan.name} at {record.options.num_ranks}"
+            " ranks, so it can be loaded whole or at that degree only, with all experts: convert it again",
             path=where,
             code="no_plan",
         )
     rules = f"{where}/{SOURCE_RECORD_NAME}: plan"
-    family = parse_rules(record.plan.rules, rules, record.plan.name, record.plan.origin)
+    return parse_rules(record.plan.rules, rules, record.plan.name, record.plan.origin)
+
+
+def proven_rules(checkpoint: PlannedCheckpoint, record: SourceRecord) -> Family:
+    """The rules of a record, which cut the tensors at its own degree as they are cut."""
+    options, where = record.options, str(checkpoint.root)
+    family = recorded_rules(where, record)
     plan = _apply_recorded(family, checkpoint, record, options.num_ranks)
     pairs = set(zip(plan.cut_of, record.cut_of, strict=True))
     if any(plan.cuts[planned] != record.cuts[recorded] for planned, recorded in pairs):

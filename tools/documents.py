@@ -343,7 +343,7 @@ def seconds() -> str:
         best = peer["seconds"]
         cells = [f"**{one:.2f}**" if one <= min(mine, best) else f"{one:.2f}" for one in (mine, best)]
         rows.append(f"| {case.scenario} | {' | '.join(cells)} ({by}) |")
-    where = "[the comparison](docs/reference/ENGINES.md#what-has-been-tested)"
+    where = "[the comparison](docs/reference/COMPARED.md#what-has-been-tested)"
     equal = f"{_number_of_compared()} from what the engines' own loaders load ({where})."
     return "\n".join([*rows, "", fill(equal, _WIDTH, break_on_hyphens=False)])
 
@@ -533,10 +533,10 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "signing": (_ROOT / "docs" / "guides" / "SIGNING.md", signing),
     "fills": (_REFERENCE / "LOADING.md", fills),
     "families": (_REFERENCE / "MODELS.md", families),
-    "engines": (_REFERENCE / "ENGINES.md", engines),
-    "compared": (_REFERENCE / "ENGINES.md", compared),
-    "hub": (_REFERENCE / "ENGINES.md", hub),
-    "sglang_pauses": (_REFERENCE / "ENGINES.md", sglang_pauses),
+    "engines": (_REFERENCE / "COMPARED.md", engines),
+    "compared": (_REFERENCE / "COMPARED.md", compared),
+    "hub": (_REFERENCE / "COMPARED.md", hub),
+    "sglang_pauses": (_REFERENCE / "LIVE.md", sglang_pauses),
     "commands": (_REFERENCE / "COMMANDS.md", commands),
     "man": (_ROOT / "docs" / "relayout.1", man),
     "codes": (_REFERENCE / "ERRORS.md", codes),

@@ -58,8 +58,6 @@ observed slice is what the engine's own loader has read, so it needs no rules. W
 
 FindPlan = Callable[[SourceCheckpoint, int], Plan]
 """Finds the plan of a checkpoint for so many ranks. Raises PlanError: there is none."""
-Observer = tuple[str, FindPlan]
-"""What an observed plan depends on beside checkpoint and degree, such as the engine's version; and what observes it."""
 
 
 class NotKept(Exception):
@@ -223,14 +221,14 @@ def plan_in(
     num_ranks: int,
     *,
     expert_parallel: bool,
-    observe: Callable[[], Observer] | None,
+    observe: str | None,
     only_kept: bool = False,
 ) -> Plan:
     """Return the built-in plan of a checkpoint; if it has none, one that is observed once and kept in the cache.
 
     Args:
         expert_parallel: each rank owns whole experts; such a plan is not observed.
-        observe: returns what observes a plan; None: nothing does.
+        observe: the engine that it is observed from, a key of `plans.family.ENGINES`; None: it is not observed.
         only_kept: do not observe one, which takes long.
     """
     try:
@@ -238,7 +236,10 @@ def plan_in(
     except PlanError as error:
         if observe is None or expert_parallel or error.code not in _OBSERVED:
             raise
-    name, find = observe()
+    # Imported here: planning by an engine is rare, and starts of engines import this module.
+    from relayout.conversion.planning import observer
+
+    name, find = observer(observe)
     headers = [digest_hex(file.header) for file in checkpoint.files]
     key = compact_json([name, num_ranks, checkpoint.config, headers])
     with cache.hold(digest_hex(key), _check_plan) as entry:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from relayout.cache.conversions import kept_conversion, plan_in
 from relayout.cache.folder import Cache, CacheEntry, cache_of
 from relayout.checkpoint.source import SourceCheckpoint
-from relayout.conversion.planning import observer
 from relayout.core.arguments import integer
 from relayout.core.arguments import ranks as ranks_of
 from relayout.errors import PlanError, RelayoutError, shown
@@ -115,8 +113,7 @@ def add(
     before = kept.entries()
 
     def plan_of(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
-        found = None if observe is None else partial(observer, observe)
-        return plan_in(kept, checkpoint, num_ranks, expert_parallel=expert_parallel, observe=found)
+        return plan_in(kept, checkpoint, num_ranks, expert_parallel=expert_parallel, observe=observe)
 
     if observe not in (None, *ENGINES):
         raise PlanError(f"observe: {shown(observe)}, expected {' or '.join(ENGINES)}", code="option")

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,7 +109,6 @@ class WantedConversion:
     def find(self, cache: Cache, logger: Logger) -> KeptConversion | None:
         """The conversion. It is made now if the checkpoint is remote; else None: it is not there yet."""
         from relayout.cache.conversions import NotKept, find_conversion, kept_conversion, plan_in
-        from relayout.conversion.planning import observer
 
         def on_miss(conversion: Conversion) -> None:
             who = "" if self.ranks is None else f"the ranks {ranks_text(self.ranks)} of "
@@ -120,8 +118,10 @@ class WantedConversion:
             )  # fmt: skip
 
         def find_plan(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
-            owned, found = self.expert_parallel, None if self.observe is None else partial(observer, self.observe)
-            return plan_in(cache, checkpoint, num_ranks, expert_parallel=owned, observe=found, only_kept=self.is_local)
+            owned = self.expert_parallel
+            return plan_in(
+                cache, checkpoint, num_ranks, expert_parallel=owned, observe=self.observe, only_kept=self.is_local
+            )
 
         store = find_input(self.source).snapshot()
         if not self.is_local:

@@ -30,6 +30,7 @@ import relayout
 from relayout.cache import conversions
 from relayout.cache.folder import Cache, HeldEntry
 from relayout.checkpoint.source import SourceCheckpoint, read_source
+from relayout.conversion import planning
 from relayout.errors import PlanError
 from relayout.plans.plan import Plan
 from relayout.plans.planner import plan_by, plan_for
@@ -169,7 +170,14 @@ def test_fine_tunes_of_equal_names_lengths_and_times_have_entries_of_their_own(
     expect(cache, other, num_entries=2)
 
 
-def test_an_observed_plan_is_of_one_list_of_tensors_and_degree(model: Path, cache: Path) -> None:
+def observed_by(observe: conversions.FindPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a function observe plans in the place of an engine."""
+    monkeypatch.setattr(planning, "observer", lambda engine: (f"{engine} 1", observe))
+
+
+def test_an_observed_plan_is_of_one_list_of_tensors_and_degree(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tensors of a checkpoint decide, not its config alone; and only a missing plan is observed."""
     config = model / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
@@ -179,11 +187,11 @@ def test_an_observed_plan_is_of_one_list_of_tensors_and_degree(model: Path, cach
         seen.append(len(checkpoint.tensors))
         return plan_by(checkpoint, 1, None)
 
+    observed_by(observe, monkeypatch)
+
     def plan_of(folder: Path, tp: int = 2) -> Plan:
         source = read_source(find_input(folder))
-        return conversions.plan_in(
-            Cache(cache), source, tp, expert_parallel=False, observe=lambda: ("engine 1", observe)
-        )
+        return conversions.plan_in(Cache(cache), source, tp, expert_parallel=False, observe="vllm")
 
     other = Path(shutil.copytree(model, model.with_name("other")))
     save_file({"one.more": np.ones(2, np.float32)}, other / "model-of-one-more.safetensors")
@@ -200,7 +208,9 @@ def test_an_observed_plan_is_of_one_list_of_tensors_and_degree(model: Path, cach
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"[1"])
-def test_a_kept_plan_that_is_damaged_is_observed_again(model: Path, cache: Path, damage: bytes) -> None:
+def test_a_kept_plan_that_is_damaged_is_observed_again(
+    model: Path, cache: Path, damage: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = model / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
     seen = []
@@ -209,10 +219,11 @@ def test_a_kept_plan_that_is_damaged_is_observed_again(model: Path, cache: Path,
         seen.append(num_ranks)
         return plan_by(checkpoint, 1, None)
 
+    observed_by(observe, monkeypatch)
+
     def plan() -> Plan:
-        return conversions.plan_in(
-            Cache(cache), read_source(find_input(model)), 2, expert_parallel=False, observe=lambda: ("engine", observe)
-        )
+        source = read_source(find_input(model))
+        return conversions.plan_in(Cache(cache), source, 2, expert_parallel=False, observe="vllm")
 
     first = plan()
     [kept] = cache.rglob("plan.json")
@@ -222,7 +233,9 @@ def test_a_kept_plan_that_is_damaged_is_observed_again(model: Path, cache: Path,
 
 
 @pytest.mark.parametrize("lacks", ["a rule for a tensor", "rules for a quantized form"])
-def test_what_the_built_in_rules_do_not_cut_is_observed(model: Path, cache: Path, lacks: str) -> None:
+def test_what_the_built_in_rules_do_not_cut_is_observed(
+    model: Path, cache: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = json.loads((model / "config.json").read_text())
     if lacks == "a rule for a tensor":
         config["model_type"] = "gpt2"
@@ -231,34 +244,35 @@ def test_what_the_built_in_rules_do_not_cut_is_observed(model: Path, cache: Path
     (model / "config.json").write_text(json.dumps(config))
     source = read_source(find_input(model))
     observed = replace(plan_by(source, 1, None), name="vllm:engine")
-
-    def observe(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
-        return observed
-
+    observed_by(lambda checkpoint, num_ranks: observed, monkeypatch)
     with pytest.raises(PlanError, match="no rule"):
         conversions.plan_in(Cache(cache), source, 2, expert_parallel=False, observe=None)
-    found = conversions.plan_in(Cache(cache), source, 2, expert_parallel=False, observe=lambda: ("engine 1", observe))
+    found = conversions.plan_in(Cache(cache), source, 2, expert_parallel=False, observe="vllm")
     assert found.name == "vllm:engine"
 
 
-def test_only_a_missing_plan_is_observed(llama: Path, cache: Path) -> None:
-    def observe() -> conversions.Observer:
+def test_only_a_missing_plan_is_observed(llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def observe(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
         raise AssertionError("a family that cannot be cut so is known")
 
+    observed_by(observe, monkeypatch)
     with pytest.raises(PlanError) as caught:
-        conversions.plan_in(Cache(cache), read_source(find_input(llama)), 7, expert_parallel=False, observe=observe)
+        conversions.plan_in(Cache(cache), read_source(find_input(llama)), 7, expert_parallel=False, observe="vllm")
     assert caught.value.code != "no_plan"
 
 
-def test_experts_that_each_rank_owns_whole_are_not_observed(model: Path, cache: Path) -> None:
+def test_experts_that_each_rank_owns_whole_are_not_observed(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = model / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"unheard_of"'))
 
-    def observe() -> conversions.Observer:
+    def observe(checkpoint: SourceCheckpoint, num_ranks: int) -> Plan:
         raise AssertionError("it would see them cut")
 
+    observed_by(observe, monkeypatch)
     with pytest.raises(PlanError) as caught:
-        conversions.plan_in(Cache(cache), read_source(find_input(model)), 2, expert_parallel=True, observe=observe)
+        conversions.plan_in(Cache(cache), read_source(find_input(model)), 2, expert_parallel=True, observe="vllm")
     assert caught.value.code == "no_plan"
 
 

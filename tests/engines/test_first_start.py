@@ -418,8 +418,7 @@ def test_a_model_without_a_built_in_plan_is_observed_once(
         observed.append(num_ranks)
         return plan_for(checkpoint, num_ranks, "llama")
 
-    monkeypatch.setattr(planning, "observer", observer := lambda engine: (f"{engine} 1", observe))
-    monkeypatch.setattr(importlib.import_module("relayout.commands.cache"), "observer", observer)
+    monkeypatch.setattr(planning, "observer", lambda engine: (f"{engine} 1", observe))
     wanted = WantedConversion(str(unheard_of), 2, observe=engine.name.lower())
     filling = first_start(wanted, EngineOptions(), "vLLM loads it itself", logging.getLogger())
     assert isinstance(filling, Filling)

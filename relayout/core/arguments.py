@@ -186,7 +186,7 @@ def slow_because(pattern: str) -> str | None:
     tokens = _TOKEN.findall(pattern)
     for token, following in zip_longest(tokens, tokens[1:], fillvalue=""):
         if token.startswith("{"):
-            words = sorted(token[1:-1].split(","))
+            words = sorted(_words(token))
             num_tries *= len(words) if any(other.startswith(word) for word, other in pairwise(words)) else 1
         elif following and (token == "**" or (token in ("*", "#") and not following.startswith("."))):
             num_open, is_scanned = num_open + 1, False
@@ -197,6 +197,11 @@ def slow_because(pattern: str) -> str | None:
     if num_tries > _MAX_WORD_TRIES:
         return f"more than {_MAX_WORD_TRIES} ways to choose between words of which one begins with another"
     return None if len(pattern) <= _MAX_LENGTH else f"more than {_MAX_LENGTH} characters"
+
+
+def _words(token: str) -> list[str]:
+    """Return the words of a token in braces, or the token alone."""
+    return token[1:-1].split(",") if token.startswith("{") else [token]
 
 
 @lru_cache(maxsize=MAX_PATTERNS)
@@ -211,7 +216,7 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
         elif token == "#":
             parts.append("([0-9]{1,9})")
         elif token.startswith("{") and token.endswith("}"):
-            parts.append("(?:" + "|".join(re.escape(choice) for choice in token[1:-1].split(",")) + ")")
+            parts.append("(?:" + "|".join(map(re.escape, _words(token))) + ")")
         else:
             parts.append(re.escape(token))
     return re.compile("".join(parts) + r"\Z", re.DOTALL)
@@ -235,13 +240,14 @@ def depends_on_numbers(pattern: str) -> bool:
 
 def depends_on_later_numbers(pattern: str) -> bool:
     """Whether the pattern can match only some of the names that `collapse_later_numbers` makes equal."""
-    number = _NAMED_NUMBER.search(pattern)
-    if number is None:
+    tokens = _TOKEN.findall(pattern)
+    first = next((index for index, token in enumerate(tokens) if depends_on_numbers(token)), None)
+    if first is None:
         return False
-    before, words, rest = pattern[: number.start()], [number[0]], pattern[number.end() :]
-    if "{" in before and "}" not in before.rpartition("{")[2]:  # One of the words in braces.
-        before = before.rpartition("{")[0]
-        inside, _, rest = pattern[len(before) + 1 :].partition("}")
-        words = inside.split(",")
-    is_only = all(len(_NAMED_NUMBER.findall(word)) < 2 for word in words)
-    return "*" in before or number[0] == "#" or not is_only or depends_on_numbers(rest)
+    is_only = all(len(_NAMED_NUMBER.findall(word)) < 2 for word in _words(tokens[first]))
+    return (
+        any("*" in token for token in tokens[:first])
+        or tokens[first] == "#"
+        or not is_only
+        or any(map(depends_on_numbers, tokens[first + 1 :]))
+    )

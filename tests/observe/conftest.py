@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import fake_sglang_package, fake_vllm_package
+from support.fake_engine_packages import write_package
 
 import relayout
 
@@ -13,14 +13,14 @@ import relayout
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that are started find a package called vllm."""
-    fake_vllm_package.write(tmp_path / "packages")
+    write_package("vllm", tmp_path / "packages")
     _find_packages(tmp_path / "packages", monkeypatch)
 
 
 @pytest.fixture
 def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that are started find a package called sglang."""
-    fake_sglang_package.write(tmp_path / "packages")
+    write_package("sglang", tmp_path / "packages")
     _find_packages(tmp_path / "packages", monkeypatch)
 
 

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.fake_vllm_package import write_source
+from support.fake_engine_packages import write_source
 from typer.testing import CliRunner
 
 from relayout.cli.app import app

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fake_vllm_package import without_vllm, write_source
+from support.fake_engine_packages import without_package, write_source
 from typer.testing import CliRunner
 
 import relayout
@@ -58,7 +58,7 @@ def test_rules_are_written_by_which_an_array_of_processes_converts_without_vllm(
     with pytest.raises(PlanError, match="exists; choose another -o"):
         observe_plan("model", "plan.toml")
     shutil.rmtree(tmp_path / "packages")
-    without_vllm(tmp_path, monkeypatch)
+    without_package("vllm", tmp_path, monkeypatch)
     words = ["convert", "model", "-o", "out", "--tp", "2", "--max-part-size", "256", "--plan", "plan.toml", "--json"]
     for number in range(8):
         done = CliRunner().invoke(app, [*words, "--unit", f"{number}/8"])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from support.fake_sglang_package import without_sglang
-from support.fake_vllm_package import HIDDEN, write_source
+from support.fake_engine_packages import HIDDEN, assert_holds_slices, without_package, write_source
 
 import relayout
 from relayout.checkpoint.source import read_source
@@ -23,14 +21,7 @@ def test_each_rank_has_what_the_class_copies_and_the_record_says_from_where(tmp_
     tensors = write_source(tmp_path / "model", is_trusted=True, num_unused=1)
     done = relayout.convert(tmp_path / "model", tmp_path / "out", tp=4, plan="sglang", trust_remote_code=True)
     assert done.unused == ("unused", "unused.0")
-    for rank in range(4):
-        held = relayout.load(tmp_path / "out", rank)
-        rows = slice(12 * rank, 12 * (rank + 1))  # q, k and v of its head are neighbors, as stored.
-        np.testing.assert_array_equal(held["qkv.weight"].numpy(), tensors["qkv.weight"][rows])
-        np.testing.assert_array_equal(held["out.weight"].numpy(), tensors["out.weight"][:, 4 * rank : 4 * (rank + 1)])
-        np.testing.assert_array_equal(held["embed.weight"].numpy(), tensors["embed.weight"])
-        odd = slice(rank, rank + 3 if rank < 3 else None)
-        np.testing.assert_array_equal(held["odd.weight"].numpy(), tensors["odd.weight"][odd])
+    assert_holds_slices(tmp_path / "out", tensors)
     assert relayout.verify(tmp_path / "out", source=tmp_path / "model").ok
     assert "sglang:0.0.fake OddForCausalLM" in (tmp_path / "out" / "relayout.json").read_text()
     with pytest.raises(PlanError, match=r"observed from SGLang 0\.0\.fake OddForCausalLM at 4 ranks.* degree only"):
@@ -62,7 +53,7 @@ def test_what_cannot_be_observed_is_an_error_that_names_class_and_line(tmp_path:
 
 
 def test_without_sglang_observing_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_sglang(tmp_path, monkeypatch)
+    without_package("sglang", tmp_path, monkeypatch)
     write_source(tmp_path / "model")
     message = r"--plan sglang: SGLang cannot be imported \(none here\): run relayout in SGLang's environment"
     with pytest.raises(PlanError, match=message):

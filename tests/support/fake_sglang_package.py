@@ -5,14 +5,7 @@ Its class is that of `fake_vllm_package`, loaded as SGLang does it: scalars are 
 
 from __future__ import annotations
 
-import textwrap
-from pathlib import Path
-
-import pytest
-
-import relayout
-
-_MODULES = {
+MODULES = {
     "__init__": '__version__ = "0.0.fake"',
     "srt/__init__": "",
     "srt/configs/__init__": "",
@@ -155,18 +148,3 @@ _MODULES = {
                     raise AssertionError("One of the attention backends ['fa3'] is required, but got intel_amx")
     """,
 }
-
-
-def write(folder: Path) -> None:
-    """Make the package in a folder that is then named by PYTHONPATH."""
-    for name, text in _MODULES.items():
-        file = folder / "sglang" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(textwrap.dedent(text))
-
-
-def without_sglang(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot be imported in processes that are started."""
-    (folder / "packages").mkdir(exist_ok=True)
-    (folder / "packages" / "sglang.py").write_text("raise ImportError('none here')")
-    monkeypatch.setenv("PYTHONPATH", f"{folder / 'packages'}:{Path(relayout.__file__).parents[1]}")

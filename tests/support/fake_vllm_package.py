@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pytest
-from safetensors.numpy import save_file
-
-import relayout
-
-_MODULES = {
+MODULES = {
     "__init__": '__version__ = "0.0.fake"',
     "config": """
         from contextlib import nullcontext
@@ -160,43 +148,3 @@ _MODULES = {
                 return {name for name, _ in found}
     """,
 }
-
-
-def write(folder: Path) -> None:
-    """Make the package in a folder that is then named by PYTHONPATH."""
-    for name, text in _MODULES.items():
-        file = folder / "vllm" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(textwrap.dedent(text))
-
-
-HIDDEN = 16
-
-
-def write_source(folder: Path, **config: Any) -> Mapping[str, np.ndarray[Any, Any]]:
-    """A model of 4 heads of 4 elements; `unused` is what its class does not take."""
-    shapes = {
-        "embed.weight": (64, HIDDEN),
-        "qkv.weight": (3 * HIDDEN, HIDDEN),
-        "out.weight": (HIDDEN, HIDDEN),
-        "odd.weight": (8, HIDDEN),
-        "unused": (5,),
-        **{f"unused.{number}": (50,) for number in range(config.pop("num_unused", 0))},
-    }
-    tensors = {
-        name: np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()
-    }
-    tensors |= {name: np.full(1, value, np.float32) for name, value in config.pop("more", {}).items()}
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "odd", "hidden_size": HIDDEN, "num_attention_heads": 4, **config})
-    )
-    return tensors
-
-
-def without_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot be imported in processes that are started."""
-    (folder / "packages").mkdir(exist_ok=True)
-    (folder / "packages" / "vllm.py").write_text("raise ImportError('none here')")
-    monkeypatch.setenv("PYTHONPATH", f"{folder / 'packages'}:{Path(relayout.__file__).parents[1]}")

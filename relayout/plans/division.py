@@ -206,7 +206,7 @@ def with_experts(
     stored = [_experts_in(family, tensor) for tensor in tensors]
     count = max((numbers_of.stop for numbers_of in stored if numbers_of is not None), default=0)
     if not count:
-        raise PlanError(f"experts: no tensor matches the experts of plan {family.full_name!r}", code="no_rule")
+        raise PlanError(f"experts: no tensor matches the experts of plan {family.full_name!r}", code="option")
     wanted = numbers(experts, count, "experts", f"the checkpoint has {count}")
     chosen = []
     for tensor, part, numbers_of in zip(tensors, slices, stored, strict=True):

@@ -1,7 +1,7 @@
 """Trust: a policy that names signers, the proof of a signature, and a store that proves every byte.
 
-The package model-signing makes and verifies signatures (OpenSSF Model Signing), which list the SHA-256 of every file.
-That of relayout.json proves all that is read of a rank, chunk by chunk, by the BLAKE3 of each.
+A signature (OpenSSF Model Signing) lists the SHA-256 of every file. That of relayout.json proves all that is read of a
+rank, chunk by chunk, by the BLAKE3 of each.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from relayout.checkpoint.bundle import Listing, listed_by_certificates, listed_by_identity, listed_by_key
 from relayout.checkpoint.converted import (
     MAX_SIGNATURE_NBYTES,
     PACKED,
@@ -70,16 +71,13 @@ class Signer:
             place == prefix or place.startswith(prefix.rstrip("/") + "/") for prefix in map(_place, self.prefixes)
         )
 
-    def verifier(self) -> Any:
-        """What verifies its signatures: a `model_signing.verifying.Config`. May raise anything."""
-        from model_signing.verifying import Config as AnyConfig
-
-        Config: Any = AnyConfig  # Whose methods have no types.
+    def listing(self, signature: bytes) -> Listing:
+        """Verify model.sig, and return what it lists. May raise anything."""
         if "public_key" in self.how:
-            return Config().use_elliptic_key_verifier(public_key=self.how["public_key"])
+            return listed_by_key(signature, self.how["public_key"])
         if "certificates" in self.how:
-            return Config().use_certificate_verifier(certificate_chain=self.how["certificates"])
-        return Config().use_sigstore_verifier(identity=self.how["identity"], oidc_issuer=self.how["issuer"])
+            return listed_by_certificates(signature, self.how["certificates"])
+        return listed_by_identity(signature, self.how["identity"], self.how["issuer"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +218,13 @@ def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str
     reasons = []
     for signer in signers:
         try:
-            listing = _listed(signature, signer.verifier())
+            listing = signer.listing(signature)
         except ImportError:
             raise package_missing() from None
-        except Exception as error:  # Whatever the package or its parsers raise of foreign bytes: not proven.
+        except FormatError as error:
+            reasons.append(error.what)
+            continue
+        except Exception as error:  # Whatever packages and their parsers raise of foreign bytes: not proven.
             reasons.append(f"{type(error).__name__}: {shown(str(error))}")
             continue
         if listing.digests.get(MANIFEST_NAME) != listed:
@@ -262,50 +263,6 @@ def _read_signed(store: Store, name: str, limit: int, policy: Policy) -> bytes:
         what = f"is not signed ({name} is missing), and the policy {policy.path} wants that: relayout sign"
         raise FormatError(what, path=str(store), code="signature")
     return blob
-
-
-def _listed(signature: bytes, verifier: Any) -> _Listing:
-    """What a signature lists, if it is the verifier's. May raise anything."""
-    from tempfile import TemporaryDirectory
-
-    listing = _Listing()
-    with TemporaryDirectory(prefix="relayout-") as folder:  # The package takes files only.
-        path = Path(folder) / SIGNATURE_NAME
-        path.write_bytes(signature)
-        verifier.set_hashing_config(listing).verify(Path(folder), path)
-    if not listing.digests:
-        raise ValueError("the package compared nothing")
-    return listing
-
-
-class _Listing:
-    """Stands for the hashes of a folder's files where the package compares them with those that are signed.
-
-    It takes what is signed, and says that there is no difference: each file is compared when it is read.
-    """
-
-    def __init__(self) -> None:
-        self.name = ""
-        """Name of what was signed."""
-        self.digests: Mapping[str, str] = {}
-        """SHA-256 in hex of each file, by its name."""
-
-    def add_ignored_paths(self, **ignored: object) -> None:
-        """What the signer left out is not signed."""
-
-    def hash(self, model_path: object, *, files_to_hash: object = None) -> _Listing:
-        """No file is read here."""
-        return self
-
-    def __ne__(self, signed: Any) -> bool:
-        files = {each.identifier: each.digest for each in signed.resource_descriptors()}
-        if signed.serialization_type["method"] != "files" or {each.algorithm for each in files.values()} != {"sha256"}:
-            raise ValueError("other digests are signed than the SHA-256 of each file")
-        self.name = signed.model_name
-        self.digests = {name: digest.digest_hex for name, digest in files.items()}
-        return False
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ Start here; each function has an example in its own help, such as `help(relayout
     plan_conversion, preview,    the same in steps: plan, look, write; whether it has been done
         carry_out, is_carried_out
     inspect, verify, report      what a rank reads; every digest; a page that shows both
+    verify_source                a plain checkpoint, by the digests that its folder states
     load, iter_load              a rank's tensors, all at once or one after the other in bounded memory
     open, safe_open              single tensors of a rank, or of the whole model
     explain, plan_bench, warm    how a load would read, how fast, and the page cache filled before it
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from relayout.commands.restore import Restored, restore
     from relayout.commands.sign import SignatureWritten, sign
     from relayout.commands.verify import verify
+    from relayout.commands.verify_source import SourceVerification, verify_source
     from relayout.commands.warm import warm
     from relayout.conversion.consistency import Difference, Verification
     from relayout.conversion.layout import Conversion
@@ -79,6 +81,7 @@ __all__ = [
     "RelayoutError",
     "Restored",
     "SignatureWritten",
+    "SourceVerification",
     "Steps",
     "Summary",
     "TensorSlice",
@@ -106,6 +109,7 @@ __all__ = [
     "sign",
     "transformers",
     "verify",
+    "verify_source",
     "warm",
 ]
 
@@ -119,6 +123,7 @@ _HOMES = {
     "conversion.consistency": ("Difference", "Verification"),
     "commands.sign": ("SignatureWritten", "sign"),
     "commands.verify": ("verify",),
+    "commands.verify_source": ("SourceVerification", "verify_source"),
     "commands.warm": ("warm",),
     "conversion.layout": ("Conversion",),
     "conversion.run": ("Summary", "carry_out", "is_carried_out"),

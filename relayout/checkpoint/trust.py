@@ -7,7 +7,7 @@ rank, chunk by chunk, by the BLAKE3 of each.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -200,6 +200,26 @@ def prove(store: Store, policy: Policy) -> Signed:
     return Signed(said.blob, said.digests, said.signature, said.signer, said.policy, manifest)
 
 
+def prove_plain(store: Store, policy: Policy) -> tuple[str, Mapping[str, str]]:
+    """Prove the signature of a plain checkpoint, which has no relayout.json.
+
+    Returns:
+        The signer, as the policy has it, and the SHA-256 in hex of each signed file by its name.
+
+    Raises:
+        FormatError: it has no signature of a signer in the policy. One that the policy limits to contents signs
+            converted checkpoints only.
+        PlanError: the policy has no signer for this place.
+    """
+    reasons: list[str] = []
+    signature = _read_signed(store, SIGNATURE_NAME, MAX_SIGNATURE_NBYTES, policy)
+    for signer, listing in _listings(signature, _signers_for(store, policy), reasons):
+        if not signer.content:
+            return str(signer), listing.digests
+        reasons.append("the policy names contents of converted checkpoints")
+    raise _unproven(store, policy, reasons)
+
+
 def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str] = content_of) -> Statement:
     """Prove the signature of a folder or a delta, before anything else of it is believed.
 
@@ -215,18 +235,8 @@ def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str
         for name, limit in ((SIGNATURE_NAME, MAX_SIGNATURE_NBYTES), (MANIFEST_NAME, MAX_MANIFEST_NBYTES))
     )
     listed, name = sha256(blob).hexdigest(), str(store).rstrip("/").rpartition("/")[2]
-    reasons = []
-    for signer in signers:
-        try:
-            listing = signer.listing(signature)
-        except ImportError:
-            raise package_missing() from None
-        except FormatError as error:
-            reasons.append(error.what)
-            continue
-        except Exception as error:  # Whatever packages and their parsers raise of foreign bytes: not proven.
-            reasons.append(f"{type(error).__name__}: {shown(str(error))}")
-            continue
+    reasons: list[str] = []
+    for signer, listing in _listings(signature, signers, reasons):
         if listing.digests.get(MANIFEST_NAME) != listed:
             reasons.append(f"{MANIFEST_NAME} is not the one that was signed")
         elif step_of(name) is not None and listing.name != name:
@@ -235,8 +245,25 @@ def prove_statement(store: Store, policy: Policy, content: Callable[[bytes], str
             reasons.append(f"the content {content(blob)} is not one that the policy names")
         else:
             return Statement(blob, listing.digests, signature, str(signer), policy)
+    raise _unproven(store, policy, reasons)
+
+
+def _listings(signature: bytes, signers: Iterable[Signer], reasons: list[str]) -> Iterator[tuple[Signer, Listing]]:
+    """Yield each signer whose signature it is, and what it lists; add to the reasons why it is not of the others."""
+    for signer in signers:
+        try:
+            yield signer, signer.listing(signature)
+        except ImportError:
+            raise package_missing() from None
+        except FormatError as error:
+            reasons.append(error.what)
+        except Exception as error:  # Whatever packages and their parsers raise of foreign bytes: not proven.
+            reasons.append(f"{type(error).__name__}: {shown(str(error))}")
+
+
+def _unproven(store: Store, policy: Policy, reasons: Iterable[str]) -> FormatError:
     what = f"no signature of a signer in {policy.path}: {'; '.join(reasons)}"
-    raise FormatError(what, path=store.location(SIGNATURE_NAME), code="signature")
+    return FormatError(what, path=store.location(SIGNATURE_NAME), code="signature")
 
 
 def check_place(path: str | os.PathLike[str]) -> Policy | None:

@@ -57,10 +57,10 @@ def inspect(
 
 @commands.command(
     rich_help_panel="Convert",
-    epilog=examples("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b"),
+    epilog=examples("verify llama-3.1-8b-tp8", "verify llama-3.1-8b-tp8 --source llama-3.1-8b", "verify llama-3.1-8b"),
 )
 def verify(
-    path: ConvertedArgument,
+    path: PathArgument,
     source: Annotated[
         str | None,
         typer.Option(metavar="SRC", help="Also compare every slice with this source, by 128-bit digests."),
@@ -73,14 +73,27 @@ def verify(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every byte of a converted folder.
+    """Check every byte of a checkpoint, converted or plain.
 
-    Checks structure, manifest, and the digest of every slice; with --source, each slice against the source. Only
-    --source and `relayout restore` prove that the slices of all ranks make the tensors of the source.
+    Of a converted folder, checks structure, manifest, and the digest of every slice; with --source, each slice against
+    the source. Only --source and `relayout restore` prove that the slices of all ranks make the tensors of the source.
+
+    Of a plain checkpoint, checks headers and index, and, without a network, every byte whose digest is known: by the
+    cache of the hub, `hf download --local-dir`, SHA256SUMS or, with --trust, model.sig.
     """
     with output(quiet, verbose, as_json) as out:
         from relayout.cli import render
+        from relayout.commands.verify_source import is_plain
+        from relayout.storage.stores import find_input
 
+        if source is None and ranks is None and is_plain(find_input(path)):
+            checked = relayout.verify_source(
+                path, trust=trust, threads=threads, memory=memory, progress=out.work("verifying")
+            )
+            (out if checked.ok else replace(out, quiet=False)).show(checked, render.source_verification)
+            if not checked.ok:
+                raise typer.Exit(EXIT_DIFFERENCE)
+            return
         report = relayout.verify(
             path,
             source=source,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from relayout.commands.inspect import Inspection
     from relayout.commands.restore import Restored
     from relayout.commands.sign import SignatureWritten
+    from relayout.commands.verify_source import SourceVerification
     from relayout.commands.warm import Warmed
     from relayout.conversion.consistency import Verification
     from relayout.conversion.jobs import ConvertedUnits
     from relayout.conversion.planning import PlanCheck, Preview
     from relayout.conversion.run import Summary
+    from relayout.format.source_record import FileDigest
     from relayout.loader.diagnose import Diagnosis, FileFacts
     from relayout.plans.family import Family
 
@@ -52,6 +54,10 @@ def summary(done: Summary) -> Iterator[Block]:
         yield Line(f"{decimal(done.resumed_nbytes)} of it was done by an interrupted conversion")
     if done.num_ranks == 1:
         yield Line("1 rank: no tensor is cut, stock loaders read the folder too")
+    if done.verified:
+        shards = len({one.name for one in done.verified})
+        some = "" if shards == done.num_shards else f"{shards} of "
+        yield Line(f"source verified: {some}{counted(done.num_shards, 'shard')}, {by_whom(done.verified)}")
     if done.is_private:
         yield Line(
             f"only you can read it, as with the source; for others: chmod -R a+rX {done.output}", "note", "yellow"
@@ -243,6 +249,42 @@ def verification(result: Verification, *, has_source: bool) -> Iterator[Block]:
     yield Listing([str(difference) for difference in result.differences], "differences", "differs", "red")
     if result.culprit is not None:
         yield Line(_NEXT[result.culprit], "next")
+
+
+def source_verification(result: SourceVerification) -> Iterator[Block]:
+    """What `verify` prints of a plain checkpoint."""
+    shards, unknown = len(result.shards), [name for name in result.shards if name in result.unknown]
+    of_shards = [one for one in result.verified if one.name in result.shards]
+    if not result.ok:
+        found = counted(len(result.differences), "difference")
+        yield Line(f"{result.path}: {decimal(result.nbytes)} hashed", f"{found}:", "bold red")
+    elif result.is_verified:
+        text = f"{result.path}: {counted(shards, 'shard')}, every byte, {by_whom(of_shards)}"
+        yield Line(text, "verified", "bold green")
+    elif len(unknown) < shards:
+        text = f"{result.path}: {shards - len(unknown)} of {counted(shards, 'shard')}, {by_whom(of_shards)}"
+        yield Line(text, "verified in part", "bold yellow")
+    else:
+        what = "of its shards: headers and index agree, the bytes of tensors were compared with nothing"
+        yield Line(f"{result.path}: {what}", "no digest known", "bold yellow")
+    if result.ok:
+        others = {one.name for one in result.verified} - set(result.shards)
+        text = f"{counted(result.num_tensors, 'tensor')}, headers and index agree"
+        yield Line(f"{text}; {counted(len(others), 'other file')} compared; {decimal(result.nbytes)} hashed")
+    if result.signer is not None:
+        yield Line(f"by {result.signer}", "signed", "bold green" if result.ok else "")
+    elif result.has_signature:
+        yield Line("its signature was not checked: --trust POLICY does that", "note", "yellow")
+    yield Listing([str(difference) for difference in result.differences], "differences", "differs", "red")
+    yield Listing(list(result.unknown), "files", "no digest known", "yellow")
+    if result.differences:
+        yield Line("download these files again, or take them from where they are intact", "next")
+
+
+def by_whom(verified: Iterable[FileDigest]) -> str:
+    """Who states the digests of files, and of which kinds these are."""
+    kinds = dict.fromkeys(f"{one.by} ({one.digest.partition(':')[0]})" for one in verified)
+    return f"by {', '.join(kinds)}"
 
 
 _NEXT = {

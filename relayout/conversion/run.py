@@ -6,10 +6,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from relayout.checkpoint.converted import CONVERTED
 from relayout.checkpoint.source import SourceIdentity, identity_of
+from relayout.conversion.hashing import SourceHashing
 from relayout.conversion.layout import Conversion, check_planned
 from relayout.conversion.resume import (
     Fingerprint,
@@ -29,6 +30,7 @@ from relayout.core.extents import BLOCK, Extent, align_down
 from relayout.core.workers import Stop
 from relayout.errors import PlanError, shown
 from relayout.format.index import DIGESTED_NBYTES, chunks_over
+from relayout.format.source_record import FileDigest
 from relayout.publish.output import Output, Work
 from relayout.publish.publishers import Destination, StoreDestination
 from relayout.reporting import Progress, Result, reporting
@@ -85,6 +87,10 @@ class Summary(Result):
     """Tensors that the engine does not take, from which the plan was observed."""
     is_private: bool
     """Whether only its owner can read the local output, as it is with a shard of the source."""
+    verified: tuple[FileDigest, ...] = ()
+    """The digests with which whole shards of the source were compared; empty: none were known."""
+    num_shards: int = 0
+    """Files of the source's tensors."""
 
 
 def carry_out(
@@ -123,12 +129,14 @@ def carry_out(
     fingerprint = fingerprint_of(conversion, identity.content)
     work = work_of(conversion, fingerprint, scratch=scratch, is_resumable=resumable)
     what = "converting" if resumable else "saving"
-    with to.begin(work) as output:
+    hashing = SourceHashing(conversion, num_readers_of(threads, chunk_nbytes))
+    with to.begin(work) as output, hashing:
         making = _Making(conversion.marked(output.mark), output, identity, threads, chunk_nbytes, what, progress)
-        making.make_units(fingerprint)
-        write_sidecar(output, making.conversion, making.written, making.headers.files)
+        making.make_units(fingerprint, hashing.check)
+        verified = hashing.finish(making.tensors)
+        write_sidecar(output, making.conversion, making.written, making.headers.files, verified)
         check_unchanged(conversion, identity)
-    return summary_of(conversion, work, making.resumed_nbytes, time.monotonic() - started)
+    return replace(summary_of(conversion, work, making.resumed_nbytes, time.monotonic() - started), verified=verified)
 
 
 def work_of(
@@ -203,6 +211,7 @@ def summary_of(conversion: Conversion, work: Work, resumed_nbytes: int, seconds:
         unmatched=conversion.plan.unmatched,
         unused=conversion.plan.unused,
         is_private=scheme_of(str(conversion.output)) is None and not work.modes.file & 0o044,
+        num_shards=len(source.files),
     )
 
 
@@ -325,8 +334,8 @@ class _Making:
         """All tensors and files, in the end."""
         return Written(self.tensors, self.chunks)
 
-    def make_units(self, fingerprint: Fingerprint) -> None:
-        """Make each unit as a part of the output, but for those that are finished."""
+    def make_units(self, fingerprint: Fingerprint, check: Callable[[], None]) -> None:
+        """Make each unit as a part of the output, but for those that are finished; before each, call `check`."""
         conversion = self.conversion
         units = conversion.layout.units
         kept = self._kept(fingerprint)
@@ -336,6 +345,7 @@ class _Making:
         with reporting(self.progress, self.what, conversion.nbytes_of()) as report:
             report(passed)
             for unit, tensors in enumerate(units):
+                check()
                 if unit in kept:
                     done = kept[unit]
                     deque(self.headers.headers(unit, done), 0)

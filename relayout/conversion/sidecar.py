@@ -59,6 +59,7 @@ from relayout.format.manifest import (
 from relayout.format.rank_table import dump_table
 from relayout.format.safetensors import parse_header
 from relayout.format.source_record import (
+    FileDigest,
     RecordedFile,
     RecordedPlan,
     SideFile,
@@ -111,17 +112,20 @@ def write_sidecar(
     conversion: Conversion,
     written: Written,
     files: Sequence[IndexedFile],
+    verified: Sequence[FileDigest] = (),
 ) -> None:
     """Write everything but the files with the tensors, the manifest last.
 
     Args:
         written: all tensors with bytes, and all files.
         files: the same files, with their headers.
+        verified: the digests with which shards of the source were compared.
     """
     source, options = conversion.source, conversion.options
     side_files = [copy_side_file(source.folder, output, name) for name in source.side_files]
     digests = digests_of_all(conversion, written.tensors)
-    record, of_source = source_record(conversion, side_files), [tensor.source for tensor in digests]
+    record = replace(source_record(conversion, side_files), verified=tuple(verified))
+    of_source = [tensor.source for tensor in digests]
     conversion_id = conversion_digest(record, of_source)
     plan_name = "none" if record.plan is None else record.plan.full_name
     stored_record = compress(dump_record(record), MAX_RECORD_NBYTES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from relayout.core.digests import digest_hex
@@ -41,6 +42,24 @@ class RecordedFile:
     nbytes: int
     header: bytes
     """The bytes before its data section."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """A digest of a whole file of a plain checkpoint, and what states it."""
+
+    name: str
+    """Path relative to the folder."""
+    digest: str
+    """ALGORITHM:HEX, where the algorithm is "sha256", or "git-sha1": the blob id of git."""
+    by: str
+    """One of `VERIFIED_BY`."""
+
+
+VERIFIED_BY = ("hub cache", "hub download", "SHA256SUMS", "model.sig")
+"""What may state the digest of a file: the name of its blob in the cache of the hub; the metadata that `hf download
+--local-dir` leaves; a list of digests in the folder; a signature by a signer of the policy."""
+_FILE_DIGEST = re.compile(r"sha256:[0-9a-f]{64}|git-sha1:[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +121,8 @@ class SourceRecord:
     index: tuple[str, bytes] | None
     """Name and bytes of the index.json, where there was one."""
     side_files: tuple[SideFile, ...]
+    verified: tuple[FileDigest, ...] = ()
+    """The digests with which whole shards were compared during the conversion; empty: none were known."""
 
     def cut(self, t: int) -> Cut:
         """How a source tensor is cut."""
@@ -139,6 +160,9 @@ def dump_record(record: SourceRecord) -> bytes:
             "cut": record.cut_of,
         },
     }
+    if record.verified:
+        names, digests, by = zip(*map(astuple, record.verified), strict=True)
+        top["verified"] = {"name": names, "digest": digests, "by": by}
     return compact_json(top)
 
 
@@ -185,8 +209,13 @@ def _parse_record(top: Fields, num_ranks: int) -> SourceRecord:
         files=files,
         index=None if index is None else _parse_index(Fields(index)),
         side_files=_parse_side_files(Fields(top.object("side_files"))),
+        verified=_parse_verified(Fields(top.object("verified"))) if "verified" in top.top else (),
     )
     index_names = [] if record.index is None else [record.index[0]]
+    known = {file.name for file in files}
+    for one in record.verified:
+        if one.name not in known:
+            raise FormatError(f"verified: {shown(one.name)} is no file of the source", code="field")
     _check_names([*(file.name for file in files), *(file.name for file in record.side_files), *index_names])
     _check_tensors(record)
     return record
@@ -206,6 +235,19 @@ def _parse_side_files(fields: Fields) -> tuple[SideFile, ...]:
     if modes and max(modes) > 0o777:
         raise FormatError("'mode' is not a list of permission bits", code="field")
     return tuple(map(SideFile, map(_path, names), sizes, fields.column("digest", str, count), modes))
+
+
+def _parse_verified(fields: Fields) -> tuple[FileDigest, ...]:
+    with about(part="verified"):
+        names = fields.column("name", str)
+        digests, by = fields.column("digest", str, len(names)), fields.column("by", str, len(names))
+        for digest in digests:
+            if not _FILE_DIGEST.fullmatch(digest):
+                raise FormatError(f"{shown(digest)} is not a digest: expected ALGORITHM:HEX", code="field")
+        for who in by:
+            if who not in VERIFIED_BY:
+                raise FormatError(f"by {shown(who)}, expected {' or '.join(VERIFIED_BY)}", code="field")
+        return tuple(map(FileDigest, names, digests, by))
 
 
 def _parse_index(fields: Fields) -> tuple[str, bytes]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from heapq import merge
+from itertools import islice, repeat
 from typing import Generic, TypeVar
 
 from relayout.core.digests import ExtentDigests, Hash, new_proof
@@ -109,18 +110,38 @@ class HashedFile:
     """The extents in rising order, without overlap. Empty extents may be at any offset."""
     chunks: Sequence[Extent] = ()
     """More extents, likewise, which may overlap the others."""
+    new_hash: Callable[[], Hash] = new_proof
+    """Begins the running hash of a chunk."""
 
 
 def hash_files(
-    files: Sequence[HashedFile], num_threads: int, on_progress: Callable[[int], None] | None = None
+    files: Sequence[HashedFile],
+    num_threads: int,
+    on_progress: Callable[[int], None] | None = None,
+    *,
+    num_streams: int = 1,
+    stop: Stop | None = None,
 ) -> list[list[str]]:
-    """The digest of each extent of each file, then the proof of each of its chunks, in hex."""
-    stop = Stop()
-    hashed = [[ExtentDigests(file.extents, stop), ExtentDigests(file.chunks, stop, new_proof)] for file in files]
+    """Return the digest of each extent of each file, then the hash of each of its chunks, in hex.
+
+    Args:
+        num_streams: files that are read at the same time: a chunk as long as its file is hashed by one thread.
+        stop: requested when a read fails; a request from elsewhere stops the work.
+    """
+    stop = stop or Stop()
+    hashed = [[ExtentDigests(file.extents, stop), ExtentDigests(file.chunks, stop, file.new_hash)] for file in files]
 
     def requests() -> Iterator[tuple[int, Extent]]:
-        for index, file in enumerate(files):
-            yield from ((index, extent) for extent in _requests(file))
+        streams: deque[Iterator[tuple[int, Extent]]] = deque()
+        waiting = (zip(repeat(index), _requests(file), strict=False) for index, file in enumerate(files))
+        streams.extend(islice(waiting, num_streams))
+        while streams:
+            stream = streams.popleft()
+            if (request := next(stream, None)) is not None:
+                yield request
+                streams.append(stream)
+            else:
+                streams.extend(islice(waiting, 1))
 
     def work(buffer: Buffer, item: tuple[int, Extent]) -> int:
         index, extent = item

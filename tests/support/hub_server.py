@@ -108,7 +108,7 @@ class Hub:
 
 @lru_cache(64)
 def _blob_id(content: bytes) -> str:
-    return hashlib.sha1(content, usedforsecurity=False).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 @lru_cache(64)

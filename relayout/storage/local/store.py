@@ -247,6 +247,28 @@ def is_inside(folder: Path, path: Path) -> bool:
     )
 
 
+def blob_hash(folder: Path, name: str) -> str | None:
+    """Return the hash by which a Hugging Face cache names the content of a snapshot's file.
+
+    That is the name of the blob to which the file links: the SHA-256 of a file in LFS or Xet (64 hex digits), the blob
+    id of git of any other (40; huggingface_hub 2.4, `file_download.py`). It proves nothing unless the bytes have that
+    hash, and not that the link is the one that was downloaded.
+
+    Returns:
+        None: the file is not a link to a blob of its own repository.
+    """
+    path = Path(os.path.realpath(folder)) / name
+    repository = next((above.parent for above in path.parents if above.name == "snapshots"), None)
+    if repository is None or not _REPOSITORY.match(repository.name):
+        return None
+    try:
+        target = Path(os.path.normpath(Path(os.path.realpath(path.parent)) / path.readlink()))
+    except OSError:
+        return None
+    is_blob = target.parent == repository / "blobs" and _BLOB.fullmatch(target.name) is not None
+    return target.name if is_blob else None
+
+
 _O_DIRECT: int | None = getattr(os, "O_DIRECT", None)
 _PAGE = max(BLOCK, mmap.PAGESIZE)
 """Bytes. One page of the page cache must not be written both directly and through the cache."""

@@ -1,0 +1,117 @@
+"""Compares the source of a conversion with the digests that are known of its files, while it is converted.
+
+The conversion copies tensors in the order of the model, several at once; a SHA-256 needs a file from front to back. So
+each shard is read once more, by other threads, at the same time. What proves that both have read the same bytes: the
+digest of each tensor (XXH3-128) is taken in both, and compared in the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from relayout.checkpoint.known import NUM_STREAMS, differs, grouped, hex_of, known_digests, to_hash
+from relayout.conversion.layout import Conversion
+from relayout.conversion.steps import TensorDigests
+from relayout.core.workers import Stop
+from relayout.errors import FormatError
+from relayout.format.source_record import FileDigest
+from relayout.storage.reading import hash_files
+
+_NUM_STREAMS = 4
+"""Files that are hashed at the same time: SHA-256 of one file is the work of one thread."""
+
+
+class SourceHashing:
+    """Hashes the shards of a source whose digests are known, by threads of its own, in a `with` block.
+
+    No digest is known of a source that is not in a local folder, or of which only some ranks are converted: what a
+    conversion does not read is not read for a comparison either.
+    """
+
+    def __init__(self, conversion: Conversion, threads: int) -> None:
+        self._source = conversion.source
+        self._threads = threads
+        self._known = _known(conversion)
+        self._stop = Stop()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._hashed: dict[int, str] | None = None
+        """XXH3-128 of each tensor of the shards that were hashed, by its position in the source; None: not yet."""
+
+    def __enter__(self) -> Self:
+        if self._known:
+            self._thread = threading.Thread(target=self._run, name="relayout-source", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.request()
+        if self._thread is not None:
+            self._thread.join()
+
+    def check(self) -> None:
+        """Raise the error of the hashing, if it has failed by now."""
+        if self._error is not None:
+            raise self._error
+
+    def finish(self, written: Mapping[int, TensorDigests]) -> tuple[FileDigest, ...]:
+        """Wait until all shards are hashed, and return the digests that they have; none if none were known.
+
+        Args:
+            written: the digests of the tensors, as they were converted.
+
+        Raises:
+            FormatError: a shard has another digest than the known one; or other bytes were hashed than converted.
+        """
+        if self._thread is None:
+            return ()
+        self._thread.join()
+        self.check()
+        assert self._hashed is not None
+        for t, digest in self._hashed.items():
+            if t in written and written[t].source not in (None, digest):
+                tensor = self._source.tensors[t]
+                what = "two reads of it differ: the drive or the memory is not reliable"
+                where = self._source.folder.location(self._source.files[tensor.file].name)
+                raise FormatError(what, path=where, tensor=tensor.name, code="digest")
+        return tuple(one for same in self._known for one in same)
+
+    def _run(self) -> None:
+        try:
+            self._hashed = self._compare()
+        except BaseException as error:
+            self._error = error
+
+    def _compare(self) -> dict[int, str]:
+        """Hash each shard, and compare it. FormatError: one has another digest."""
+        source = self._source
+        tensors: dict[str, list[int]] = {file.name: [] for file in source.files}
+        for t in sorted(range(len(source.tensors)), key=lambda t: source.tensors[t].extent):
+            tensors[source.files[source.tensors[t].file].name].append(t)
+        files = {file.name: file for file in source.files}
+        to_read = []
+        for first, *_ in self._known:
+            extents = [source.tensors[t].extent for t in tensors[first.name]]
+            file = files[first.name]
+            to_read.append(to_hash(source.folder, first, file.nbytes, extents=extents, version=file.version))
+        hashed, found = hash_files(to_read, self._threads, num_streams=NUM_STREAMS, stop=self._stop), dict[int, str]()
+        for (first, *_), (*digests, whole) in zip(self._known, hashed, strict=True):
+            if whole != hex_of(first):
+                raise FormatError(differs(first, whole), path=source.folder.location(first.name), code="digest")
+            found |= zip(tensors[first.name], digests, strict=True)
+        return found
+
+
+def _known(conversion: Conversion) -> list[list[FileDigest]]:
+    """The digests that are known of shards, in a list for each that is to be taken."""
+    source = conversion.source
+    shards = [file.name for file in source.files]
+    is_local = source.folder.path("") is not None and all(file.version is not None for file in source.files)
+    if not is_local or not conversion.has_all:
+        return []
+    return grouped(one for one in known_digests(source.folder, shards) if one.name in set(shards))

@@ -70,12 +70,13 @@ class StoredFile:
         return self.folder.open(self.name, self.nbytes, access=access, version=self.version)
 
     def proving(self, opened: ReadableFile) -> ReadableFile:
-        """The open file, which proves its bytes if that is wanted, or if it has no version.
+        """The open file, which proves its bytes if that is wanted, if it has no version, or if its store needs it.
 
         Raises:
             FormatError: it has neither a version nor a proof; or the digests are damaged.
         """
-        if (opened.version and not self.is_proven) or isinstance(opened, Proven):  # By the store, already.
+        is_proven = self.is_proven or self.folder.cost.needs_digests
+        if (opened.version and not is_proven) or isinstance(opened, Proven):  # By the store, already.
             return opened
         if self.proof is None:
             raise unversioned(self.where)

@@ -338,6 +338,12 @@ def _assemble(
     is_file: bool = False,
 ) -> SourceCheckpoint:
     folder = root.parent()[0] if is_file else root
+    if folder.cost.needs_digests:
+        what = (
+            "a plain checkpoint in a registry: its digests are of whole files, so that no part can be proven; download"
+            " it by a tool that proves them (oras pull, modctl pull), and give the folder"
+        )
+        raise FormatError(what, path=str(root), code="digest")
     for shard, _ in shards:
         if shard.version == "":
             raise unversioned(folder.location(shard.name))

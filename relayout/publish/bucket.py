@@ -241,14 +241,7 @@ class BucketOutput:
         return bool(self._parts) and not self._is_lost
 
     def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
-        """While a part is sent, the next one is made."""
-        needed = nbytes if part_nbytes is None else min(nbytes, 2 * part_nbytes)
-        advice = (
-            ", for files on their way to a bucket: name another folder (--scratch, or TMPDIR), or let parts be smaller"
-            " (--max-part-size)"
-        )
-        place = self._scratch.place.path
-        check_space(place, place.parent.parent, needed, advice)
+        check_scratch(self._scratch.place.path, nbytes, part_nbytes)
 
     def write(self, name: str, nbytes: int) -> OutputFile:
         return self._scratch.write(name, nbytes)
@@ -470,6 +463,16 @@ class BucketOutput:
 def _version_of(version: Version) -> str:
     """What a listing will report; empty if the store did not tell."""
     return bare(version.get("e_tag") or version.get("version") or "")
+
+
+def check_scratch(place: Path, nbytes: int, part_nbytes: int | None) -> None:
+    """Check that scratch has space for an output. While a part is sent, the next one is made. PlanError: too little."""
+    needed = nbytes if part_nbytes is None else min(nbytes, 2 * part_nbytes)
+    advice = (
+        ", for files on their way to a bucket: name another folder (--scratch, or TMPDIR), or let parts be smaller"
+        " (--max-part-size)"
+    )
+    check_space(place, place.parent.parent, needed, advice)
 
 
 _PREFIX = "relayout-scratch-"

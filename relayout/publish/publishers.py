@@ -1,4 +1,7 @@
-"""Publishers: each publishes outputs in one kind of store. Folders are renamed, prefixes of buckets are filled."""
+"""Publishers: each publishes outputs in one kind of store.
+
+Folders are renamed, prefixes of buckets are filled, and tags of registries are written last.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +76,12 @@ def publisher_of(store: Store) -> StorePublisher:
         from relayout.publish.folder import FolderPublisher
 
         return FolderPublisher(store.folder)
+    from relayout.storage.web.oci import OciStore
+
+    if isinstance(store, OciStore):
+        from relayout.publish.registry import RegistryPublisher
+
+        return RegistryPublisher.of(store)
     from relayout.publish.bucket import BucketPublisher
 
     return BucketPublisher.of(store)

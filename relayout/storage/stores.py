@@ -51,7 +51,7 @@ _NUM_REMOTE_OPENS = 16
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """What a store's requests cost. The defaults fit a local drive."""
+    """What reading from a store costs: requests, and digests. The defaults fit a local drive."""
 
     request_nbytes: int = 8 * 2**20
     """The largest useful request; a multiple of 4096.
@@ -64,6 +64,9 @@ class RequestCost:
     """Requests of one node in flight that saturate the store; None: it depends on the number of processors."""
     is_remote: bool = False
     """Whether each request is a round trip over a network, so that none is made for what another answer has."""
+    needs_digests: bool = False
+    """True if every part that is read must be compared with a digest of its own: the store names a file by the digest
+    of the whole, which proves no part."""
 
     @property
     def num_opens(self) -> int:
@@ -364,6 +367,8 @@ REGISTRY: dict[str, str] = {
     "https": "relayout.storage.web.http",
     "http": "relayout.storage.web.http",
     "hf": "relayout.storage.web.hub",
+    "oci": "relayout.storage.web.oci",
+    "oci+http": "relayout.storage.web.oci",
     **dict.fromkeys(("s3", "gs", "az"), "relayout.storage.cloud.bucket"),
 }
 """The module for each scheme of URLs, imported on first use. It has `offer(url: str) -> Store`, which raises PlanError

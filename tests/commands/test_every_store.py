@@ -54,7 +54,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[name for name, kind in KINDS.items() if kind.has_plain])
 def here(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     """A place of each kind, with the model and its conversion: made there, or copied. Tests only read these two."""
     folder = tmp_path_factory.mktemp("here")

@@ -168,6 +168,7 @@ def test_another_version_of_a_file_is_refused(here: Ground) -> None:
         assert file.version == before.version
     assert store.stat("weights") == before
     here.write(store, weights=BYTES[::-1])
+    store = here.later(store)
     after = store.stat("weights")
     assert after is not None
     assert after.version != before.version
@@ -187,7 +188,7 @@ def test_what_replaces_an_open_file_is_never_mixed_with_it(here: Ground) -> None
             assert "weights: was replaced" in str(error)  # noqa: PT017 (both are right)
         else:
             assert later == BYTES[100:200]
-    assert content(store, "weights") == BYTES[::-1]
+    assert content(here.later(store), "weights") == BYTES[::-1]
 
 
 def test_all_files_below_are_listed_but_hidden_ones(listed: Ground) -> None:

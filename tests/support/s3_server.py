@@ -341,7 +341,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             time.sleep(0.02)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
+    do_GET = do_HEAD = do_PUT = do_POST = do_PATCH = do_DELETE = handle_any
 
     def log_message(self, *message: object) -> None:
         """Say nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import s3_server, toy_store
+from support import oci_server, s3_server, toy_store
 
 from relayout.errors import FormatError
 from relayout.publish.output import Output, Replaceable, Work
@@ -17,6 +18,7 @@ from relayout.publish.publishers import StoreDestination
 from relayout.storage.cloud.bucket import BucketClient
 from relayout.storage.cloud.store import CloudStore
 from relayout.storage.stores import Store, find_store
+from relayout.storage.web.oci import OciStore
 
 MARKER = "marker.txt"
 
@@ -43,9 +45,13 @@ class Kind:
     clear: Callable[[Path], object] = lambda folder: None
     """Removes what a test has left in the place of its own folder, where pytest does not."""
     is_writable: bool = True
-    """Whether relayout writes there."""
+    """Whether relayout writes there, below any prefix."""
     is_listed: bool = True
     """Whether it tells all of its files, and not only those whose names are known."""
+    has_plain: bool = True
+    """Whether plain checkpoints are read there."""
+    stays: bool = False
+    """Whether a store stays at the version of all files that its first request has found."""
 
 
 def _write_local(store: Store, name: str, content: bytes) -> None:
@@ -78,11 +84,30 @@ def _web_place(folder: Path) -> str:
     return f"{s3_server.shared().url}/{folder.name}"
 
 
+def _repository(folder: Path) -> str:
+    return f"tests/{hashlib.sha1(str(folder).encode()).hexdigest()}"
+
+
+def _oci_place(folder: Path) -> str:
+    return oci_server.shared().url(_repository(folder), "a-tag")
+
+
+def _clear_registry(folder: Path) -> None:
+    oci_server.shared().clear(_repository(folder))
+
+
+def _write_to_registry(store: Store, name: str, content: bytes) -> None:
+    assert isinstance(store, OciStore)
+    registry, place = oci_server.shared(), (store.client.repository, store.client.reference)
+    registry.write(*place, registry.files(*place) | {store.full_name(name): content})
+
+
 KINDS = {
     "local": Kind(lambda folder: str(folder), _write_local),
     "toy": Kind(lambda folder: f"toy://{folder.name}", _write_toy, lambda folder: toy_store.shelf(folder.name).clear()),
     "s3": Kind(lambda folder: f"s3://{folder.name}", _write_to_server, _clear_server),
     "web": Kind(_web_place, _write_to_server, _clear_server, is_writable=False, is_listed=False),
+    "oci": Kind(_oci_place, _write_to_registry, _clear_registry, is_writable=False, has_plain=False, stays=True),
 }
 REAL_STORES = "RELAYOUT_TEST_STORES"
 """This variable names the real servers that take part, "seaweedfs" and "azurite", in place of what imitates some."""
@@ -129,6 +154,10 @@ class Ground:
     def store(self, name: str) -> Store:
         return find_store(self.url(name))
 
+    def later(self, store: Store) -> Store:
+        """The same place after a file was replaced: a new store where one stays at what it has found."""
+        return find_store(str(store)) if self.kind.stays else store
+
     def write(self, store: Store, **files: bytes) -> None:
         """Files by name, in which "__" stands for a slash."""
         for name, content in files.items():
@@ -137,6 +166,8 @@ class Ground:
 
 @contextmanager
 def ground(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    if name == "oci":
+        pytest.importorskip("urllib3", reason="the client of registries")
     if name in ("s3", "web"):
         pytest.importorskip("obstore", reason="the client of object stores")
         for variable, value in s3_server.environment(s3_server.shared()).items():

@@ -227,6 +227,7 @@ _NO_CREDENTIALS = (
     "no credentials found: set them in the environment (see STORES.md); for a public bucket of S3,"
     " AWS_SKIP_SIGNATURE=true",
 )
+_NO_TLS = errno.EPROTO, "the server does not speak TLS: check the port; a registry without TLS is oci+http://"
 _UNTRUSTED = (
     errno.EPROTO,
     "the server's certificate is not trusted: set SSL_CERT_FILE to the certificate of the authority that signed it,"
@@ -278,6 +279,7 @@ _TEXTS = {
     r"Missing(E[Tt]ag|LastModified|ContentLength|Version)": (errno.EPROTO, _NO_ANSWER),
     r"Missing\w+|169\.254\.|metadata\.google|CredentialsNotLoaded|[Uu]nable to locate credentials"
     r"|CredentialsError|CredentialRetrieval|RefreshError|ClientAuthenticationError": _NO_CREDENTIALS,
+    r"(?i:WRONG_VERSION_NUMBER|record layer failure)": _NO_TLS,
     r"(?i:certificate|UnknownIssuer|NotValidForName)": _UNTRUSTED,
     r"ProxyError|ProxyConnectionError|[Tt]unnel": _NO_PROXY,
     r"ResponseParserError|ParseError|DecodeError": (errno.EPROTO, _NO_ANSWER),

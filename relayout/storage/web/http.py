@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -60,12 +60,24 @@ _KNOWN = (
 _MAX_INDEX_NBYTES = 64 * 2**20
 
 Headers = Mapping[str, str]
+Sender: TypeAlias = "Callable[[str, str, str, Headers], BaseHTTPResponse]"
+"""Sends one request and returns its answer, as `send` does."""
 
 
 def get(
-    url: str, location: str, start: int, end: int | None, version: str | None, headers: Headers | None = None
+    url: str,
+    location: str,
+    start: int,
+    end: int | None,
+    version: str | None,
+    headers: Headers | None = None,
+    sender: Sender | None = None,
 ) -> Body:
-    """Request a range of a file, which messages call `location`; see `Client.get`."""
+    """Request a range of a file, which messages call `location`; see `Client.get`.
+
+    Args:
+        sender: sends the request, for a server with credentials and redirects of its own; default is `send`.
+    """
     request_headers = dict(headers or {})
     if end is not None:
         request_headers["range"] = f"bytes={start}-{end - 1}"
@@ -73,12 +85,16 @@ def get(
         request_headers["if-match"] = version
 
     def ask() -> Body:
-        answer = send("GET", url, location, request_headers)
+        answer = (sender or send)("GET", url, location, request_headers)
         stat, part = _described(answer, location, None if end is None else (start, end))
         check_answer(stat, part, start, end, version, location)
-        pieces = _pieces(answer, location, part)
+        pieces = pieces_of(answer, location, part)
         return Body(
-            stat, location, part, pieces, lambda offset: get(url, location, offset, part[1], stat.version, headers)
+            stat,
+            location,
+            part,
+            pieces,
+            lambda offset: get(url, location, offset, part[1], stat.version, headers, sender),
         )
 
     return persistent(ask, location)
@@ -90,12 +106,21 @@ def stat(url: str, location: str) -> FileStat | None:
     return if_there(lambda: persistent(lambda: _described(send("HEAD", url, location), location)[0], location))
 
 
-def send(method: str, url: str, location: str, headers: Headers | None = None) -> BaseHTTPResponse:
-    """The answer to one request, whatever its status; redirects are followed on the same server, and only there."""
+def send(
+    method: str, url: str, location: str, headers: Headers | None = None, body: bytes | Iterable[bytes] | None = None
+) -> BaseHTTPResponse:
+    """The answer to one request, whatever its status; redirects are followed on the same server, and only there.
+
+    Args:
+        body: bytes to send, or pieces of a body whose length is in the headers. It is sent once, so that no redirect
+            is followed.
+    """
     from urllib3 import Timeout
     from urllib3.exceptions import HTTPError
 
-    timeout = Timeout(connect=connect.CONNECT_SECONDS, read=connect.STALL_SECONDS)
+    # A server answers when it has stored what was sent.
+    seconds = connect.STALL_SECONDS if body is None else connect.UPLOAD_SECONDS
+    timeout = Timeout(connect=connect.CONNECT_SECONDS, read=seconds)
     for _ in range(_MAX_REDIRECTS):
         try:
             answer = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "").urlopen(
@@ -104,6 +129,7 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
                 headers={"accept-encoding": "identity", "user-agent": "relayout", **(headers or {})},
                 redirect=False,
                 retries=False,
+                body=body,
                 timeout=timeout,
                 preload_content=False,
                 decode_content=False,
@@ -111,9 +137,9 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
         except (HTTPError, ValueError, UnicodeError) as error:
             failure = _failure(error, location)
         else:
-            target = _redirect_of(answer, url)
+            target = redirect_of(answer, url)
             # Proof that the server may choose: the address is its own.
-            if target is None or _origin(target) != _origin(url):
+            if target is None or body is not None or _origin(target) != _origin(url):
                 return answer
             answer.close()
             url = target
@@ -122,7 +148,7 @@ def send(method: str, url: str, location: str, headers: Headers | None = None) -
     raise RequestError(errno.EPROTO, f"more than {_MAX_REDIRECTS} redirects", location)
 
 
-def _redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
+def redirect_of(answer: BaseHTTPResponse, url: str) -> str | None:
     """Where an answer to a request for `url` leads; None if it is no redirect."""
     if answer.status not in _REDIRECTS or "location" not in answer.headers:
         return None
@@ -152,7 +178,7 @@ def _described(
         brought = (int(found[1]), int(found[2]) + 1) if found else (0, int(length))
         return FileStat(int(length), version, vouched=_vouched(location, int(length), version)), brought
     answer.close()
-    target = _redirect_of(answer, "")
+    target = redirect_of(answer, "")
     if target is not None:
         parts = urlsplit(target)
         named = escape_controls(f"{parts.scheme}://{parts.hostname}"[:100])  # Not what may be a signature.
@@ -171,7 +197,7 @@ def _vouched(location: str, nbytes: int, version: str) -> str | None:
     return f"{location} {version}" if is_comparable(version) and f"{nbytes:x}" not in made_of else None
 
 
-def _pieces(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None) -> Iterator[bytes]:
+def pieces_of(answer: BaseHTTPResponse, location: str, part: tuple[int, int] | None = None) -> Iterator[bytes]:
     from urllib3.exceptions import HTTPError
 
     try:

@@ -1,0 +1,298 @@
+"""The publisher of registries: files are made in local scratch and sent as blobs; the manifest is written last.
+
+An output is an artifact in the form of ModelPack: one raw layer for each file, with its path. A blob is named by its
+SHA-256, so one that the registry has is not sent: tags of the same files share them. What an attempt has sent and no
+manifest names is invisible, and the registry's to delete; the next attempt finds it, so nothing else is kept.
+
+**Publishing.** One request writes the manifest under the tag, in place of the older one. Registries have no conditions
+for that: another artifact that got the tag since the beginning is refused just before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import NoReturn
+
+from relayout.core.workers import Stopped
+from relayout.errors import FormatError, PlanError
+from relayout.publish.bucket import check_scratch, scratch_folder
+from relayout.publish.output import LocalOutput, Replaceable, Work
+from relayout.storage.local.descriptors import OpenFolder
+from relayout.storage.local.store import OutputFile
+from relayout.storage.stores import Modes, Store
+from relayout.storage.web.oci import (
+    MANIFEST_TYPE,
+    MAX_MANIFEST_NBYTES,
+    PATH_ANNOTATION,
+    TITLE_ANNOTATION,
+    Artifact,
+    OciClient,
+    OciStore,
+    Pieces,
+    digest_of,
+)
+
+_SMALL_NBYTES = 2**20
+"""Files up to this size are kept in memory."""
+_PIECE_NBYTES = 2**20
+_NUM_BLOBS = 4
+"""Blobs that are sent at the same time."""
+
+# modelpack/model-spec, specs-go/v1/mediatype.go.
+_ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
+_CONFIG_TYPE = "application/vnd.cncf.model.config.v1+json"
+_KINDS = {".safetensors": "weight", ".py": "code", ".md": "doc"}
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryPublisher:
+    """Publishes under a tag; see `publishers.StorePublisher`."""
+
+    store: OciStore
+
+    @staticmethod
+    def of(store: OciStore) -> RegistryPublisher:
+        """The publisher of a store. PlanError: it is no tag."""
+        if store.prefix or store.client.is_pinned:
+            raise PlanError("an output needs a tag, as oci://REGISTRY/NAME:TAG", path=str(store), code="option")
+        return RegistryPublisher(store)
+
+    def check(self, source: Store, older: Replaceable, *, force: bool) -> None:
+        own, other = f"{self.store}/", f"{source}/"
+        if other.startswith(own):
+            raise PlanError("is the source itself; choose another tag", path=str(self.store), code="exists")
+        self._check_vacant(older, force=force)
+
+    def _check_vacant(self, older: Replaceable, *, force: bool) -> Artifact | None:
+        """The artifact that has the tag, if any.
+
+        Raises:
+            PlanError: it may not be replaced: `force` replaces an output, by the proof of its marker, and nothing else.
+        """
+        try:
+            artifact = self.store.client.artifact
+        except FormatError as error:
+            what = f"is another artifact, which relayout did not write; choose another tag: {error.what}"
+            raise PlanError(what, path=str(self.store), code="exists") from None
+        if artifact is not None:
+            older.check(self.store, artifact.files.keys() or ["no file"], force=force)
+        return artifact
+
+    @contextmanager
+    def begin(self, older: Replaceable, work: Work, *, force: bool, gathers: bool = False) -> Iterator[RegistryOutput]:
+        if gathers:
+            self._refuse()
+        before = self._check_vacant(older, force=force)
+        with scratch_folder(work.scratch) as scratch, OpenFolder(scratch) as place:
+            files = LocalOutput(scratch, place, Modes())
+            output = RegistryOutput(self.store.client, files, older.marker, before)
+            try:
+                yield output
+                output.publish()
+            except BaseException as error:
+                if output.has_sent:
+                    error.add_note(f"{self.store}: the same command does not send again what the registry has")
+                raise
+            finally:
+                output.stop()
+                files.folder.close()
+
+    def begin_part(self, older: Replaceable, work: Work, *, force: bool) -> AbstractContextManager[RegistryOutput]:
+        self._refuse()
+
+    def replace(self, name: str, expected: bytes | None, content: bytes) -> None:
+        self._refuse()
+
+    def add(self, name: str, content: bytes) -> None:
+        self._refuse()
+
+    def remove(self, older: Replaceable) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        what = "a registry takes an output whole, by one process: make it in a folder or bucket, and relayout copy it"
+        raise PlanError(what, path=str(self.store), code="unsupported")
+
+
+@dataclass(frozen=True, slots=True)
+class SentBlob:
+    """A blob that the registry has."""
+
+    digest: str
+    nbytes: int
+
+
+class RegistryOutput:
+    """An output under a tag; see `Output`."""
+
+    mark = ""
+
+    def __init__(self, client: OciClient, files: LocalOutput, marker: str, before: Artifact | None) -> None:
+        """`before` is the artifact that the output replaces."""
+        self._client = client
+        self._before = before
+        self._scratch = files
+        self._marker = marker
+        self._complete: dict[str, int] = {}
+        """Lengths of files in scratch that are complete, and not being sent."""
+        self._small: dict[str, bytes] = {}
+        self._sent: dict[str, SentBlob] = {}
+        """Files whose blobs the registry has."""
+        self.has_sent = False
+        """Whether a blob was sent."""
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._sender = ThreadPoolExecutor(_NUM_BLOBS, "relayout-push")
+        self._sending: list[Future[None]] = []
+        """The files of the last part: they are sent while the next part is made."""
+
+    def check_space(self, nbytes: int, part_nbytes: int | None = None) -> None:
+        check_scratch(self._scratch.place.path, nbytes, part_nbytes)
+
+    def write(self, name: str, nbytes: int) -> OutputFile:
+        return self._scratch.write(name, nbytes)
+
+    def head(self, name: str, head: bytes, nbytes: int) -> None:
+        self._scratch.head(name, head, nbytes)
+        with self._lock:
+            self._complete[name] = nbytes
+
+    def put(self, name: str, pieces: Iterable[bytes], mode: int | None = None) -> None:
+        begun, rest = bytearray(), iter(pieces)
+        for piece in rest:
+            begun += piece
+            if len(begun) > _SMALL_NBYTES:
+                self._scratch.put(name, chain([bytes(begun)], rest))
+                self._send_file(name)
+                return
+        self._small[name] = bytes(begun)
+
+    def kept(self, part: str) -> bytes | None:
+        """None: parts have no records in a registry. Files that are made again are found there, and not sent."""
+        return None
+
+    def keep(self, part: str, notes: bytes) -> None:
+        """Send the files while the caller goes on. Errors are raised by a later call."""
+        with self._lock:
+            names, self._complete = list(self._complete), {}
+        self._wait()
+        self._sending = [self._sender.submit(self._send_file, name) for name in names]
+
+    def _wait(self) -> None:
+        sending, self._sending = self._sending, []
+        for future in sending:
+            future.result()
+
+    def stop(self) -> None:
+        """Send nothing more."""
+        self._is_over.set()
+        self._sender.shutdown(wait=True, cancel_futures=True)
+
+    def _send_file(self, name: str) -> None:
+        """Send a file from scratch, which is deleted then."""
+        path = self._scratch.folder.path / name
+        with path.open("rb") as stream:
+            digest = f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
+        self._send(name, digest, path.stat().st_size, lambda start, end: _pieces_of(path, start, end))
+        self._scratch.remove(name)
+
+    def _send(self, name: str, digest: str, nbytes: int, pieces: Pieces) -> None:
+        self._send_blob(digest, nbytes, pieces)
+        self._sent[name] = SentBlob(digest, nbytes)
+
+    def _send_blob(self, digest: str, nbytes: int, pieces: Pieces) -> None:
+        if not self._client.has_blob(digest, nbytes):
+            self._client.push_blob(digest, nbytes, lambda start, end: self._going_on(pieces(start, end)))
+            self.has_sent = True
+
+    def _going_on(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        for piece in pieces:
+            if self._is_over.is_set():
+                raise Stopped("the output was given up")
+            yield piece
+
+    def _send_content(self, content: bytes) -> SentBlob:
+        sent = SentBlob(digest_of(content), len(content))
+        self._send_blob(sent.digest, sent.nbytes, lambda start, end: iter([content[start:end]]))
+        return sent
+
+    def publish(self) -> None:
+        """Send what is left, and write the manifest.
+
+        Raises:
+            PlanError: another artifact has got the tag; or the manifest would be larger than registries take.
+        """
+        self.keep("rest", b"")
+        self._wait()
+        small = list(self._small.items())
+        self._sent |= dict(
+            zip(self._small, self._sender.map(lambda one: self._send_content(one[1]), small), strict=True)
+        )
+        config = self._send_content(_config(self._sent))
+        manifest = _manifest(self._sent, config, self._marker)
+        if len(manifest) > MAX_MANIFEST_NBYTES:
+            what = f"{len(self._sent)} files: more than fit into a manifest of {MAX_MANIFEST_NBYTES} bytes"
+            raise PlanError(what, path=self._client.root, code="limit")
+        there = self._client.again().artifact
+        if there is not None and there.digest == digest_of(manifest):
+            return
+        if there != self._before:
+            what = "another process has moved the tag meanwhile; nothing was published"
+            raise PlanError(what, path=self._client.root, code="exists")
+        self._client.put_manifest(manifest)
+
+
+def _pieces_of(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while start < end and (piece := stream.read(min(_PIECE_NBYTES, end - start))):
+            start += len(piece)
+            yield piece
+
+
+def _in_order(files: dict[str, SentBlob], marker: str) -> list[tuple[str, SentBlob]]:
+    """The files by name, the marker last, so that a copy in this order is complete when it has that."""
+    return sorted(files.items(), key=lambda file: (file[0] == marker, file[0]))
+
+
+def _config(files: dict[str, SentBlob]) -> bytes:
+    """The configuration of a model artifact (modelpack/model-spec, docs/config.md). Equal files have an equal one."""
+    digests = [blob.digest for _, blob in sorted(files.items())]
+    top = {"descriptor": {}, "modelfs": {"type": "layers", "diffIds": digests}, "config": {"format": "safetensors"}}
+    return json.dumps(top, indent=2).encode()
+
+
+def _manifest(files: dict[str, SentBlob], config: SentBlob, marker: str) -> bytes:
+    layers = [
+        {
+            "mediaType": f"application/vnd.cncf.model.{_kind_of(name)}.v1.raw",
+            "digest": blob.digest,
+            "size": blob.nbytes,
+            "annotations": {PATH_ANNOTATION: name, TITLE_ANNOTATION: name},
+        }
+        for name, blob in _in_order(files, marker)
+    ]
+    top = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "artifactType": _ARTIFACT_TYPE,
+        "config": {"mediaType": _CONFIG_TYPE, "digest": config.digest, "size": config.nbytes},
+        "layers": layers,
+    }
+    return json.dumps(top, indent=2, ensure_ascii=False).encode()
+
+
+def _kind_of(name: str) -> str:
+    """The kind of a file in ModelPack's media types."""
+    base = name.rpartition("/")[2]
+    if base.upper().startswith(("README", "LICENSE", "NOTICE")):
+        return "doc"
+    return _KINDS.get(base[base.rfind(".") :], "weight.config")

@@ -1,0 +1,441 @@
+"""Registries of containers: files that are layers of an artifact, `oci://REGISTRY/NAME:TAG[/FOLDER]`.
+
+An artifact is a manifest, which lists blobs by digest. Each raw layer is one file. Its path is in an annotation: that
+of ModelPack (modelpack/model-spec, docs/annotations.md), or the title that ORAS writes. Requests are those of the OCI
+distribution specification 1.1.
+
+**What is believed.** The manifest is compared with the digest in the URL if there is one; a tag is the registry's word.
+All else follows from the manifest: a file's length and SHA-256. A blob that is read whole is compared with its SHA-256.
+Parts of a blob cannot be, so that whoever reads parts compares digests of its own (`RequestCost.needs_digests`).
+
+**What a registry may choose.** The storage that a blob comes from: registries redirect to signed URLs of buckets. The
+URL must be https, or http if the registry's is, and is requested without credentials. Uploads stay on the registry's
+server.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode, urljoin, urlsplit
+
+from relayout.core.digests import Hash
+from relayout.errors import FormatError, PlanError, about, shown
+from relayout.format.fields import Fields, check_apart, is_plain_path, parse_object
+from relayout.storage.cloud import connect
+from relayout.storage.cloud.failures import Patience, persistent, replaced, request_error
+from relayout.storage.cloud.store import Body, CloudStore
+from relayout.storage.stores import FileStat, RequestCost, RequestError, limited
+from relayout.storage.web import http
+from relayout.storage.web.registry_auth import Login, api_host, refused, whole
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
+
+OCI_COST = RequestCost(
+    request_nbytes=16 * 2**20, max_gap_nbytes=2**20, concurrency=16, is_remote=True, needs_digests=True
+)
+"""As of object stores, with fewer requests at a time: registries are single servers, or limit clients."""
+
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+_DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+_INDEXES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+PATH_ANNOTATION = "org.cncf.model.filepath"
+TITLE_ANNOTATION = "org.opencontainers.image.title"
+MAX_MANIFEST_NBYTES = 4 * 2**20
+"""The limit that the distribution specification names for manifests."""
+
+_COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_URL = re.compile(
+    rf"(?P<scheme>oci|oci\+http)://(?P<registry>(?:[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(?::[0-9]{{1,5}})?)"
+    rf"/(?P<repository>{_COMPONENT}(?:/{_COMPONENT})*)"
+    r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})|@(?P<digest>sha256:[0-9a-f]{64}))(?P<folder>(?:/[^/?#\\]+)*)/?",
+    re.ASCII,
+)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
+_ARCHIVE = re.compile(r"[.+](tar|gzip|zstd)\b")
+_SIGNED_SECONDS = 600.0
+"""A signed URL is asked for again after so long."""
+_UPLOAD_TYPE = {"content-type": "application/octet-stream"}
+_UPLOADED = re.compile(r"(?:bytes=)?0-([0-9]{1,18})", re.ASCII)
+_CHUNK_NBYTES = 32 * 2**20
+"""Chunks of uploads to a registry that does not take a file in one request."""
+_MAX_RESTARTS = 3
+
+Pieces = Callable[[int, int], Iterator[bytes]]
+"""The bytes of a blob from an offset to an end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A manifest as it was found."""
+
+    digest: str
+    """As sha256:HEX."""
+    files: Mapping[str, FileStat]
+    """The layers, by path; their versions are digests."""
+
+
+class OciClient:
+    """One artifact of a registry. It stays at one manifest from its first request on. Thread-safe."""
+
+    cost: RequestCost = OCI_COST
+
+    def __init__(self, scheme: str, registry: str, repository: str, reference: str) -> None:
+        """Name an artifact. `reference` is a tag, or a digest as sha256:HEX."""
+        self.scheme = scheme
+        """`oci`, or `oci+http` for a registry without TLS."""
+        self.registry = registry
+        self.repository = repository
+        self.reference = reference
+        self._login = Login(registry, repository, "http" if scheme == "oci+http" else "https")
+        self._lock = threading.Lock()
+        self._known: Artifact | None = None
+        self._addresses: dict[str, tuple[str, float]] = {}
+        """Where else blobs are, by URL, and since when by the clock `time.monotonic`."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return OciClient, (self.scheme, self.registry, self.repository, self.reference)
+
+    def __repr__(self) -> str:
+        return f"OciClient({self.root!r})"
+
+    @property
+    def root(self) -> str:
+        mark = "@" if self.is_pinned else ":"
+        return f"{self.scheme}://{self.registry}/{self.repository}{mark}{self.reference}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the URL has the manifest's digest."""
+        return _DIGEST.fullmatch(self.reference) is not None
+
+    @property
+    def artifact(self) -> Artifact | None:
+        """The artifact, which is requested until it is there; None if the registry has none of this tag or digest."""
+        with self._lock:
+            self._known = self._known or self._find()
+            return self._known
+
+    def _api(self, path: str) -> str:
+        scheme = "http" if self.scheme == "oci+http" else "https"
+        return f"{scheme}://{api_host(self.registry)}/v2/{self.repository}/{path}"
+
+    # Reading.
+
+    def _find(self) -> Artifact | None:
+        url, accepted = (
+            self._api(f"manifests/{self.reference}"),
+            ", ".join((MANIFEST_TYPE, _DOCKER_MANIFEST, *_INDEXES)),
+        )
+
+        def ask() -> bytes:
+            answer = self._send("GET", url, self.root, {"accept": accepted})
+            if answer.status == 404:
+                answer.close()
+                raise FormatError("is missing", path=self.root, code="missing")
+            return whole(answer, self.root, MAX_MANIFEST_NBYTES)
+
+        try:
+            content = persistent(ask, self.root)
+        except FormatError as error:
+            if error.code != "missing":
+                raise
+            return None
+        digest = digest_of(content)
+        if self.is_pinned and digest != self.reference:
+            raise FormatError("the registry returned a manifest of another digest", path=self.root, code="digest")
+        return Artifact(digest, _files_of(content, self.root))
+
+    @property
+    def files(self) -> Mapping[str, FileStat]:
+        """All files of the artifact, by path; none if there is no artifact."""
+        artifact = self.artifact
+        return {} if artifact is None else artifact.files
+
+    def get(self, name: str, start: int, end: int | None, version: str | None) -> Body:
+        location, known = f"{self.root}/{name}", self.stat(name)
+        if known is None:
+            what = "is missing" if self.artifact else "is missing: the registry has no artifact of this name and tag"
+            raise FormatError(what, path=location, code="missing")
+        if version not in (None, known.version):
+            raise replaced(location)
+        is_whole = start == 0 and (end is None or end >= known.nbytes)
+        return self._get(known, location, start, end, hashlib.sha256() if is_whole else None)
+
+    def _get(self, known: FileStat, location: str, start: int, end: int | None, hashed: Hash | None) -> Body:
+        """Request a range of a blob. `hashed` has what was read of the blob before the range."""
+        part: tuple[int, int] = (0, 0)
+        pieces: Iterable[Any] = ()
+        if known.nbytes:  # Of an empty blob there is no range.
+            url, until = self._api(f"blobs/{known.version}"), None if end is None else min(end, known.nbytes)
+            body = http.get(url, location, start, until, None, None, self._send_for_blob)
+            if body.stat.nbytes != known.nbytes:
+                raise FormatError(
+                    f"{body.stat.nbytes} bytes long, {known.nbytes} by the manifest", path=location, code="mismatch"
+                )
+            part, pieces = body.part, body.pieces
+        if hashed is not None:
+            pieces = _hashed(pieces, hashed, known, part[0], location)
+        again = partial(self._again, known, location, part[1], hashed)
+        return Body(known, location, part, pieces, again)
+
+    def _again(self, known: FileStat, location: str, end: int, hashed: Hash | None, offset: int) -> Body:
+        return self._get(known, location, offset, end, hashed)
+
+    def stat(self, name: str) -> FileStat | None:
+        """Look a file up in the manifest."""
+        return self.files.get(name)
+
+    def list_objects(self, prefix: str) -> Iterator[tuple[str, str]]:
+        for name, stat in self.files.items():
+            if not prefix or name.startswith(f"{prefix}/"):
+                yield name, stat.version
+
+    # Requests.
+
+    def _send(
+        self, method: str, url: str, location: str, headers: http.Headers, body: Callable[[], Any] = lambda: None
+    ) -> BaseHTTPResponse:
+        """Send a request with what the registry wants as credentials; `body` makes the body, once for each request.
+
+        Raises:
+            RequestError: the request failed, or is not permitted.
+        """
+        is_write = method not in ("GET", "HEAD")
+        for is_last in (False, True):
+            used = self._login.header(is_write=is_write)
+            answer = http.send(method, url, location, {**headers, **used}, body())
+            if answer.status not in (401, 403):
+                break
+            answer.close()
+            if is_last or answer.status == 403 or not self._login.renew(answer, used, is_write=is_write):
+                raise refused(location, self.registry, answer.status)
+        return answer
+
+    def _send_for_blob(self, method: str, url: str, location: str, headers: http.Headers) -> BaseHTTPResponse:
+        """The answer with bytes of a blob, which may come from storage elsewhere."""
+        address, since = self._addresses.get(url, ("", 0.0))
+        if address and time.monotonic() - since < _SIGNED_SECONDS:
+            answer = http.send(method, address, location, headers)
+            if answer.status in (200, 206):
+                return answer
+            answer.close()  # The signature has expired, or the storage has failed: the registry names another URL.
+        answer = self._send(method, url, location, headers)
+        target = http.redirect_of(answer, url)
+        if target is None:
+            return answer
+        answer.close()
+        # Proof that the registry may choose: no credentials are sent there, length and digests are compared.
+        parts = urlsplit(target)
+        if parts.scheme not in ("https", urlsplit(url).scheme) or "@" in parts.netloc or not parts.hostname:
+            what = f"the registry redirects to {shown(parts.scheme[:20])}, expected https without a user"
+            raise RequestError(errno.EPROTO, what, location)
+        answer = http.send(method, target, location, headers)
+        if answer.status in (200, 206):
+            self._addresses[url] = (target, time.monotonic())
+        return answer
+
+    # Writing.
+
+    def has_blob(self, digest: str, nbytes: int) -> bool:
+        """Whether the repository has a blob of this digest."""
+
+        def ask() -> bool:
+            answer = self._send("HEAD", self._api(f"blobs/{digest}"), self.root, {})
+            answer.close()
+            if answer.status == 404:
+                return False
+            # Storage may be elsewhere, and need not permit HEAD: the registry's redirect says that it has the blob.
+            if answer.status == 200 or http.redirect_of(answer, self._api("")) is not None:
+                length = answer.headers.get("content-length", str(nbytes))
+                return answer.status != 200 or length == str(nbytes)
+            raise request_error("", self.root, status=answer.status, retry_after=answer.headers.get("retry-after"))
+
+        return persistent(ask, self.root)
+
+    def push_blob(self, digest: str, nbytes: int, pieces: Pieces) -> None:
+        """Send a blob in one request. If that breaks off, go on from where the registry says that it is.
+
+        The registry compares the digest, which is part of the last request.
+
+        Raises:
+            RequestError: no request succeeded for `connect.RETRY_SECONDS`, or the registry refuses the blob.
+        """
+        where = f"{self.root}: blob {digest[:19]}"
+        upload, offset, chunk_nbytes, restarts, patience = "", 0, nbytes, 0, Patience()
+        while True:
+            before = offset
+            try:
+                if not upload:
+                    upload, offset = self._begin_upload(where), 0
+                while offset < nbytes:
+                    end = min(nbytes, offset + chunk_nbytes)
+                    upload = self._send_chunk(upload, offset, end, nbytes, pieces, where)
+                    offset, patience = end, Patience()
+                self._end_upload(upload, digest, where)
+                return
+            except RequestError as error:
+                failure = error
+            if failure.status == 413 and chunk_nbytes > _CHUNK_NBYTES:
+                upload, chunk_nbytes = "", _CHUNK_NBYTES
+                continue
+            if failure.status in (404, 416) and upload and restarts < _MAX_RESTARTS:
+                restarts += 1  # The upload has ended: completed by a request whose answer was lost, or given up.
+            else:
+                patience.wait(failure)
+            if self.has_blob(digest, nbytes):
+                return
+            upload, offset = self._upload_state(upload, nbytes, where)
+            if offset > before:
+                patience = Patience()
+
+    def _begin_upload(self, where: str) -> str:
+        url = self._api("blobs/uploads/")
+        answer = self._send("POST", url, where, {"content-length": "0"}, lambda: b"")
+        return self._upload_of(answer, url, (202,), where)
+
+    def _send_chunk(self, upload: str, start: int, end: int, nbytes: int, pieces: Pieces, where: str) -> str:
+        headers = _UPLOAD_TYPE | {"content-length": str(end - start)}
+        if (start, end) != (0, nbytes):  # As Docker's own client, which every registry knows, where it is all.
+            headers["content-range"] = f"{start}-{end - 1}"
+        answer = self._send("PATCH", upload, where, headers, lambda: pieces(start, end))
+        return self._upload_of(answer, upload, (202,), where)
+
+    def _end_upload(self, upload: str, digest: str, where: str) -> None:
+        url = upload + ("&" if urlsplit(upload).query else "?") + urlencode({"digest": digest})
+        answer = self._send("PUT", url, where, _UPLOAD_TYPE | {"content-length": "0"}, lambda: b"")
+        _check_written(answer, digest, where)
+
+    def _upload_state(self, upload: str, nbytes: int, where: str) -> tuple[str, int]:
+        """Where an upload goes on after a failure: its URL and offset; the empty URL to begin again."""
+        if not upload:
+            return "", 0
+        try:
+            answer = self._send("GET", upload, where, {})
+            answer.close()
+            found = _UPLOADED.fullmatch(answer.headers.get("range", ""))
+            # "0-0" is that of one byte, or of none: registries differ.
+            if answer.status != 204 or found is None or not 0 < int(found[1]) < nbytes:
+                return "", 0
+            return self._upload_of(answer, upload, (204,), where), int(found[1]) + 1
+        except RequestError:
+            return "", 0
+
+    def _upload_of(self, answer: BaseHTTPResponse, url: str, statuses: tuple[int, ...], where: str) -> str:
+        """The URL of an upload by an answer. The proof that the registry may choose it: it is on its own server."""
+        answer.close() if answer.length_remaining else answer.release_conn()
+        if answer.status not in statuses:
+            raise request_error("", where, status=answer.status, retry_after=answer.headers.get("retry-after"))
+        try:
+            target = urljoin(url, answer.headers.get("location", ""))
+        except ValueError:
+            target = ""
+        if "location" not in answer.headers or not http.is_same_server(target, url):
+            raise RequestError(errno.EPROTO, "the registry sends an upload to another server, or nowhere", where)
+        return target
+
+    def put_manifest(self, content: bytes) -> None:
+        """Write the manifest of the tag, whose blobs are there, in place of another. Atomic."""
+
+        def ask() -> None:
+            headers = {"content-type": MANIFEST_TYPE, "content-length": str(len(content))}
+            url = self._api(f"manifests/{self.reference}")
+            answer = self._send("PUT", url, self.root, headers, lambda: content)
+            _check_written(answer, digest_of(content), self.root)
+
+        persistent(ask, self.root)
+
+    def again(self) -> OciClient:
+        """The same name, which is looked up again."""
+        return OciClient(self.scheme, self.registry, self.repository, self.reference)
+
+
+def digest_of(content: bytes) -> str:
+    """A digest as registries write it."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def _check_written(answer: BaseHTTPResponse, digest: str, where: str) -> None:
+    answer.close() if answer.length_remaining else answer.release_conn()
+    if answer.status != 201:
+        raise request_error("", where, status=answer.status, retry_after=answer.headers.get("retry-after"))
+    if answer.headers.get("docker-content-digest", digest) != digest:
+        raise RequestError(errno.EPROTO, "the registry has stored another digest than was sent", where)
+
+
+def _hashed(pieces: Any, hashed: Hash, known: FileStat, offset: int, location: str) -> Iterator[bytes]:
+    """The pieces of a blob to its end, and then the comparison with its digest."""
+    for piece in pieces:
+        hashed.update(piece)
+        offset += len(piece)
+        if offset == known.nbytes and f"sha256:{hashed.hexdigest()}" != known.version:
+            raise FormatError("does not match its SHA-256 in the manifest: damaged", path=location, code="digest")
+        yield piece
+    if not known.nbytes and f"sha256:{hashed.hexdigest()}" != known.version:
+        raise FormatError("does not match its SHA-256 in the manifest: damaged", path=location, code="digest")
+
+
+def _files_of(content: bytes, where: str) -> dict[str, FileStat]:
+    """The files that a manifest lists.
+
+    Raises:
+        FormatError: it is none of an artifact of files, or names what no folder can have.
+    """
+    top = Fields(parse_object(content, where), where)
+    if top.top.get("mediaType") in _INDEXES or "manifests" in top.top:
+        what = "is an index of several manifests, as of an image for several platforms: name one by its digest"
+        raise FormatError(what, path=where, code="mismatch")
+    files: dict[str, FileStat] = {}
+    for layer in limited(top.column("layers", dict), where):
+        fields = Fields(layer, where)
+        kind, digest, nbytes = fields.text("mediaType"), fields.text("digest"), fields.size("size")
+        annotations = fields.top.get("annotations") or {}
+        noted = Fields(annotations if isinstance(annotations, dict) else {}, where)
+        key = PATH_ANNOTATION if PATH_ANNOTATION in noted.top else TITLE_ANNOTATION
+        if _ARCHIVE.search(kind) or key not in noted.top:
+            what = (
+                f"has a layer of media type {shown(kind[:100])}, which is no file: only raw layers with paths are read"
+            )
+            raise FormatError(what, path=where, code="mismatch")
+        name = noted.text(key)
+        if not is_plain_path(name):
+            raise FormatError(f"{shown(name[:100])} is not a file name", path=where, code="unsafe")
+        if not _DIGEST.fullmatch(digest):
+            raise FormatError(f"{shown(digest[:100])} is not a SHA-256 digest", path=where, code="field")
+        if name in files:
+            raise FormatError(f"{shown(name)} is the path of two layers", path=where, code="field")
+        files[name] = FileStat(nbytes, digest, vouched=digest)
+    with about(path=where):
+        check_apart(files)
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class OciStore(CloudStore):
+    """The files of an artifact."""
+
+    client: OciClient
+
+
+def offer(url: str) -> OciStore:
+    """An artifact, or a folder in it. No request is made yet."""
+    match = _URL.fullmatch(re.sub("^[^:]*", lambda scheme: scheme[0].lower(), url))
+    if match is None or {".", ".."} & set(match["folder"].split("/")):
+        what = (
+            "expected oci://REGISTRY/NAME:TAG or oci://REGISTRY/NAME@sha256:DIGEST, or a folder below it; the name in"
+        )
+        raise PlanError(f"{what} lower case; oci+http:// for a registry without TLS", code="option")
+    connect.require("urllib3", url, "web")
+    client = OciClient(match["scheme"], match["registry"], match["repository"], match["tag"] or match["digest"])
+    return OciStore(client, match["folder"].strip("/"))

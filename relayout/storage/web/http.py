@@ -118,9 +118,9 @@ def send(
     from urllib3 import Timeout
     from urllib3.exceptions import HTTPError
 
-    # A server answers when it has stored what was sent.
-    seconds = connect.STALL_SECONDS if body is None else connect.UPLOAD_SECONDS
-    timeout = Timeout(connect=connect.CONNECT_SECONDS, read=seconds)
+    timeout = Timeout(connect=connect.CONNECT_SECONDS, read=connect.STALL_SECONDS)
+    if body is not None:  # The first one limits each step of sending, too; a server answers when it has stored it all.
+        timeout = Timeout(connect=connect.STALL_SECONDS, read=connect.UPLOAD_SECONDS)
     for _ in range(_MAX_REDIRECTS):
         try:
             answer = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "").urlopen(

@@ -70,7 +70,8 @@ _UPLOAD_TYPE = {"content-type": "application/octet-stream"}
 _UPLOADED = re.compile(r"(?:bytes=)?0-([0-9]{1,18})", re.ASCII)
 _CHUNK_NBYTES = 32 * 2**20
 """Chunks of uploads to a registry that does not take a file in one request."""
-_MAX_RESTARTS = 3
+_MAX_RESTARTS = 5
+"""Requests of one upload that may break off in vain."""
 
 Pieces = Callable[[int, int], Iterator[bytes]]
 """The bytes of a blob from an offset to an end."""
@@ -179,7 +180,13 @@ class OciClient:
         pieces: Iterable[Any] = ()
         if known.nbytes:  # Of an empty blob there is no range.
             url, until = self._api(f"blobs/{known.version}"), None if end is None else min(end, known.nbytes)
-            body = http.get(url, location, start, until, None, None, self._send_for_blob)
+            try:
+                body = http.get(url, location, start, until, None, None, self._send_for_blob)
+            except FormatError as error:
+                if error.code != "missing":
+                    raise
+                what = "the registry lacks this file of its manifest"
+                raise FormatError(what, path=location, code="mismatch") from None
             if body.stat.nbytes != known.nbytes:
                 raise FormatError(
                     f"{body.stat.nbytes} bytes long, {known.nbytes} by the manifest", path=location, code="mismatch"
@@ -267,22 +274,32 @@ class OciClient:
     def push_blob(self, digest: str, nbytes: int, pieces: Pieces) -> None:
         """Send a blob in one request. If that breaks off, go on from where the registry says that it is.
 
-        The registry compares the digest, which is part of the last request.
+        The registry compares the digest, which is part of the last request. Some registries have lost the upload then
+        (distribution 2.8), which begins again.
 
         Raises:
-            RequestError: no request succeeded for `connect.RETRY_SECONDS`, or the registry refuses the blob.
+            RequestError: no request succeeded for `connect.RETRY_SECONDS`; `_MAX_RESTARTS` requests broke off, and the
+                registry kept nothing of them; or it refuses the blob.
         """
         where = f"{self.root}: blob {digest[:19]}"
-        upload, offset, chunk_nbytes, restarts, patience = "", 0, nbytes, 0, Patience()
+        upload, offset, chunk_nbytes, num_lost, patience = "", 0, nbytes, 0, Patience()
+        sent_nbytes = 0
+
+        def counted(start: int, end: int) -> Iterator[bytes]:
+            nonlocal sent_nbytes
+            for piece in pieces(start, end):
+                yield piece
+                sent_nbytes += len(piece)
+
         while True:
-            before = offset
+            before, sent_nbytes = offset, 0
             try:
                 if not upload:
                     upload, offset = self._begin_upload(where), 0
                 while offset < nbytes:
                     end = min(nbytes, offset + chunk_nbytes)
-                    upload = self._send_chunk(upload, offset, end, nbytes, pieces, where)
-                    offset, patience = end, Patience()
+                    upload = self._send_chunk(upload, offset, end, nbytes, counted, where)
+                    offset = end
                 self._end_upload(upload, digest, where)
                 return
             except RequestError as error:
@@ -290,15 +307,17 @@ class OciClient:
             if failure.status == 413 and chunk_nbytes > _CHUNK_NBYTES:
                 upload, chunk_nbytes = "", _CHUNK_NBYTES
                 continue
-            if failure.status in (404, 416) and upload and restarts < _MAX_RESTARTS:
-                restarts += 1  # The upload has ended: completed by a request whose answer was lost, or given up.
-            else:
+            # It may have ended, completed by a request whose answer was lost; else some of it may be kept.
+            has_lost = bool(sent_nbytes) or (failure.status in (404, 416) and bool(upload))
+            if has_lost and num_lost < _MAX_RESTARTS:
+                num_lost, patience = num_lost + 1, Patience()
+            if not (has_lost and failure.status in (404, 416) and num_lost < _MAX_RESTARTS):
                 patience.wait(failure)
             if self.has_blob(digest, nbytes):
                 return
             upload, offset = self._upload_state(upload, nbytes, where)
             if offset > before:
-                patience = Patience()
+                num_lost = 0
 
     def _begin_upload(self, where: str) -> str:
         url = self._api("blobs/uploads/")
@@ -357,8 +376,10 @@ class OciClient:
         persistent(ask, self.root)
 
     def again(self) -> OciClient:
-        """The same name, which is looked up again."""
-        return OciClient(self.scheme, self.registry, self.repository, self.reference)
+        """The same name, which is looked up again, with the same tokens."""
+        client = OciClient(self.scheme, self.registry, self.repository, self.reference)
+        client._login = self._login
+        return client
 
 
 def digest_of(content: bytes) -> str:
